@@ -46,13 +46,10 @@ pub fn make_printable(value: &mut Value) {
     }
 }
 
-/// Whether `c` is a control character (C0, DEL or C1) other than the newline, or changes the direction of text.
+/// Whether `c` is a control character (C0, DEL or C1) other than the newline, or starts or ends a section with another
+/// direction of text. Marks such as U+200E are kept: names in Arabic and Hebrew have them.
 fn is_unsafe(c: char) -> bool {
-    (c.is_control() && c != '\n')
-        || matches!(
-            c,
-            '\u{061C}' | '\u{200E}' | '\u{200F}' | '\u{202A}'..='\u{202E}' | '\u{2066}'..='\u{2069}'
-        )
+    (c.is_control() && c != '\n') || matches!(c, '\u{202A}'..='\u{202E}' | '\u{2066}'..='\u{2069}')
 }
 
 #[cfg(test)]
@@ -68,7 +65,7 @@ mod tests {
         );
         assert_eq!(
             replace_unprintable("\u{202a}x\u{202e}y\u{2066}z\u{2069}\u{200f}\0"),
-            "\u{FFFD}x\u{FFFD}y\u{FFFD}z\u{FFFD}\u{FFFD}\u{FFFD}"
+            "\u{FFFD}x\u{FFFD}y\u{FFFD}z\u{FFFD}\u{200f}\u{FFFD}"
         );
         assert_eq!(replace_unprintable("größer – 日本 🙂"), "größer – 日本 🙂");
     }

@@ -374,6 +374,12 @@ impl BlobLocations {
         self.of_type(blob_type).find_others(id).iter().map(|(_, location)| *location)
     }
 
+    /// Whether a pack that is not marked for deletion has one of the blob's other locations.
+    pub(crate) fn has_other_unmarked(&self, blob_type: BlobType, id: Id) -> bool {
+        let others = self.of_type(blob_type).find_others(id);
+        others.iter().any(|(_, location)| !self.pack(*location).is_marked)
+    }
+
     fn of_type(&self, blob_type: BlobType) -> &LocationsOfType {
         match blob_type {
             BlobType::Data => &self.data,

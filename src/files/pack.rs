@@ -11,7 +11,7 @@ use crate::key::{MasterKey, OVERHEAD_BYTES};
 /// A pack is finished when it reaches this size. `restic` writes packs of 16 MiB; smaller packs take less memory.
 const TARGET_PACK_BYTES: usize = 8 << 20;
 /// Maximum number of blobs in a pack, so that its header stays small.
-const MAX_PACK_BLOBS: usize = 8192;
+pub(crate) const MAX_PACK_BLOBS: usize = 8192;
 /// The zstd level that `restic` uses by default.
 pub(crate) const ZSTD_LEVEL: i32 = 3;
 /// Maximum size of a blob after decompression. A chunk of a file is at most 8 MiB long; the tree of a directory may be

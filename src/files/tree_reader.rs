@@ -55,7 +55,7 @@ impl<'a> TreeReader<'a> {
     /// the cache.
     ///
     /// # Errors
-    /// See [`Self::read`].
+    /// See [`Self::read`]; the names of the entries are not checked.
     pub(crate) async fn read_references(&mut self, id: Id) -> Result<TreeReferences, FilesError> {
         TreeReferences::parse(id, &self.read_json(id).await?)
     }

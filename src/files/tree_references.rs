@@ -25,6 +25,8 @@ impl TreeReferences {
     pub(crate) fn parse(id: Id, json: &[u8]) -> Result<Self, FilesError> {
         #[derive(Deserialize)]
         struct TreeFile {
+            // Required, but may be null.
+            #[serde(deserialize_with = "Option::deserialize")]
             nodes: Option<Nodes>,
         }
         let tree: TreeFile = serde_json::from_slice(json)

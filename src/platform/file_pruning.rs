@@ -69,7 +69,7 @@ pub const WORKERS: usize = 2;
 pub const TIMEOUT: Duration = Duration::from_secs(4 * 3600);
 
 /// How long a slot stays claimed without a renewal. A claim expires if its process is killed or loses its database
-/// connection.
+/// connection. That of a prune that left packs to another run expires at once.
 const CLAIM_TTL: Duration = Duration::from_secs(180);
 const CLAIM_RENEWAL_INTERVAL: Duration = Duration::from_secs(45);
 

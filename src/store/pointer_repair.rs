@@ -300,7 +300,7 @@ async fn find_newest_complete(
             Ok(sidecar) if Some(sidecar.epoch) == epoch => return Ok((Some(sidecar), 0)),
             Ok(_) => tracing::warn!(key, "skipped a snapshot without an epoch in its key"),
             Err(SnapshotUnusable::Damaged { why, .. }) => {
-                tracing::warn!(key, why, "skipped an incomplete snapshot");
+                tracing::warn!(key, why, "skipped an unusable snapshot");
             }
             Err(SnapshotUnusable::Absent) => {}
             Err(SnapshotUnusable::Store(error)) => return Err(error),

@@ -9,7 +9,7 @@ use kit::bundle::{self, Manifest, SigningKey};
 use kit::ca::Ca;
 use kit::s3::{Fault, Rule};
 use kit::story::{CONFIRM_FLAGS, RouterTransport, Stack, eventually};
-use serde_json::{Value, json};
+use serde_json::Value;
 use tokio::io::AsyncWriteExt;
 use tokio::process::Command;
 
@@ -326,14 +326,9 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
     fleet.check_host().await.expect("gateway", "problem", "not ready");
     // These checks run near the end, because a gateway or an agent that finds `superseded.json` exits.
     let failure =
-        json!({ "version": 1, "since": "2026-11-28T09:04:00Z", "error": "the platform responded with 401" });
-    let rejected =
-        fleet.check_with("var/lib/svc/heartbeat-failure.json", |_| Some(failure.to_string())).await;
-    rejected.expect(
-        "platform",
-        "problem",
-        "accepted no heartbeat since 2026-11-28T09:04:00Z: the platform responded",
-    );
+        r#"{"version": 1, "since": "2026-11-28T09:04:00Z", "error": "401 Unauthorized", "isRefused": true}"#;
+    let refused = fleet.check_with("var/lib/svc/heartbeat-failure.json", |_| Some(failure.to_owned())).await;
+    refused.expect("platform", "problem", "all heartbeats since 2026-11-28T09:04:00Z have failed: 401");
     let replaced = fleet.check_with("var/lib/svc/superseded.json", |_| Some("{}".to_owned())).await;
     replaced.expect("platform", "problem", "has replaced this one");
     let pid = fs::read_to_string(fleet.disk.join("var/lib/postgresql/16/main/postmaster.pid")).unwrap();

@@ -41,7 +41,7 @@ async fn cost_and_consent_are_confirmed_separately() {
         "api.hetzner.cloud, project svc-prod",
         "builder, active",
         "nbg1: 10.1031 EUR a month with VAT, 8.49 EUR without: server 9.5081 EUR, public IPv4 0.595 EUR",
-        "12 of 25 servers in use",
+        "12 of 25 servers in use; one more fits",
         "rollback never",
         "a rollback has not been exercised on a test slot",
         "You accept the monthly cost: 10.1031 EUR a month (cpx22 in nbg1).",

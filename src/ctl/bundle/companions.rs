@@ -1,5 +1,5 @@
-//! Companions are a bundle's manifest and signature, in a build directory or in the store. Invariant: once a version's
-//! archive is stored, its manifest is replaced only by one that hosts trust for longer.
+//! Companions are a bundle's manifest and signature, in a build directory or in the store. Invariant: once a version
+//! is published and its archive is stored, its manifest is replaced only by one that hosts trust for longer.
 
 use std::path::Path as FilePath;
 

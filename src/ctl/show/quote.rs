@@ -94,7 +94,7 @@ fn quota(quote: &ProvisionQuote) -> String {
     match (quote.servers, quote.server_limit) {
         (None, _) => String::new(),
         (Some(servers), Some(limit)) if servers < limit => {
-            format!("{servers} of {limit} servers in use")
+            format!("{servers} of {limit} servers in use; one more fits")
         }
         (Some(servers), Some(limit)) => {
             format!(

@@ -12,11 +12,13 @@
 mod plan;
 
 use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
 
 use bytes::Bytes;
 use futures_util::{StreamExt, stream};
 use jiff::{SignedDuration, Timestamp};
-use tokio::sync::{Semaphore, SemaphorePermit};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::task::JoinSet;
 
 use svc_base::failpoint;
 use svc_store::StoreError;
@@ -116,7 +118,7 @@ pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pr
         .delete_all(expired.iter().map(|id| repository.path(ObjectKind::Snapshot, *id)).collect())
         .await?;
     keep_needed_packs(repository, &index.files, &used, &mut plan).await?;
-    let new_packs = rewrite_packs(repository, &index.files, &mut plan, &used).await?;
+    let new_packs = rewrite_packs(repository, &index.files, &mut plan, &used, &uploads).await?;
     if plan.rewritten.is_empty() && plan.deleted.is_empty() {
         // Another run could not do the remaining work either, for example on damaged packs.
         report.left_packs = 0;
@@ -202,10 +204,13 @@ async fn keep_needed_packs(
             copies.entry(pack.id).or_default().extend(blobs);
         }
     }
-    let budget = &Semaphore::new(MAX_PACK_BYTES as usize);
-    let read_copies = |(pack, blobs): (Id, Vec<PackedBlob>)| async move {
-        let (bytes, permit) = read_blobs(repository, pack, &blobs, budget).await;
-        (blobs, bytes, permit)
+    let budget = Arc::new(Semaphore::new(MAX_PACK_BYTES as usize));
+    let read_copies = |(pack, blobs): (Id, Vec<PackedBlob>)| {
+        let (repository, budget) = (repository.clone(), Arc::clone(&budget));
+        async move {
+            let (bytes, permit) = read_start(&repository, pack, blobs_end(&blobs), budget).await;
+            (blobs, bytes, permit)
+        }
     };
     let mut reads = stream::iter(copies).map(read_copies).buffer_unordered(MAX_CONCURRENT_REQUESTS);
     while let Some((blobs, bytes, _permit)) = reads.next().await {
@@ -236,6 +241,7 @@ async fn rewrite_packs(
     index: &[(Id, IndexFile)],
     plan: &mut PrunePlan,
     used: &UsedBlobs,
+    uploads: &HashMap<Id, Timestamp>,
 ) -> Result<Vec<IndexedPack>, FilesError> {
     if plan.rewritten.is_empty() {
         return Ok(Vec::new());
@@ -247,15 +253,26 @@ async fn rewrite_packs(
         .map(|blob_type| PackWriter::new(repository.key.clone(), blob_type).map(|writer| (blob_type, writer)))
         .collect::<Result<HashMap<_, _>, _>>()?;
     let packs = index.iter().flat_map(|(_, file)| &file.packs);
-    let packs: Vec<&IndexedPack> = packs.filter(|pack| plan.rewritten.contains_key(&pack.id)).collect();
-    let budget = &Semaphore::new(MAX_PACK_BYTES as usize);
-    let packs = &packs;
-    let reads = stream::iter(0..packs.len()).map(|number| async move {
-        let (bytes, permit) = read_blobs(repository, packs[number].id, &packs[number].blobs, budget).await;
-        (number, bytes, permit)
-    });
-    let mut reads = reads.buffered(MAX_CONCURRENT_REQUESTS);
-    while let Some((number, bytes, _permit)) = reads.next().await {
+    let mut packs: Vec<&IndexedPack> = packs.filter(|pack| plan.rewritten.contains_key(&pack.id)).collect();
+    // Blobs that were saved together stay together.
+    packs.sort_by_key(|pack| uploads.get(&pack.id));
+    let budget = Arc::new(Semaphore::new(MAX_PACK_BYTES as usize));
+    let mut unread = 0..packs.len();
+    // Tasks, because a read that is not polled while a new pack is uploaded could time out.
+    let mut reads = JoinSet::new();
+    loop {
+        while reads.len() < MAX_CONCURRENT_REQUESTS
+            && let Some(number) = unread.next()
+        {
+            let (repository, budget) = (repository.clone(), Arc::clone(&budget));
+            let (id, length) = (packs[number].id, blobs_end(&packs[number].blobs));
+            reads.spawn(async move {
+                let (bytes, permit) = read_start(&repository, id, length, budget).await;
+                (number, bytes, permit)
+            });
+        }
+        let Some(read) = reads.join_next().await else { break };
+        let (number, bytes, _permit) = read.map_err(|_| FilesError::Stopped)?;
         let pack = packs[number];
         let bytes = match bytes {
             Ok(bytes) => bytes,
@@ -298,19 +315,22 @@ fn keep_damaged_pack(plan: &mut PrunePlan, pack: Id, error: &FilesError) {
     plan.marked.remove(&pack);
 }
 
-/// Reads a pack up to the end of the last of these blobs. Machines write the packs, which may be large, so `budget`
-/// limits the packs in memory to [`MAX_PACK_BYTES`] in total: a pack counts until its permit is dropped.
-async fn read_blobs<'a>(
+/// Returns the end of the last of these blobs, in bytes.
+fn blobs_end(blobs: &[PackedBlob]) -> u64 {
+    blobs.iter().map(|blob| u64::from(blob.offset) + u64::from(blob.length)).max().unwrap_or(0)
+}
+
+/// Reads the first `length` bytes of a pack. Machines write the packs, which may be large: those that are read with the
+/// same budget have at most [`MAX_PACK_BYTES`] in total until their permits are dropped.
+async fn read_start(
     repository: &Repository,
     pack: Id,
-    blobs: &[PackedBlob],
-    budget: &'a Semaphore,
-) -> (Result<Bytes, FilesError>, Option<SemaphorePermit<'a>>) {
-    let ends = blobs.iter().map(|blob| u64::from(blob.offset) + u64::from(blob.length));
-    let length = ends.max().unwrap_or(0);
+    length: u64,
+    budget: Arc<Semaphore>,
+) -> (Result<Bytes, FilesError>, Option<OwnedSemaphorePermit>) {
     let share = u32::try_from(length.min(MAX_PACK_BYTES)).unwrap_or(u32::MAX);
     // Fails only if the semaphore is closed.
-    let permit = budget.acquire_many(share).await.ok();
+    let permit = budget.acquire_many_owned(share).await.ok();
     (repository.read_pack_start(pack, length).await, permit)
 }
 

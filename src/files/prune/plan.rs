@@ -12,7 +12,7 @@ use crate::id::Id;
 use crate::index::{
     BlobLocation, BlobLocations, IndexFile, IndexToPrune, IndexedPack, MAX_SAVED_BLOBS, PackExtent,
 };
-use crate::pack::{BlobType, PackedBlob};
+use crate::pack::{BlobType, MAX_PACK_BLOBS, PackedBlob};
 use crate::repository::{MAX_CONCURRENT_REQUESTS, Repository};
 use crate::snapshot::Snapshot;
 use crate::tree_reader::TreeReader;
@@ -23,8 +23,9 @@ const MAX_DELETIONS: usize = 5_000;
 const MAX_REWRITES: usize = 1_000;
 /// A pack is rewritten without its unused blobs if more than this percentage of its bytes is unused.
 const MAX_UNUSED_PERCENT: u64 = 50;
-/// Packs with fewer bytes than this are merged once there are [`MIN_MERGED_PACKS`] of a type. Each save writes at least
-/// one pack, however little has changed. Tests use a lower minimum.
+/// Packs of chunks with fewer bytes than this are merged once there are [`MIN_MERGED_PACKS`] of them: each save writes at
+/// least one pack, however little has changed. Packs of trees are not merged, because restores read the trees of one
+/// save together. Tests use a lower minimum.
 const SMALL_PACK_BYTES: u64 = 1 << 20;
 pub(crate) const MIN_MERGED_PACKS: usize = if cfg!(test) { 12 } else { 256 };
 /// Packs are not merged while the index has more blobs than this: until the merged packs are deleted, the index lists
@@ -127,9 +128,10 @@ impl UsedBlobs {
         self.is_used[position].then_some(position)
     }
 
-    /// Whether several packs have the blob.
+    /// Whether a snapshot needs the blob, and several packs that are not marked for deletion list it.
     fn has_copies(&self, blob: &PackedBlob) -> bool {
-        self.locations.find_others(blob.blob_type, blob.id).next().is_some()
+        // The first location is in such a pack if any is.
+        self.contains(blob) && self.locations.has_other_unmarked(blob.blob_type, blob.id)
     }
 }
 
@@ -143,9 +145,11 @@ pub(super) struct PrunePlan {
     half_marked: HashSet<Id>,
     /// The digests of the unmarked listings of these packs.
     half_marked_digests: HashSet<Id>,
-    /// Packs whose used blobs are written to new packs, with the number of these blobs: packs with many unused blobs,
-    /// and small packs. They are marked as well.
+    /// Packs whose used blobs are written to new packs, with the number of these blobs: packs with many unused blobs and,
+    /// after [`Self::limit_work`], small packs. They are marked as well.
     pub(super) rewritten: HashMap<Id, usize>,
+    /// Small packs to merge, oldest first, with the numbers of their used blobs.
+    small: Vec<(Id, usize)>,
     /// Marked packs, which are removed from the index as well, and orphans.
     pub(super) deleted: HashSet<Id>,
     /// The pack that provides the blob, for each blob that several packs have.
@@ -189,7 +193,7 @@ impl PrunePlan {
         let mut packs: Vec<&IndexedPack> =
             active.values().copied().filter(|pack| uploads.contains_key(&pack.id)).collect();
         packs.sort_unstable_by_key(|pack| (std::cmp::Reverse(pack.blobs.len()), pack.id));
-        let mut small: HashMap<BlobType, Vec<(Id, usize)>> = HashMap::new();
+        let (mut small, mut unused_bytes_in_small) = (Vec::new(), 0);
         for pack in packs {
             let (mut used_blobs, mut used_bytes) = (0, 0);
             for blob in &pack.blobs {
@@ -207,10 +211,10 @@ impl PrunePlan {
                 continue;
             }
             if (bytes - used_bytes) * 100 <= bytes * MAX_UNUSED_PERCENT {
-                if let Some(blob) = pack.blobs.first()
-                    && bytes < SMALL_PACK_BYTES
-                {
-                    small.entry(blob.blob_type).or_default().push((pack.id, used_blobs));
+                let is_small = bytes < SMALL_PACK_BYTES && pack.blobs.len() < MAX_PACK_BLOBS / 2;
+                if is_small && pack.blobs.first().is_some_and(|blob| blob.blob_type == BlobType::Data) {
+                    small.push((pack.id, used_blobs));
+                    unused_bytes_in_small += bytes - used_bytes;
                 }
                 continue;
             }
@@ -220,12 +224,10 @@ impl PrunePlan {
             plan.marked.insert(pack.id);
             plan.reclaimable_bytes += bytes - used_bytes;
         }
-        if index.blobs <= MAX_MERGED_INDEX_BLOBS {
-            let merged = small.into_values().filter(|packs| packs.len() >= MIN_MERGED_PACKS).flatten();
-            for (pack, used_blobs) in merged {
-                plan.rewritten.insert(pack, used_blobs);
-                plan.marked.insert(pack);
-            }
+        if small.len() >= MIN_MERGED_PACKS && index.blobs <= MAX_MERGED_INDEX_BLOBS {
+            small.sort_unstable_by_key(|(pack, _)| (uploads.get(pack).copied(), *pack));
+            plan.small = small;
+            plan.reclaimable_bytes += unused_bytes_in_small;
         }
         for (id, listings) in &marked {
             let is_needed =
@@ -297,7 +299,26 @@ impl PrunePlan {
             }
             is_kept
         });
-        left
+        left + self.add_merges(MAX_REWRITES - rewrites, max_new_blobs - new_blobs)
+    }
+
+    /// Adds the oldest small packs to the packs to rewrite. Returns the number of those that the next run could merge.
+    fn add_merges(&mut self, max_packs: usize, max_new_blobs: usize) -> usize {
+        let (mut count, mut new_blobs) = (0, 0);
+        for (_, used_blobs) in self.small.iter().take(max_packs) {
+            if new_blobs + used_blobs > max_new_blobs {
+                break;
+            }
+            (count, new_blobs) = (count + 1, new_blobs + used_blobs);
+        }
+        let is_limited_by_space = count < self.small.len().min(max_packs);
+        if count >= MIN_MERGED_PACKS {
+            for (pack, used_blobs) in self.small.drain(..count) {
+                self.rewritten.insert(pack, used_blobs);
+                self.marked.insert(pack);
+            }
+        }
+        if self.small.len() >= MIN_MERGED_PACKS && !is_limited_by_space { self.small.len() } else { 0 }
     }
 
     /// Whether this marked listing of a pack, which the plan unmarks, must be written as an unmarked one. If not, the
@@ -407,8 +428,9 @@ mod tests {
                 now: uploaded + SignedDuration::from_hours(24 * days),
                 is_dry_run: false,
             };
-            let plan = PrunePlan::create(&index, &used, &uploads, Some(uploaded), &options);
-            assert_eq!((plan.marked.len(), plan.reclaimable_bytes), (plan.rewritten.len(), 0));
+            let mut plan = PrunePlan::create(&index, &used, &uploads, Some(uploaded), &options);
+            assert_eq!((plan.limit_work(usize::MAX), plan.reclaimable_bytes), (0, 0));
+            assert_eq!(plan.marked.len(), plan.rewritten.len());
             plan.rewritten.len()
         };
         let small = SMALL_PACK_BYTES as u32 - 1;
@@ -417,6 +439,30 @@ mod tests {
         assert_eq!(plan(MIN_MERGED_PACKS, small + 1, 100, 4), 0, "the packs are not small");
         assert_eq!(plan(MIN_MERGED_PACKS, small, 100, 3), 0, "the packs are young");
         assert_eq!(plan(MIN_MERGED_PACKS, small, MAX_MERGED_INDEX_BLOBS + 1, 4), 0, "the index is large");
+    }
+
+    #[test]
+    fn limit_work_merges_the_oldest_packs_after_all_rewrites() {
+        let ids = |count: usize| (0..count).map(|number| Id::of(&number.to_le_bytes()));
+        let merge = |small: usize, rewrites: usize, max_new_blobs| {
+            let mut plan = PrunePlan {
+                small: ids(small).map(|pack| (pack, 1)).collect(),
+                rewritten: (0..rewrites).map(|number| (Id::of(&(number + 9999).to_le_bytes()), 1)).collect(),
+                ..PrunePlan::default()
+            };
+            let left = plan.limit_work(max_new_blobs);
+            let merged = plan.marked.len();
+            assert!(ids(merged).all(|pack| plan.marked.contains(&pack)), "the oldest are merged first");
+            assert_eq!(plan.rewritten.len(), rewrites + merged);
+            (merged, left)
+        };
+        let min = MIN_MERGED_PACKS;
+        assert_eq!(merge(min, 0, usize::MAX), (min, 0));
+        assert_eq!(merge(min, 5, min + 5), (min, 0));
+        assert_eq!(merge(min, 5, min + 4), (0, 0), "the index has no space for all of them");
+        assert_eq!(merge(MAX_REWRITES + min, 0, usize::MAX), (MAX_REWRITES, min));
+        assert_eq!(merge(MAX_REWRITES + min - 1, 0, usize::MAX), (MAX_REWRITES, 0), "too few are left");
+        assert_eq!(merge(min, MAX_REWRITES, usize::MAX), (0, min), "rewrites come first");
     }
 
     #[test]

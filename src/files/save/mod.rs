@@ -137,6 +137,11 @@ pub struct SaveResult {
     pub retry: ChangeSet,
     /// The number of bytes uploaded in packs.
     pub uploaded_bytes: u64,
+    /// How long the directories were visited: files that were moved in the meantime may be missing.
+    pub walk_duration: Duration,
+    /// The time that these bytes take at the maximum rate, which is at least the time spent waiting for it. Zero
+    /// without a limit.
+    pub throttled: Duration,
     /// Whether nothing had changed, so that no snapshot was written and `id` is the parent's.
     pub is_unchanged: bool,
 }
@@ -263,8 +268,10 @@ impl Saver {
             .stack_size(WALK_STACK_BYTES)
             .spawn(move || {
                 let scope = changes.as_ref().map_or(Scope::All, Scope::Changed);
+                let began = Instant::now();
+                let walked = walk.run(parent_tree, scope);
                 // There is no receiver if the save was cancelled.
-                let _ = result.send(walk.run(parent_tree, scope));
+                let _ = result.send((walked, began.elapsed()));
             })
             .map_err(FilesError::Thread)?;
         let max_rate = self.options.max_bytes_per_second;
@@ -272,9 +279,10 @@ impl Saver {
         is_stopped.0.store(uploaded.is_err(), Ordering::Relaxed);
         // If both failed, the upload's error is the cause.
         let walked = walked.await.map_err(|_| FilesError::Stopped);
-        let upload::UploadResult { bytes: uploaded_bytes, index_files } = uploaded?;
+        let upload::UploadResult { bytes: uploaded_bytes, throttled, index_files } = uploaded?;
         files.extend(index_files);
-        let walk::WalkResult { tree, counts, retry, trees, known } = walked??;
+        let (walked, walk_duration) = walked?;
+        let walk::WalkResult { tree, counts, retry, trees, known } = walked?;
         if let Some(trees) = trees {
             repository.retain_cached_trees(&trees);
         }
@@ -283,8 +291,16 @@ impl Saver {
             && snapshot.tree == tree
         {
             self.index = Some(LoadedIndex { blobs: known, files });
-            let (id, snapshot) = (*id, snapshot.clone());
-            return Ok(SaveResult { id, snapshot, counts, retry, uploaded_bytes, is_unchanged: true });
+            return Ok(SaveResult {
+                id: *id,
+                snapshot: snapshot.clone(),
+                counts,
+                retry,
+                uploaded_bytes,
+                walk_duration,
+                throttled,
+                is_unchanged: true,
+            });
         }
         let mut index = Some(LoadedIndex { blobs: known, files });
         if began.elapsed() > self.max_unchecked_duration
@@ -307,7 +323,16 @@ impl Saver {
         failpoint::trigger("files.save.snapshot")?;
         let id = repository.write_json(ObjectKind::Snapshot, &snapshot).await?;
         self.index = index;
-        Ok(SaveResult { id, snapshot, counts, retry, uploaded_bytes, is_unchanged: false })
+        Ok(SaveResult {
+            id,
+            snapshot,
+            counts,
+            retry,
+            uploaded_bytes,
+            walk_duration,
+            throttled,
+            is_unchanged: false,
+        })
     }
 
     /// Returns the index, and whether it was read from the store. It is read again if one of its files was replaced,

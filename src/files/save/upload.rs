@@ -25,6 +25,8 @@ const TARGET_INDEX_BYTES: u64 = 512 << 20;
 #[derive(Default)]
 pub(super) struct UploadResult {
     pub(super) bytes: u64,
+    /// The time that the packs take at the maximum rate, which is at least the time spent waiting for it.
+    pub(super) throttled: Duration,
     pub(super) index_files: Vec<Id>,
 }
 
@@ -46,7 +48,9 @@ pub(super) async fn upload(
         tokio::select! {
             pack = packs.recv(), if is_open && uploads.len() < MAX_CONCURRENT_UPLOADS => match pack {
                 Some(pack) => {
-                    let pause = limiter.admit(pack.bytes.len() as u64, max_bytes_per_second, Instant::now());
+                    let duration = duration_at_rate(pack.bytes.len(), max_bytes_per_second);
+                    let pause = limiter.admit(duration, Instant::now());
+                    uploaded.throttled += duration;
                     uploads.push(upload_pack(repository, pack, pause));
                 }
                 None => is_open = false,
@@ -72,15 +76,22 @@ pub(super) struct RateLimiter {
 }
 
 impl RateLimiter {
-    /// Returns how long to wait before these bytes are uploaded: the time that all bytes admitted before them, and
-    /// these bytes themselves, take at the limit. Without the latter, each small save would exceed the limit.
-    fn admit(&mut self, bytes: u64, max_bytes_per_second: Option<NonZeroU64>, now: Instant) -> Duration {
-        let Some(rate) = max_bytes_per_second else { return Duration::ZERO };
-        let begin = self.free_at.map_or(now, |free_at| free_at.max(now));
-        let free_at = begin + Duration::from_secs_f64(bytes as f64 / rate.get() as f64);
+    /// Returns how long to wait before a pack is uploaded that takes `duration` at the limit: until all packs admitted
+    /// before it, and this pack itself, have taken their time. Otherwise, each small save would exceed the limit.
+    fn admit(&mut self, duration: Duration, now: Instant) -> Duration {
+        if duration.is_zero() {
+            return Duration::ZERO;
+        }
+        let free_at = self.free_at.map_or(now, |free_at| free_at.max(now)) + duration;
         self.free_at = Some(free_at);
         free_at.duration_since(now)
     }
+}
+
+/// Returns how long an upload takes at this rate; zero if there is no limit.
+fn duration_at_rate(bytes: usize, max_bytes_per_second: Option<NonZeroU64>) -> Duration {
+    max_bytes_per_second
+        .map_or(Duration::ZERO, |rate| Duration::from_secs_f64(bytes as f64 / rate.get() as f64))
 }
 
 async fn upload_pack(
@@ -130,20 +141,14 @@ mod tests {
     fn rate_limit_applies_across_saves_without_credit_for_idle_time() {
         let start = Instant::now();
         let after = |seconds: u64| start + Duration::from_secs(seconds);
-        let limit = NonZeroU64::new(1000);
+        let seconds = Duration::from_secs;
         let mut limiter = RateLimiter::default();
-        assert_eq!(limiter.admit(2000, limit, start), Duration::from_secs(2), "the first pack waits, too");
-        assert_eq!(limiter.admit(1000, limit, start), Duration::from_secs(3));
-        assert_eq!(
-            limiter.admit(1000, limit, after(1)),
-            Duration::from_secs(3),
-            "2 s of uploads are pending"
-        );
-        assert_eq!(
-            limiter.admit(5000, limit, after(100)),
-            Duration::from_secs(5),
-            "idle time earns no credit"
-        );
-        assert_eq!(limiter.admit(1 << 40, None, after(100)), Duration::ZERO);
+        assert_eq!(limiter.admit(seconds(2), start), seconds(2), "the first pack takes its time");
+        assert_eq!(limiter.admit(seconds(1), start), seconds(3));
+        assert_eq!(limiter.admit(seconds(1), after(1)), seconds(3), "2 s of uploads are pending");
+        assert_eq!(limiter.admit(seconds(5), after(100)), seconds(5), "idle time gives no credit");
+        assert_eq!(limiter.admit(Duration::ZERO, after(100)), Duration::ZERO, "there is no limit");
+        assert_eq!(duration_at_rate(5000, NonZeroU64::new(1000)), seconds(5));
+        assert_eq!(duration_at_rate(5000, None), Duration::ZERO);
     }
 }

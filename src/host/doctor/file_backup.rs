@@ -51,7 +51,7 @@ pub fn check(layout: &Layout) -> Findings {
         return findings.problem(format!("the file backup may be damaged: {failure}"), VERIFY_STEP);
     }
     let Some(saved_until) = status.saved_until else {
-        return findings.ok("the first save of the owner's files is still in progress");
+        return findings.ok("the first save of the owner's files has not been completed yet");
     };
     let age = now.duration_since(saved_until).as_secs().max(0);
     let what = format!("{} saved as of {age} s ago", pluralize(status.files, "file"));

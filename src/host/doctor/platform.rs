@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use http::{HeaderMap, header};
-use jiff::Timestamp;
+use jiff::{SignedDuration, Timestamp};
 
 use super::services_env;
 use crate::system::config::PlatformAccess;
@@ -16,6 +16,8 @@ use svc_http::client::{self, Timeouts};
 
 /// Less than the skew that causes rejections: proofs and tokens are accepted with a leeway of 30 s.
 const MAX_CLOCK_SKEW_SECONDS: i64 = 20;
+/// Heartbeats that have failed for less time are only a warning: the platform may be restarting.
+const MIN_PROBLEM_AGE: SignedDuration = SignedDuration::from_mins(2);
 const TIMEOUTS: Timeouts = Timeouts {
     connect: Duration::from_secs(4),
     total: Some(Duration::from_secs(8)),
@@ -45,24 +47,35 @@ pub async fn check(layout: &Layout) -> Findings {
         );
     }
     match fetch_headers(layout).await {
-        Ok(_) => match HeartbeatFailure::read(layout) {
-            Ok(None) => findings.ok(
-                "the platform is reachable, accepts the heartbeats, and has not reported that this machine was replaced",
-            ),
-            Ok(Some(HeartbeatFailure { since, error, .. })) => findings.problem(
-                format!("the platform has accepted no heartbeat since {since:.0}: {error}"),
-                "run `svcctl fleet`: an alarm names the cause, for example that the platform has the wrong key. If there is \
-                 no alarm, recover the machine",
-            ),
-            Err(error) => findings.problem(
-                format!("it is unknown whether the platform accepts the heartbeats: {error}"),
-                "run this command as root",
-            ),
-        },
+        Ok(_) => check_heartbeats(findings, layout),
         Err(error) => findings.problem(
             format!("the platform cannot be reached: {error}"),
             "check PLATFORM_INTERNAL_URL in host.env, and this machine's outbound network",
         ),
+    }
+}
+
+/// Reports failing heartbeats. The platform can be reachable and still refuse them.
+fn check_heartbeats(findings: Findings, layout: &Layout) -> Findings {
+    let failure = match HeartbeatFailure::read(layout) {
+        Ok(failure) => failure,
+        Err(error) => return findings.skipped(format!("{error}; run the doctor as root")),
+    };
+    let Some(HeartbeatFailure { since, error, is_refused, .. }) = failure else {
+        return findings.ok(
+            "the platform is reachable, no heartbeat has failed since the last success, and this machine has not been \
+             replaced",
+        );
+    };
+    let next = if is_refused {
+        "run `svcctl fleet` as an operator: its alarms name the cause, for example that the platform has another key"
+    } else {
+        "run `svcctl doctor platform` on the platform's server, and `journalctl -u svc-sync-agent` here"
+    };
+    if Timestamp::now().duration_since(since) < MIN_PROBLEM_AGE {
+        findings.warning(format!("the last heartbeat failed: {error}"), next)
+    } else {
+        findings.problem(format!("all heartbeats since {since:.0} have failed: {error}"), next)
     }
 }
 

@@ -9,7 +9,7 @@
 //! directory never stops changing. A file that is moved during the last pass may be missing until a later save.
 
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use svc_files::FilesError;
 use svc_files::save::{ChangeSet, SaveResult, Saver};
@@ -59,25 +59,19 @@ impl SavePasses {
         Self { result, is_full, token, min_rechecked_duration: MIN_RECHECKED_DURATION }
     }
 
-    /// Adds passes for changes that the previous ones may have missed. `duration` is that of the first pass.
+    /// Adds passes for changes that the previous ones may have missed.
     ///
     /// # Errors
     /// See [`Saver::save`].
-    pub async fn repeat(
-        &mut self,
-        saver: &mut Saver,
-        sockets: &Path,
-        mut duration: Duration,
-    ) -> Result<(), FilesError> {
+    pub async fn repeat(&mut self, saver: &mut Saver, sockets: &Path) -> Result<(), FilesError> {
         // The first pass has measured the excluded files, or the measurement is postponed.
         saver.options_mut().should_measure_excluded = false;
         let mut has_repeated_full_save = false;
         for _ in 0..MAX_REPETITIONS {
-            if duration < self.min_rechecked_duration {
+            if self.result.walk_duration < self.min_rechecked_duration {
                 break;
             }
             let reply = changes::request(sockets, self.token.clone()).await;
-            let began = Instant::now();
             let parent = (self.result.id, self.result.snapshot.clone());
             match MissedChanges::from_reply(&reply) {
                 MissedChanges::None => break,
@@ -97,7 +91,6 @@ impl SavePasses {
             if let Ok(reply) = reply {
                 self.token = Some(reply.token);
             }
-            duration = began.elapsed();
         }
         Ok(())
     }
@@ -107,6 +100,7 @@ impl SavePasses {
         let result = &mut self.result;
         result.is_unchanged &= earlier.is_unchanged;
         result.uploaded_bytes += earlier.uploaded_bytes;
+        result.throttled += earlier.throttled;
         let files_read = earlier.counts.files_read + result.counts.files_read;
         if is_full {
             result.counts.excluded_sizes = earlier.counts.excluded_sizes;
@@ -167,7 +161,7 @@ mod tests {
         async fn repeat(&mut self) -> SavePasses {
             let passes = SavePasses::new(self.first.clone(), false, Some("0".to_owned()));
             let mut passes = SavePasses { min_rechecked_duration: Duration::ZERO, ..passes };
-            passes.repeat(&mut self.saver, self.dir.path(), Duration::ZERO).await.unwrap();
+            passes.repeat(&mut self.saver, self.dir.path()).await.unwrap();
             passes
         }
 

@@ -184,8 +184,10 @@ impl FileBackup {
         let save = if self.rules.as_ref() == Some(&rules) { save } else { SaveScope::Everything };
         self.rules = Some(rules);
         match self.save(save, reply.ok(), checked_at).await {
-            Ok(()) => {
-                self.schedule.record_success(save, began.elapsed(), Instant::now());
+            Ok(throttled) => {
+                // Only the work counts: a save that mostly waits for the upload limit is not slow.
+                let duration = began.elapsed().saturating_sub(throttled);
+                self.schedule.record_success(save, duration, Instant::now());
                 if save == SaveScope::Everything {
                     self.offer_key().await;
                 }
@@ -215,13 +217,13 @@ impl FileBackup {
         std::fs::remove_file(layout.request(SAVE_REQUEST)).is_ok() || is_newly_quiesced
     }
 
-    /// Saves, and moves the pointer to the snapshot.
+    /// Saves, and moves the pointer to the snapshot. Returns the time for which the upload limit may have delayed it.
     async fn save(
         &mut self,
         save: SaveScope,
         reply: Option<ChangesReply>,
         checked_at: Timestamp,
-    ) -> Result<(), SaveError> {
+    ) -> Result<Duration, SaveError> {
         self.ensure_home_is_complete()?;
         let open = match self.saver.take() {
             Some(open) => open,
@@ -245,7 +247,6 @@ impl FileBackup {
         let is_repair = self.status.needs_repair(checks.damage_found_at);
         let save = if is_repair { SaveScope::Everything } else { save };
         let parent = open.parent.clone();
-        let began = Instant::now();
         let (result, is_full) = match (save, parent) {
             // The changes since another machine's snapshot are unknown.
             (SaveScope::Changes, Some(parent)) if open.is_own_parent => {
@@ -258,7 +259,7 @@ impl FileBackup {
         };
         let token = reply.map(|reply| reply.token);
         let mut passes = SavePasses::new(result, is_full, token);
-        passes.repeat(&mut open.saver, &self.settings.layout.watch_sockets(), began.elapsed()).await?;
+        passes.repeat(&mut open.saver, &self.settings.layout.watch_sockets()).await?;
         let SavePasses { result: saved, is_full, token, .. } = passes;
         failpoint::trigger("files.service.saved")?;
         open.parent = Some((saved.id, saved.snapshot.clone()));
@@ -281,7 +282,7 @@ impl FileBackup {
             self.record_repair(checks.damage_found_at);
         }
         self.record_saved(&saved, is_full, checked_at);
-        Ok(())
+        Ok(saved.throttled)
     }
 
     /// Records that a save has read all files again because of damage, and requests a verification of the result.

@@ -1,4 +1,4 @@
-//! Records why the platform does not accept heartbeats, for `svcctl doctor host`.
+//! Records why the heartbeats fail, for `svcctl doctor` on the host.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -8,61 +8,75 @@ use svc_base::fsx::{self, FileError};
 
 const FORMAT_VERSION: u32 = 1;
 
-/// An uninterrupted series of failed heartbeats.
+/// All heartbeats have failed since a time.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
 pub struct HeartbeatFailure {
     version: u32,
     /// The time of the first failure.
     pub since: Timestamp,
-    /// The latest error. The record is rewritten only if the error changes.
+    /// The error of the last heartbeat.
     pub error: String,
+    /// Whether the platform refused this machine's token.
+    pub is_refused: bool,
 }
 
 impl HeartbeatFailure {
-    /// Reads the record; `None` if the last heartbeat was accepted, or if the record cannot be parsed.
+    /// Reads the record; `None` if no failure is recorded, or if the record cannot be parsed.
     ///
     /// # Errors
     /// If the file cannot be read.
     pub fn read(layout: &Layout) -> Result<Option<Self>, FileError> {
         let text = fsx::read_if_exists(&layout.heartbeat_failure())?;
-        Ok(text.and_then(|text| serde_json::from_slice(&text).ok()))
+        let failure = text.and_then(|text| serde_json::from_slice::<Self>(&text).ok());
+        Ok(failure.filter(|failure| failure.version == FORMAT_VERSION))
     }
 }
 
-/// Updates the record when the heartbeats' result changes.
+/// Writes the record when the result of the heartbeats changes. An error of the disk is only logged; the next heartbeat
+/// repeats the write.
 pub struct FailureLog<'a> {
     layout: &'a Layout,
-    recorded: Option<HeartbeatFailure>,
+    /// The current failure, whether or not it could be written.
+    failure: Option<HeartbeatFailure>,
+    /// The content of the file, if it is known.
+    written: Option<HeartbeatFailure>,
+    may_file_exist: bool,
 }
 
 impl<'a> FailureLog<'a> {
     /// Continues the record of an earlier process.
     pub fn open(layout: &'a Layout) -> Self {
-        Self { layout, recorded: HeartbeatFailure::read(layout).ok().flatten() }
+        let failure = HeartbeatFailure::read(layout).ok().flatten();
+        Self { layout, written: failure.clone(), failure, may_file_exist: true }
     }
 
-    /// Records the result of a heartbeat: its error, or `None` if it was accepted. A failed write is only logged.
-    pub fn record(&mut self, error: Option<String>) {
-        let path = self.layout.heartbeat_failure();
-        let written = match error {
-            None if self.recorded.is_none() => return,
-            None => {
-                self.recorded = None;
-                fsx::remove_if_exists(&path)
-            }
-            Some(error) if self.recorded.as_ref().is_some_and(|recorded| recorded.error == error) => return,
-            Some(error) => {
-                let since = self.recorded.take().map_or_else(Timestamp::now, |recorded| recorded.since);
-                let failure =
-                    self.recorded.insert(HeartbeatFailure { version: FORMAT_VERSION, since, error });
-                let text = serde_json::to_vec(failure).expect("plain fields serialize to JSON");
-                fsx::write_atomic(&path, &text, 0o644)
-            }
-        };
-        if let Err(error) = written {
-            tracing::warn!(%error, "cannot record the result of the heartbeat");
+    /// Records that the platform accepted a heartbeat.
+    pub fn record_success(&mut self) {
+        self.failure = None;
+        if self.may_file_exist {
+            let removed = fsx::remove_if_exists(&self.layout.heartbeat_failure());
+            self.may_file_exist = log_error(removed).is_none();
+            self.written = None;
         }
     }
+
+    /// Records that a heartbeat failed. `is_refused` is whether the platform refused this machine's token.
+    pub fn record_failure(&mut self, error: String, is_refused: bool) {
+        let since = self.failure.take().map_or_else(Timestamp::now, |failure| failure.since);
+        let failure = HeartbeatFailure { version: FORMAT_VERSION, since, error, is_refused };
+        let failure = self.failure.insert(failure);
+        if self.written.as_ref() != Some(failure) {
+            let text = serde_json::to_vec(failure).expect("plain fields serialize to JSON");
+            self.may_file_exist = true;
+            let written = fsx::write_atomic_or_in_place(&self.layout.heartbeat_failure(), &text, 0o644);
+            self.written = log_error(written).map(|()| failure.clone());
+        }
+    }
+}
+
+fn log_error(result: Result<(), FileError>) -> Option<()> {
+    result.inspect_err(|error| tracing::warn!(%error, "cannot record the result of the heartbeat")).ok()
 }
 
 #[cfg(test)]
@@ -76,15 +90,35 @@ mod tests {
         std::fs::create_dir_all(layout.heartbeat_failure().parent().unwrap()).unwrap();
         let read = || HeartbeatFailure::read(&layout).unwrap();
         let mut log = FailureLog::open(&layout);
-        log.record(None);
+        log.record_success();
         assert_eq!(read(), None);
-        log.record(Some("timeout".to_owned()));
+        log.record_failure("timeout".to_owned(), false);
         let first = read().unwrap();
         let mut restarted = FailureLog::open(&layout);
-        restarted.record(Some("401 Unauthorized".to_owned()));
+        restarted.record_failure("401 Unauthorized".to_owned(), true);
         let second = read().unwrap();
         assert_eq!((second.since, second.error.as_str()), (first.since, "401 Unauthorized"));
-        restarted.record(None);
+        restarted.record_success();
         assert_eq!(read(), None);
+    }
+
+    #[test]
+    fn failed_write_and_removal_are_repeated() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(dir.path());
+        let mut log = FailureLog::open(&layout);
+        // The directory does not exist yet.
+        log.record_failure("timeout".to_owned(), false);
+        std::fs::create_dir_all(layout.heartbeat_failure().parent().unwrap()).unwrap();
+        log.record_failure("timeout".to_owned(), false);
+        assert!(HeartbeatFailure::read(&layout).unwrap().is_some());
+        // A directory in place of the file cannot be removed.
+        std::fs::remove_file(layout.heartbeat_failure()).unwrap();
+        std::fs::create_dir(layout.heartbeat_failure()).unwrap();
+        log.record_success();
+        std::fs::remove_dir(layout.heartbeat_failure()).unwrap();
+        std::fs::write(layout.heartbeat_failure(), "{}").unwrap();
+        log.record_success();
+        assert!(!layout.heartbeat_failure().exists());
     }
 }

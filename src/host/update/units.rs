@@ -22,7 +22,7 @@ const RECORD_VERSION: u32 = 1;
 
 #[derive(Debug, thiserror::Error)]
 pub enum UnitsError {
-    #[error("the release's file {} must have a name that begins with svc", .path.display())]
+    #[error("the release's file {} must have a UTF-8 name that begins with svc", .path.display())]
     Foreign { path: PathBuf },
     #[error("{} is malformed or has an unsupported version", .path.display())]
     Record { path: PathBuf },
@@ -45,7 +45,7 @@ struct InstalledFiles {
 /// remove the files that its release does not have, even if it installs a different release.
 ///
 /// # Errors
-/// [`UnitsError`] if a file's name does not begin with `svc`, `installed.json` is malformed, or a file cannot be read
+/// [`UnitsError`] if a file's name is not UTF-8 or does not begin with `svc`, `installed.json` is malformed, or a file cannot be read
 /// or written. The call can be repeated.
 pub fn install(layout: &Layout, version: &ImageVersion) -> Result<(), UnitsError> {
     let wanted = list_release_files(layout, version)?;
@@ -98,7 +98,7 @@ fn is_runnable(unit: &str) -> bool {
 /// Returns the release's files, by the path at which each is installed.
 ///
 /// # Errors
-/// [`UnitsError::Foreign`] if a name does not begin with `svc`; [`UnitsError::File`] if a directory cannot be read.
+/// [`UnitsError::Foreign`] if a name is not UTF-8 or does not begin with `svc`; [`UnitsError::File`] if a directory cannot be read.
 fn list_release_files(
     layout: &Layout,
     version: &ImageVersion,

@@ -46,6 +46,13 @@ pub enum HeartbeatError {
     Unreadable(#[from] serde_json::Error),
 }
 
+impl HeartbeatError {
+    /// Whether the platform refused this machine's token.
+    pub fn is_refusal(&self) -> bool {
+        matches!(self, Self::Status(StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN))
+    }
+}
+
 pub struct HeartbeatClient<'a> {
     config: &'a SyncConfig,
     client: reqwest::Client,

@@ -246,7 +246,7 @@ async fn run_heartbeats(config: &SyncConfig, heartbeats: &HeartbeatClient<'_>) -
         let quiesced = Quiesce::read(&config.layout).ok().flatten();
         match request_id::run_with_new_id(heartbeats.send_heartbeat()).await {
             Ok(reply) => {
-                failures.record(None);
+                failures.record_success();
                 let response = &reply.response;
                 if let Some(quiesce) = quiesced.filter(|_| !response.superseded)
                     && let Err(error) =
@@ -263,9 +263,9 @@ async fn run_heartbeats(config: &SyncConfig, heartbeats: &HeartbeatClient<'_>) -
                 }
             }
             Err(error) => {
-                let error = svc_http::problem::format_chain(&error);
-                tracing::warn!(error, "heartbeat failed");
-                failures.record(Some(error));
+                let text = svc_http::problem::format_chain(&error);
+                tracing::warn!(error = text, "heartbeat failed");
+                failures.record_failure(text, error.is_refusal());
             }
         }
     }

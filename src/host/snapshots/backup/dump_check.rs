@@ -33,7 +33,7 @@ pub enum DumpCheckError {
     #[error("pg_restore was killed: {status}")]
     Killed { status: ExitStatus },
     /// Whether the dump is damaged is unknown.
-    #[error("pg_restore was interrupted: {status}: {stderr_tail}")]
+    #[error("pg_restore did not run to completion: {status}: {stderr_tail}")]
     Interrupted { status: ExitStatus, stderr_tail: String },
     #[error("cannot wait for {tool}")]
     Wait {
