@@ -137,8 +137,9 @@ pub struct SaveResult {
     pub retry: ChangeSet,
     /// The number of bytes uploaded in packs.
     pub uploaded_bytes: u64,
-    /// How long the directories were visited: files that were moved in the meantime may be missing.
-    pub walk_duration: Duration,
+    /// How long the save took, without the time that it waited for the maximum rate after the last directory was
+    /// visited. Files that were moved in the meantime may be missing.
+    pub duration: Duration,
     /// The time that these bytes take at the maximum rate, which is at least the time spent waiting for it. Zero
     /// without a limit.
     pub throttled: Duration,
@@ -287,6 +288,7 @@ impl Saver {
             repository.retain_cached_trees(&trees);
         }
         failpoint::trigger("files.save.walked")?;
+        let duration = began.elapsed().saturating_sub(throttled).max(walk_duration);
         if let Some((id, snapshot)) = &parent
             && snapshot.tree == tree
         {
@@ -297,7 +299,7 @@ impl Saver {
                 counts,
                 retry,
                 uploaded_bytes,
-                walk_duration,
+                duration,
                 throttled,
                 is_unchanged: true,
             });
@@ -329,7 +331,7 @@ impl Saver {
             counts,
             retry,
             uploaded_bytes,
-            walk_duration,
+            duration,
             throttled,
             is_unchanged: false,
         })

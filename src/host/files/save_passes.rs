@@ -68,7 +68,7 @@ impl SavePasses {
         saver.options_mut().should_measure_excluded = false;
         let mut has_repeated_full_save = false;
         for _ in 0..MAX_REPETITIONS {
-            if self.result.walk_duration < self.min_rechecked_duration {
+            if self.result.duration < self.min_rechecked_duration {
                 break;
             }
             let reply = changes::request(sockets, self.token.clone()).await;
