@@ -137,10 +137,10 @@ pub struct SaveResult {
     pub retry: ChangeSet,
     /// The number of bytes uploaded in packs.
     pub uploaded_bytes: u64,
-    /// How long the directories were visited: files that were moved in the meantime may be missing.
+    /// How long the walk through the directories took. Files that were moved during the walk may be missing.
     pub walk_duration: Duration,
-    /// The time that these bytes take at the maximum rate, which is at least the time spent waiting for it. Zero
-    /// without a limit.
+    /// How long the uploaded bytes take at the maximum rate: an upper bound for the time that the save waited because
+    /// of the limit. Zero without a limit.
     pub throttled: Duration,
     /// Whether nothing had changed, so that no snapshot was written and `id` is the parent's.
     pub is_unchanged: bool,

@@ -1,4 +1,4 @@
-//! Sequences in which a simpler implementation would lose data or never terminate.
+//! Sequences of operations in which a simpler implementation would lose data or never terminate.
 
 use std::num::NonZeroU64;
 use std::os::unix::fs::FileExt;
