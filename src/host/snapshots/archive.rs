@@ -96,7 +96,7 @@ pub fn sha256(bytes: &[u8]) -> String {
     hex::encode(Sha256::digest(bytes))
 }
 
-/// Copies `from` to its end; returns the length and the SHA-256.
+/// Copies all bytes of `from` to `to`. Returns their number and their SHA-256.
 ///
 /// # Errors
 /// I/O errors from the reader or the writer.

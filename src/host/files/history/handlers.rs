@@ -24,7 +24,7 @@ use svc_wire::files::{
     MAX_ENTRIES, MAX_VERSIONS,
 };
 
-use super::archive::{Archive, stream_archive};
+use super::archive::{ArchiveFormat, stream_archive};
 use crate::files::access::{AccessError, FilesSettings};
 use crate::files::home_path::HomePath;
 use crate::system::activity;
@@ -32,7 +32,7 @@ use crate::system::activity;
 /// Maximum number of snapshots that one request searches.
 const MAX_SEARCHED_SNAPSHOTS: usize = 2000;
 /// Timeout for everything before a response begins. It is shorter than the gateway's.
-const TIMEOUT: Duration = Duration::from_secs(120);
+const RESPONSE_START_TIMEOUT: Duration = Duration::from_secs(120);
 const RETRY_SECONDS: u64 = 5;
 
 /// The format in which a file or directory is sent.
@@ -133,16 +133,17 @@ pub async fn download(
                 history.check_content(&entry).map_err(to_problem)?;
                 send_file(Arc::new(history), entry, &name)
             }
-            DownloadFormat::Tar => send_archive(history.with_whole_packs(), entry, &name, Archive::Tar),
-            DownloadFormat::Zip => send_archive(history.with_whole_packs(), entry, &name, Archive::Zip),
+            DownloadFormat::Tar => send_archive(history.with_whole_packs(), entry, &name, ArchiveFormat::Tar),
+            DownloadFormat::Zip => send_archive(history.with_whole_packs(), entry, &name, ArchiveFormat::Zip),
         })
     })
     .await
 }
 
 async fn with_timeout<T>(work: impl Future<Output = Result<T, Problem>>) -> Result<T, Problem> {
-    tokio::time::timeout(TIMEOUT, work).await.unwrap_or_else(|_| {
-        let detail = format!("The file backup did not respond within {} s.", TIMEOUT.as_secs());
+    tokio::time::timeout(RESPONSE_START_TIMEOUT, work).await.unwrap_or_else(|_| {
+        let detail =
+            format!("The file backup did not respond within {} s.", RESPONSE_START_TIMEOUT.as_secs());
         Err(Problem::new(Code::StoreUnavailable, detail).retry_after(RETRY_SECONDS))
     })
 }
@@ -172,9 +173,9 @@ struct SnapshotEntry {
     entry: Entry,
 }
 
-/// Returns the snapshot that the pointer names, the only one that a request without a time needs; `None` for a request
-/// with a time. The latest snapshot need not have the latest time: the clock may have been ahead when an earlier one was
-/// taken.
+/// Returns the id of the snapshot that the pointer names, which is the only one that a request without a time needs;
+/// `None` for a request with a time. The latest snapshot need not have the latest time: the clock may have been ahead
+/// when an earlier one was taken.
 async fn read_latest(settings: &FilesSettings, time: Option<Timestamp>) -> Result<Option<Id>, Problem> {
     if time.is_some() {
         return Ok(None);
@@ -296,9 +297,9 @@ fn send_file(history: Arc<History>, entry: Entry, name: &OsStr) -> Response {
     response
 }
 
-fn send_archive(history: History, entry: Entry, name: &OsStr, archive: Archive) -> Response {
-    let mut response = stream_archive(history, entry, name.to_owned(), archive).into_response();
-    set_attachment(&mut response, name, archive.extension(), archive.media_type());
+fn send_archive(history: History, entry: Entry, name: &OsStr, format: ArchiveFormat) -> Response {
+    let mut response = stream_archive(history, entry, name.to_owned(), format).into_response();
+    set_attachment(&mut response, name, format.extension(), format.media_type());
     response
 }
 

@@ -333,7 +333,7 @@ async fn copy_back(settings: &BackupSettings, copy: &TableCopy, request_id: &str
         return Ok(());
     }
     if state.status != SideStatus::Copying || state.request_id != request_id {
-        // These tables belong to another request, which was abandoned.
+        // The recreated tables belong to another request, which was abandoned.
         state.recreating.clear();
     }
     request_id.clone_into(&mut state.request_id);
