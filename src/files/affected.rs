@@ -93,13 +93,13 @@ impl<'a> Search<'a> {
             if let Some(paths) = self.paths_by_tree.get(&id) {
                 return Ok(Arc::clone(paths));
             }
-            let read = if self.damaged.contains(&id) {
+            let tree = if self.damaged.contains(&id) {
                 // This machine's cache may still have the tree, but other machines cannot read it.
                 Err(FilesError::corrupt(format!("tree {id}"), &"its pack is damaged"))
             } else {
                 self.trees.read(id).await
             };
-            let paths = match read {
+            let paths = match tree {
                 Ok(tree) => {
                     let mut paths = Vec::new();
                     for node in tree.nodes {

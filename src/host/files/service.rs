@@ -171,7 +171,7 @@ impl FileBackup {
         }
         let sockets = self.settings.layout.watch_sockets();
         let reply = changes::request(&sockets, self.saved_token.clone()).await;
-        let observation = changes::observe(&reply);
+        let observation = changes::to_observation(&reply);
         let save = self.schedule.decide(observation, Instant::now());
         self.record_changed_since(checked_at);
         self.measure_pending(reply.as_ref().ok()).await;

@@ -58,7 +58,7 @@ pub async fn list_versions(
     let path = fields.finish(path)?;
     let query = VersionQuery { before, limit, max_snapshots: MAX_SEARCHED_SNAPSHOTS };
     with_timeout(async {
-        let history = History::open(open(&settings).await?).await.map_err(to_problem)?;
+        let history = History::open(open_repository(&settings).await?).await.map_err(to_problem)?;
         let page = history.list_versions(path.as_path(), query).await.map_err(to_problem)?;
         Ok(Json(FileVersions {
             path: path.to_string(),
@@ -82,10 +82,10 @@ pub async fn list(
     let limit = fields.number_in_range("limit", 1..=MAX_ENTRIES, DEFAULT_ENTRIES);
     let path = fields.finish(Some(path.unwrap_or_else(HomePath::files)))?;
     with_timeout(async {
-        let repository = open(&settings).await?;
+        let repository = open_repository(&settings).await?;
         let latest = read_latest(&settings, time).await?;
         let history = History::open_latest(repository, latest).await.map_err(to_problem)?;
-        let SnapshotEntry { id, snapshot, entry } = find(&history, &path, time).await?;
+        let SnapshotEntry { id, snapshot, entry } = find_entry(&history, &path, time).await?;
         let entries = history.list(&entry).await.map_err(to_problem)?;
         let next_cursor = cursor.checked_add(limit).filter(|next| *next < entries.len());
         Ok(Json(FileListing {
@@ -111,10 +111,10 @@ pub async fn download(
     let format: Option<DownloadFormat> = fields.optional("format");
     let path = fields.finish(path)?;
     with_timeout(async {
-        let repository = open(&settings).await?;
+        let repository = open_repository(&settings).await?;
         let latest = read_latest(&settings, time).await?;
         let history = History::open_with_contents(repository, latest).await.map_err(to_problem)?;
-        let SnapshotEntry { snapshot, entry, .. } = find(&history, &path, time).await?;
+        let SnapshotEntry { snapshot, entry, .. } = find_entry(&history, &path, time).await?;
         let format = match (entry.kind(), format) {
             (EntryKind::File, format) => format.unwrap_or_default(),
             (EntryKind::Directory, Some(DownloadFormat::Raw)) => {
@@ -148,7 +148,7 @@ async fn with_timeout<T>(work: impl Future<Output = Result<T, Problem>>) -> Resu
     })
 }
 
-async fn open(settings: &FilesSettings) -> Result<Repository, Problem> {
+async fn open_repository(settings: &FilesSettings) -> Result<Repository, Problem> {
     let repository = settings.open_with_stored_key().await.map_err(|error| {
         tracing::warn!(error = %format_chain(&error), "cannot open the file backup");
         match error {
@@ -190,7 +190,11 @@ async fn read_latest(settings: &FilesSettings, time: Option<Timestamp>) -> Resul
     }
 }
 
-async fn find(history: &History, path: &HomePath, time: Option<Timestamp>) -> Result<SnapshotEntry, Problem> {
+async fn find_entry(
+    history: &History,
+    path: &HomePath,
+    time: Option<Timestamp>,
+) -> Result<SnapshotEntry, Problem> {
     let (id, snapshot) = history.find_snapshot(time).cloned().ok_or_else(|| {
         let detail = match time {
             Some(time) => format!("There is no snapshot at or before {}.", rfc3339_ms(time)),
