@@ -30,7 +30,8 @@ const VERSION: u32 = 2;
 /// reads.
 pub(crate) const MAX_PACK_BYTES: u64 = 256 << 20;
 const MAX_OBJECT_BYTES: u64 = 64 << 20;
-/// Maximum size of a snapshot, compressed or not: ours are smaller than 1 KiB, and all of a slot's are in memory at once.
+/// Maximum size of a snapshot, compressed or not. Those that a save writes are smaller than 1 KiB, and all snapshots of
+/// a slot are in memory together.
 const MAX_SNAPSHOT_BYTES: usize = 64 << 10;
 /// The first byte of compressed JSON.
 const COMPRESSED: u8 = 2;

@@ -155,8 +155,8 @@ fn select_expired(snapshots: &[(Id, Snapshot, Timestamp)], options: &PruneOption
 }
 
 /// Unmarks packs that have the only sound copy of a blob that a snapshot needs. The index lists another copy of the
-/// blob, but machines write the index, so that copy is read before this one is deleted. If the pack with the other copy
-/// is marked in this run, it is checked in the same way before it is deleted.
+/// blob, but machines write the index, so the other copy is read before the marked pack is deleted. If the pack with
+/// the other copy is marked in this run, it is checked in the same way before it is deleted.
 async fn keep_needed_packs(
     repository: &Repository,
     index: &[(Id, IndexFile)],

@@ -130,7 +130,7 @@ impl UsedBlobs {
 
     /// Whether a snapshot needs the blob, and several packs that are not marked for deletion list it.
     fn has_copies(&self, blob: &PackedBlob) -> bool {
-        // The first location is in such a pack if any is.
+        // If any location is in such a pack, the first one is.
         self.contains(blob) && self.locations.has_other_unmarked(blob.blob_type, blob.id)
     }
 }
@@ -279,12 +279,12 @@ impl PrunePlan {
         self.providers.get(&(blob.blob_type, blob.id)).is_none_or(|provider| *provider == pack)
     }
 
-    /// Leaves deletions and rewrites to later runs if they would take too long. Rewrites add at most `max_new_blobs`
+    /// Defers deletions and rewrites to later runs if they would take too long. Rewrites add at most `max_new_blobs`
     /// blobs to the index, so that it can still be read. Returns the number of packs that the next run could delete or
-    /// rewrite at once; rewrites for which the index has no space must wait until marked packs are deleted.
+    /// rewrite immediately; rewrites for which the index has no space must wait until marked packs are deleted.
     pub(super) fn limit_work(&mut self, max_new_blobs: usize) -> usize {
-        let mut left = self.deleted.len().saturating_sub(MAX_DELETIONS);
-        if left > 0 {
+        let mut deferred = self.deleted.len().saturating_sub(MAX_DELETIONS);
+        if deferred > 0 {
             self.deleted = self.deleted.drain().take(MAX_DELETIONS).collect();
         }
         let (mut rewrites, mut new_blobs) = (0, 0);
@@ -296,11 +296,11 @@ impl PrunePlan {
                 new_blobs += *used_blobs;
             } else {
                 self.marked.remove(pack);
-                left += usize::from(has_space);
+                deferred += usize::from(has_space);
             }
             is_kept
         });
-        left + self.add_merges(MAX_REWRITES - rewrites, max_new_blobs - new_blobs)
+        deferred + self.add_merges(MAX_REWRITES - rewrites, max_new_blobs - new_blobs)
     }
 
     /// Adds the oldest small packs to the packs to rewrite. Returns the number of those that the next run could merge.

@@ -358,7 +358,8 @@ impl Saver {
     /// snapshot needs.
     ///
     /// # Errors
-    /// [`FilesError::SaveTooLong`] if pruning may delete such a copy first; those of reading the index and the trees.
+    /// [`FilesError::SaveTooLong`] if pruning may delete such a copy first; the errors of reading the index and the
+    /// trees.
     async fn ensure_retained(&self, root: Id) -> Result<(), FilesError> {
         let retained = self.repository.load_retained_blobs(Timestamp::now() - MAX_MARK_AGE).await?;
         let locations = self.repository.load_tree_locations().await?;

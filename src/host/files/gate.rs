@@ -237,8 +237,8 @@ async fn restore_files(
     progress: &Progress,
     should_skip_damaged: bool,
 ) -> Result<RestoreOutcome, GateError> {
-    let read = async || files_pointer::read(&settings.bucket, &settings.slot).await;
-    let pointer = retry(OUTAGE_TIMEOUT, StoreError::is_transient, read).await?;
+    let read_pointer = async || files_pointer::read(&settings.bucket, &settings.slot).await;
+    let pointer = retry(OUTAGE_TIMEOUT, StoreError::is_transient, read_pointer).await?;
     // A machine that is in use restores only its predecessor's snapshot: its own files are newer than its own snapshot.
     let should_restore = |latest: &FilesSnapshotRef| {
         let identity = &settings.identity;

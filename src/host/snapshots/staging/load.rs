@@ -31,7 +31,7 @@ const PROGRESS_INTERVAL: Duration = Duration::from_secs(2);
 /// Connects with retries, because the database's container may still be starting.
 ///
 /// # Errors
-/// [`ConnectError`] after the timeout, or at once if a retry is pointless.
+/// [`ConnectError`] after the timeout, or immediately if a retry is pointless.
 pub async fn connect_with_retries(context: &RestoreContext, database: &str) -> Result<Client, ConnectError> {
     let mut backoff = Backoff::new(context.outage_timeout);
     loop {

@@ -2,7 +2,7 @@
 
 use crate::snapshots::archive::{MANIFEST, MAX_ENTRIES, MAX_MANIFEST_BYTES, MAX_TOTAL_NAME_BYTES};
 
-/// Maximum length of a name in a tar header. A longer one has its own record.
+/// Maximum length of a name in a tar header. A longer name takes an additional record.
 const MAX_HEADER_NAME_BYTES: usize = 100;
 /// Size of a manifest with empty lists, rounded up.
 const EMPTY_MANIFEST_BYTES: u64 = 64;

@@ -136,11 +136,11 @@ impl ImportRun<'_> {
             return Ok(());
         }
         let was_interrupted = Journal::is_open(self.layout);
-        let prepared = async {
+        let prepare = async {
             self.run_step(Step::Stage).await?;
             self.run_step(Step::Database).await
         };
-        if let Err(error) = prepared.await {
+        if let Err(error) = prepare.await {
             // The first error is the cause, so an error in the cleanup is ignored.
             let _ = self.run_step(Step::Unstage).await;
             // The step removes the journal only once it has completed the swap. Before it fails, it may also have
