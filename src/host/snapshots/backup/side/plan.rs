@@ -213,7 +213,8 @@ impl CopyPlan {
             if self.key.is_empty() { String::new() } else { format!(" WHERE {}", self.absent_condition()) };
         let conflict_clause = if skip_conflicts { " ON CONFLICT DO NOTHING" } else { "" };
         format!(
-            "INSERT INTO {table} ({columns}) OVERRIDING SYSTEM VALUE SELECT {} FROM {temporary} AS s{only_missing}{conflict_clause}",
+            "INSERT INTO {table} ({columns}) OVERRIDING SYSTEM VALUE SELECT {} \
+             FROM {temporary} AS s{only_missing}{conflict_clause}",
             join_quoted(&self.columns, "s."),
         )
     }
