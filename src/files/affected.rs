@@ -20,8 +20,8 @@ const MAX_PATHS: usize = 20;
 /// The files and snapshots that damaged blobs affect.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct AffectedFiles {
-    /// The first `MAX_PATHS` paths, in order, of affected files, and of directories whose trees are damaged and whose
-    /// entries are therefore unknown.
+    /// The first `MAX_PATHS` affected files, sorted by path. A directory whose tree is damaged is listed instead of its
+    /// entries, which are unknown.
     pub paths: Vec<AffectedPath>,
     /// The number of snapshots that need a damaged blob.
     pub snapshots: u64,
@@ -35,7 +35,8 @@ pub struct AffectedPath {
     pub last: Timestamp,
 }
 
-/// Searches all snapshots. Each directory is read only once, even if several snapshots share it.
+/// Finds the files in all snapshots that need damaged blobs. A directory that several snapshots share is read only
+/// once.
 ///
 /// # Errors
 /// If the store fails, or if the index is damaged or changed during every attempt to read it. Damaged directories are
@@ -92,13 +93,13 @@ impl<'a> Search<'a> {
             if let Some(paths) = self.paths_by_tree.get(&id) {
                 return Ok(Arc::clone(paths));
             }
-            let read = if self.damaged.contains(&id) {
+            let tree = if self.damaged.contains(&id) {
                 // This machine's cache may still have the tree, but other machines cannot read it.
                 Err(FilesError::corrupt(format!("tree {id}"), &"its pack is damaged"))
             } else {
                 self.trees.read(id).await
             };
-            let paths = match read {
+            let paths = match tree {
                 Ok(tree) => {
                     let mut paths = Vec::new();
                     for node in tree.nodes {

@@ -1,8 +1,8 @@
-//! Work that would block the runtime's threads.
+//! Runs blocking work outside the runtime's async threads.
 
 use crate::error::FilesError;
 
-/// Runs `work` on a thread for blocking work.
+/// Runs `work` on one of the runtime's threads for blocking work.
 ///
 /// # Errors
 /// The errors from `work`; [`FilesError::Stopped`] if it panics, or if the runtime shuts down before it starts.

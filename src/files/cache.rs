@@ -1,4 +1,4 @@
-//! A directory with copies of index files, snapshots and trees, so that they are not read from the store again. The
+//! Caches index files, snapshots and trees in a local directory, so that they are not read from the store again. The
 //! directory can be deleted at any time. Copies that cannot be written, for example because the disk is full, are kept
 //! in memory, up to a limit.
 
@@ -15,7 +15,7 @@ const MAX_UNWRITTEN_BYTES: usize = 16 << 20;
 /// A local cache of a repository. Clones share the copies in memory.
 #[derive(Debug, Clone)]
 pub struct Cache {
-    /// `None` for no cache.
+    /// `None` if nothing is cached.
     dir: Option<PathBuf>,
     /// Copies that could not be written. Without the trees of the last save, the next save would read the whole home
     /// directory.

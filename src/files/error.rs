@@ -21,7 +21,8 @@ pub enum FilesError {
     #[error("the repository's index changed during every attempt to read it; try again later")]
     IndexChanging,
     #[error(
-        "the save took so long that pruning may have deleted packs that it needs; the next save writes them again"
+        "the save took so long that pruning may have deleted packs that its snapshot needs; the next save writes them \
+         again"
     )]
     SaveTooLong,
     #[error("the system provides no random bytes")]
@@ -77,7 +78,7 @@ impl FilesError {
         matches!(self, Self::Corrupt { .. } | Self::Store(StoreError::NotFound { .. }))
     }
 
-    /// Whether the file system is too small.
+    /// Whether the file system has too little free space or too few free inodes.
     pub fn is_no_space(&self) -> bool {
         matches!(self, Self::NoSpace { .. } | Self::NoInodes { .. })
     }

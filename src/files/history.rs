@@ -162,8 +162,8 @@ pub struct History {
     snapshots: Vec<(Id, Snapshot)>,
     damaged_snapshots: u64,
     locations: BlobLocations,
-    /// Whether the entries that [`Self::find`] returns have their lists of chunks. Otherwise, a hash replaces each
-    /// list, which takes less memory.
+    /// Whether the entries that [`Self::find`] returns have their lists of chunks. If not, each list is replaced by its
+    /// hash, to save memory.
     has_chunk_lists: bool,
     tree_reads: Semaphore,
     /// The results of looking up names in trees. They are cached because snapshots share most of their trees.
@@ -184,9 +184,9 @@ impl History {
     /// If the store fails; [`FilesError::Corrupt`] if the index is damaged; [`FilesError::IndexChanging`] if the index
     /// changed during every attempt to read it.
     pub async fn open(repository: Repository) -> Result<Self, FilesError> {
-        let listed = repository.list_sound_snapshots().await?;
+        let snapshots = repository.list_sound_snapshots().await?;
         let locations = repository.load_tree_locations().await?;
-        Ok(Self::new(repository, listed, locations, false))
+        Ok(Self::new(repository, snapshots, locations, false))
     }
 
     /// Like [`Self::open`], but reads only the snapshot `latest`. If `latest` is `None`, missing or damaged, reads all
@@ -195,9 +195,9 @@ impl History {
     /// # Errors
     /// See [`Self::open`].
     pub async fn open_latest(repository: Repository, latest: Option<Id>) -> Result<Self, FilesError> {
-        let listed = read_latest(&repository, latest).await?;
+        let snapshots = read_latest(&repository, latest).await?;
         let locations = repository.load_tree_locations().await?;
-        Ok(Self::new(repository, listed, locations, false))
+        Ok(Self::new(repository, snapshots, locations, false))
     }
 
     /// Like [`Self::open`], but [`Self::find`] returns entries that can be restored.
@@ -213,9 +213,9 @@ impl History {
     /// # Errors
     /// See [`Self::open`].
     pub async fn open_with_contents(repository: Repository, latest: Option<Id>) -> Result<Self, FilesError> {
-        let listed = read_latest(&repository, latest).await?;
+        let snapshots = read_latest(&repository, latest).await?;
         let locations = repository.load_locations().await?;
-        Ok(Self::new(repository, listed, locations, true))
+        Ok(Self::new(repository, snapshots, locations, true))
     }
 
     fn new(
@@ -312,10 +312,10 @@ impl History {
     pub async fn list_versions(&self, path: &Path, query: VersionQuery) -> Result<VersionPage, FilesError> {
         // A loop, because the compiler cannot prove that a borrowing iterator over a filter is `Send`.
         let mut wanted = Vec::new();
-        for listed in &self.snapshots {
-            let at = listed.1.time.as_millisecond();
+        for snapshot in &self.snapshots {
+            let at = snapshot.1.time.as_millisecond();
             if query.before.is_none_or(|before| at < before.as_millisecond()) {
-                wanted.push(listed);
+                wanted.push(snapshot);
             }
         }
         let mut pending = wanted.into_iter().peekable();

@@ -53,8 +53,8 @@ pub(crate) struct ListedPacks {
     first_files: HashMap<(Id, bool), Id>,
     /// The number of blobs in these packs.
     pub(crate) blobs: usize,
-    /// The files with packs that other files list as well. Pruning replaces all of them: another run that is still in
-    /// progress might delete any one of them, so none can be relied on.
+    /// The files with packs that other files list as well. Pruning replaces all of these files: another prune that is
+    /// still in progress might delete any one of them, so none can be relied on.
     pub(crate) files_with_repeats: HashSet<Id>,
 }
 
@@ -64,18 +64,18 @@ impl ListedPacks {
         for (packs, is_marked) in [(&mut file.packs, false), (&mut file.packs_to_delete, true)] {
             packs.retain(|pack| {
                 let digest = pack.digest();
-                let same = self.first_files.get(&(digest, is_marked)).copied();
-                let other = self.first_files.get(&(digest, !is_marked)).copied();
-                if let Some(first) = same.or(other) {
+                let same_marking = self.first_files.get(&(digest, is_marked)).copied();
+                let other_marking = self.first_files.get(&(digest, !is_marked)).copied();
+                if let Some(first) = same_marking.or(other_marking) {
                     self.files_with_repeats.extend([first, id]);
                 } else {
                     // A pack without blobs also takes memory, so it counts as one blob.
                     self.blobs += pack.blobs.len().max(1);
                 }
-                if same.is_none() {
+                if same_marking.is_none() {
                     self.first_files.insert((digest, is_marked), id);
                 }
-                same.is_none()
+                same_marking.is_none()
             });
         }
     }
@@ -195,7 +195,7 @@ impl KnownBlobs {
     /// Adds a blob that is to be saved; `false` if it was already known.
     ///
     /// # Errors
-    /// [`FilesError::Full`] if the index would now list more than `MAX_SAVED_BLOBS` blobs: one that is too large could
+    /// [`FilesError::Full`] if the index would now list more than `MAX_SAVED_BLOBS` blobs, because a larger index could
     /// not be read again.
     pub(crate) fn insert_new(&mut self, blob_type: BlobType, id: Id) -> Result<bool, FilesError> {
         let is_new = self.insert(blob_type, id);

@@ -18,12 +18,12 @@ use crate::repository::{ObjectKind, Repository};
 
 /// Maximum number of index files read concurrently.
 const MAX_CONCURRENT_READS: usize = 4;
-/// Maximum number of attempts to read an index that pruning changes, and maximum pause between two attempts.
-const MAX_INDEX_READS: u32 = 12;
-const MAX_INDEX_PAUSE: Duration = Duration::from_secs(5);
+/// Maximum number of attempts to read an index that pruning changes, and maximum delay between two attempts.
+const MAX_INDEX_READ_ATTEMPTS: u32 = 12;
+const MAX_INDEX_BACKOFF: Duration = Duration::from_secs(5);
 
 /// The result of reading an index.
-struct ReadIndex<T> {
+struct IndexReadResult<T> {
     content: T,
     files: Vec<Id>,
     listed: ListedPacks,
@@ -38,7 +38,7 @@ impl Repository {
         &self,
         max_blobs: usize,
         add: impl Fn(&mut T, Id, IndexFile),
-    ) -> Result<ReadIndex<T>, FilesError> {
+    ) -> Result<IndexReadResult<T>, FilesError> {
         let mut attempts = 1;
         loop {
             let files = self.list(ObjectKind::Index).await?;
@@ -47,16 +47,17 @@ impl Repository {
                     let present: HashSet<Id> = self.list(ObjectKind::Index).await?.into_iter().collect();
                     // Additional files are from a concurrent save; the caller does not need them.
                     if files.iter().all(|id| present.contains(id)) {
-                        return Ok(ReadIndex { content, files, listed });
+                        return Ok(IndexReadResult { content, files, listed });
                     }
                 }
                 Err(FilesError::Store(StoreError::NotFound { .. })) => {}
                 Err(error) => return Err(error),
             }
-            if attempts >= MAX_INDEX_READS {
+            if attempts >= MAX_INDEX_READ_ATTEMPTS {
                 return Err(FilesError::IndexChanging);
             }
-            tokio::time::sleep((Duration::from_millis(50) * 2_u32.pow(attempts)).min(MAX_INDEX_PAUSE)).await;
+            tokio::time::sleep((Duration::from_millis(50) * 2_u32.pow(attempts)).min(MAX_INDEX_BACKOFF))
+                .await;
             attempts += 1;
         }
     }
@@ -96,7 +97,8 @@ impl Repository {
             file.packs.retain(|pack| !damaged_packs.contains(&pack.id));
             known.load(&file);
         };
-        let ReadIndex { content: mut known, files, listed } = self.read_index(MAX_INDEX_BLOBS, add).await?;
+        let IndexReadResult { content: mut known, files, listed } =
+            self.read_index(MAX_INDEX_BLOBS, add).await?;
         known.finish_loading(listed.blobs);
         Ok((known, files))
     }
@@ -111,7 +113,8 @@ impl Repository {
             file.packs.extend(marked.filter(|pack| pack.time.is_some_and(|time| time > marked_after)));
             known.load(&file);
         };
-        let ReadIndex { content: mut known, listed, .. } = self.read_index(MAX_INDEX_BLOBS, add).await?;
+        let IndexReadResult { content: mut known, listed, .. } =
+            self.read_index(MAX_INDEX_BLOBS, add).await?;
         known.finish_loading(listed.blobs);
         Ok(known)
     }
@@ -125,7 +128,8 @@ impl Repository {
     /// Like [`Self::load_index`], but accepts a larger index.
     pub(crate) async fn load_index_to_prune(&self) -> Result<IndexToPrune, FilesError> {
         let add = |files: &mut Vec<_>, id: Id, file: IndexFile| files.push((id, file));
-        let ReadIndex { content: files, listed, .. } = self.read_index(MAX_PRUNED_INDEX_BLOBS, add).await?;
+        let IndexReadResult { content: files, listed, .. } =
+            self.read_index(MAX_PRUNED_INDEX_BLOBS, add).await?;
         let ListedPacks { blobs, files_with_repeats, .. } = listed;
         Ok(IndexToPrune { files, files_with_repeats, blobs })
     }

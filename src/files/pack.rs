@@ -294,13 +294,13 @@ mod tests {
             let index = position.index(bytes.len());
             if is_truncated { bytes.truncate(index) } else { bytes[index] ^= 1 << bit }
             let blob = &pack.blobs[0];
-            let content = |bytes: &[u8]| {
+            let read_blob = |bytes: &[u8]| {
                 parse_header(&key, pack.id, bytes)?;
                 let sealed = bytes.get(blob.offset as usize..(blob.offset + blob.length) as usize);
                 open_blob(&key, blob, sealed.unwrap_or_default())
             };
-            prop_assert!(content(&bytes).is_err(), "byte {index}");
-            prop_assert!(content(&pack.bytes).is_ok());
+            prop_assert!(read_blob(&bytes).is_err(), "byte {index}");
+            prop_assert!(read_blob(&pack.bytes).is_ok());
         }
     }
 

@@ -24,8 +24,8 @@ const OUTAGE_BACKOFF: ExponentialBuilder = ExponentialBuilder::new()
 
 /// The first request for a pack's header reads this many bytes, which hold the entries of about 1,600 blobs.
 const PACK_END_BYTES: u64 = if cfg!(test) { 512 } else { 64 << 10 };
-/// Maximum length of a header that [`Repository::read_pack_end`] reads: three times that of the longest one that a save
-/// writes. A pack that someone with a stolen key has written may have a header of any length.
+/// Maximum length of a header that [`Repository::read_pack_end`] reads: three times the length of the longest header
+/// that a save writes. A pack that someone with a stolen key has written may have a header of any length.
 const MAX_PACK_END_BYTES: u64 = if cfg!(test) { 4096 } else { 1 << 20 };
 
 /// The end of a pack.

@@ -26,10 +26,12 @@ use crate::tree::Tree;
 
 /// The format version. Version 2 supports compression.
 const VERSION: u32 = 2;
-/// Maximum sizes of packs and of other objects, because the platform reads what machines have written.
+/// Maximum sizes of packs and of other objects. They are limited, because machines write the objects that the platform
+/// reads.
 pub(crate) const MAX_PACK_BYTES: u64 = 256 << 20;
 const MAX_OBJECT_BYTES: u64 = 64 << 20;
-/// Maximum size of a snapshot, compressed or not: ours are smaller than 1 KiB, and all of a slot's are in memory at once.
+/// Maximum size of a snapshot, compressed or not. Those that a save writes are smaller than 1 KiB, and all snapshots of
+/// a slot are in memory together.
 const MAX_SNAPSHOT_BYTES: usize = 64 << 10;
 /// The first byte of compressed JSON.
 const COMPRESSED: u8 = 2;

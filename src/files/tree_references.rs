@@ -9,8 +9,8 @@ use crate::error::FilesError;
 use crate::id::Id;
 
 /// The blobs to which the entries of a tree refer. This takes 32 bytes of memory per reference, while a
-/// [`crate::tree::Tree`] takes several hundred per entry. Machines write the trees, and may write ones with millions of
-/// entries.
+/// [`crate::tree::Tree`] takes several hundred per entry. Trees come from machines and may have millions of entries, so
+/// memory per entry matters.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct TreeReferences {
     pub(crate) subtrees: Vec<Id>,

@@ -39,7 +39,7 @@ pub const FAILPOINTS: &[&str] =
     &["files.prune.snapshot", "files.prune.repacked", "files.prune.indexed", "files.prune.replaced"];
 
 /// Maximum difference between the machine's clock and the store's.
-const MAX_CLOCK_DIFFERENCE: SignedDuration = SignedDuration::from_hours(12);
+const MAX_CLOCK_SKEW: SignedDuration = SignedDuration::from_hours(12);
 /// Maximum duration of a save. The packs of a longer one, or of one that was abandoned, may be deleted before its
 /// snapshot is written.
 const MAX_SAVE_DURATION: SignedDuration = SignedDuration::from_hours(30 * 24);
@@ -76,7 +76,8 @@ pub struct PruneReport {
     pub rewritten_packs: u64,
     /// Marked packs whose grace period has ended, and orphans, which no index file lists.
     pub deleted_packs: u64,
-    /// Packs that the next run could delete or rewrite at once: this run would have taken too long.
+    /// Packs that are left to the next run, which can delete or rewrite them immediately: this run would have taken too
+    /// long.
     pub left_packs: u64,
 }
 
@@ -137,25 +138,25 @@ pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pr
 /// have the time of the copy.
 fn select_expired(snapshots: &[(Id, Snapshot, Timestamp)], options: &PruneOptions) -> HashSet<Id> {
     let find_plausible = |max_delay: SignedDuration| -> Vec<(Id, Timestamp)> {
-        let delays = -MAX_CLOCK_DIFFERENCE..=max_delay;
+        let delays = -MAX_CLOCK_SKEW..=max_delay;
         snapshots
             .iter()
             .filter(|(_, snapshot, uploaded)| delays.contains(&uploaded.duration_since(snapshot.time)))
             .map(|(id, snapshot, _)| (*id, snapshot.time))
             .collect()
     };
-    let on_time = find_plausible(MAX_CLOCK_DIFFERENCE);
+    let on_time = find_plausible(MAX_CLOCK_SKEW);
     let on_time_ids: HashSet<Id> = on_time.iter().map(|(id, _)| *id).collect();
     let mut expired = options.policy.select_expired(&on_time, options.now);
-    let mut late = find_plausible(MAX_SAVE_DURATION + MAX_CLOCK_DIFFERENCE);
+    let mut late = find_plausible(MAX_SAVE_DURATION + MAX_CLOCK_SKEW);
     late.retain(|(id, _)| !on_time_ids.contains(id));
     expired.extend(options.policy.select_expired_among(&late, &on_time, options.now));
     expired.into_iter().filter(|id| !options.protected.contains(id)).collect()
 }
 
 /// Unmarks packs that have the only sound copy of a blob that a snapshot needs. The index lists another copy of the
-/// blob, but machines write the index, so that copy is read before this one is deleted. If the pack with the other copy
-/// is marked in this run, it is checked in the same way before it is deleted.
+/// blob, but machines write the index, so the other copy is read before the marked pack is deleted. If the pack with
+/// the other copy is marked in this run, it is checked in the same way before it is deleted.
 async fn keep_needed_packs(
     repository: &Repository,
     index: &[(Id, IndexFile)],
@@ -465,7 +466,7 @@ mod tests {
             ((2390, 2389), (2350, 0), [false, false]),
             ((2390, 0), (2350, 2349), [true, false]),
             ((2390, 0), (2350, 0), [false, false]),
-            // A second one that was uploaded long before it was taken does not either.
+            // Nor does a second one that was uploaded long before it was taken.
             ((2390, 2389), (2350, 2350 + 721), [false, false]),
             // Two on the same day, the first of which was uploaded after 30 days and 12 hours, or later.
             ((43_920, 0), (43_900, 43_899), [true, false]),

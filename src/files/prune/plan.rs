@@ -35,8 +35,8 @@ const MAX_MERGED_INDEX_BLOBS: usize = MAX_SAVED_BLOBS / 2;
 /// [`MAX_SAVED_BLOBS`], because it lists its last packs in no index file.
 const MIN_FULL_INDEX_BLOBS: usize = MAX_SAVED_BLOBS / 20 * 19;
 
-/// Packs with more bytes than this are not read concurrently: machines write them, and may write large ones. It is
-/// twice the size of those that a save writes.
+/// Packs with more bytes than this are not read concurrently, because machines write the packs and may write large
+/// ones. The limit is twice the size of the packs that a save writes.
 const MAX_CONCURRENT_PACK_BYTES: u64 = 16 << 20;
 
 /// The blobs that snapshots need.
@@ -78,7 +78,7 @@ impl UsedBlobs {
         let mut ready = Vec::new();
         // The other trees, by the number of their pack.
         let mut waiting: HashMap<u32, Vec<Id>> = HashMap::new();
-        // For each of these packs that is not being read yet, the location of one of its trees.
+        // For each pack in `waiting` that is not being read yet, the location of one of its trees.
         let mut unread: Vec<BlobLocation> = Vec::new();
         loop {
             for id in found.drain(..) {
@@ -130,7 +130,7 @@ impl UsedBlobs {
 
     /// Whether a snapshot needs the blob, and several packs that are not marked for deletion list it.
     fn has_copies(&self, blob: &PackedBlob) -> bool {
-        // The first location is in such a pack if any is.
+        // If any location is in such a pack, the first one is.
         self.contains(blob) && self.locations.has_other_unmarked(blob.blob_type, blob.id)
     }
 }
@@ -143,7 +143,7 @@ pub(super) struct PrunePlan {
     /// Packs that are marked in one index file but not in another, because an earlier run was interrupted, or because
     /// one of the files is forged. The packs are unmarked.
     half_marked: HashSet<Id>,
-    /// The digests of the unmarked listings of these packs.
+    /// The digests of the unmarked listings of the packs in `half_marked`.
     half_marked_digests: HashSet<Id>,
     /// Packs whose used blobs are written to new packs, with the number of these blobs: packs with many unused blobs and,
     /// after [`Self::limit_work`], small packs. They are marked as well.
@@ -157,7 +157,8 @@ pub(super) struct PrunePlan {
 }
 
 impl PrunePlan {
-    /// `uploads` has the upload times of the packs, and `last_snapshot` is that of the latest snapshot.
+    /// Creates a plan. `uploads` has the upload times of the packs, and `last_snapshot` is the upload time of the
+    /// latest snapshot.
     pub(super) fn create(
         index: &IndexToPrune,
         used: &UsedBlobs,
@@ -172,8 +173,8 @@ impl PrunePlan {
             let is_abandoned = options.now.duration_since(time) > MAX_SAVE_DURATION;
             is_old(time) && (is_before_snapshot || is_abandoned)
         };
-        // While the index is full, saves fail, and no later snapshot settles their packs, which must not keep the index
-        // full.
+        // While the index is full, saves fail, so no later snapshot shows that their packs are unused. These packs must
+        // not keep the index full.
         let is_full = index.blobs >= MIN_FULL_INDEX_BLOBS;
         let can_mark =
             |pack: Id| uploads.get(&pack).is_some_and(|time| is_settled(*time) || (is_full && is_old(*time)));
@@ -278,12 +279,12 @@ impl PrunePlan {
         self.providers.get(&(blob.blob_type, blob.id)).is_none_or(|provider| *provider == pack)
     }
 
-    /// Leaves deletions and rewrites to later runs if they would take too long. Rewrites add at most `max_new_blobs`
+    /// Defers deletions and rewrites to later runs if they would take too long. Rewrites add at most `max_new_blobs`
     /// blobs to the index, so that it can still be read. Returns the number of packs that the next run could delete or
-    /// rewrite at once; rewrites for which the index has no space must wait until marked packs are deleted.
+    /// rewrite immediately; rewrites for which the index has no space must wait until marked packs are deleted.
     pub(super) fn limit_work(&mut self, max_new_blobs: usize) -> usize {
-        let mut left = self.deleted.len().saturating_sub(MAX_DELETIONS);
-        if left > 0 {
+        let mut deferred = self.deleted.len().saturating_sub(MAX_DELETIONS);
+        if deferred > 0 {
             self.deleted = self.deleted.drain().take(MAX_DELETIONS).collect();
         }
         let (mut rewrites, mut new_blobs) = (0, 0);
@@ -295,11 +296,11 @@ impl PrunePlan {
                 new_blobs += *used_blobs;
             } else {
                 self.marked.remove(pack);
-                left += usize::from(has_space);
+                deferred += usize::from(has_space);
             }
             is_kept
         });
-        left + self.add_merges(MAX_REWRITES - rewrites, max_new_blobs - new_blobs)
+        deferred + self.add_merges(MAX_REWRITES - rewrites, max_new_blobs - new_blobs)
     }
 
     /// Adds the oldest small packs to the packs to rewrite. Returns the number of those that the next run could merge.
@@ -340,7 +341,7 @@ mod tests {
     use super::*;
     use crate::retention::RetentionPolicy;
 
-    /// Plans a run `days` after the upload of an unused pack and of an orphan. The latest snapshot was uploaded
+    /// Plans a run `days` days after the upload of an unused pack and of an orphan. The latest snapshot was uploaded
     /// `last_snapshot` seconds after them. Returns whether the pack is marked, and whether the orphan is deleted.
     fn plan_for_uploads(index_blobs: usize, last_snapshot: Option<i64>, days: i64) -> (bool, bool) {
         let (pack, orphan) = (Id::of(b"pack"), Id::of(b"orphan"));

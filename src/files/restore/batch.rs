@@ -11,7 +11,7 @@ use crate::index::{BlobLocation, BlobLocations};
 use crate::pack::BlobType;
 use crate::tree::{Node, NodeType};
 
-/// Bounds the memory for a batch: with typical files, one has about 30,000 entries. A pack is read again for each
+/// Bounds the memory for a batch: with typical files, a batch has about 30,000 entries. A pack is read again for each
 /// batch that needs it. Tests use small batches, so that their restores have several.
 const MAX_BATCH_BYTES: usize = if cfg!(test) { 4 << 10 } else { 20 << 20 };
 
@@ -131,7 +131,7 @@ impl Batch {
         Ok(())
     }
 
-    /// Removes the files that have a damaged chunk from the batch, and returns them.
+    /// Removes from the batch the files that have a damaged chunk, and returns them.
     pub(super) fn take_damaged(&mut self) -> Vec<PlannedEntry> {
         let damaged = std::mem::take(&mut self.damaged);
         let mut left_out = Vec::new();
@@ -144,7 +144,7 @@ impl Batch {
         left_out
     }
 
-    /// Deletes the files that are left out from the target, and creates the hard links.
+    /// Deletes the files in `left_out` from the target, and creates the hard links.
     pub(super) fn complete_entries(
         &self,
         target: &Path,

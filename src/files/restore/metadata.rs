@@ -62,12 +62,12 @@ pub(super) struct AttributeWriter {
     /// A directory's times change when its entries do, and its mode may forbid their creation, so its attributes are
     /// set at the end. Parents come before their subdirectories.
     directories: Vec<(PathBuf, Attributes)>,
-    restored: RestoreReport,
+    report: RestoreReport,
 }
 
 impl AttributeWriter {
     pub(super) fn new(owners: Owners) -> Self {
-        Self { owners, directories: Vec::new(), restored: RestoreReport::default() }
+        Self { owners, directories: Vec::new(), report: RestoreReport::default() }
     }
 
     /// Sets the attributes of a batch's files and symbolic links, and keeps those of its directories for
@@ -77,14 +77,14 @@ impl AttributeWriter {
     /// [`FilesError::Io`] if the target cannot be opened.
     pub(super) fn apply(&mut self, batch: Batch, target: &Path) -> Result<(), FilesError> {
         let mut target = Target::open(target).map_err(FilesError::io("open", target))?;
-        self.restored.files += (batch.files.len() + batch.hard_links.len()) as u64;
-        self.restored.directories += batch.directories.len() as u64;
+        self.report.files += (batch.files.len() + batch.hard_links.len()) as u64;
+        self.report.directories += batch.directories.len() as u64;
         for PlannedEntry { path, node } in batch.links {
             let result = apply_to_link(&mut target, &path, &self.owners.resolve(node));
             self.count_failure(&path, result);
         }
         for PlannedEntry { path, node } in batch.files {
-            self.restored.bytes += node.size;
+            self.report.bytes += node.size;
             let result = apply_to_open(&mut target, &path, &self.owners.resolve(node));
             self.count_failure(&path, result);
         }
@@ -107,14 +107,14 @@ impl AttributeWriter {
         }
         let opened = File::open(path).map_err(FilesError::io("open", path))?;
         nix::unistd::syncfs(&opened).map_err(FilesError::io("sync", path))?;
-        Ok(self.restored)
+        Ok(self.report)
     }
 
     fn count_failure(&mut self, path: &Path, result: io::Result<()>) {
         if let Err(error) = result {
-            self.restored.incomplete += 1;
+            self.report.incomplete += 1;
             let describe = || truncate_printable(&format!("{}: {error}", path.display()));
-            self.restored.first_incomplete.get_or_insert_with(describe);
+            self.report.first_incomplete.get_or_insert_with(describe);
         }
     }
 }

@@ -192,11 +192,11 @@ async fn restore_from(
         for (path, node) in entries {
             batch.add(path, node, &mut first_names, &locations, should_skip_damaged)?;
             if batch.is_full() {
-                restore = restore.add(std::mem::take(&mut batch)).await?;
+                restore = restore.restore_batch(std::mem::take(&mut batch)).await?;
             }
         }
     }
-    restore = restore.add(batch).await?;
+    restore = restore.restore_batch(batch).await?;
     let (attributes, target) = (restore.attributes, options.target.clone());
     let restored = run_blocking(move || attributes.finish(&target)).await;
     let mut restored = restored.map_err(|error| error.or_no_space(survey.needed_bytes))?;
@@ -223,8 +223,8 @@ struct Restore<'a> {
 }
 
 impl Restore<'_> {
-    /// Restores the entries of a batch. The directories get their attributes later.
-    async fn add(mut self, batch: Batch) -> Result<Self, FilesError> {
+    /// Restores the entries of a batch. The attributes of directories are set later.
+    async fn restore_batch(mut self, batch: Batch) -> Result<Self, FilesError> {
         let written = self.create_and_write(batch).await;
         let batch = written.map_err(|error| error.or_no_space(self.needed_bytes))?;
         failpoint::trigger("files.restore.written")?;

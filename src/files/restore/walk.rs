@@ -22,7 +22,7 @@ pub(super) enum WalkStart {
 pub(super) struct Walk<'a> {
     trees: TreeReader<'a>,
     /// The entries with which the walk starts.
-    first: Vec<(PathBuf, Node)>,
+    start_entries: Vec<(PathBuf, Node)>,
     /// Directories whose entries have not been returned yet.
     pending: Vec<(PathBuf, Id)>,
     /// Whether a damaged directory counts as empty, unless the walk starts with it.
@@ -41,7 +41,7 @@ impl<'a> Walk<'a> {
     ) -> Self {
         Self {
             trees: TreeReader::new(repository, locations),
-            first: Vec::new(),
+            start_entries: Vec::new(),
             pending: Vec::new(),
             should_skip_damaged,
             start_depth: 0,
@@ -52,7 +52,7 @@ impl<'a> Walk<'a> {
     /// Starts or restarts the walk. At a restart, the most recently read trees are still in memory.
     pub(super) fn start(&mut self, start: WalkStart) {
         self.damaged = DamagedEntries::default();
-        (self.first, self.pending, self.start_depth) = match start {
+        (self.start_entries, self.pending, self.start_depth) = match start {
             WalkStart::Tree(root) => (Vec::new(), vec![(PathBuf::new(), root)], 0),
             WalkStart::Entries(entries) => (entries, Vec::new(), 1),
         };
@@ -64,7 +64,7 @@ impl<'a> Walk<'a> {
     /// # Errors
     /// If the store fails; [`FilesError::Corrupt`] if a tree is damaged and not skipped, or an entry is invalid.
     pub(super) async fn next(&mut self) -> Result<Option<Vec<(PathBuf, Node)>>, FilesError> {
-        let mut entries = std::mem::take(&mut self.first);
+        let mut entries = std::mem::take(&mut self.start_entries);
         if entries.is_empty() {
             let Some((directory, tree)) = self.pending.pop() else { return Ok(None) };
             // Damage to a directory with which the walk starts is an error, because nothing in it would be restored.

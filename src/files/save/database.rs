@@ -41,10 +41,10 @@ const WAL_READ_LOCK: LockRange = (123, 1);
 const PENDING_LOCK: LockRange = (0x4000_0000, 1);
 /// The bytes that each reader locks, and that a writer locks while it changes the database.
 const SHARED_LOCK: LockRange = (0x4000_0002, 510);
-/// Databases up to this size are locked for reading in any case.
+/// Databases up to this size are locked regardless of how long the last read took.
 const MAX_ALWAYS_LOCKED_BYTES: u64 = 256 << 20;
 /// Larger databases are locked only if the last read took at most this long. A slower read would probably outlast
-/// [`MAX_LOCK_TIME`], and make writers wait in vain.
+/// [`MAX_LOCK_TIME`], so the lock would only delay writers.
 const MAX_LOCKED_READ_TIME: Duration = Duration::from_secs(2);
 /// Shorter than the usual busy timeout of 5 s.
 const MAX_LOCK_TIME: Duration = Duration::from_secs(3);

@@ -28,7 +28,7 @@ const MIN_HOLE_BYTES: u64 = 1 << 20;
 /// The inode that is recorded for a file that changed during every read. No file has this inode, so the next save reads
 /// the file again.
 pub(super) const UNSTABLE_INODE: u64 = 0;
-/// The note about such a file.
+/// The note about a file that changed during every read.
 pub(super) const UNSTABLE_NOTE: &str = "changed while it was read";
 /// The unit of `stx_blocks`.
 const BLOCK_BYTES: u64 = 512;

@@ -140,8 +140,8 @@ pub struct SaveResult {
     /// How long the save took, without the time that it waited for the maximum rate after the last directory was
     /// visited. Files that were moved in the meantime may be missing.
     pub duration: Duration,
-    /// The time that these bytes take at the maximum rate, which is at least the time spent waiting for it. Zero
-    /// without a limit.
+    /// How long the uploaded bytes take at the maximum rate: an upper bound for the time that the save waited because
+    /// of the limit. Zero without a limit.
     pub throttled: Duration,
     /// Whether nothing had changed, so that no snapshot was written and `id` is the parent's.
     pub is_unchanged: bool,
@@ -360,7 +360,8 @@ impl Saver {
     /// snapshot needs.
     ///
     /// # Errors
-    /// [`FilesError::SaveTooLong`] if pruning may delete such a copy first; those of reading the index and the trees.
+    /// [`FilesError::SaveTooLong`] if pruning may delete such a copy first; the errors of reading the index and the
+    /// trees.
     async fn ensure_retained(&self, root: Id) -> Result<(), FilesError> {
         let retained = self.repository.load_retained_blobs(Timestamp::now() - MAX_MARK_AGE).await?;
         let locations = self.repository.load_tree_locations().await?;

@@ -82,8 +82,8 @@ impl Estimate<'_> {
         let stat = stat_in(directory, name)?;
         let file_type = FileType::from_raw_mode(stat.stx_mode.into());
         let is_directory = file_type == FileType::Directory;
-        let is_elsewhere = (stat.stx_dev_major, stat.stx_dev_minor) != self.device;
-        if is_elsewhere || self.exclusions.excludes(&self.path, name, is_directory) {
+        let is_on_other_file_system = (stat.stx_dev_major, stat.stx_dev_minor) != self.device;
+        if is_on_other_file_system || self.exclusions.excludes(&self.path, name, is_directory) {
             return Ok(());
         }
         match file_type {

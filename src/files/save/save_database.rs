@@ -16,7 +16,7 @@ use crate::tree::{Node, NodeType};
 
 impl Walker<'_> {
     /// Saves again the databases whose log or journal was created after the directory was listed.
-    pub(super) fn save_started_databases(
+    pub(super) fn save_newly_opened_databases(
         &mut self,
         directory: &OwnedFd,
         already_saved: &[DatabaseFiles],
@@ -27,8 +27,8 @@ impl Walker<'_> {
         let counts = self.counts.clone();
         let mut names = self.list(directory)?;
         self.counts = counts;
-        let started = DatabaseFiles::extract_from(&mut names);
-        for database in started.into_iter().filter(|database| !already_saved.contains(database)) {
+        let databases = DatabaseFiles::extract_from(&mut names);
+        for database in databases.into_iter().filter(|database| !already_saved.contains(database)) {
             let mut earlier = BTreeMap::new();
             nodes.retain(|node| {
                 let name = node.file_name().filter(|name| database.names.contains(name));

@@ -25,7 +25,8 @@ const TARGET_INDEX_BYTES: u64 = 512 << 20;
 #[derive(Default)]
 pub(super) struct UploadResult {
     pub(super) bytes: u64,
-    /// The time that the packs take at the maximum rate, which is at least the time spent waiting for it.
+    /// How long the packs take at the maximum rate: an upper bound for the time that the upload waited because of the
+    /// limit.
     pub(super) throttled: Duration,
     pub(super) index_files: Vec<Id>,
 }
@@ -76,8 +77,9 @@ pub(super) struct RateLimiter {
 }
 
 impl RateLimiter {
-    /// Returns how long to wait before a pack is uploaded that takes `duration` at the limit: until all packs admitted
-    /// before it, and this pack itself, have taken their time. Otherwise, each small save would exceed the limit.
+    /// Returns how long to wait before uploading a pack that takes `duration` at the limit: until all packs admitted
+    /// before it, and the pack itself, could have been uploaded at the limit. If the pack itself were not included,
+    /// each small save would exceed the limit.
     fn admit(&mut self, duration: Duration, now: Instant) -> Duration {
         if duration.is_zero() {
             return Duration::ZERO;

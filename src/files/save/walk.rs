@@ -205,7 +205,7 @@ impl Walker<'_> {
             nodes.extend(self.save_entry(directory, &name, earlier, scope)?);
         }
         if std::mem::replace(&mut self.has_read_database, parent_has_read_database) {
-            self.save_started_databases(directory, &databases, &mut nodes, scope)?;
+            self.save_newly_opened_databases(directory, &databases, &mut nodes, scope)?;
         }
         Ok(nodes)
     }

@@ -90,8 +90,8 @@ fn check(path: &Path) -> String {
     format!("{}{}", String::from_utf8_lossy(&stdout), String::from_utf8_lossy(&stderr))
 }
 
-/// Saves a database six times while a program writes to it, and checks every state that was saved as consistent.
-/// `pause` is the time between two commits, in seconds. The database has at least `filler_mib` MiB.
+/// Saves a database six times while a program writes to it, and checks every state that the save reported as
+/// consistent. `pause` is the time between two commits, in seconds. The database has at least `filler_mib` MiB.
 async fn save_busy_database_and_check(mode: &str, pause: &str, filler_mib: u32) {
     let mut fixture = Fixture::new().await;
     fixture.write("app/other", "x");
@@ -141,7 +141,8 @@ async fn busy_database_is_read_under_a_lock() {
     }
 }
 
-/// The database is larger than those that are locked in any case, but is read in time once its chunks are known.
+/// The database is larger than those that are locked regardless of the last read, but is read in time once its chunks
+/// are known.
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "long: a database of 400 MiB"]
 async fn large_busy_database_is_read_under_a_lock() {

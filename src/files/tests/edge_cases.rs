@@ -1,4 +1,4 @@
-//! Sequences in which a simpler implementation would lose data or never terminate.
+//! Sequences of operations in which a simpler implementation would lose data or never terminate.
 
 use std::num::NonZeroU64;
 use std::os::unix::fs::FileExt;
@@ -441,7 +441,8 @@ async fn pack_reads_are_retried_during_an_outage() {
     assert!(results.iter().any(|result| result.as_ref().is_err_and(FilesError::is_transient)));
 }
 
-/// The first name of a file gets its owner and mode in one batch, and the additional names are created in later ones.
+/// The first name of a file gets its owner and mode in one batch, and the additional names are created in later
+/// batches.
 #[tokio::test]
 async fn names_of_a_hard_link_are_restored_in_different_batches() {
     let mut fixture = Fixture::new().await;

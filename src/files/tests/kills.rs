@@ -1,4 +1,4 @@
-//! Processes that are killed at every fail point: durable data survives, and the next run completes.
+//! Kills processes at every fail point, and checks that durable data survives and that the next run completes.
 
 use std::os::unix::process::ExitStatusExt;
 use std::process::Command;

@@ -26,7 +26,7 @@ fn index_entries(name: &str, count: usize, blobs: usize) -> Vec<IndexedPack> {
     (0..count).map(pack).collect()
 }
 
-/// Returns an index file with such entries, of packs that were marked for deletion at `time`.
+/// Returns an index file in which such packs were marked for deletion at `time`.
 fn index_of_marked_packs(name: &str, count: usize, blobs: usize, time: Timestamp) -> IndexFile {
     let packs = index_entries(name, count, blobs).into_iter();
     let packs_to_delete = packs.map(|pack| IndexedPack { time: Some(time), ..pack }).collect();
@@ -121,7 +121,7 @@ async fn forged_list_of_a_pack_does_not_replace_the_genuine_one() {
 }
 
 #[tokio::test]
-async fn pruning_shrinks_an_index_that_others_cannot_read() {
+async fn pruning_shrinks_an_index_that_is_too_large_to_read() {
     let (fixture, saved, repository) = fixture_with_file().await;
     for name in ["a", "b"] {
         let marked = index_of_marked_packs(name, 10, 1_300, Timestamp::UNIX_EPOCH);

@@ -44,7 +44,7 @@ pub async fn request(sockets: &Path, saved: Option<String>) -> Result<ChangesRep
 }
 
 /// Converts a reply to an observation for the schedule.
-pub fn observe(reply: &Result<ChangesReply, ChangesError>) -> Observation {
+pub fn to_observation(reply: &Result<ChangesReply, ChangesError>) -> Observation {
     match reply {
         Ok(ChangesReply { paths: None, .. }) => Observation::Unknown,
         Ok(ChangesReply { paths: Some(paths), has_new, .. }) => {

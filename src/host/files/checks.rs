@@ -17,8 +17,8 @@ const FORMAT: u32 = 1;
 /// A drill runs once a week, after a verification. Verifications are daily, but not exactly 24 hours apart, so half a
 /// day is subtracted.
 const DRILL_INTERVAL: SignedDuration = SignedDuration::from_hours(7 * 24 - 12);
-/// Checks, which run daily, raise an attention item after they have failed for this long.
-const MAX_FAILURE_DURATION: SignedDuration = SignedDuration::from_hours(36);
+/// An attention item is raised once the checks, which run daily, have failed for this long.
+const FAILURE_REPORT_DELAY: SignedDuration = SignedDuration::from_hours(36);
 /// Maximum number of overdue shares that one run verifies, to catch up after days without a run.
 const MAX_OVERDUE_SHARES: usize = 3;
 /// Maximum number of affected files that a message names.
@@ -223,9 +223,9 @@ impl FileChecks {
         self.drilled_at.or_else(|| self.drill.as_ref().filter(|drill| drill.error.is_none())?.at)
     }
 
-    /// Describes the failure of the checks, if it has lasted for `MAX_FAILURE_DURATION`.
+    /// Describes the failure of the checks, if it has lasted for `FAILURE_REPORT_DELAY`.
     pub fn find_failure(&self, now: Timestamp) -> Option<String> {
-        let since = self.failing_since.filter(|since| now.duration_since(*since) >= MAX_FAILURE_DURATION)?;
+        let since = self.failing_since.filter(|since| now.duration_since(*since) >= FAILURE_REPORT_DELAY)?;
         Some(format!("its checks have failed since {}: {}", clock::rfc3339_ms(since), self.find_error()?))
     }
 

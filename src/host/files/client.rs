@@ -177,7 +177,7 @@ pub async fn restore(layout: &Layout, request: &Value) -> Result<(), Failure> {
                 if let Some(state) = &state
                     && state.status.has_ended()
                 {
-                    return report(state);
+                    return print_result(state);
                 }
                 if state != last {
                     (last, changed_at) = (state, Instant::now());
@@ -200,7 +200,7 @@ pub async fn restore(layout: &Layout, request: &Value) -> Result<(), Failure> {
     }
 }
 
-fn report(state: &FileRestore) -> Result<(), Failure> {
+fn print_result(state: &FileRestore) -> Result<(), Failure> {
     let Some(restored_to) = &state.restored_to else {
         let why = state.error.as_deref().unwrap_or("the reason is unknown");
         return Err(Failure::new(Exit::Unavailable, anyhow!("the restore failed: {why}")));

@@ -64,7 +64,7 @@ impl DrillError {
 pub(super) async fn drill(settings: &FilesSettings, now: Timestamp) -> Option<DrillResult> {
     let mut result = DrillResult { at: Some(now), ..DrillResult::default() };
     let staging = settings.layout.files_state().join(STAGING);
-    let compared = match create_empty(&staging) {
+    let compared = match recreate_directory(&staging) {
         Ok(()) => compare_sample(settings, &staging, &mut result).await,
         Err(error) => Err(DrillError::from(error)),
     };
@@ -86,7 +86,7 @@ pub(super) async fn drill(settings: &FilesSettings, now: Timestamp) -> Option<Dr
 }
 
 /// Creates an empty directory that other users cannot access. Removes any files that a killed drill left there.
-fn create_empty(dir: &Path) -> Result<(), FileError> {
+fn recreate_directory(dir: &Path) -> Result<(), FileError> {
     remove_all(dir)?;
     std::fs::DirBuilder::new().mode(0o700).create(dir).map_err(FileError::wrap("create", dir))
 }

@@ -46,7 +46,7 @@ use crate::system::progress::Progress;
 /// How long transient errors of the store or the platform are retried before the boot fails. systemd then restarts the
 /// unit.
 const OUTAGE_TIMEOUT: Duration = Duration::from_secs(3600);
-const PHASE: &str = "restoring the owner's files";
+const RESTORE_PHASE: &str = "restoring the owner's files";
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
 const OUTCOME_FILE: &str = "restored.json";
 const FORMAT: u32 = 1;
@@ -237,8 +237,8 @@ async fn restore_files(
     progress: &Progress,
     should_skip_damaged: bool,
 ) -> Result<RestoreOutcome, GateError> {
-    let read = async || files_pointer::read(&settings.bucket, &settings.slot).await;
-    let pointer = retry(OUTAGE_TIMEOUT, StoreError::is_transient, read).await?;
+    let read_pointer = async || files_pointer::read(&settings.bucket, &settings.slot).await;
+    let pointer = retry(OUTAGE_TIMEOUT, StoreError::is_transient, read_pointer).await?;
     // A machine that is in use restores only its predecessor's snapshot: its own files are newer than its own snapshot.
     let should_restore = |latest: &FilesSnapshotRef| {
         let identity = &settings.identity;
@@ -288,8 +288,8 @@ async fn restore_files(
     Ok(outcome)
 }
 
-/// Moves the entries that restored ones have replaced from the staging directory to a new directory among the owner's
-/// files. On a machine that is not in use yet, they are only the first records of its services, and are deleted.
+/// Moves the replaced entries from the staging directory to a new directory among the owner's files. On a machine that
+/// is not in use yet, they are only the first records of its services, and are deleted.
 ///
 /// Call this before each removal of the staging directory.
 fn keep_replaced(layout: &Layout, staging: &Staging) -> Result<(), FileError> {
@@ -375,11 +375,11 @@ async fn show_progress(counts: &RestoreProgress, progress: &Progress) -> std::co
     loop {
         tokio::time::sleep(PROGRESS_INTERVAL).await;
         if counts.total_bytes() > 0 && !is_started {
-            progress.start_bytes_phase(PHASE, Some(counts.total_bytes()));
+            progress.start_bytes_phase(RESTORE_PHASE, Some(counts.total_bytes()));
             is_started = true;
         }
         if is_started {
-            progress.report_bytes(PHASE, counts.written_bytes(), Some(counts.total_bytes()));
+            progress.report_bytes(RESTORE_PHASE, counts.written_bytes(), Some(counts.total_bytes()));
         }
     }
 }

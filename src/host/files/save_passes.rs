@@ -54,7 +54,7 @@ pub struct SavePasses {
 }
 
 impl SavePasses {
-    /// `token` is that of the watcher's reply before the first pass.
+    /// `token` is the token of the watcher's reply before the first pass.
     pub fn new(result: SaveResult, is_full: bool, token: Option<String>) -> Self {
         Self { result, is_full, token, min_rechecked_duration: MIN_RECHECKED_DURATION }
     }

@@ -19,8 +19,8 @@ const MAX_FULL_INTERVAL: Duration = Duration::from_secs(24 * 3600);
 /// changes, for example because the cache cannot be written, must not keep the processor busy.
 const PAUSE_FACTOR: u32 = 10;
 const MAX_PAUSE: Duration = Duration::from_secs(300);
-/// Interval between saves of the whole home directory, which also find writes without events, such as through a shared
-/// mapping.
+/// Interval between saves of the whole home directory, which also find writes that cause no events, such as those
+/// through a shared memory map.
 pub const FULL_INTERVAL: Duration = Duration::from_secs(3600);
 /// Interval between saves of the whole home directory while the watcher does not respond.
 pub const WATCHER_UNAVAILABLE_INTERVAL: Duration = Duration::from_secs(600);

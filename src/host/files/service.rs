@@ -97,7 +97,7 @@ struct FileBackup {
     last_warning: Option<(String, Instant)>,
     /// When the writers were stopped, as of the last check. A new value requests a save.
     last_quiesced_at: Option<Timestamp>,
-    last_offer: Option<Instant>,
+    key_offered_at: Option<Instant>,
     /// The owner's rules, as of the last save.
     rules: Option<OwnerRules>,
     /// When the sizes of the excluded files were last measured, and the rules at that time.
@@ -110,7 +110,7 @@ struct OpenSaver {
     /// The snapshot with which the next save compares the files; `None` if there is none, or if it is damaged.
     parent: Option<(Id, Snapshot)>,
     /// Whether this machine took the snapshot that the pointer names.
-    is_own_parent: bool,
+    is_parent_from_this_machine: bool,
     /// The id of the snapshot that the pointer names.
     pointer_target: Option<String>,
 }
@@ -127,7 +127,7 @@ impl FileBackup {
             retry: ChangeSet::default(),
             last_warning: None,
             last_quiesced_at: None,
-            last_offer: None,
+            key_offered_at: None,
             rules: None,
             measured_excluded: None,
             measured_pending_at: None,
@@ -171,7 +171,7 @@ impl FileBackup {
         }
         let sockets = self.settings.layout.watch_sockets();
         let reply = changes::request(&sockets, self.saved_token.clone()).await;
-        let observation = changes::observe(&reply);
+        let observation = changes::to_observation(&reply);
         let save = self.schedule.decide(observation, Instant::now());
         self.record_changed_since(checked_at);
         self.measure_pending(reply.as_ref().ok()).await;
@@ -249,7 +249,7 @@ impl FileBackup {
         let parent = open.parent.clone();
         let (result, is_full) = match (save, parent) {
             // The changes since another machine's snapshot are unknown.
-            (SaveScope::Changes, Some(parent)) if open.is_own_parent => {
+            (SaveScope::Changes, Some(parent)) if open.is_parent_from_this_machine => {
                 let mut changed = changes::unwatched_changes(&self.settings.layout.user_home());
                 changed.merge(self.retry.clone());
                 changed.merge(changes::watched_changes(paths));
@@ -263,7 +263,7 @@ impl FileBackup {
         let SavePasses { result: saved, is_full, token, .. } = passes;
         failpoint::trigger("files.service.saved")?;
         open.parent = Some((saved.id, saved.snapshot.clone()));
-        open.is_own_parent = true;
+        open.is_parent_from_this_machine = true;
         let id = saved.id.to_string();
         if open.pointer_target.as_ref() != Some(&id) {
             let snapshot = FilesSnapshotRef {
@@ -297,11 +297,11 @@ impl FileBackup {
 
     /// Sends the key to the platform, at most once a day.
     async fn offer_key(&mut self) {
-        if self.last_offer.is_some_and(|at| at.elapsed() < KEY_OFFER_INTERVAL) {
+        if self.key_offered_at.is_some_and(|at| at.elapsed() < KEY_OFFER_INTERVAL) {
             return;
         }
         match self.settings.offer_key().await {
-            Ok(()) => self.last_offer = Some(Instant::now()),
+            Ok(()) => self.key_offered_at = Some(Instant::now()),
             Err(error) => {
                 tracing::debug!(error = %format_chain(&error), "cannot send the key of the file backup to the platform");
             }
@@ -344,8 +344,9 @@ impl FileBackup {
         }
         let latest = pointer.and_then(|pointer| pointer.snapshot);
         self.ensure_latest_was_restored(latest.as_ref())?;
-        let own = self.settings.identity.machine;
-        let is_own_parent = latest.as_ref().is_some_and(|latest| latest.machine_id == own);
+        let this_machine = self.settings.identity.machine;
+        let is_parent_from_this_machine =
+            latest.as_ref().is_some_and(|latest| latest.machine_id == this_machine);
         let pointer_target = latest.map(|snapshot| snapshot.id);
         let parent = match pointer_target.as_deref().and_then(|id| id.parse::<Id>().ok()) {
             Some(id) => read_parent(&repository, id).await?,
@@ -360,7 +361,12 @@ impl FileBackup {
             max_bytes_per_second: self.settings.max_bytes_per_second,
             ..SaveOptions::new(self.settings.layout.user_home(), self.settings.origin())
         };
-        Ok(OpenSaver { saver: Saver::new(repository, options), parent, is_own_parent, pointer_target })
+        Ok(OpenSaver {
+            saver: Saver::new(repository, options),
+            parent,
+            is_parent_from_this_machine,
+            pointer_target,
+        })
     }
 
     fn record_changed_since(&mut self, checked_at: Timestamp) {

@@ -14,7 +14,7 @@ use svc_wire::files::{ExcludedFiles, FileBackupStatus};
 const FORMAT: u32 = 1;
 const STATUS_FILE: &str = "status.json";
 /// Unsaved changes and failures are reported once they are this old.
-const MAX_PENDING: SignedDuration = SignedDuration::from_mins(10);
+const MAX_PENDING_AGE: SignedDuration = SignedDuration::from_mins(10);
 /// The last save is reported as too old after this time. Even without changes, the service saves every few minutes,
 /// because the watcher does not watch all files.
 const MAX_SAVE_AGE: SignedDuration = SignedDuration::from_mins(40);
@@ -107,11 +107,12 @@ impl FilesStatus {
     }
 
     /// Returns the time since which changes have been unsaved, if that is too long ago: the first unsaved change or
-    /// failure is at least `MAX_PENDING` old, or the last save is at least `MAX_SAVE_AGE` old.
+    /// failure is at least `MAX_PENDING_AGE` old, or the last save is at least `MAX_SAVE_AGE` old.
     pub fn find_unsaved_since(&self, now: Timestamp) -> Option<Timestamp> {
         let since = self.changed_since.or(self.failing_since).or(self.saved_until)?;
         let is_old = |at: Timestamp, limit: SignedDuration| now.duration_since(at) >= limit;
-        let is_pending = self.changed_since.or(self.failing_since).is_some_and(|at| is_old(at, MAX_PENDING));
+        let is_pending =
+            self.changed_since.or(self.failing_since).is_some_and(|at| is_old(at, MAX_PENDING_AGE));
         let is_stale = self.saved_until.is_some_and(|at| is_old(at, MAX_SAVE_AGE));
         (is_pending || is_stale).then_some(since)
     }

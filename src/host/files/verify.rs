@@ -100,11 +100,11 @@ pub async fn run(layout: Layout, should_verify_all: bool) -> Result<(), Failure>
     if let Some(error) = error {
         return Err(Failure::new(Exit::Unavailable, anyhow!("{error}")));
     }
-    let read = format!("{} ({})", pluralize(result.packs, "pack"), format_bytes(result.bytes));
+    let packs = format!("{} ({})", pluralize(result.packs, "pack"), format_bytes(result.bytes));
     let text = match result.recoverable {
-        0 => format!("{read} read in full: no damage found"),
+        0 => format!("{packs} read in full: no damage found"),
         count => format!(
-            "{read} read in full: nothing is lost; the content of {} can be read from these or other packs",
+            "{packs} read in full: nothing is lost; the content of {} can be read from these or other packs",
             pluralize(count, "damaged pack")
         ),
     };

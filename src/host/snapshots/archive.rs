@@ -43,7 +43,7 @@ pub const MAX_TOTAL_NAME_BYTES: u64 = 256 << 20;
 /// Maximum size of the manifest, enough for two million entries with paths of 100 bytes.
 pub const MAX_MANIFEST_BYTES: u64 = 512 << 20;
 
-/// Origin of an archive.
+/// The format version and the origin of an archive.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ArchiveInfo {
@@ -96,7 +96,7 @@ pub fn sha256(bytes: &[u8]) -> String {
     hex::encode(Sha256::digest(bytes))
 }
 
-/// Copies `from` to its end; returns the length and the SHA-256.
+/// Copies all bytes of `from` to `to`. Returns their number and their SHA-256.
 ///
 /// # Errors
 /// I/O errors from the reader or the writer.

@@ -1,4 +1,4 @@
-//! Tables and row counts of a database, counted the same way at backup and after a restore.
+//! Lists the tables of a database and counts their rows, in the same way for a backup and after a restore.
 
 use tokio_postgres::{Client, Error};
 

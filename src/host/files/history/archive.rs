@@ -25,12 +25,12 @@ const MAX_PENDING_BUFFERS: usize = 4;
 
 /// An archive format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Archive {
+pub enum ArchiveFormat {
     Tar,
     Zip,
 }
 
-impl Archive {
+impl ArchiveFormat {
     pub fn extension(self) -> &'static str {
         match self {
             Self::Tar => ".tar",
@@ -48,15 +48,15 @@ impl Archive {
 
 /// Returns an archive of an entry and everything below it. If the archive cannot be completed, the body ends with an
 /// error, so that a client does not mistake it for a complete one.
-pub fn stream_archive(history: History, entry: Entry, name: OsString, archive: Archive) -> Body {
+pub fn stream_archive(history: History, entry: Entry, name: OsString, format: ArchiveFormat) -> Body {
     let (sender, buffers) = mpsc::channel::<io::Result<Vec<u8>>>(MAX_PENDING_BUFFERS);
     let runtime = Handle::current();
     tokio::task::spawn_blocking(move || {
         let errors = sender.clone();
         let output = BufWriter::with_capacity(BUFFER_BYTES, ChannelWriter(sender));
-        let writer = match archive {
-            Archive::Tar => Writer::Tar(Box::new(tar::Builder::new(output)), HashMap::new()),
-            Archive::Zip => Writer::Zip(Box::new(ZipWriter::new_stream(output))),
+        let writer = match format {
+            ArchiveFormat::Tar => Writer::Tar(Box::new(tar::Builder::new(output)), HashMap::new()),
+            ArchiveFormat::Zip => Writer::Zip(Box::new(ZipWriter::new_stream(output))),
         };
         if let Err(error) = write_archive(&history, &entry, &name, writer, &runtime) {
             tracing::warn!(error = %format_chain(&error), "an archive of the owner's files is incomplete");
@@ -215,8 +215,8 @@ fn zip_time(time: Timestamp) -> Option<zip::DateTime> {
 
 /// Returns a path as text. Each byte that is not valid UTF-8, and each byte of U+FFFD itself, is written as U+FFFD and
 /// two hexadecimal digits. So is `\`, because on Windows it could lead out of the target directory. The path can be
-/// decoded from the text, so two paths never have the same text, which [`ZipWriter`] would refuse. Percent-encoding
-/// would have to change valid names that contain `%`, too.
+/// decoded from the text, so two paths never have the same text: [`ZipWriter`] refuses duplicate names.
+/// Percent-encoding would have to change valid names that contain `%`, too.
 fn zip_name(path: &Path) -> String {
     use std::fmt::Write as _;
     let mut name = String::new();
@@ -260,8 +260,8 @@ impl Read for ContentReader<'_> {
                 };
             };
             let chunk = chunk.map_err(io::Error::other)?;
-            let longer = || io::Error::other("a file is longer than its recorded size");
-            self.remaining = self.remaining.checked_sub(chunk.len() as u64).ok_or_else(longer)?;
+            let too_long = || io::Error::other("a file is longer than its recorded size");
+            self.remaining = self.remaining.checked_sub(chunk.len() as u64).ok_or_else(too_long)?;
             self.chunk = io::Cursor::new(chunk);
         }
     }

@@ -24,7 +24,7 @@ use svc_wire::files::{
     MAX_ENTRIES, MAX_VERSIONS,
 };
 
-use super::archive::{Archive, stream_archive};
+use super::archive::{ArchiveFormat, stream_archive};
 use crate::files::access::{AccessError, FilesSettings};
 use crate::files::home_path::HomePath;
 use crate::system::activity;
@@ -32,7 +32,7 @@ use crate::system::activity;
 /// Maximum number of snapshots that one request searches.
 const MAX_SEARCHED_SNAPSHOTS: usize = 2000;
 /// Timeout for everything before a response begins. It is shorter than the gateway's.
-const TIMEOUT: Duration = Duration::from_secs(120);
+const RESPONSE_START_TIMEOUT: Duration = Duration::from_secs(120);
 const RETRY_SECONDS: u64 = 5;
 
 /// The format in which a file or directory is sent.
@@ -58,7 +58,7 @@ pub async fn list_versions(
     let path = fields.finish(path)?;
     let query = VersionQuery { before, limit, max_snapshots: MAX_SEARCHED_SNAPSHOTS };
     with_timeout(async {
-        let history = History::open(open(&settings).await?).await.map_err(to_problem)?;
+        let history = History::open(open_repository(&settings).await?).await.map_err(to_problem)?;
         let page = history.list_versions(path.as_path(), query).await.map_err(to_problem)?;
         Ok(Json(FileVersions {
             path: path.to_string(),
@@ -82,10 +82,10 @@ pub async fn list(
     let limit = fields.number_in_range("limit", 1..=MAX_ENTRIES, DEFAULT_ENTRIES);
     let path = fields.finish(Some(path.unwrap_or_else(HomePath::files)))?;
     with_timeout(async {
-        let repository = open(&settings).await?;
+        let repository = open_repository(&settings).await?;
         let latest = read_latest(&settings, time).await?;
         let history = History::open_latest(repository, latest).await.map_err(to_problem)?;
-        let SnapshotEntry { id, snapshot, entry } = find(&history, &path, time).await?;
+        let SnapshotEntry { id, snapshot, entry } = find_entry(&history, &path, time).await?;
         let entries = history.list(&entry).await.map_err(to_problem)?;
         let next_cursor = cursor.checked_add(limit).filter(|next| *next < entries.len());
         Ok(Json(FileListing {
@@ -111,10 +111,10 @@ pub async fn download(
     let format: Option<DownloadFormat> = fields.optional("format");
     let path = fields.finish(path)?;
     with_timeout(async {
-        let repository = open(&settings).await?;
+        let repository = open_repository(&settings).await?;
         let latest = read_latest(&settings, time).await?;
         let history = History::open_with_contents(repository, latest).await.map_err(to_problem)?;
-        let SnapshotEntry { snapshot, entry, .. } = find(&history, &path, time).await?;
+        let SnapshotEntry { snapshot, entry, .. } = find_entry(&history, &path, time).await?;
         let format = match (entry.kind(), format) {
             (EntryKind::File, format) => format.unwrap_or_default(),
             (EntryKind::Directory, Some(DownloadFormat::Raw)) => {
@@ -133,21 +133,22 @@ pub async fn download(
                 history.check_content(&entry).map_err(to_problem)?;
                 send_file(Arc::new(history), entry, &name)
             }
-            DownloadFormat::Tar => send_archive(history.with_whole_packs(), entry, &name, Archive::Tar),
-            DownloadFormat::Zip => send_archive(history.with_whole_packs(), entry, &name, Archive::Zip),
+            DownloadFormat::Tar => send_archive(history.with_whole_packs(), entry, &name, ArchiveFormat::Tar),
+            DownloadFormat::Zip => send_archive(history.with_whole_packs(), entry, &name, ArchiveFormat::Zip),
         })
     })
     .await
 }
 
 async fn with_timeout<T>(work: impl Future<Output = Result<T, Problem>>) -> Result<T, Problem> {
-    tokio::time::timeout(TIMEOUT, work).await.unwrap_or_else(|_| {
-        let detail = format!("The file backup did not respond within {} s.", TIMEOUT.as_secs());
+    tokio::time::timeout(RESPONSE_START_TIMEOUT, work).await.unwrap_or_else(|_| {
+        let detail =
+            format!("The file backup did not respond within {} s.", RESPONSE_START_TIMEOUT.as_secs());
         Err(Problem::new(Code::StoreUnavailable, detail).retry_after(RETRY_SECONDS))
     })
 }
 
-async fn open(settings: &FilesSettings) -> Result<Repository, Problem> {
+async fn open_repository(settings: &FilesSettings) -> Result<Repository, Problem> {
     let repository = settings.open_with_stored_key().await.map_err(|error| {
         tracing::warn!(error = %format_chain(&error), "cannot open the file backup");
         match error {
@@ -172,9 +173,9 @@ struct SnapshotEntry {
     entry: Entry,
 }
 
-/// Returns the snapshot that the pointer names, the only one that a request without a time needs; `None` for a request
-/// with a time. The latest snapshot need not have the latest time: the clock may have been ahead when an earlier one was
-/// taken.
+/// Returns the id of the snapshot that the pointer names, which is the only one that a request without a time needs;
+/// `None` for a request with a time. The latest snapshot need not have the latest time: the clock may have been ahead
+/// when an earlier one was taken.
 async fn read_latest(settings: &FilesSettings, time: Option<Timestamp>) -> Result<Option<Id>, Problem> {
     if time.is_some() {
         return Ok(None);
@@ -189,7 +190,11 @@ async fn read_latest(settings: &FilesSettings, time: Option<Timestamp>) -> Resul
     }
 }
 
-async fn find(history: &History, path: &HomePath, time: Option<Timestamp>) -> Result<SnapshotEntry, Problem> {
+async fn find_entry(
+    history: &History,
+    path: &HomePath,
+    time: Option<Timestamp>,
+) -> Result<SnapshotEntry, Problem> {
     let (id, snapshot) = history.find_snapshot(time).cloned().ok_or_else(|| {
         let detail = match time {
             Some(time) => format!("There is no snapshot at or before {}.", rfc3339_ms(time)),
@@ -296,9 +301,9 @@ fn send_file(history: Arc<History>, entry: Entry, name: &OsStr) -> Response {
     response
 }
 
-fn send_archive(history: History, entry: Entry, name: &OsStr, archive: Archive) -> Response {
-    let mut response = stream_archive(history, entry, name.to_owned(), archive).into_response();
-    set_attachment(&mut response, name, archive.extension(), archive.media_type());
+fn send_archive(history: History, entry: Entry, name: &OsStr, format: ArchiveFormat) -> Response {
+    let mut response = stream_archive(history, entry, name.to_owned(), format).into_response();
+    set_attachment(&mut response, name, format.extension(), format.media_type());
     response
 }
 

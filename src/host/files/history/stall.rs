@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 /// Maximum time that a write may wait for the client.
-const TIMEOUT: Duration = Duration::from_secs(60);
+const STALL_TIMEOUT: Duration = Duration::from_secs(60);
 const CHECK_INTERVAL: Duration = Duration::from_secs(5);
 
 /// When the pending write began to wait for the client; `None` if no write is waiting.
@@ -25,12 +25,12 @@ impl WriteStallTimer {
         }
     }
 
-    /// Waits until a write has waited for the client for [`TIMEOUT`].
+    /// Waits until a write has waited for the client for [`STALL_TIMEOUT`].
     pub(super) async fn wait_for_stall(&self) {
         loop {
             tokio::time::sleep(CHECK_INTERVAL).await;
             let since = *self.0.lock().unwrap_or_else(PoisonError::into_inner);
-            if since.is_some_and(|since| since.elapsed() >= TIMEOUT) {
+            if since.is_some_and(|since| since.elapsed() >= STALL_TIMEOUT) {
                 return;
             }
         }

@@ -19,7 +19,7 @@ use rustix::io::Errno;
 use svc_base::fsx::FileError;
 
 /// Maximum number of names to try if an entry already exists.
-const MAX_NAMES: u32 = 100;
+const MAX_NAME_ATTEMPTS: u32 = 100;
 const MAX_NAME_BYTES: usize = 255;
 
 /// An open directory: the user's home directory, or one beneath it.
@@ -66,7 +66,7 @@ impl Directory {
     /// # Errors
     /// `EXIST` if all names are taken; other file system errors.
     pub fn find_free_name(&self, name: &OsStr, mark: &str, at: Timestamp) -> Result<OsString, Errno> {
-        for number in 1..=MAX_NAMES {
+        for number in 1..=MAX_NAME_ATTEMPTS {
             let candidate = mark_name(name, mark, at, number);
             if !self.has(&candidate)? {
                 return Ok(candidate);

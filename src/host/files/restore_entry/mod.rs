@@ -10,5 +10,5 @@ mod request;
 mod run;
 
 pub(super) use entry_placement::Directory;
-pub use request::{RestoreRequest, current};
+pub use request::{RestoreRequest, read_current_state};
 pub use run::{CAPABILITIES, FAILPOINTS, serve};

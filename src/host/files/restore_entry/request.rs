@@ -28,8 +28,8 @@ pub struct RestoreRequest {
     pub requested_at: Timestamp,
     /// The entry to restore, as formatted by [`crate::files::home_path::HomePath`].
     pub path: String,
-    /// The entry is restored from the last snapshot at or before this time; `None` for the time of the request. A later
-    /// time counts as that of the request, unless it is exactly that of a snapshot.
+    /// The entry is restored from the last snapshot at or before this time; `None` for the time of the request. A time
+    /// after the request counts as the time of the request, unless it is exactly the time of a snapshot.
     #[serde(with = "clock::wire_option", default)]
     pub time: Option<Timestamp>,
     /// Where to restore the entry. `None` for its original path; if that path exists and is not replaced, for a new
@@ -150,7 +150,7 @@ fn hash_text(text: &str) -> String {
 ///
 /// # Errors
 /// If a file exists and cannot be read.
-pub fn current(layout: &Layout) -> Result<Option<FileRestore>, FileError> {
+pub fn read_current_state(layout: &Layout) -> Result<Option<FileRestore>, FileError> {
     // Read the request first: it is removed only after the final state has been written.
     let request = RestoreRequest::read(layout)?.and_then(Result::ok);
     let state = read_state(layout)?;

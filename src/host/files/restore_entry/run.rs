@@ -188,7 +188,7 @@ pub async fn serve(layout: Layout) -> Result<(), Failure> {
     }
     let settings = match FilesSettings::read(layout.clone()) {
         Err(failure) if failure.exit == Exit::Config => {
-            // The request is not kept, because systemd would start this program again at once.
+            // The request is not kept, because systemd would start this program again immediately.
             let (status, error) = (FileRestoreStatus::Failed, Some(format!("{:#}", failure.error)));
             let mut state = FileRestore { status, error, ..request.to_state() };
             write_progress(&layout, &mut state);
@@ -363,9 +363,9 @@ async fn restore_to_staging(
     let repository = settings.open_with_stored_key().await?.ok_or(RestoreError::NothingSaved)?;
     let repository = repository.with_outage_timeout(OUTAGE_TIMEOUT);
     let history = History::open_for_restore(repository.clone()).await?;
-    // By default, and if the client's clock is ahead, the time is that of the request: the snapshot of the save in
-    // `stage` contains the state to be replaced, and a repeated run must find the same snapshot. A later time is used
-    // only if it is exactly that of a snapshot, which was then taken while the machine's clock was ahead.
+    // By default, and if the client's clock is ahead, the time of the request is used: `stage` has since saved the
+    // state to be replaced, and a repeated run must find the same snapshot. A later time is used only if it is exactly
+    // the time of a snapshot, which was then taken while the machine's clock was ahead.
     let time = request.time.unwrap_or(request.requested_at);
     let max_time = time.min(request.requested_at);
     let is_exact = |at: Timestamp| at.as_millisecond() == time.as_millisecond();

@@ -88,7 +88,7 @@ pub async fn download(State(upstreams): State<Arc<Upstreams>>, request: Request)
 
 /// `GET /api/files/restore`
 pub async fn show_restore(State(layout): State<Layout>) -> Result<Response, Problem> {
-    let restore = run_blocking(move || restore_entry::current(&layout)).await?;
+    let restore = run_blocking(move || restore_entry::read_current_state(&layout)).await?;
     Ok(Json(FileRestoreResponse { restore }).into_response())
 }
 
@@ -115,7 +115,7 @@ pub async fn restore(
     if let Some(key) = idempotency::read_key(&headers)? {
         request = request.with_idempotency_key(key);
         let layout = layout.clone();
-        let current = run_blocking(move || restore_entry::current(&layout)).await?;
+        let current = run_blocking(move || restore_entry::read_current_state(&layout)).await?;
         if let Some(earlier) = current.filter(|current| request.has_same_idempotency_key(&current.request_id))
         {
             return respond_to_repeat(&request, earlier);

@@ -113,7 +113,7 @@ pub struct DumpedSnapshot {
 
 impl DumpedSnapshot {
     /// Builds the sidecar of the dump, which is stored as `key` and has just been verified.
-    pub fn sidecar(self, key: &str, identity: &Identity, snapshot: &Snapshot) -> Sidecar {
+    pub fn into_sidecar(self, key: &str, identity: &Identity, snapshot: &Snapshot) -> Sidecar {
         Sidecar {
             version: stored::FORMAT,
             key: key.to_owned(),

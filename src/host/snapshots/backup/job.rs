@@ -415,7 +415,7 @@ async fn dump_to_upload(
     failpoint::trigger("backup.verified")?;
     progress.enter(Stage::Upload);
     progress.dump = Some(dumped.dump.clone());
-    let sidecar = dumped.sidecar(key, &settings.identity, snapshot);
+    let sidecar = dumped.into_sidecar(key, &settings.identity, snapshot);
     // An object without a sidecar is unusable, and each retry would store another one.
     sidecar.check_limits()?;
     let meta = upload.complete().await?;

@@ -1,6 +1,6 @@
 //! Databases replaced by restores and imports, kept as `svc_before_<n>` so that a wrong replacement can be reverted.
-//! They are dropped only after a successful backup: at once if they have no rows, after seven days, or, oldest first,
-//! when space is short.
+//! They are dropped only after a successful backup: immediately if they have no rows, after seven days, or, oldest
+//! first, when space is short.
 
 use std::path::Path;
 use std::time::Duration;

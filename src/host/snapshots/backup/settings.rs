@@ -29,7 +29,7 @@ pub struct BackupSettings {
     pub compression: Compression,
     /// Every snapshot is verified within this number of days.
     pub verify_within_days: u32,
-    /// Maximum outage of the store during a check, counted from the last progress.
+    /// Maximum store outage during a check, measured since progress was last made.
     pub outage_timeout: Duration,
     /// Delay before the first retry of an hourly backup.
     pub first_retry_delay: Duration,

@@ -7,7 +7,8 @@
 /// only strings are the database's name and two version numbers.
 pub const HEAD_BYTES: usize = 4096;
 
-/// Returns the number of entries, or `None` if `head` is not the start of such a dump or does not contain the number.
+/// Returns the number of entries, or `None` if `head` is not the start of a custom-format dump or does not contain the
+/// number.
 pub fn count_entries(head: &[u8]) -> Option<u32> {
     let mut reader = Reader { bytes: head.strip_prefix(b"PGDMP")?, int_size: 4 };
     let (major, minor, _revision) = (reader.read_byte()?, reader.read_byte()?, reader.read_byte()?);

@@ -228,13 +228,13 @@ async fn restore(
         assign_restore_id(settings, &loaded).await?;
         settings.context.progress.start_phase("swapping the databases");
         let journal = Journal::new(&snapshot, &loaded);
-        let swapped = async {
+        let swap_databases = async {
             journal.write(&settings.layout)?;
             failpoint::trigger("restore.journal")?;
             swap::swap(&settings.context.server, &loaded).await?;
             Ok(())
         };
-        if let Err(error) = swapped.await {
+        if let Err(error) = swap_databases.await {
             swap::undo(&settings.context.server, &loaded).await;
             return Err(error);
         }
@@ -321,14 +321,15 @@ async fn clean_up_earlier_run(
     staging::end_application_sessions(&client, settings.context.name).await.map_err(SwapError::from)?;
     let database = settings.context.server.database();
     let live_oid = staging::find_oid(&client, database).await.map_err(SwapError::from)?;
-    let swapped = Journal::read(&settings.layout)?.filter(|journal| live_oid == Some(journal.scratch_oid));
-    if swapped.as_ref().is_some_and(|journal| journal.is_for(snapshot)) {
+    let swap_journal =
+        Journal::read(&settings.layout)?.filter(|journal| live_oid == Some(journal.scratch_oid));
+    if swap_journal.as_ref().is_some_and(|journal| journal.is_for(snapshot)) {
         swap::open_databases(&client, database).await?;
         return Ok(true);
     }
     // The journal of the live database is kept until the next swap: if this run fails, the next one needs the journal
     // to determine that the database was never served.
-    if swapped.is_none() {
+    if swap_journal.is_none() {
         journal::remove(&settings.layout)?;
     }
     staging::drop_scratch_databases(&client, ScratchPurpose::Restore).await.map_err(SwapError::from)?;

@@ -78,12 +78,12 @@ pub async fn end_application_sessions(client: &Client, application: &str) -> Res
 /// # Errors
 /// If a query fails.
 pub async fn drop_scratch_databases(client: &Client, purpose: ScratchPurpose) -> Result<(), Error> {
-    let oldest =
+    let cutoff =
         svc_base::clock::now_ms().saturating_sub(MAX_SCRATCH_AGE).unwrap_or_default().as_millisecond();
     let sql = "SELECT datname::text FROM pg_database \
                WHERE datname ~ '^svc_(restore|check)_[0-9]{1,15}$' \
                  AND (starts_with(datname, $1) OR split_part(datname, '_', 3)::bigint < $2)";
-    for row in client.query(sql, &[&purpose.name_prefix(), &oldest]).await? {
+    for row in client.query(sql, &[&purpose.name_prefix(), &cutoff]).await? {
         let name: String = row.try_get(0)?;
         client.batch_execute(&build_drop_statement(&name)).await?;
     }

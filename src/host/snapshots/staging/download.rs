@@ -76,9 +76,9 @@ pub async fn fetch_dump(
     let name = format!("{}.dump", snapshot.sha256);
     remove_other_dumps(dir, &name)?;
     let path = dir.join(name);
-    let opened = path.clone();
+    let partial_path = path.clone();
     let size = snapshot.size_bytes;
-    let mut partial = tokio::task::block_in_place(|| PartialFile::open(opened, size))?;
+    let mut partial = tokio::task::block_in_place(|| PartialFile::open(partial_path, size))?;
     if let Err(error) = ensure_space_for_snapshot(dir, snapshot, sidecar, partial.length()) {
         let DownloadError::NoSpace { free, .. } = &error else { return Err(error) };
         return plan_streaming(dir, partial, *free, snapshot, sidecar);

@@ -31,7 +31,7 @@ const PROGRESS_INTERVAL: Duration = Duration::from_secs(2);
 /// Connects with retries, because the database's container may still be starting.
 ///
 /// # Errors
-/// [`ConnectError`] after the timeout, or at once if a retry is pointless.
+/// [`ConnectError`] after the timeout, or immediately if a retry is pointless.
 pub async fn connect_with_retries(context: &RestoreContext, database: &str) -> Result<Client, ConnectError> {
     let mut backoff = Backoff::new(context.outage_timeout);
     loop {
@@ -76,29 +76,29 @@ pub async fn load_into_scratch(
     purpose: ScratchPurpose,
 ) -> Result<ScratchDatabase, LoadError> {
     let mut client = connect_with_retries(context, postgres::MAINTENANCE_DATABASE).await?;
-    for fact in roles::create(&mut client, sidecar, purpose).await? {
-        tracing::warn!(fact, "not restored from the snapshot");
+    for unrestored in roles::create(&mut client, sidecar, purpose).await? {
+        tracing::warn!("not restored from the snapshot: {unrestored}");
     }
     failpoint::trigger("restore.roles")?;
     let scratch = create_database(&client, purpose, None).await?;
-    let loaded = async {
+    let load_and_verify = async {
         failpoint::trigger("restore.created")?;
         tokio::select! {
             result = load(context, dump, &scratch.name) => result?,
             never = report_progress(context, &client, &scratch.name, sidecar) => match never {},
         }
         failpoint::trigger("restore.loaded")?;
-        let loaded = connect_with_retries(context, &scratch.name).await?;
+        let scratch_client = connect_with_retries(context, &scratch.name).await?;
         if let Some(facts) = &sidecar.database {
-            apply_properties(&loaded, &scratch.name, facts).await?;
+            apply_properties(&scratch_client, &scratch.name, facts).await?;
         }
         failpoint::trigger("restore.applied")?;
         context.progress.start_phase("comparing tables and rows with the sidecar");
-        compare_with_sidecar(context, &loaded, sidecar).await?;
+        compare_with_sidecar(context, &scratch_client, sidecar).await?;
         failpoint::trigger("restore.counted")?;
         Ok(())
     };
-    match loaded.await {
+    match load_and_verify.await {
         Ok(()) => Ok(scratch),
         Err(error) => {
             database::drop_scratch(&client, &scratch.name).await;

@@ -43,7 +43,7 @@ pub struct RestoreContext {
     pub bucket: Bucket,
     pub server: PostgresServer,
     pub tools: PgTools,
-    /// Maximum duration of an outage of the store or the database, counted from the last progress.
+    /// Maximum outage of the store or the database, measured since progress was last made.
     pub outage_timeout: Duration,
     pub progress: Arc<Progress>,
 }

@@ -80,8 +80,8 @@ async fn write_archive(settings: &BackupSettings) -> Result<(), WriteError> {
     if !settings.layout.restore_complete().exists() {
         return Err(WriteError::GateClosed);
     }
-    let write = WriteError::Write;
-    let output = File::from(std::io::stdout().as_fd().try_clone_to_owned().map_err(write)?);
+    let write_error = WriteError::Write;
+    let output = File::from(std::io::stdout().as_fd().try_clone_to_owned().map_err(write_error)?);
     let mut archive = Archive::new(BufWriter::with_capacity(CHUNK_BYTES, output));
     let info = ArchiveInfo {
         version: archive::VERSION,
@@ -98,13 +98,13 @@ async fn write_archive(settings: &BackupSettings) -> Result<(), WriteError> {
     let dumped = {
         let mut header = header(EntryType::Regular, 0o600, 0);
         let writer = archive.tar.append_writer(&mut header, DUMP);
-        let mut sink = DumpEntry { writer: writer.map_err(write)? };
+        let mut sink = DumpEntry { writer: writer.map_err(write_error)? };
         let dumped = dump::dump_snapshot(settings, &snapshot, &mut sink).await?;
-        sink.writer.finish().map_err(write)?;
+        sink.writer.finish().map_err(write_error)?;
         dumped
     };
     archive.add_file(DUMP, dumped.dump.size_bytes, dumped.dump.sha256.clone())?;
-    let sidecar = dumped.sidecar(DUMP, &settings.identity, &snapshot);
+    let sidecar = dumped.into_sidecar(DUMP, &settings.identity, &snapshot);
     drop(snapshot);
     archive.write_json(SIDECAR, &sidecar)?;
     failpoint::trigger("export.dumped")?;
@@ -114,10 +114,10 @@ async fn write_archive(settings: &BackupSettings) -> Result<(), WriteError> {
         archive.copy_home(&mut BufReader::with_capacity(CHUNK_BYTES, home))
     })?;
     failpoint::trigger("export.listed")?;
-    let manifest = tokio::task::block_in_place(|| archive.write_manifest(&omitted)).map_err(write)?;
-    let mut file = archive.tar.into_inner().map_err(write)?;
-    file.flush().map_err(write)?;
-    file.get_ref().sync_all().map_err(write)?;
+    let manifest = tokio::task::block_in_place(|| archive.write_manifest(&omitted)).map_err(write_error)?;
+    let mut file = archive.tar.into_inner().map_err(write_error)?;
+    file.flush().map_err(write_error)?;
+    file.get_ref().sync_all().map_err(write_error)?;
     failpoint::trigger("export.written")?;
     print_summary(&manifest, &omitted);
     Ok(())
@@ -172,9 +172,9 @@ impl<W: Write + Seek + 'static> Archive<W> {
     }
 
     /// Adds an entry to the manifest. `target_bytes` is the length of a symbolic link's target.
-    fn add_entry(&mut self, listed: ArchiveEntry, target_bytes: usize) -> Result<(), WriteError> {
-        self.counter.count_entry(&listed.path, target_bytes, json_length(&listed)?)?;
-        self.entries.push(listed);
+    fn add_entry(&mut self, entry: ArchiveEntry, target_bytes: usize) -> Result<(), WriteError> {
+        self.counter.count_entry(&entry.path, target_bytes, json_length(&entry)?)?;
+        self.entries.push(entry);
         Ok(())
     }
 
@@ -213,11 +213,11 @@ impl<W: Write + Seek + 'static> Archive<W> {
             match Frame::read(frames).map_err(WriteError::Home)? {
                 Frame::Entry { entry, link_target } => {
                     let target_bytes = link_target.as_ref().map_or(0, |target| target.as_os_str().len());
-                    let listed = self.write_entry(&entry, link_target.as_deref(), frames);
-                    self.add_entry(listed.map_err(WriteError::Home)?, target_bytes)?;
+                    let manifest_entry = self.write_entry(&entry, link_target.as_deref(), frames);
+                    self.add_entry(manifest_entry.map_err(WriteError::Home)?, target_bytes)?;
                 }
                 Frame::OmittedEntry(entry) => {
-                    self.counter.count_listed(json_length(&archive::encode_path(&entry.path))?)?;
+                    self.counter.count_manifest_element(json_length(&archive::encode_path(&entry.path))?)?;
                     omitted.push(entry);
                 }
                 Frame::End => return Ok(omitted),
@@ -341,12 +341,12 @@ mod tests {
         let long = format!("a//{}/./b", "x".repeat(200));
         let targets = ["a//b", "a/./b", "//x", "/", "../a/", long.as_str()];
         let mut archive = Archive::new(Cursor::new(Vec::new()));
-        let mut listed = Vec::new();
+        let mut manifest_entries = Vec::new();
         for (number, target) in targets.iter().enumerate() {
             let path = PathBuf::from(format!("link-{number}"));
             let entry = HomeEntry { path, kind: EntryKind::Symlink, mode: 0o777, modified: 0 };
             let written = archive.write_entry(&entry, Some(Path::new(target)), &mut std::io::empty());
-            listed.push(written.unwrap());
+            manifest_entries.push(written.unwrap());
         }
         let bytes = archive.tar.into_inner().unwrap().into_inner();
         let mut tar = tar::Archive::new(bytes.as_slice());
@@ -358,10 +358,10 @@ mod tests {
             max_total_file_bytes: 0,
         };
         let mut entries = TarReader::new(&mut tar, limits).unwrap();
-        for (target, listed) in targets.into_iter().zip(&listed) {
+        for (target, manifest_entry) in targets.into_iter().zip(&manifest_entries) {
             let entry = entries.next_entry().unwrap().unwrap();
             assert_eq!(entry.link.as_os_str(), target);
-            assert_eq!(listed.sha256, Some(archive::sha256(target.as_bytes())));
+            assert_eq!(manifest_entry.sha256, Some(archive::sha256(target.as_bytes())));
         }
     }
 

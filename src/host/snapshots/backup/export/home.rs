@@ -39,21 +39,21 @@ pub fn send(home: &Path, except: &[PathBuf], mut start: impl Read, to: impl Writ
 
 fn send_entry(home: &Path, entry: HomeEntry, to: &mut impl Write) -> io::Result<()> {
     let path = home.join(&entry.path);
-    let omit = |error: io::Error, path: PathBuf| {
+    let omitted_frame = |error: io::Error, path: PathBuf| {
         Frame::OmittedEntry(OmittedEntry { path, reason: error.to_string() })
     };
     match entry.kind {
         EntryKind::Directory => Frame::Entry { entry, link_target: None }.write(to),
         EntryKind::Symlink => match std::fs::read_link(&path) {
             Ok(target) => Frame::Entry { entry, link_target: Some(target) }.write(to),
-            Err(error) => omit(error, entry.path).write(to),
+            Err(error) => omitted_frame(error, entry.path).write(to),
         },
         EntryKind::File => match open_file(&path) {
             Ok(file) => {
                 Frame::Entry { entry, link_target: None }.write(to)?;
                 send_content(file, to)
             }
-            Err(error) => omit(error, entry.path).write(to),
+            Err(error) => omitted_frame(error, entry.path).write(to),
         },
     }
 }

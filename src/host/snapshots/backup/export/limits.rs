@@ -2,7 +2,7 @@
 
 use crate::snapshots::archive::{MANIFEST, MAX_ENTRIES, MAX_MANIFEST_BYTES, MAX_TOTAL_NAME_BYTES};
 
-/// Maximum length of a name in a tar header. A longer one has its own record.
+/// Maximum length of a name in a tar header. A longer name takes an additional record.
 const MAX_HEADER_NAME_BYTES: usize = 100;
 /// Size of a manifest with empty lists, rounded up.
 const EMPTY_MANIFEST_BYTES: u64 = 64;
@@ -35,7 +35,7 @@ impl Default for LimitCounter {
 
 impl LimitCounter {
     /// Counts an entry. `path` is as in the manifest, `target_bytes` is the length of a symbolic link's target, and
-    /// `listed_bytes` is the length of the entry in the manifest.
+    /// `manifest_entry_bytes` is the length of the entry in the manifest.
     ///
     /// # Errors
     /// [`LimitExceeded`] if an import would refuse the archive.
@@ -43,20 +43,20 @@ impl LimitCounter {
         &mut self,
         path: &str,
         target_bytes: usize,
-        listed_bytes: usize,
+        manifest_entry_bytes: usize,
     ) -> Result<(), LimitExceeded> {
         // The path in the tar file may be shorter, because it is not encoded.
         let names = [path.len(), target_bytes];
         self.entries += 1 + names.iter().filter(|bytes| **bytes > MAX_HEADER_NAME_BYTES).count();
         self.name_bytes += names.iter().sum::<usize>() as u64;
-        self.count_listed(listed_bytes)
+        self.count_manifest_element(manifest_entry_bytes)
     }
 
     /// Counts an element of one of the manifest's lists.
     ///
     /// # Errors
     /// [`LimitExceeded`] if an import would refuse the archive.
-    pub fn count_listed(&mut self, bytes: usize) -> Result<(), LimitExceeded> {
+    pub fn count_manifest_element(&mut self, bytes: usize) -> Result<(), LimitExceeded> {
         // A comma follows the element.
         self.manifest_bytes += bytes as u64 + 1;
         let exceeded = [

@@ -1,4 +1,4 @@
-//! Reads the properties of a database's tables on which a copy of rows depends.
+//! Reads the properties of a database's tables that determine how rows are copied.
 
 use tokio_postgres::{Error, GenericClient};
 
@@ -89,9 +89,9 @@ pub async fn has_deferrable_unique(client: &impl GenericClient, table: &str) -> 
     client.query_one(query, &[&table]).await?.try_get(0)
 }
 
-/// Builds statements that advance the sequences of a table's columns, so that the next values do not exist yet. Values
-/// beyond a sequence's bounds are ignored, because it cannot generate them. A sequence whose column is not numeric is
-/// left out, because its value is only a part of the column's, as in `'A-' || nextval(…)`.
+/// Builds statements that advance the sequences of a table's columns, so that they do not generate values that already
+/// exist. Values beyond a sequence's bounds are ignored, because it cannot generate them. A sequence whose column is
+/// not numeric is left out, because its value is only a part of the column's, as in `'A-' || nextval(…)`.
 ///
 /// # Errors
 /// If the query fails.

@@ -333,14 +333,14 @@ async fn copy_back(settings: &BackupSettings, copy: &TableCopy, request_id: &str
         return Ok(());
     }
     if state.status != SideStatus::Copying || state.request_id != request_id {
-        // These tables belong to another request, which was abandoned.
+        // The recreated tables belong to another request, which was abandoned.
         state.recreating.clear();
     }
     request_id.clone_into(&mut state.request_id);
     state.status = SideStatus::Copying;
     state.write(&settings.layout)?;
     let mut tables = Vec::new();
-    let copied = async {
+    let snapshot_and_copy = async {
         // Checked after the state is written: either a quiesce waits for this copy, or this copy sees the quiesce.
         if Quiesce::read(&settings.layout)?.is_some() {
             return Err(SideError::Quiesced);
@@ -354,7 +354,7 @@ async fn copy_back(settings: &BackupSettings, copy: &TableCopy, request_id: &str
         copy::copy(settings, copy, &mut state, &mut tables).await?;
         Ok(())
     };
-    let result: Result<(), SideError> = copied.await;
+    let result: Result<(), SideError> = snapshot_and_copy.await;
     state.status = SideStatus::Open;
     state.recreating.clear();
     state.last_copy = Some(CopyResult {

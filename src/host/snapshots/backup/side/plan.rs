@@ -211,9 +211,10 @@ impl CopyPlan {
             (join_quoted(&self.columns, ""), &self.table, self.temporary_table());
         let only_missing =
             if self.key.is_empty() { String::new() } else { format!(" WHERE {}", self.absent_condition()) };
-        let end = if skip_conflicts { " ON CONFLICT DO NOTHING" } else { "" };
+        let conflict_clause = if skip_conflicts { " ON CONFLICT DO NOTHING" } else { "" };
         format!(
-            "INSERT INTO {table} ({columns}) OVERRIDING SYSTEM VALUE SELECT {} FROM {temporary} AS s{only_missing}{end}",
+            "INSERT INTO {table} ({columns}) OVERRIDING SYSTEM VALUE SELECT {} \
+             FROM {temporary} AS s{only_missing}{conflict_clause}",
             join_quoted(&self.columns, "s."),
         )
     }

@@ -88,16 +88,16 @@ async fn pipe_relations(settings: &BackupSettings, relations: &[&str]) -> Result
     let dump_error = tokio::spawn(postgres_tools::read_stderr_tail(dump.stderr.take()));
     let load_error = tokio::spawn(postgres_tools::read_stderr_tail(load.stderr.take()));
     let (from, to) = (dump.stdout.take(), load.stdin.take());
-    let piped = async {
+    let pipe = async {
         if let (Some(mut from), Some(mut to)) = (from, to) {
             tokio::io::copy(&mut from, &mut to).await?;
         }
         Ok(())
     };
-    let piped: std::io::Result<()> = piped.await;
+    let pipe_result: std::io::Result<()> = pipe.await;
     for (tool, child, error) in [("pg_dump", &mut dump, dump_error), ("pg_restore", &mut load, load_error)] {
         // If pg_restore failed, pg_dump reports only the broken pipe, so pg_restore's error takes precedence.
-        if tool == "pg_dump" && piped.is_err() {
+        if tool == "pg_dump" && pipe_result.is_err() {
             continue;
         }
         // After the last byte, pg_dump has nothing left to do, but pg_restore builds the tables' indexes.
@@ -107,5 +107,5 @@ async fn pipe_relations(settings: &BackupSettings, relations: &[&str]) -> Result
             return Err(RecreateError::Failed { tool, status, stderr_tail: error.await.unwrap_or_default() });
         }
     }
-    piped.map_err(RecreateError::Pipe)
+    pipe_result.map_err(RecreateError::Pipe)
 }

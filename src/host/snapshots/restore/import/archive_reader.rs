@@ -134,15 +134,15 @@ impl VerifiedArchive {
     ///
     /// # Errors
     /// [`ArchiveError`] if the archive cannot be read or is malformed.
-    pub fn read_extracted_bytes(
+    pub fn required_disk_space(
         mut file: &File,
         path: &Path,
         extract: &ExtractTarget<'_>,
     ) -> Result<u64, ArchiveError> {
-        let read = |source| ArchiveError::Read { path: path.to_owned(), source };
+        let read_error = |source| ArchiveError::Read { path: path.to_owned(), source };
         let tar_error = |source| ArchiveError::Tar { path: path.to_owned(), source };
-        file.rewind().map_err(read)?;
-        let limits = tar_limits(file.metadata().map_err(read)?.len());
+        file.rewind().map_err(read_error)?;
+        let limits = tar_limits(file.metadata().map_err(read_error)?.len());
         let mut tar = tar::Archive::new(BufReader::new(file));
         let mut entries = TarReader::with_seek(&mut tar, limits).map_err(tar_error)?;
         let mut bytes = 0_u64;
@@ -207,10 +207,10 @@ impl<'a> Pass<'a> {
 
     fn run(mut self, mut file: &File) -> Result<VerifiedArchive, ArchiveError> {
         let path = self.path;
-        let read = |source| ArchiveError::Read { path: path.to_owned(), source };
+        let read_error = |source| ArchiveError::Read { path: path.to_owned(), source };
         let tar_error = |source| ArchiveError::Tar { path: path.to_owned(), source };
-        file.rewind().map_err(read)?;
-        let limits = tar_limits(file.metadata().map_err(read)?.len());
+        file.rewind().map_err(read_error)?;
+        let limits = tar_limits(file.metadata().map_err(read_error)?.len());
         let mut tar = tar::Archive::new(BufReader::with_capacity(BUFFER_BYTES, file));
         let mut entries = TarReader::new(&mut tar, limits).map_err(tar_error)?;
         while let Some(entry) = entries.next_entry().map_err(tar_error)? {
@@ -228,30 +228,30 @@ impl<'a> Pass<'a> {
         if self.is_complete {
             return Err(self.invalid(format!("{} comes after the manifest", quote_path(&entry.path))));
         }
-        let listed = match entry.path.to_str() {
+        let manifest_entry = match entry.path.to_str() {
             Some(ARCHIVE_INFO) => {
-                let (text, listed) = self.read_json(&mut entry)?;
+                let (text, manifest_entry) = self.read_json(&mut entry)?;
                 self.check_version(&text)?;
                 self.info = Some(self.parse_json(&entry.path, &text)?);
-                listed
+                manifest_entry
             }
             Some(SIDECAR) => {
-                let (text, listed) = self.read_json(&mut entry)?;
+                let (text, manifest_entry) = self.read_json(&mut entry)?;
                 self.sidecar = Some(self.parse_json(&entry.path, &text)?);
-                listed
+                manifest_entry
             }
             Some(MANIFEST) => return self.compare_manifest(entry),
             _ => match self.extract.destination(&entry.path) {
                 Some(destination) => self.extract_entry(&mut entry, &destination)?,
-                None => copy_listed(&mut entry, io::sink())
+                None => copy_entry(&mut entry, io::sink())
                     .map_err(|error| self.invalid_entry(&entry.path, &error))?,
             },
         };
-        if listed.path == DUMP {
-            self.dump = Some((listed.size_bytes, listed.sha256.clone().unwrap_or_default()));
+        if manifest_entry.path == DUMP {
+            self.dump = Some((manifest_entry.size_bytes, manifest_entry.sha256.clone().unwrap_or_default()));
         }
         self.home_entries += usize::from(entry.path.starts_with(HOME));
-        self.digests.push(entry_digest(&listed));
+        self.digests.push(entry_digest(&manifest_entry));
         Ok(())
     }
 
@@ -301,9 +301,9 @@ impl<'a> Pass<'a> {
             return Err(self.invalid(format!("{} is too large", quote_path(&entry.path))));
         }
         let mut text = Vec::new();
-        let listed =
-            copy_listed(entry, &mut text).map_err(|error| self.invalid_entry(&entry.path, &error))?;
-        Ok((text, listed))
+        let manifest_entry =
+            copy_entry(entry, &mut text).map_err(|error| self.invalid_entry(&entry.path, &error))?;
+        Ok((text, manifest_entry))
     }
 
     fn parse_json<T: DeserializeOwned>(&self, path: &Path, text: &[u8]) -> Result<T, ArchiveError> {
@@ -329,36 +329,36 @@ impl<'a> Pass<'a> {
         entry: &mut TarEntry<'_, impl Read>,
         to: &Path,
     ) -> Result<ArchiveEntry, ArchiveError> {
-        let failed = |action| FileError::wrap(action, to);
+        let file_error = |action| FileError::wrap(action, to);
         // The setuid and sticky bits are dropped.
         let mode = entry.mode & 0o2777;
         match entry.kind {
             EntryKind::Directory => {
-                fs::DirBuilder::new().mode(0o700).create(to).map_err(failed("create directory"))?;
+                fs::DirBuilder::new().mode(0o700).create(to).map_err(file_error("create directory"))?;
                 self.modes.push((to.to_owned(), mode));
             }
             EntryKind::Symlink => {
-                std::os::unix::fs::symlink(&entry.link, to).map_err(failed("create symbolic link"))?;
+                std::os::unix::fs::symlink(&entry.link, to).map_err(file_error("create symbolic link"))?;
             }
             EntryKind::File => {
                 // `create_new` never writes through a symbolic link, even if two entries had the same name, which
                 // `TarReader` rejects.
                 let mut options = File::options();
                 let file = options.write(true).mode(0o600).create_new(true).open(to);
-                let file = file.map_err(failed("create"))?;
-                let listed = copy_listed(entry, &file).map_err(failed("write"))?;
+                let file = file.map_err(file_error("create"))?;
+                let manifest_entry = copy_entry(entry, &file).map_err(file_error("write"))?;
                 let modified = std::time::UNIX_EPOCH
                     .checked_add(std::time::Duration::from_secs(entry.modified))
                     .ok_or_else(|| {
                         self.invalid(format!("{} has an invalid modification time", quote_path(&entry.path)))
                     })?;
-                file.set_modified(modified).map_err(failed("set the time of"))?;
+                file.set_modified(modified).map_err(file_error("set the time of"))?;
                 let permissions = fs::Permissions::from_mode(mode);
-                file.set_permissions(permissions).map_err(failed("set the mode of"))?;
-                return Ok(listed);
+                file.set_permissions(permissions).map_err(file_error("set the mode of"))?;
+                return Ok(manifest_entry);
             }
         }
-        copy_listed(entry, io::sink()).map_err(|error| self.invalid_entry(&entry.path, &error))
+        copy_entry(entry, io::sink()).map_err(|error| self.invalid_entry(&entry.path, &error))
     }
 
     fn finish(self) -> Result<VerifiedArchive, ArchiveError> {
@@ -376,7 +376,7 @@ impl<'a> Pass<'a> {
 }
 
 /// Copies an entry's content and returns the entry that the manifest must list.
-fn copy_listed(entry: &mut TarEntry<'_, impl Read>, to: impl Write) -> io::Result<ArchiveEntry> {
+fn copy_entry(entry: &mut TarEntry<'_, impl Read>, to: impl Write) -> io::Result<ArchiveEntry> {
     let (path, kind) = (archive::encode_path(&entry.path), entry.kind);
     match kind {
         EntryKind::Directory => Ok(ArchiveEntry { path, kind, size_bytes: 0, sha256: None }),
@@ -405,7 +405,7 @@ mod tests {
     }
 
     #[test]
-    fn read_extracted_bytes_counts_blocks_of_extracted_entries() {
+    fn required_disk_space_counts_blocks_of_extracted_entries() {
         use tar::EntryType::{Directory, Regular};
         let mut tar = tar::Builder::new(tempfile::tempfile().unwrap());
         for (path, kind, bytes) in [
@@ -428,14 +428,15 @@ mod tests {
             (ExtractTarget::Home(path), 3 + 1),
             (ExtractTarget::Gateway { dump: path, system: path }, 2 + 1),
         ] {
-            let bytes = VerifiedArchive::read_extracted_bytes(&file, path, &extract).unwrap();
+            let bytes = VerifiedArchive::required_disk_space(&file, path, &extract).unwrap();
             assert_eq!(bytes, blocks * BLOCK_BYTES);
         }
     }
 
-    /// This version refuses both the member `slot` and the entry `keys.json`, but reports the version instead.
+    /// Both the `slot` member and the `keys.json` entry are invalid in this version, but for a newer archive only the
+    /// version must be reported.
     #[test]
-    fn read_reports_later_version_before_its_format() {
+    fn read_reports_newer_version_before_format_errors() {
         let read = |version: u32| {
             let info = format!("{{\"version\":{version},\"madeBy\":\"svc 9\",\"slot\":[]}}");
             let mut tar = tar::Builder::new(tempfile::tempfile().unwrap());
@@ -449,9 +450,9 @@ mod tests {
             let file = tar.into_inner().unwrap();
             VerifiedArchive::read(&file, Path::new("ada.tar"), &ExtractTarget::Nothing).unwrap_err()
         };
-        let later = read(archive::VERSION + 1);
-        let is_named = matches!(&later, ArchiveError::NewerVersion { made_by, .. } if made_by == "svc 9");
-        assert!(is_named, "{later}");
+        let newer = read(archive::VERSION + 1);
+        let is_named = matches!(&newer, ArchiveError::NewerVersion { made_by, .. } if made_by == "svc 9");
+        assert!(is_named, "{newer}");
         let current = read(archive::VERSION);
         assert!(matches!(current, ArchiveError::Invalid { .. }), "{current}");
     }

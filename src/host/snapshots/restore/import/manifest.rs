@@ -24,18 +24,18 @@ const MAX_STRING_BYTES: usize = 128 * 1024;
 pub type EntryDigest = [u8; 32];
 
 /// Returns a digest of the path, kind, size and content of an entry.
-pub fn entry_digest(listed: &ArchiveEntry) -> EntryDigest {
-    let kind = match listed.kind {
+pub fn entry_digest(entry: &ArchiveEntry) -> EntryDigest {
+    let kind = match entry.kind {
         EntryKind::File => b'f',
         EntryKind::Directory => b'd',
         EntryKind::Symlink => b'l',
     };
     let mut hash = Sha256::new();
-    hash.update([kind, u8::from(listed.sha256.is_some())]);
-    hash.update(listed.size_bytes.to_le_bytes());
-    hash.update((listed.path.len() as u64).to_le_bytes());
-    hash.update(&listed.path);
-    hash.update(listed.sha256.as_deref().unwrap_or_default());
+    hash.update([kind, u8::from(entry.sha256.is_some())]);
+    hash.update(entry.size_bytes.to_le_bytes());
+    hash.update((entry.path.len() as u64).to_le_bytes());
+    hash.update(&entry.path);
+    hash.update(entry.sha256.as_deref().unwrap_or_default());
     hash.finalize().into()
 }
 
@@ -118,10 +118,10 @@ impl<'de> Visitor<'de> for EntriesVisitor<'_> {
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut entries: A) -> Result<(), A::Error> {
         let mut digests = self.digests.iter();
-        while let Some(listed) = entries.next_element::<ArchiveEntry>()? {
-            let name = quote_path(Path::new(&listed.path));
+        while let Some(entry) = entries.next_element::<ArchiveEntry>()? {
+            let name = quote_path(Path::new(&entry.path));
             match digests.next() {
-                Some(digest) if *digest == entry_digest(&listed) => {}
+                Some(digest) if *digest == entry_digest(&entry) => {}
                 Some(_) => {
                     let why = format!("the manifest lists {name} here, but the archive's entry differs");
                     return Err(serde::de::Error::custom(why));
@@ -175,7 +175,7 @@ impl<R: Read> Read for BoundedStrings<R> {
 mod tests {
     use super::*;
 
-    fn listed(path: &str) -> ArchiveEntry {
+    fn entry(path: &str) -> ArchiveEntry {
         ArchiveEntry {
             path: path.to_owned(),
             kind: EntryKind::File,
@@ -190,13 +190,13 @@ mod tests {
 
     #[test]
     fn compare_accepts_only_same_entries_in_order() {
-        let entries = [listed("home/a"), listed("home/b")];
+        let entries = [entry("home/a"), entry("home/b")];
         let digests = entries.each_ref().map(entry_digest);
         compare(manifest(&entries).as_bytes(), &digests).unwrap();
         let mut larger = entries.clone();
         larger[1].size_bytes = 4;
         let swapped = [entries[1].clone(), entries[0].clone()];
-        let longer = [entries[0].clone(), entries[1].clone(), listed("home/c")];
+        let longer = [entries[0].clone(), entries[1].clone(), entry("home/c")];
         for (other, why) in [
             (&larger[..], "but the archive's entry differs"),
             (&swapped, "but the archive's entry differs"),

@@ -136,11 +136,11 @@ impl ImportRun<'_> {
             return Ok(());
         }
         let was_interrupted = Journal::is_open(self.layout);
-        let prepared = async {
+        let prepare = async {
             self.run_step(Step::Stage).await?;
             self.run_step(Step::Database).await
         };
-        if let Err(error) = prepared.await {
+        if let Err(error) = prepare.await {
             // The first error is the cause, so an error in the cleanup is ignored.
             let _ = self.run_step(Step::Unstage).await;
             // The step removes the journal only once it has completed the swap. Before it fails, it may also have
@@ -155,14 +155,14 @@ impl ImportRun<'_> {
     /// Runs a step to completion, as the user who owns the data that it changes.
     async fn run_step(&self, step: Step) -> Result<(), ImportError> {
         let name = step.name();
-        let start = |source| ImportError::Start { step: name, source };
+        let start_error = |source| ImportError::Start { step: name, source };
         let user = if step.is_run_as_owner() { MachineUser::Owner } else { MachineUser::Gateway };
-        let mut command =
-            user::applet_command(self.layout, user, &["svc-restore", "import-step", name]).map_err(start)?;
+        let mut command = user::applet_command(self.layout, user, &["svc-restore", "import-step", name])
+            .map_err(start_error)?;
         command.args(["--number", &self.number.to_string(), "--archive"]).arg(self.name);
         command.args(self.options.to_arguments());
-        command.stdin(self.archive.try_clone().map_err(start)?);
-        let status = command.status().await.map_err(start)?;
+        command.stdin(self.archive.try_clone().map_err(start_error)?);
+        let status = command.status().await.map_err(start_error)?;
         if status.success() { Ok(()) } else { Err(ImportError::Failed { step: name, status }) }
     }
 }

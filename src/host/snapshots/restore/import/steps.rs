@@ -159,21 +159,21 @@ pub async fn run_step(layout: Layout, args: StepArgs) -> Result<(), Failure> {
 
 fn check_archive(settings: &RestoreSettings, archive: &File, args: &StepArgs) -> Result<(), StepError> {
     failpoint::trigger("import.begin")?;
-    let archived = read_archive(archive, &args.archive, &ExtractTarget::Nothing)?;
-    let rows: u64 = archived.sidecar.tables.iter().map(|table| table.rows).sum();
+    let verified = read_archive(archive, &args.archive, &ExtractTarget::Nothing)?;
+    let rows: u64 = verified.sidecar.tables.iter().map(|table| table.rows).sum();
     print_line(&format!(
         "archive of {}, created at {}: {} tables with {rows} rows, {} home entries; all are intact",
-        archived.info.idp_user_id,
-        svc_base::clock::rfc3339_ms(archived.info.created_at),
-        archived.sidecar.tables.len(),
-        archived.home_entries,
+        verified.info.idp_user_id,
+        svc_base::clock::rfc3339_ms(verified.info.created_at),
+        verified.sidecar.tables.len(),
+        verified.home_entries,
     ));
     if args.options.check {
         return Ok(());
     }
     let machine = settings.user.as_str();
-    if archived.info.idp_user_id.as_str() != machine && !args.options.from_another_user {
-        let archive = archived.info.idp_user_id.as_str().to_owned();
+    if verified.info.idp_user_id.as_str() != machine && !args.options.from_another_user {
+        let archive = verified.info.idp_user_id.as_str().to_owned();
         return Err(StepError::OtherUser { archive, machine: machine.to_owned() });
     }
     if settings.layout.superseded().exists() {
@@ -202,8 +202,7 @@ fn extract_archive(
     dir: &Path,
     extract: &ExtractTarget<'_>,
 ) -> Result<VerifiedArchive, StepError> {
-    let bytes =
-        tokio::task::block_in_place(|| VerifiedArchive::read_extracted_bytes(archive, name, extract))?;
+    let bytes = tokio::task::block_in_place(|| VerifiedArchive::required_disk_space(archive, name, extract))?;
     staging::ensure_free_space(dir, bytes.saturating_add(staging::FREE_SPACE_MARGIN_BYTES))?;
     Ok(read_archive(archive, name, extract)?)
 }
@@ -262,9 +261,9 @@ async fn load_and_swap(
     let state = layout.restore_state();
     std::fs::create_dir_all(&state).map_err(FileError::wrap("create directory", &state))?;
     let target = ExtractTarget::Gateway { dump, system: staged };
-    let archived = extract_archive(archive, &args.archive, &state, &target)?;
-    let snapshot = archived.sidecar.snapshot_ref();
-    staging::check_postgres_version(&settings.context, &archived.sidecar).await?;
+    let verified = extract_archive(archive, &args.archive, &state, &target)?;
+    let snapshot = verified.sidecar.snapshot_ref();
+    staging::check_postgres_version(&settings.context, &verified.sidecar).await?;
     let client = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE_DATABASE).await?;
     staging::end_application_sessions(&client, settings.context.name).await?;
     staging::drop_scratch_databases(&client, ScratchPurpose::Restore).await?;
@@ -272,11 +271,11 @@ async fn load_and_swap(
     staging::ensure_space_for_snapshot(
         &layout.restore_state(),
         &snapshot,
-        &archived.sidecar,
+        &verified.sidecar,
         snapshot.size_bytes,
     )?;
     tokio::task::block_in_place(|| system.sync())?;
-    let loaded = untrusted::load(&settings.context, dump, &archived.sidecar).await?;
+    let loaded = untrusted::load(&settings.context, dump, &verified.sidecar).await?;
     let client = match prepare_swap(settings, &snapshot, &loaded).await {
         Ok(client) => client,
         Err(error) => {

@@ -107,15 +107,15 @@ pub async fn load(
     drop_roles(&admin).await?;
     let role = ImportRole::create(&admin).await?;
     let scratch = staging::create_database(&admin, ScratchPurpose::Restore, Some(&role.name)).await?;
-    let loaded = async {
+    let load = async {
         role.load(context, &admin, &scratch, DumpFiles { dump, list: &list }, (&selection, sidecar)).await?;
         drop_roles(&admin).await
     };
-    let loaded = loaded.await;
+    let result = load.await;
     if let Err(error) = fsx::remove_if_exists(&list) {
         tracing::warn!(error = %format_chain(&error), "could not remove the list of entries");
     }
-    if let Err(error) = loaded {
+    if let Err(error) = result {
         clean_up(context, &scratch).await;
         return Err(error);
     }
