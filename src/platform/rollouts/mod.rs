@@ -33,7 +33,7 @@ pub const FAILPOINTS: &[&str] = &["rollouts.decided", "rollouts.written", "rollo
 /// Maximum number of hosts notified at once.
 const MAX_CONCURRENT_CALLS: usize = 8;
 const MIN_POLL_INTERVAL: Duration = Duration::from_millis(200);
-/// The total timeout for a requested update is this multiple of the silence timeout.
+/// The total timeout for a requested update is this multiple of the progress timeout.
 const TOTAL_TIMEOUT_FACTOR: u32 = 6;
 
 /// Advances rollouts until `stop`.

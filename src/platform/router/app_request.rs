@@ -1,5 +1,5 @@
-//! Requests from an app's page. They are authenticated by the app token, in the path `/apps/<slug>/~<token>/…` or as a
-//! bearer token, and never by a cookie.
+//! Handles requests from an app's page. They are authenticated by the app token, in the path `/apps/<slug>/~<token>/…`
+//! or as a bearer token, and never by a cookie.
 //!
 //! The page has an opaque origin, so the browser sends `Origin: null` and requires CORS headers. Allowing that origin
 //! is safe, because credentials that a browser adds automatically are ignored here. Invariant: a request with an app

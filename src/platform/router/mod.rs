@@ -47,7 +47,7 @@ use tokio::sync::watch as channel;
 use tokio_util::sync::CancellationToken;
 
 pub use browser_data::UserDigests;
-pub use builtin_routes::{BuiltinRoute, ROUTES, openapi_servers, own_slot_schema};
+pub use builtin_routes::{BuiltinRoute, ROUTES, openapi_servers, user_slot_schema};
 #[cfg(feature = "fuzzing")]
 pub use cookie::{drop_reserved, reserved_names};
 
