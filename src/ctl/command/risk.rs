@@ -111,9 +111,9 @@ pub fn successor_deletion_risk(machine: &MachineDetail, accept_loss: bool) -> Op
 /// The risk of taking a machine out of service.
 pub fn failure_risk(args: &Fail) -> String {
     format!(
-        "This takes machine {0} out of service: its user is not served. It keeps its slot. Its server stays on with all \
-         data and is billed. `svcctl resume {0}` puts it back into service if its host is healthy; a recovery replaces \
-         it.\nA machine that has never served traffic is abandoned, and its predecessor gets the slot back.",
+        "This takes machine {0} out of service: its user is not served. The machine keeps its slot. Its server stays on \
+         with all data and is billed. `svcctl resume {0}` puts the machine back into service if its host is healthy; a \
+         recovery replaces it.\nA machine that has never served traffic is abandoned, and its predecessor gets the slot back.",
         args.machine
     )
 }
