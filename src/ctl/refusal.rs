@@ -135,7 +135,7 @@ const BACKUP_FIRST_ADVICE: &str =
 const UNUSABLE_POINTER_ADVICE: &str = "run `svcctl pointer show <user>` to see which snapshots exist, and \
      `svcctl pointer rebuild <user>` to make the pointer point to one of them";
 
-/// The advice for `invalid_state`, if it depends on the state.
+/// Returns the advice for `invalid_state`, if it depends on the state.
 fn state_advice(body: &Value) -> Option<&'static str> {
     if body["kind"].is_string() {
         return Some(

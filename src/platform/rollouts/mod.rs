@@ -1,5 +1,5 @@
-//! Rollouts of a release across many machines: [`crate::rollout_plan`] decides the next effects, one transaction writes
-//! them, and only then are hosts notified.
+//! Rolls out releases to many machines: [`crate::rollout_plan`] decides the next effects, one transaction writes them,
+//! and only then are hosts notified.
 //!
 //! Any process may advance a rollout, but only one process at a time. One notification per host is enough, because the
 //! response to its next heartbeat contains the same request. The notification and the response contain the id of the

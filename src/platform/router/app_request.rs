@@ -157,7 +157,7 @@ fn verify_token(
         PresentedToken::InPath { slug, token, .. } => (token, Some(slug)),
         PresentedToken::AsBearer(token) => (token, None),
     };
-    let keys = router.proof.borrow();
+    let keys = router.signing_keys.borrow();
     let claims = app_token::verify(&keys.app.public, token, context.now);
     drop(keys);
     let claims = claims.map_err(|error| {

@@ -1,4 +1,4 @@
-//! Headers that the router forwards, drops and adds.
+//! Determines which headers the router forwards, drops and adds.
 //!
 //! Invariant: no machine receives a client's `Cookie`, `Authorization`, `Forwarded`, `x-svc-…` or `x-forwarded-…`
 //! header, or any of the `PROXY_HEADERS` from a client.

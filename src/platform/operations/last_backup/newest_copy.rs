@@ -1,4 +1,4 @@
-//! The newest copy of a slot's data: the latest snapshot of the database, and the owner's files as last reported.
+//! Finds the newest copy of a slot's data: the latest snapshot of the database, and the owner's files as last reported.
 
 use std::fmt;
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! Progress in the step `last_backup`, stored in the operation's facts between attempts.
+//! Tracks the progress of the step `last_backup`, which is stored in the operation's facts between attempts.
 
 use std::time::Duration;
 
@@ -87,7 +87,7 @@ impl LastBackupProgress {
         facts
     }
 
-    /// Returns the delay before the next call to a host that is stopping its writers or making its backup.
+    /// Returns the delay before the next call to a host that is stopping its writers or taking its backup.
     pub fn next_poll(&self, now: Timestamp) -> Duration {
         poll_interval(now.duration_since(self.started_at.unwrap_or(now)), MAX_POLL_INTERVAL)
     }

@@ -29,7 +29,7 @@ const SEARCH_TIMEOUT: Duration = Duration::from_secs(15);
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SkipReason {
     ServerGone,
-    /// An earlier operation has already ordered the server to be powered off.
+    /// An earlier operation has already requested that the server be powered off.
     OutOfService,
     Unreachable,
     /// An operator gave up waiting for the backup.
