@@ -1,4 +1,4 @@
-//! Calls to the platform's API. A mutating call sends the same `Idempotency-Key` with every retry, so that a retry
+//! Calls the platform's API. A mutating call sends the same `Idempotency-Key` with every retry, so that a retry
 //! after a lost response has no second effect.
 
 use std::time::Duration;

@@ -63,7 +63,7 @@ pub enum PublishError {
     PublishedConcurrently { version: ImageVersion },
     #[error(
         "{version} was published concurrently with different content (SHA-256 {stored})\n  next: publish this bundle under \
-         a new version, and publish the other one again, because this one may have replaced its archive"
+         a new version, and publish the other bundle again, because its archive may have been replaced"
     )]
     LostRace { version: ImageVersion, stored: String },
     #[error(
@@ -249,8 +249,9 @@ async fn publish_with_keys(
 }
 
 /// Uploads the bundle and publishes it. Until its digest is written, another process may replace the archive with its
-/// own, so the archive is then read back, and uploaded again if it differs. A process that replaces it after this check
-/// cannot write its own digest: it gets [`PublishError::LostRace`], which advises publishing this bundle again.
+/// own, so the archive is then read back, and uploaded again if it differs. A process that replaces the archive after
+/// this check cannot write its own digest: it gets [`PublishError::LostRace`], which advises publishing this bundle
+/// again.
 ///
 /// # Errors
 /// [`PublishError::LostRace`] if different content was published first; [`PublishError::PublishedConcurrently`] if the

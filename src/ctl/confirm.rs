@@ -1,4 +1,4 @@
-//! Confirmation of risky commands: typed on a terminal or given as an option such as `--yes`, never assumed.
+//! Requires confirmation of risky commands: typed on a terminal or given as an option such as `--yes`, never assumed.
 
 use std::io::{self, BufRead, IsTerminal, Write};
 

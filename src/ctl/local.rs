@@ -1,5 +1,5 @@
-//! The checks of the local machine. `svcctl` imports neither `host` nor `platform`; the applet table injects the
-//! checks.
+//! Declares the checks of the local machine. `svcctl` imports neither `host` nor `platform`; the applet table injects
+//! the checks.
 
 use std::path::{Path, PathBuf};
 

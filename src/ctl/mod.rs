@@ -33,7 +33,7 @@ use svc_base::applet;
 use svc_base::telemetry;
 use svc_http::request_id;
 
-/// The command-line definition, from which the reference pages are generated.
+/// Returns the command-line definition, from which the reference pages are generated.
 pub fn command() -> clap::Command {
     <Args as clap::CommandFactory>::command()
 }

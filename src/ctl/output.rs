@@ -1,4 +1,4 @@
-//! Output of responses: the API's unchanged JSON, or text.
+//! Prints responses: the API's unchanged JSON, or text.
 
 use super::api::{ApiResponse, CallError};
 use super::show::View;

@@ -1,4 +1,4 @@
-//! Progress on standard error: a line for each completed step and, on a terminal, a spinner for the current one.
+//! Shows progress on standard error: a line for each completed step and, on a terminal, a spinner for the current one.
 
 use std::io::IsTerminal;
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! Error responses from the platform: the problem+json, the advice for the operator, and the exit code.
+//! Parses error responses from the platform, and determines the advice for the operator and the exit code.
 
 use std::time::Duration;
 
@@ -111,7 +111,7 @@ impl ApiProblem {
             "conflict" if self.detail.contains("ollout") => Some(OPEN_ROLLOUT_ADVICE),
             "conflict" if self.detail.starts_with("Hosts cannot update to ") => Some(UNUSABLE_RELEASE_ADVICE),
             "server_limit_reached" if self.detail.contains("PROVIDER_SERVER_LIMIT") => {
-                Some(OWN_SERVER_LIMIT_ADVICE)
+                Some(CONFIGURED_SERVER_LIMIT_ADVICE)
             }
             _ => advice(code),
         }
@@ -123,7 +123,7 @@ const OPEN_ROLLOUT_ADVICE: &str =
 
 const UNUSABLE_RELEASE_ADVICE: &str = "publish the release again, signed and under a new version";
 
-const OWN_SERVER_LIMIT_ADVICE: &str = "raise PROVIDER_SERVER_LIMIT and the project's limit at the provider, \
+const CONFIGURED_SERVER_LIMIT_ADVICE: &str = "raise PROVIDER_SERVER_LIMIT and the project's limit at the provider, \
      or free a server: run `svcctl list --deleted` to see the machines whose servers are kept, and `svcctl \
      discard <machine>` to delete one";
 
@@ -135,7 +135,7 @@ const BACKUP_FIRST_ADVICE: &str =
 const UNUSABLE_POINTER_ADVICE: &str = "run `svcctl pointer show <user>` to see which snapshots exist, and \
      `svcctl pointer rebuild <user>` to make the pointer point to one of them";
 
-/// The advice for `invalid_state`, if it depends on the state.
+/// Returns the advice for `invalid_state`, if it depends on the state.
 fn state_advice(body: &Value) -> Option<&'static str> {
     if body["kind"].is_string() {
         return Some(

@@ -1,4 +1,4 @@
-//! A diagnostic command's report and exit code.
+//! Prints a diagnostic command's report, and determines the exit code.
 
 use anyhow::anyhow;
 

@@ -28,7 +28,7 @@ pub enum Goal {
     /// changes its power state.
     Success,
     /// The machine is running, regardless of how the operation ends.
-    Service,
+    MachineRunning,
 }
 
 /// A time limit, which several waits can share.
@@ -193,7 +193,7 @@ fn describe_activity(machine: &MachineDetail, operation: Option<&Operation>) -> 
     }
 }
 
-/// The error with an operation's question and the commands that answer it.
+/// Returns the error with an operation's question and the commands that answer it.
 fn decision_error(operation: &Operation) -> anyhow::Error {
     let question = operation.question().map(|question| one_line(&question.detail)).unwrap_or_default();
     let answers = operation::format_answers(operation).join("\n        or ");

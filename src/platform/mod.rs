@@ -181,7 +181,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
         database: config.database.clone(),
         config: config.routing.clone(),
         trust: config.trust.clone(),
-        proof: keys.clone(),
+        signing_keys: keys.clone(),
         user_digests: UserDigests::new(&config.keys.current, config.keys.previous.as_ref()),
         freshness: freshness.clone(),
         stop: stop.clone(),

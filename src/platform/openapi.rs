@@ -21,7 +21,7 @@ const API: Api = Api {
         ("Subscription", schema_of::<svc_wire::slot::Subscription>),
         ("Alarm", schema_of::<svc_wire::alarm::Alarm>),
         ("Operator", schema_of::<svc_wire::operator::Operator>),
-        ("OwnSlot", svc_router::own_slot_schema),
+        ("UserSlot", svc_router::user_slot_schema),
     ],
 };
 

@@ -1,5 +1,5 @@
-//! A client for a host: through the gateway's trusted socket, through the router with the owner's session, or directly
-//! with the platform's proofs.
+//! Calls a host through the gateway's trusted socket, through the router with the owner's session, or directly with the
+//! platform's proofs.
 
 use std::path::Path;
 use std::time::Duration;

@@ -234,7 +234,7 @@ async fn applying_host_counts_as_silent_only_after_its_deadline() {
         assert!(started.elapsed().as_secs() < 60, "the platform never gave up on the host");
         report_and_fetch().await;
     }
-    // The total deadline is six times the silence timeout.
+    // The total deadline is six times the progress timeout.
     assert!(started.elapsed().as_secs() >= 18, "after {:?}", started.elapsed());
 }
 

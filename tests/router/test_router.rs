@@ -144,7 +144,7 @@ impl TestRouter {
         let trust = config::host_trust::read(&mut env, domain);
         let (config, trust) = env.finish(config.zip(trust))?;
         let keys = signing.borrow().public.clone();
-        let proof = signing.subscribe();
+        let signing_keys = signing.subscribe();
         let user_digests = UserDigests::new(&vec![7; 32].into(), None);
         let stop = CancellationToken::new();
         let manager = deadpool_postgres::Manager::new(database.clone(), NoTls);
@@ -155,7 +155,7 @@ impl TestRouter {
             database,
             config,
             trust,
-            proof,
+            signing_keys,
             user_digests,
             freshness,
             stop: stop.clone(),

@@ -105,7 +105,7 @@ impl Process {
             database: config.database.clone(),
             config: config.routing.clone(),
             trust: config.trust.clone(),
-            proof: database.keys.clone(),
+            signing_keys: database.keys.clone(),
             user_digests: UserDigests::new(&config.keys.current, None),
             freshness: freshness.clone(),
             stop: switch.token(),

@@ -112,7 +112,7 @@ pub struct Provision {
     /// Location at the provider, such as nbg1 (default: the platform's)
     #[arg(long)]
     pub location: Option<Location>,
-    /// Locations to try if the first has no capacity, such as hel1,fsn1 (default: the platform's list)
+    /// Locations to try if the chosen one has no capacity, such as hel1,fsn1 (default: the platform's list)
     #[arg(long, value_name = "LOCATION,…", value_delimiter = ',')]
     pub fallback_locations: Vec<Location>,
     /// Version of a published bundle (default: the platform's)
@@ -199,7 +199,7 @@ pub struct Recover {
     /// Use a different location, such as hel1 if nbg1 has no capacity
     #[arg(long)]
     pub location: Option<Location>,
-    /// Locations to try if the first has no capacity, such as hel1,fsn1 (default: the platform's list)
+    /// Locations to try if the chosen one has no capacity, such as hel1,fsn1 (default: the platform's list)
     #[arg(long, value_name = "LOCATION,…", value_delimiter = ',')]
     pub fallback_locations: Vec<Location>,
     /// Use a different published bundle version

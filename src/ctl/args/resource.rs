@@ -354,8 +354,8 @@ Example: svcctl bundle publish ./out --image-version 2026.11.1"
     List,
     /// Show which machines trust which release keys
     #[command(
-        after_help = "Sign with a new key only when no machine is listed as not trusting it; an old key is retired when no \
-machine trusts it. Machines report their keys with their heartbeats.\n\n\
+        after_help = "Sign with a new key only once its row lists no machine under NOT TRUSTED BY. The rotation is complete \
+once no machine trusts the old key. Machines report their keys with their heartbeats.\n\n\
 Example: svcctl bundle keys"
     )]
     Keys,

@@ -81,12 +81,12 @@ async fn hash_and_copy(
     path: &FilePath,
     mut sink: Option<(&mut BufWriter, &Path)>,
 ) -> Result<(String, u64), PublishError> {
-    let failed = |source| PublishError::Read { path: path.to_owned(), source };
-    let mut file = File::open(path).await.map_err(failed)?;
+    let read_error = |source| PublishError::Read { path: path.to_owned(), source };
+    let mut file = File::open(path).await.map_err(read_error)?;
     let (mut hasher, mut size) = (Sha256::new(), 0);
     let mut chunk = vec![0; CHUNK_BYTES];
     loop {
-        let n = file.read(&mut chunk).await.map_err(failed)?;
+        let n = file.read(&mut chunk).await.map_err(read_error)?;
         if n == 0 {
             return Ok((hex::encode(hasher.finalize()), size));
         }

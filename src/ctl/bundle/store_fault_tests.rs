@@ -18,7 +18,7 @@ use super::*;
 struct FaultyStore {
     inner: InMemory,
     is_read_only: bool,
-    /// How many more times another process replaces the archive, each time just before its digest is written.
+    /// How many more times another process replaces the archive, each time just before this one writes the digest.
     replacements: AtomicUsize,
 }
 
@@ -86,7 +86,7 @@ impl ObjectStore for FaultyStore {
 }
 
 #[tokio::test]
-async fn publish_without_permission_names_the_archives_key() {
+async fn publish_without_permission_names_archive_key() {
     let version = "1.0".parse().unwrap();
     // A small archive is sent after it has been read, and a large one while it is read.
     for size in [3, 12 << 20] {
@@ -124,6 +124,6 @@ async fn publish_digest_refuses_different_digest_permanently() {
     bucket.put(&key::bundle(&version, ".sha256"), digest_line(&stored)).await.unwrap();
     publish_digest(&bucket, &stored, &version).await.unwrap();
     let error = publish_digest(&bucket, &other, &version).await.unwrap_err();
-    assert!(error.to_string().contains("publish the other one again"), "{error}");
+    assert!(error.to_string().contains("publish the other bundle again"), "{error}");
     assert_eq!(Failure::from(error).exit, Exit::Refused);
 }

@@ -15,15 +15,15 @@ use svc_store::key;
 /// If the archive exists but cannot be read.
 pub async fn is_intact(bucket: &Bucket, bundle: &BundleContext<'_>) -> Result<bool, StoreError> {
     let key = key::bundle(bundle.version, "");
-    let failed = |error: ObjectError| StoreError::classify(&key, error);
+    let store_error = |error: ObjectError| StoreError::classify(&key, error);
     let has_expected_size = bucket.head(&key).await?.is_some_and(|meta| meta.size == bundle.size_bytes);
     if !has_expected_size {
         return Ok(false);
     }
-    let stored = bucket.raw().get_opts(&key, GetOptions::default()).await.map_err(failed)?;
+    let stored = bucket.raw().get_opts(&key, GetOptions::default()).await.map_err(store_error)?;
     let mut chunks = stored.into_stream();
     let mut hasher = Sha256::new();
-    while let Some(chunk) = chunks.try_next().await.map_err(failed)? {
+    while let Some(chunk) = chunks.try_next().await.map_err(store_error)? {
         hasher.update(&chunk);
     }
     Ok(hex::encode(hasher.finalize()) == bundle.sha256)

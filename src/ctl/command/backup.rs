@@ -256,7 +256,7 @@ struct BackupRequest<'a> {
     previous_latest: Option<String>,
     /// The host's last backup before the request.
     last_backup: Option<LastBackup>,
-    /// The time of the request by the host's clock, or by the platform's if the host does not report it.
+    /// The time of the request, by the host's clock or, if the host does not report it, by the platform's.
     requested_at: Option<Timestamp>,
 }
 
@@ -318,7 +318,7 @@ async fn wait_for_backup(
     })
 }
 
-/// The query for the page that has only the latest snapshot.
+/// Returns the query for the page that has only the latest snapshot.
 fn latest_only() -> [(&'static str, String); 1] {
     [("latest", "true".to_owned())]
 }

@@ -1,4 +1,4 @@
-//! `svcctl files`: a slot's file backups, and earlier versions of files.
+//! `svcctl files`: shows, restores, verifies and prunes a slot's file backups.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! The commands for machines.
+//! The commands that list, show, recover, resize, fail and delete machines, and rotate their tokens.
 
 use std::time::Duration;
 

@@ -49,9 +49,14 @@ pub async fn run(api: &ApiClient, args: Args, out: &Output) -> Result<(), Failur
                 let limit = TimeLimit::from_now(Duration::from_secs(seconds));
                 let in_progress = subject.operations.iter().find(|operation| operation.is_in_progress());
                 let in_progress = in_progress.map(|operation| operation.operation_id.as_str());
-                let (response, machine) =
-                    wait::wait_until_settled(api, &subject.machine_id, in_progress, Goal::Service, limit)
-                        .await?;
+                let (response, machine) = wait::wait_until_settled(
+                    api,
+                    &subject.machine_id,
+                    in_progress,
+                    Goal::MachineRunning,
+                    limit,
+                )
+                .await?;
                 return out.print_response(&response, |view| Ok(machine::details(view, &machine)));
             }
             out.print_response(&response, |view| Ok(operation::details(view, &response.parse()?)))

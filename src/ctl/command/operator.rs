@@ -1,4 +1,4 @@
-//! `svcctl operator`: named operators and their tokens.
+//! `svcctl operator`: manages named operators and their tokens.
 
 use std::path::Path;
 

@@ -8,7 +8,7 @@ const LOSS_ACCEPTED: &str = "--accept-loss: if the host cannot take the final ba
 const LOSS_QUESTION: &str =
     "If the host responds but cannot take the final backup, the operation waits for your decision.";
 
-/// The risk of replacing a slot's machine.
+/// Describes the risk of replacing a slot's machine.
 pub fn recovery_risk(args: &Recover) -> String {
     let mut lines = vec![format!(
         "This replaces the machine of {} (slot {}). Its host takes a final backup first.",
@@ -30,8 +30,8 @@ pub fn recovery_risk(args: &Recover) -> String {
     lines.join("\n")
 }
 
-/// The risk of creating a machine with `--accept-loss` or `--allow-empty`; `None` without them, because in that case no
-/// data can be lost.
+/// Describes the risk of creating a machine with `--accept-loss` or `--allow-empty`; `None` without them, because in that
+/// case no data can be lost.
 pub fn provision_risk(args: &Provision) -> Option<String> {
     let mut lines = Vec::new();
     lines.extend(args.accept_loss.then_some(LOSS_ACCEPTED));
@@ -45,7 +45,7 @@ pub fn provision_risk(args: &Provision) -> Option<String> {
     Some(std::iter::once(what.as_str()).chain(lines).collect::<Vec<_>>().join("\n"))
 }
 
-/// The risk of deleting a machine; `machine` is `None` if its record has not been fetched.
+/// Describes the risk of deleting a machine; `machine` is `None` if its record has not been fetched.
 pub fn deletion_risk(args: &Delete, machine: Option<&MachineDetail>) -> String {
     if machine.is_some_and(|machine| machine.powered_off_at.is_some()) {
         let server = if args.accept_loss {
@@ -77,8 +77,8 @@ pub fn deletion_risk(args: &Delete, machine: Option<&MachineDetail>) -> String {
     [what.as_str(), loss, server.as_str()].join("\n")
 }
 
-/// The risk of deleting a machine that is replacing another one: this cancels the recovery and deletes both machines.
-/// `None` for other machines.
+/// Describes the risk of deleting a machine that is replacing another one: this cancels the recovery and deletes both
+/// machines. `None` for other machines.
 pub fn successor_deletion_risk(machine: &MachineDetail, accept_loss: bool) -> Option<String> {
     let mut servers = machine.copies.iter().flat_map(|copies| &copies.kept);
     let replaced = servers.find(|server| machine.registered_at.is_none() && server.reason == "replaced")?;
@@ -108,17 +108,18 @@ pub fn successor_deletion_risk(machine: &MachineDetail, accept_loss: bool) -> Op
     Some(lines.join("\n"))
 }
 
-/// The risk of taking a machine out of service.
+/// Describes the risk of taking a machine out of service.
 pub fn failure_risk(args: &Fail) -> String {
     format!(
-        "This takes machine {0} out of service: its user is not served. It keeps its slot. Its server stays on with all \
-         data and is billed. `svcctl resume {0}` puts it back into service if its host is healthy; a recovery replaces \
-         it.\nA machine that has never served traffic is abandoned, and its predecessor gets the slot back.",
+        "This takes machine {0} out of service: its user is not served. The machine keeps its slot. Its server stays on \
+         with all data and is billed. `svcctl resume {0}` puts the machine back into service if its host is healthy; a \
+         recovery replaces it.\nA machine that has never served traffic is abandoned, and its predecessor gets the slot \
+         back.",
         args.machine
     )
 }
 
-/// The risk of powering off a machine.
+/// Describes the risk of powering off a machine.
 pub fn power_off_risk(machine: &MachineTarget) -> String {
     format!(
         "This shuts machine {machine} down. Until you run `svcctl power on {machine}`, its user is not served and no \
@@ -126,7 +127,7 @@ pub fn power_off_risk(machine: &MachineTarget) -> String {
     )
 }
 
-/// The risk of deleting a machine's kept server.
+/// Describes the risk of deleting a machine's kept server.
 pub fn discard_risk(args: &Discard) -> String {
     let mut what =
         format!("This deletes the kept server of machine {}: this cannot be undone.", args.machine);

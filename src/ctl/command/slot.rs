@@ -1,4 +1,4 @@
-//! `svcctl slot`: slot subscriptions.
+//! `svcctl slot`: sets and lists slot subscriptions.
 
 use http::Method;
 use serde_json::json;

@@ -1,4 +1,4 @@
-//! `svcctl usage`: the cost of a machine's dispatches.
+//! `svcctl usage`: shows the cost of a machine's dispatches.
 
 use super::machine::find_id;
 use crate::api::ApiClient;

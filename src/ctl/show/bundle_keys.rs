@@ -1,4 +1,4 @@
-//! The release keys that hosts trust: the text view for `svcctl bundle keys`, and findings for the doctor.
+//! Shows the release keys that hosts trust: the text view for `svcctl bundle keys`, and findings for the doctor.
 
 use super::table::{self, Cell};
 use super::{Color, View};

@@ -1,4 +1,4 @@
-//! Machine certificates: a line for the fleet and one for a machine, and findings for the doctor.
+//! Shows machine certificates: a line for the fleet, a line for a machine, and findings for the doctor.
 
 use super::Color;
 use super::table::Cell;

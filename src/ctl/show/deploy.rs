@@ -21,7 +21,7 @@ pub fn machine_line(view: &View, machine: &RolloutMachine) -> String {
     format!("{}/{} {state}{error}", machine.handle, machine.slot)
 }
 
-/// A rollout's state, with its reason, if any.
+/// Formats a rollout's state, with its reason, if any.
 fn state_cell(rollout: &RolloutSummary) -> Cell {
     let why = rollout.why.as_deref().map(|why| format!(" ({why})")).unwrap_or_default();
     Cell::painted(state_color(&rollout.state), format!("{}{why}", rollout.state))

@@ -83,7 +83,7 @@ pub fn status(view: &View, status: &FileBackupStatus) -> String {
     table::render_pairs(view, &pairs)
 }
 
-/// The total size of the excluded files, and the largest entries.
+/// Returns the rows with the total size of the excluded files and with the largest entries.
 fn excluded_pairs(view: &View, excluded: &ExcludedFiles) -> Vec<(&'static str, Cell)> {
     let measured = format_time(view.now, &excluded.measured_at);
     let mut pairs = vec![("excluded", format!("{excluded}; measured {measured}").into())];
@@ -161,7 +161,7 @@ pub fn versions(view: &View, page: &FileVersions) -> String {
     text
 }
 
-/// The size or kind, the mode, and the time of the last change.
+/// Formats the size or kind, the mode, and the time of the last change.
 fn entry_cells(view: &View, entry: &FileEntry) -> [Cell; 3] {
     let size = match entry.kind {
         FileKind::File => format_bytes(entry.size_bytes),

@@ -233,7 +233,7 @@ fn format_counts(counts: &BTreeMap<String, u64>) -> String {
     nonzero.iter().map(|(name, count)| format!("{count} {name}")).collect::<Vec<_>>().join(", ")
 }
 
-/// The last recovery and rollback on a test slot; empty for an older platform, which does not report them.
+/// Formats the last recovery and rollback on a test slot; empty for an older platform, which does not report them.
 fn exercises_cell(view: &View, exercises: Option<&Exercises>) -> Cell {
     let Some(exercises) = exercises else { return Cell::from("") };
     let are_current = exercises.recovery.is_current && exercises.rollback.is_current;
@@ -241,7 +241,7 @@ fn exercises_cell(view: &View, exercises: Option<&Exercises>) -> Cell {
     Cell::painted(Some(color), quote::exercises(view, exercises))
 }
 
-/// The open rollout with its id.
+/// Formats the open rollout, with its id.
 fn rollout_cell(open: Option<&RolloutSummary>) -> Cell {
     let line =
         open.map(|open| format!("{} ({})", deploy::progress_line(open), open.rollout_id)).unwrap_or_default();

@@ -1,4 +1,4 @@
-//! Human-readable times and sizes.
+//! Formats times and sizes for people.
 
 use jiff::Timestamp;
 

@@ -53,7 +53,7 @@ pub fn state_or_off(machine: &Machine) -> &str {
     if is_off { "off" } else { machine.display_state() }
 }
 
-/// The time at which the machine was powered off, and the command that powers it on.
+/// Formats the time at which the machine was powered off, with the command that powers it on.
 fn power_cell(view: &View, machine: &Machine) -> Cell {
     let Some(at) = machine.powered_off_at.as_deref().filter(|_| machine.is_active()) else {
         return "".into();

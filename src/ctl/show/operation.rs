@@ -6,7 +6,7 @@ use svc_base::quantity::pluralize;
 use svc_base::untrusted_text::one_line;
 use svc_wire::operation::{LogLine, Operation, OperationState, Question};
 
-/// The code of the question about a held final backup.
+/// The code of the question about a held-back final backup.
 pub const HELD_BACK_CODE: &str = "last_backup_held_back";
 
 /// The code of the question about a fence whose signature could not be verified.
@@ -52,7 +52,7 @@ pub fn format_answers(operation: &Operation) -> Vec<String> {
             Some(HELD_BACK_CODE) => format!(
                 "after `svcctl backup accept {}`, the operation continues with the accepted snapshot; \
                  otherwise the host takes another backup, and the operation waits again if that backup is \
-                 also held",
+                 also held back",
                 operation.machine_id
             ),
             Some(UNVERIFIED_FENCE_CODE) => {
@@ -71,8 +71,8 @@ pub fn format_answers(operation: &Operation) -> Vec<String> {
             "the operation continues, regardless of the machine that the fence names"
         }
         Some(HELD_BACK_CODE) => {
-            "the operation continues with the newest snapshot that is not held; data that exists only on the \
-             old server is lost when that server is deleted"
+            "the operation continues with the newest snapshot that is not held back; data that exists only on \
+             the old server is lost when that server is deleted"
         }
         _ => {
             "the operation continues; data that exists only on the old server is lost when that server is deleted"
@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_describe_the_effect_on_a_held_snapshot() {
+    fn answers_describe_effect_on_held_back_snapshot() {
         let answers = format_answers(&parse_operation(&json!({
             "operationId": ID, "machineId": MACHINE, "kind": "recover", "state": "waiting", "step": "last_backup",
             "attempts": 0, "createdAt": "T", "updatedAt": "T",
@@ -236,7 +236,7 @@ mod tests {
             format!(
                 "`svcctl operation continue {ID}`: after `svcctl backup accept {MACHINE}`, the operation continues"
             ),
-            "the operation continues with the newest snapshot that is not held".to_owned(),
+            "the operation continues with the newest snapshot that is not held back".to_owned(),
             "the slot returns to its old machine".to_owned(),
         ]) {
             assert!(answer.contains(&expected), "{expected}: {answer}");

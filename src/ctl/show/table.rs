@@ -1,4 +1,4 @@
-//! Tables, and lists of names with values.
+//! Renders tables, and lists of names with values.
 
 use std::borrow::Cow;
 

@@ -1,7 +1,8 @@
 //! The step `create_server`: creates at most one server per machine, even if a response is lost.
 //!
-//! The machine's row records a create request before the request is sent. While it is recorded, the server is looked up
-//! by name before another create request is sent under the same name, which the provider keeps unique.
+//! The machine's row records a create request before the request is sent. While a request is recorded, the server is
+//! looked up by name before another request is sent. All requests for a machine use the same name, and the provider
+//! keeps names unique.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

@@ -20,7 +20,7 @@ use svc_http::problem::format_chain;
 use svc_http::request_id;
 
 /// Maximum number of general-lane operations that one process drives at once.
-const MAX_DRIVEN_OPERATIONS: usize = 16;
+const MAX_GENERAL_OPERATIONS: usize = 16;
 /// Maximum number of operations at steps that call hosts: each costs only a task, which a silent host blocks for
 /// seconds.
 const MAX_HOST_CALL_OPERATIONS: usize = 64;
@@ -84,7 +84,8 @@ impl Drivers {
 
     /// Returns the steps of the lanes with capacity.
     fn claimable_steps(&self) -> Option<RunnableSteps<'static>> {
-        match (self.general.len() < MAX_DRIVEN_OPERATIONS, self.host_calls.len() < MAX_HOST_CALL_OPERATIONS) {
+        match (self.general.len() < MAX_GENERAL_OPERATIONS, self.host_calls.len() < MAX_HOST_CALL_OPERATIONS)
+        {
             (true, true) => Some(runnable_steps()),
             (true, false) => Some(runnable_steps_in(Lane::General)),
             (false, true) => Some(runnable_steps_in(Lane::HostCalls)),
@@ -95,7 +96,7 @@ impl Drivers {
 
 fn log_panic(result: Result<(), JoinError>) {
     if let Err(error) = result {
-        tracing::error!(%error, "a step panicked; its lease will expire");
+        tracing::error!(%error, "a step panicked; its operation's lease will expire");
     }
 }
 

@@ -1,4 +1,5 @@
-//! Calls from the platform to a host: updates, drills, backups, quiescing, usage reports, and the file backup.
+//! Calls a host: requests updates, drills and backups, stops and resumes its writers, fetches its usage report, and
+//! queries its file backup.
 //!
 //! Each call has a deadline and carries a proof for exactly this machine, method and path. A host's response never
 //! proves that a snapshot exists: the store must confirm it.
@@ -37,8 +38,8 @@ const CALL_TIMEOUTS: Timeouts = Timeouts {
     idle: Duration::from_secs(6),
 };
 
-/// For calls about the file backup and file history, for which the host may read a repository's index. The total is
-/// shorter than `svcctl`'s timeout.
+/// For calls about the file backup and file history, for which the host may read a repository's index. The total
+/// timeout is shorter than `svcctl`'s.
 const FILES_TIMEOUTS: Timeouts = Timeouts {
     connect: Duration::from_secs(3),
     total: Some(Duration::from_secs(20)),

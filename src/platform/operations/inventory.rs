@@ -195,11 +195,12 @@ async fn check_permission(
     live: &[TrackedServer],
     missing: usize,
 ) -> anyhow::Result<WorkPermission> {
-    let failed = db::servers::count_recent_server_losses(session, LOSS_WINDOW).await?;
+    let recent_losses = db::servers::count_recent_server_losses(session, LOSS_WINDOW).await?;
     let limit = alarms::max_missing_servers(live.len());
     let is_none_listed = missing == live.len() && missing >= MIN_SERVERS_TO_SUSPECT_TOKEN;
-    let is_over_limit = missing.saturating_add(failed) > limit || is_none_listed;
-    let detail = json!({"missing": missing, "live": live.len(), "failedInLastHour": failed, "limit": limit});
+    let is_over_limit = missing.saturating_add(recent_losses) > limit || is_none_listed;
+    let detail =
+        json!({"missing": missing, "live": live.len(), "failedInLastHour": recent_losses, "limit": limit});
     let permission =
         alarms::check_blocking(session, Alarm::ServersMissing, missing, is_over_limit, &detail).await?;
     if permission == WorkPermission::Blocked && is_none_listed {

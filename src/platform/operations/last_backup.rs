@@ -2,7 +2,7 @@
 //!
 //! Invariant: unless an operator accepts the loss, or the server is gone or already powered off, the step ends with
 //! a snapshot taken after the writers had stopped (if the host's release can stop them), or with a row that records the
-//! time since which data exists only on that server. If a reachable host cannot make the snapshot, the operation waits
+//! time since which data exists only on that server. If a reachable host cannot take the snapshot, the operation waits
 //! for an operator's decision; an unreachable host is skipped after a bounded time.
 
 mod files;
@@ -47,7 +47,7 @@ pub const HELD_BACK: &str = "last_backup_held_back";
 /// If the host runs an earlier release, the error that it reports for a held-back snapshot contains this text.
 pub const HELD_BACK_HINT: &str = "svc-db-backup accept";
 
-/// The outcome of one attempt to make the final backup.
+/// The outcome of one attempt to take the final backup.
 enum AttemptOutcome {
     Saved {
         taken_at: Timestamp,
@@ -56,11 +56,11 @@ enum AttemptOutcome {
     Wait(Duration),
     /// The database is saved; this text says why the step waits for the owner's files.
     WaitForFiles(String),
-    /// The host is reachable but has made no backup.
+    /// The host is reachable but has taken no backup.
     Failed(BackupFailure),
 }
 
-/// The reason a reachable host has made no final backup.
+/// The reason a reachable host has taken no final backup.
 enum BackupFailure {
     Failed(String),
     /// The database has shrunk, so its snapshot was held back. Another snapshot would be held back, too.

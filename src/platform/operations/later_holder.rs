@@ -162,12 +162,12 @@ struct OperationSubject {
 }
 
 fn decide_for_holder(kind: OperationKind, subject: OperationSubject, holder: LaterHolder) -> HolderDecision {
-    let is_own = holder.machine == subject.machine;
+    let is_holder = holder.machine == subject.machine;
     match kind {
-        OperationKind::Delete if is_own && !subject.is_deletion_confirmed => {
+        OperationKind::Delete if is_holder && !subject.is_deletion_confirmed => {
             HolderDecision::RequireConfirmation
         }
-        OperationKind::Provision | OperationKind::Recover | OperationKind::Delete if is_own => {
+        OperationKind::Provision | OperationKind::Recover | OperationKind::Delete if is_holder => {
             HolderDecision::RaiseEpoch
         }
         // A fence below the machine's own epoch was already checked when the operation was requested.
@@ -176,8 +176,8 @@ fn decide_for_holder(kind: OperationKind, subject: OperationSubject, holder: Lat
         {
             HolderDecision::FailMachine
         }
-        OperationKind::Reinstate if !is_own => HolderDecision::EndOperation,
-        OperationKind::PowerOn | OperationKind::Reboot if !is_own && holder.epoch > subject.epoch => {
+        OperationKind::Reinstate if !is_holder => HolderDecision::EndOperation,
+        OperationKind::PowerOn | OperationKind::Reboot if !is_holder && holder.epoch > subject.epoch => {
             HolderDecision::EndOperation
         }
         _ => HolderDecision::Continue,
@@ -343,8 +343,8 @@ pub async fn is_holder_per_store(platform: &Platform, machine: &MachineRow) -> R
     let (user, slot) = (&machine.user, &machine.slot);
     let Some(pointer) = read_pointer(platform, &SlotPrefix::new(user, slot)).await? else { return Ok(false) };
     let claim = evaluate_fence(platform, &platform.db, (user, slot), &pointer).await?;
-    let own = claim.named_holder().filter(|claimed| claimed.machine == machine.id);
-    match (claim, own) {
+    let own_claim = claim.named_holder().filter(|claimed| claimed.machine == machine.id);
+    match (claim, own_claim) {
         (FenceClaim::Unverified(_), Some(claimed)) => {
             raise_unverified_alarm(platform, machine, claimed).await;
         }
@@ -353,7 +353,7 @@ pub async fn is_holder_per_store(platform: &Platform, machine: &MachineRow) -> R
     }
     // A machine whose snapshot the pointer names has served traffic, so the database lacks its registration.
     let own_snapshot = pointer.snapshot.filter(|snapshot| snapshot.machine_id == machine.id);
-    Ok(own.is_some() || machine.registered_at.is_none() && own_snapshot.is_some())
+    Ok(own_claim.is_some() || machine.registered_at.is_none() && own_snapshot.is_some())
 }
 
 /// Raises the alarm that names the slot with the unverified fence.

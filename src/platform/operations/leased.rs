@@ -1,5 +1,5 @@
-//! An operation that this process has leased: the data that its steps read, and the writes that they make while they
-//! are running.
+//! Gives the steps of a leased operation access to its data. Writes that require the lease check it in their own
+//! transaction.
 
 use std::time::Duration;
 
@@ -219,7 +219,8 @@ impl LeasedOperation<'_> {
         db::operations::log(&tx, self.operation.id, &self.operation.step, "done", Some(note)).await?;
         let context = EventContext { failure: Some((&self.operation.step, note)), ..EventContext::default() };
         match lifecycle::apply(&tx, &self.platform.mint, &row, event, context).await {
-            // Nothing has been written: the events that end operations need no successor and reinstate no predecessor.
+            // A refused event has written nothing: the events that end operations need no successor and reinstate no
+            // predecessor.
             Ok(_) | Err(LifecycleError::Refused(_) | LifecycleError::Missing(_)) => {}
             Err(LifecycleError::Db(error)) => return Err(error.into()),
         }

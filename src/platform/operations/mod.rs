@@ -1,4 +1,4 @@
-//! Persistent operations: the runner that executes their steps, and the reconciler.
+//! Runs persistent operations, and reconciles machines with the provider's servers.
 //!
 //! Invariants: a step is stored before it runs, and can run again after the process is killed at any point; one process
 //! at a time leases an operation; every accepted operation ends or waits for an operator.

@@ -25,7 +25,7 @@ pub async fn start_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, S
     if is_slot_leased(leased, &machine).await? {
         return Ok(StepOutcome::wait(POLL_INTERVAL));
     }
-    let Some(server) = find_server(leased, &machine).await? else { return Ok(fail_server_gone()) };
+    let Some(server) = find_server(leased, &machine).await? else { return Ok(server_gone_outcome()) };
     leased.detect_returned_server(&machine).await?;
     let outcome = reinstate::ensure_stays_on(leased, machine.id, &server).await?;
     Ok(outcome.unwrap_or_else(StepOutcome::done))
@@ -36,10 +36,10 @@ pub async fn stop_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, St
     if is_slot_leased(leased, &machine).await? {
         return Ok(StepOutcome::wait(POLL_INTERVAL));
     }
-    let Some(id) = machine.provider_server_id else { return Ok(fail_server_gone()) };
+    let Some(id) = machine.provider_server_id else { return Ok(server_gone_outcome()) };
     let (age, failing_for) = (leased.step_age().await?, leased.failing_time().await?);
     let outcome = predecessor::power_off(leased, ServerId(id), age, failing_for).await?;
-    Ok(outcome.unwrap_or_else(fail_server_gone))
+    Ok(outcome.unwrap_or_else(server_gone_outcome))
 }
 
 /// Restarts the server, or powers it on if it is off. If the process is killed in this step, or a response is lost, the
@@ -55,7 +55,7 @@ pub async fn reboot_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, 
     if is_slot_leased(leased, &machine).await? {
         return Ok(StepOutcome::wait(POLL_INTERVAL));
     }
-    let Some(server) = find_server(leased, &machine).await? else { return Ok(fail_server_gone()) };
+    let Some(server) = find_server(leased, &machine).await? else { return Ok(server_gone_outcome()) };
     let age = leased.step_age().await?;
     if server.is_locked || !matches!(server.status, ServerStatus::Running | ServerStatus::Off) {
         return Ok(StepOutcome::wait(resize::poll_interval(age)));
@@ -126,6 +126,6 @@ async fn find_server(
     Ok(leased.platform.provider.get(ServerId(id)).await?)
 }
 
-fn fail_server_gone() -> StepOutcome {
+fn server_gone_outcome() -> StepOutcome {
     StepOutcome::Fail { code: "server_gone", note: "the provider has no server for this machine" }
 }

@@ -174,8 +174,8 @@ pub(super) async fn power_off(
     Ok(Some(StepOutcome::wait(resize::poll_interval(since_cut.unwrap_or(age)))))
 }
 
-/// Returns the time since an event, whose fact holds the step's age at the event in seconds; `None` if the fact is not
-/// set.
+/// Returns the time since an event; `None` if the fact `name` is not set. The fact holds the step's age at the event, in
+/// seconds.
 pub(super) fn time_since(facts: &Map<String, Value>, name: &str, age: Duration) -> Option<Duration> {
     let at = facts.get(name)?.as_f64()?;
     Some(age.saturating_sub(Duration::try_from_secs_f64(at).unwrap_or_default()))
@@ -226,7 +226,8 @@ fn change_facts(
     StepOutcome::Wait { delay, facts: Some(facts) }
 }
 
-/// Keeps the predecessor's server or, if the operator chose that, deletes it before the new server is created.
+/// Keeps the predecessor's server or, if the operator chose to replace it first, deletes it before the new server is
+/// created.
 pub async fn delete_predecessor(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
     let options = leased.operation.options;
     let Some(machine) = find_outgoing_machine(leased).await?.filter(MachineRow::has_server) else {

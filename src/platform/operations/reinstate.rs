@@ -82,8 +82,8 @@ async fn may_shut_down_late(leased: &LeasedOperation<'_>, machine: MachineId) ->
     Ok(db::slot_operations::may_have_shut_down(&session, machine, leased.operation, period).await?)
 }
 
-/// Returns `None` if the server is on or starting, and not locked; otherwise, the delay before the next check. If it is
-/// off and not locked, requests that it be powered on.
+/// Returns `None` if the server is on or starting, and not locked; otherwise, the delay before the next check. Requests
+/// that the server be powered on if it is off and not locked.
 async fn ensure_on(
     leased: &LeasedOperation<'_>,
     server: &Server,

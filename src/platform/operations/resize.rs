@@ -167,7 +167,7 @@ pub async fn await_health(leased: &LeasedOperation<'_>) -> Result<StepOutcome, S
     })
 }
 
-/// How a resize continues after a step has failed or while it is waiting.
+/// How a resize continues after a step has failed, or while a step is waiting.
 pub enum RetryDecision {
     Retry,
     /// Continue with the step that powers the server on.
@@ -176,7 +176,7 @@ pub enum RetryDecision {
     Fail,
 }
 
-/// Decides how a resize continues after a step has failed or while it is waiting.
+/// Decides how a resize continues after a step has failed, or while a step is waiting.
 ///
 /// # Errors
 /// [`StepError`] if the database cannot report the age of the step or the operation.
@@ -234,7 +234,7 @@ pub(super) async fn await_action(leased: &LeasedOperation<'_>) -> Result<Option<
     }
 }
 
-/// Finds the status of the recorded action; `None` if there is none, or the provider no longer has it.
+/// Finds the status of the recorded action; `None` if no action is recorded, or if the provider no longer has it.
 async fn find_action_status(leased: &LeasedOperation<'_>) -> Result<Option<ActionStatus>, StepError> {
     let Some(id) = leased.operation.facts.get(ACTION).and_then(Value::as_i64) else { return Ok(None) };
     match leased.platform.provider.action(ActionId(id)).await {

@@ -1,4 +1,4 @@
-//! The outcome of a step, and the dispatch from step names to steps.
+//! Runs an operation's current step, and defines what a step returns.
 
 use std::borrow::Cow;
 use std::net::Ipv4Addr;

@@ -21,8 +21,8 @@ impl StepError {
     }
 }
 
-/// Classifies by the outermost error in the chain that names a component: the provider, the store, or a fence in the
-/// store.
+/// Classifies an error by its chain of sources: the outermost error that names a component (the provider, the store, or
+/// a fence in the store) determines the result.
 pub fn classify_creation_failure(source: &(dyn Error + Send + Sync + 'static)) -> CreationFailure {
     let outermost: &(dyn Error + 'static) = source;
     let mut chain = std::iter::successors(Some(outermost), |&error| error.source());

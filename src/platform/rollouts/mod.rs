@@ -1,5 +1,5 @@
-//! Rollouts of a release across many machines: [`crate::rollout_plan`] decides the next effects, one transaction writes
-//! them, and only then are hosts notified.
+//! Rolls out releases to many machines: [`crate::rollout_plan`] decides the next effects, one transaction writes them,
+//! and only then are hosts notified.
 //!
 //! Any process may advance a rollout, but only one process at a time. One notification per host is enough, because the
 //! response to its next heartbeat contains the same request. The notification and the response contain the id of the
@@ -33,7 +33,7 @@ pub const FAILPOINTS: &[&str] = &["rollouts.decided", "rollouts.written", "rollo
 /// Maximum number of hosts notified at once.
 const MAX_CONCURRENT_CALLS: usize = 8;
 const MIN_POLL_INTERVAL: Duration = Duration::from_millis(200);
-/// The total timeout for a requested update is this multiple of the silence timeout.
+/// The total timeout for a requested update is this multiple of the progress timeout.
 const TOTAL_TIMEOUT_FACTOR: u32 = 6;
 
 /// Advances rollouts until `stop`.

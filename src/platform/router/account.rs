@@ -1,4 +1,4 @@
-//! Account choice in a browser whose session and identity provider cookie belong to different users.
+//! Lets a user choose an account in a browser whose session and identity provider's cookie belong to different users.
 //!
 //! Two users may share a browser, so a page prompts for the choice. Any host on the same domain can set the provider's
 //! cookie, so the session takes precedence until the user chooses an account.

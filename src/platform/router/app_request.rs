@@ -1,5 +1,5 @@
-//! Requests from an app's page. They are authenticated by the app token, in the path `/apps/<slug>/~<token>/…` or as a
-//! bearer token, and never by a cookie.
+//! Handles requests from an app's page. They are authenticated by the app token, in the path `/apps/<slug>/~<token>/…`
+//! or as a bearer token, and never by a cookie.
 //!
 //! The page has an opaque origin, so the browser sends `Origin: null` and requires CORS headers. Allowing that origin
 //! is safe, because credentials that a browser adds automatically are ignored here. Invariant: a request with an app
@@ -157,7 +157,7 @@ fn verify_token(
         PresentedToken::InPath { slug, token, .. } => (token, Some(slug)),
         PresentedToken::AsBearer(token) => (token, None),
     };
-    let keys = router.proof.borrow();
+    let keys = router.signing_keys.borrow();
     let claims = app_token::verify(&keys.app.public, token, context.now);
     drop(keys);
     let claims = claims.map_err(|error| {

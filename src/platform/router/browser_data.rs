@@ -246,15 +246,15 @@ mod tests {
             wants_page: true,
             now: jiff::Timestamp::UNIX_EPOCH,
         };
-        for (own, expected) in [
+        for (sent, expected) in [
             ("max-age=31536000", "private, no-cache"),
             ("No-Store", "no-store"),
             ("max-age=31536000, x=\"a, no-store, b\"", "no-store"),
         ] {
             let mut headers = HeaderMap::new();
-            headers.insert(CACHE_CONTROL, HeaderValue::from_static(own));
+            headers.insert(CACHE_CONTROL, HeaderValue::from_static(sent));
             sanitize_response_headers(&context, &mut headers);
-            assert_eq!(headers[CACHE_CONTROL], expected, "{own}");
+            assert_eq!(headers[CACHE_CONTROL], expected, "{sent}");
         }
     }
 

@@ -1,5 +1,5 @@
-//! The router's built-in routes, under `/_svc/` on both hosts. Requests under this prefix are never forwarded, so a
-//! machine's `/_svc/internal` cannot be reached from outside.
+//! Handles the router's built-in routes, under `/_svc/` on both hosts. Requests under this prefix are never forwarded,
+//! so a machine's `/_svc/internal` cannot be reached from outside.
 
 use axum::extract::Request;
 use axum::response::{IntoResponse, Response};

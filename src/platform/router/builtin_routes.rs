@@ -1,4 +1,4 @@
-//! Descriptions of the router's built-in routes.
+//! Describes the router's built-in routes.
 
 use http::Method;
 use serde_json::{Value, json};
@@ -72,7 +72,7 @@ static LIST_SLOTS: BuiltinRoute = BuiltinRoute {
         parameters: &[],
         body: None,
         responses: &[
-            documented_json(200, "The slots.", || object(&[("slots", array(schema_ref("OwnSlot")))], &[])),
+            documented_json(200, "The slots.", || object(&[("slots", array(schema_ref("UserSlot")))], &[])),
             SIGN_IN_REDIRECT,
             ACCOUNT_CHOICE_PAGE,
         ],
@@ -160,7 +160,7 @@ static SIGN_OUT: BuiltinRoute = BuiltinRoute {
         id: "signOut",
         method: Method::POST,
         path: "/_svc/sign-out",
-        summary: "Ends the caller's sessions on both hosts, their app tokens and their open streams.",
+        summary: "Ends the caller's sessions on both hosts, revokes the caller's app tokens, and closes the caller's open streams.",
         credentials: &[],
         parameters: &[],
         body: None,
@@ -240,8 +240,8 @@ const SIGN_IN_REDIRECT: DocumentedResponse = DocumentedResponse {
 
 const ACCOUNT_CHOICE_PAGE: DocumentedResponse = DocumentedResponse {
     status: 409,
-    description: "In a browser whose session and identity provider's cookie belong to different users: a page that \
-                  prompts for the account.",
+    description: "A page that asks which account to use, sent to browsers whose session and identity-provider cookie \
+                  belong to different users.",
     content: Content::Other("text/html"),
 };
 
@@ -264,7 +264,7 @@ pub fn openapi_servers() -> Value {
 }
 
 /// Returns the schema of a slot as shown to its user.
-pub fn own_slot_schema() -> Value {
+pub fn user_slot_schema() -> Value {
     object(
         &[
             ("slot", slot_name_schema()),

@@ -1,4 +1,4 @@
-//! The addresses of the platform's database.
+//! Resolves the addresses of the platform's database.
 
 use tokio_postgres::Config;
 use tokio_postgres::config::Host;

@@ -1,8 +1,8 @@
 //! Maps users to their machines: an in-memory copy of the active rows in `user_machines`.
 //!
 //! The watcher replaces the whole table; requests read it. Invariant: an upstream exists exactly while its machine's
-//! row is active, `running` and not powered off, and has an endpoint; after that, the upstream is closed together with
-//! its connections.
+//! row is active, `running` and not powered off, and has an endpoint; otherwise the upstream and its connections are
+//! closed.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;

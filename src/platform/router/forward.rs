@@ -47,7 +47,7 @@ impl RouterState {
             Caller::Owner(..) => (context.host.route(), None),
             Caller::App(claims) => (Route::App, Some(claims.app.as_str())),
         };
-        let proof = machine.proof(route, app, &self.proof.borrow(), context.now);
+        let proof = machine.proof(route, app, &self.signing_keys.borrow(), context.now);
         let peer = request.extensions().get::<ConnectInfo<SocketAddr>>().map(|ConnectInfo(peer)| *peer);
         let request_id = request_id::current();
         let values = ForwardHeaders { peer, scheme: context.scheme, proof, request_id: &request_id };

@@ -1,4 +1,4 @@
-//! The frame around an app's page, in the owner's origin (docs/apps/tokens.md).
+//! Renders the frame around an app's page, in the owner's origin (docs/apps/tokens.md).
 //!
 //! The frame passes the app a token instead of the session, renews the token, and restricts the inner page to that app.
 //! Invariant: none of the app's code runs in the owner's origin.

@@ -1,7 +1,7 @@
-//! Headers that the router forwards, drops and adds.
+//! Determines which headers the router forwards, drops and adds.
 //!
 //! Invariant: no machine receives a client's `Cookie`, `Authorization`, `Forwarded`, `x-svc-…` or `x-forwarded-…`
-//! header, or one of its `PROXY_HEADERS`.
+//! header, or any of the `PROXY_HEADERS` from a client.
 
 use std::net::SocketAddr;
 

@@ -1,5 +1,5 @@
-//! Verification of a host's TLS certificate by the router and the control plane. They always check the pinned key and,
-//! with `CUSTOMER_VPS_TLS_VERIFY`, also the chain and the host name.
+//! Determines how the router and the control plane verify a host's TLS certificate. They always check the pinned key
+//! and, with `CUSTOMER_VPS_TLS_VERIFY`, also the chain and the host name.
 
 use std::collections::HashSet;
 use std::net::Ipv4Addr;

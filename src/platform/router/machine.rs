@@ -1,4 +1,4 @@
-//! A machine in the router: its row, its upstream while it is running, and the proofs for requests to it.
+//! Holds a machine's row, its upstream while it is running, and recently signed proofs for requests to it.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::{Arc, Mutex, PoisonError};

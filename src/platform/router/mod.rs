@@ -47,7 +47,7 @@ use tokio::sync::watch as channel;
 use tokio_util::sync::CancellationToken;
 
 pub use browser_data::UserDigests;
-pub use builtin_routes::{BuiltinRoute, ROUTES, openapi_servers, own_slot_schema};
+pub use builtin_routes::{BuiltinRoute, ROUTES, openapi_servers, user_slot_schema};
 #[cfg(feature = "fuzzing")]
 pub use cookie::{drop_reserved, reserved_names};
 
@@ -79,7 +79,7 @@ pub struct RouterContext {
     pub config: RouterConfig,
     /// The TLS verification of connections to hosts.
     pub trust: HostTrust,
-    pub proof: channel::Receiver<Arc<SigningSet>>,
+    pub signing_keys: channel::Receiver<Arc<SigningSet>>,
     pub user_digests: UserDigests,
     /// Shared with the process's readiness check.
     pub freshness: Arc<RouteFreshness>,
@@ -94,7 +94,7 @@ struct RouterState {
     sign_outs: Arc<SignOuts>,
     authenticator: Authenticator,
     user_rate: RateLimit<IdpUserId>,
-    proof: channel::Receiver<Arc<SigningSet>>,
+    signing_keys: channel::Receiver<Arc<SigningSet>>,
     user_digests: UserDigests,
 }
 
@@ -141,7 +141,7 @@ pub fn start_router(ctx: RouterContext) -> anyhow::Result<RouterService> {
     let client =
         client::build(client::Timeouts::CALL).context("cannot create the identity provider's HTTP client")?;
     let directory = Arc::new(Directory::new(ctx.trust, Arc::clone(&ctx.freshness)));
-    let sessions = Sessions::new(ctx.pool, Arc::clone(&ctx.freshness), ctx.proof.clone());
+    let sessions = Sessions::new(ctx.pool, Arc::clone(&ctx.freshness), ctx.signing_keys.clone());
     let sessions = Arc::new(sessions);
     let sign_outs = Arc::<SignOuts>::default();
     let watcher = Watcher {
@@ -160,8 +160,16 @@ pub fn start_router(ctx: RouterContext) -> anyhow::Result<RouterService> {
         Arc::new(Passthrough::new(move |name| directory.find_address(name)))
     });
     let user_rate = RateLimit::new(ctx.config.user_rate, USER_BURST_SECONDS);
-    let (config, proof, user_digests) = (ctx.config, ctx.proof, ctx.user_digests);
-    let state =
-        RouterState { config, directory, sessions, sign_outs, authenticator, user_rate, proof, user_digests };
+    let (config, signing_keys, user_digests) = (ctx.config, ctx.signing_keys, ctx.user_digests);
+    let state = RouterState {
+        config,
+        directory,
+        sessions,
+        sign_outs,
+        authenticator,
+        user_rate,
+        signing_keys,
+        user_digests,
+    };
     Ok(RouterService { responder: RouterResponder(Arc::new(state)), passthrough })
 }

@@ -1,4 +1,4 @@
-//! The router's own responses: HTML pages for browsers, problem+json for other clients.
+//! Renders the router's own responses: HTML pages for browsers, problem+json for other clients.
 
 use axum::response::{IntoResponse, Response};
 use http::header::{

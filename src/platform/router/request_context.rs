@@ -1,4 +1,4 @@
-//! The properties of a request that do not depend on its caller.
+//! Reads the properties of a request that do not depend on its caller.
 
 use std::net::{IpAddr, SocketAddr};
 

@@ -1,4 +1,4 @@
-//! Responses and problems that several of the router's parts use.
+//! Builds responses and problems that several of the router's parts use.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! Paths to which a browser returns after a redirect. None of them leads to another host.
+//! Validates the paths to which a redirect returns a browser, so that none of them leads to another host.
 
 use http::Uri;
 

@@ -1,4 +1,4 @@
-//! The age of the router's routes, shared with the process's readiness check.
+//! Tracks the age of the router's routes, for the router and for the process's readiness check.
 //!
 //! Invariant: routes are served only while their age is below the configured maximum, and never before the first load.
 

@@ -182,8 +182,8 @@ impl RouterState {
         {
             return Ok(None);
         }
-        let proof = self.proof.borrow();
-        let signer = &proof.app.current;
+        let keys = self.signing_keys.borrow();
+        let signer = &keys.app.current;
         Ok(Some(app_token::mint(signer, &record.user, record.id, app, generation, context.now)))
     }
 

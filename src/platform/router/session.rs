@@ -1,4 +1,4 @@
-//! Browser sessions: rows in `sessions`, cached so that a request needs no query.
+//! Opens, finds and revokes browser sessions: rows in `sessions`, cached so that a request needs no query.
 //!
 //! The watcher reports every change within its poll interval, so that a revocation by one process takes effect in all
 //! processes. Both the cache and the database contain only hashes of the cookies.

@@ -1,4 +1,5 @@
-//! A session cookie's value: a random id and a digest of the user, signed with the key for app tokens.
+//! Issues and verifies the values of session cookies. A value consists of a random id and a digest of the user, and is
+//! signed with the key for app tokens.
 //!
 //! The signature grants no access: access requires a row in `sessions`. The signature only proves that a router issued
 //! the value, and to whom, so that a forged value is rejected without a query.

@@ -1,5 +1,5 @@
-//! Recent sign-outs, and each user's open streams. A sign-out invalidates the user's older app tokens and closes the
-//! user's streams. Ending a session by switching its browser to another account also counts as a sign-out.
+//! Records recent sign-outs and each user's open streams. A sign-out invalidates the user's older app tokens and closes
+//! the user's streams. Ending a session by switching its browser to another account also counts as a sign-out.
 //!
 //! The watcher also records other processes' sign-outs. Invariant: a sign-out closes every stream that was registered
 //! before it. After registering a stream, the caller checks that no sign-out has happened in the meantime.

@@ -1,6 +1,7 @@
-//! The owner's files in the final backup. The host saves them automatically once its writers have stopped. After the
-//! database is saved, the step waits a limited time for the files. If they are still not saved, or if the host reports
-//! that they could not be restored completely, the machine's server may hold the only copy.
+//! Determines whether the owner's files are saved, and whether the step waits for them. The host saves the files
+//! automatically once its writers have stopped. After the database is saved, the step waits a limited time for the
+//! files. If they are still not saved, or if the host reports that they could not be restored completely, the machine's
+//! server may hold the only copy.
 
 use std::fmt;
 
@@ -14,7 +15,7 @@ use svc_base::untrusted_text::truncate_printable;
 use svc_wire::heartbeat::{FILES_DAMAGED, FILES_NOT_RESTORED};
 
 /// How long the step waits for the files after the database is saved.
-const TIMEOUT: SignedDuration = SignedDuration::from_mins(3);
+const FILES_TIMEOUT: SignedDuration = SignedDuration::from_mins(3);
 
 /// Which of the owner's files are saved. The display text is appended to a note.
 #[derive(Debug, PartialEq, Eq)]
@@ -67,8 +68,8 @@ impl SavedFiles {
         }
     }
 
-    /// Returns why the step waits for the files: until the last changes are saved, but at most for `TIMEOUT`. `None` if
-    /// it does not wait.
+    /// Returns why the step waits for the files: until the last changes are saved, but at most for `FILES_TIMEOUT`.
+    /// `None` if it does not wait.
     pub fn wait_reason(&self, progress: &mut LastBackupProgress, now: Timestamp) -> Option<String> {
         let why = match self {
             Self::Unsupported | Self::Complete { .. } | Self::Unreliable { can_improve: false, .. } => {
@@ -79,7 +80,8 @@ impl SavedFiles {
         };
         let since = *progress.files_awaited_since.get_or_insert(now);
         let why = why.map_or_else(String::new, |why| format!(": {why}"));
-        (now.duration_since(since) < TIMEOUT).then(|| format!("the owner's files are not saved yet{why}"))
+        (now.duration_since(since) < FILES_TIMEOUT)
+            .then(|| format!("the owner's files are not saved yet{why}"))
     }
 }
 
@@ -151,23 +153,23 @@ mod tests {
     #[test]
     fn step_waits_for_files_until_timeout() {
         let mut progress = stopped_at_100();
-        let mut waits = |report: HostReport, attention: &Value, now: i64| {
+        let mut wait_reason = |report: HostReport, attention: &Value, now: i64| {
             SavedFiles::from_report(&report, &progress, attention).wait_reason(&mut progress, timestamp(now))
         };
         let none = json!([]);
-        assert_eq!(waits(report(Some(100)), &none, 0), None, "saved until the writers stopped");
-        assert_eq!(waits(HostReport::Unsupported, &none, 0), None);
+        assert_eq!(wait_reason(report(Some(100)), &none, 0), None, "saved until the writers stopped");
+        assert_eq!(wait_reason(HostReport::Unsupported, &none, 0), None);
         assert_eq!(
-            waits(report(None), &attention(FILES_NOT_RESTORED), 0),
+            wait_reason(report(None), &attention(FILES_NOT_RESTORED), 0),
             None,
             "a host that could not restore the files saves none"
         );
-        assert_eq!(waits(report(Some(100)), &attention(FILES_DAMAGED), 0), None);
-        let why = waits(report(Some(99)), &none, 1000).unwrap();
+        assert_eq!(wait_reason(report(Some(100)), &attention(FILES_DAMAGED), 0), None);
+        let why = wait_reason(report(Some(99)), &none, 1000).unwrap();
         assert_eq!(why, "the owner's files are not saved yet: the store is unavailable");
-        let why = waits(report(None), &attention(FILES_DAMAGED), 1179).unwrap();
+        let why = wait_reason(report(None), &attention(FILES_DAMAGED), 1179).unwrap();
         assert!(why.ends_with("yet: a pack is damaged"), "{why}");
-        assert_eq!(waits(report(None), &none, 1180), None);
+        assert_eq!(wait_reason(report(None), &none, 1180), None);
     }
 
     #[test]

@@ -32,7 +32,7 @@ pub enum HostReport {
 pub struct SnapshotWindow {
     /// The writers had stopped by this time, so every later snapshot contains all data.
     pub since: Timestamp,
-    /// The current time by the host's clock.
+    /// The current time, by the host's clock.
     pub now: Timestamp,
 }
 

@@ -1,4 +1,4 @@
-//! The newest copy of a slot's data: the latest snapshot of the database, and the owner's files as last reported.
+//! Finds the newest copy of a slot's data: the latest snapshot of the database, and the owner's files as last reported.
 
 use std::fmt;
 use std::time::Duration;
@@ -108,9 +108,9 @@ impl fmt::Display for ReportedFiles {
         match (&self.problem, self.saved_until) {
             (Some(problem), _) => write!(f, "; the owner's files may not be completely saved ({problem})"),
             (None, Some(at)) => {
-                write!(f, "; according to its host, the owner's files are saved as of {}", rfc3339_ms(at))
+                write!(f, "; according to the host, the owner's files are saved as of {}", rfc3339_ms(at))
             }
-            (None, None) => f.write_str("; according to its host, the owner's files are not saved"),
+            (None, None) => f.write_str("; according to the host, the owner's files are not saved"),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Progress in the step `last_backup`, stored in the operation's facts between attempts.
+//! Tracks the progress of the step `last_backup`, which is stored in the operation's facts between attempts.
 
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ use svc_base::clock;
 use svc_base::untrusted_text::truncate_printable;
 
 /// Key in an operation's facts for the progress of this step.
-const FACTS: &str = "lastBackup";
+const PROGRESS_KEY: &str = "lastBackup";
 /// Minimum number of additional bytes that counts as progress.
 const MIN_PROGRESS_BYTES: u64 = 1 << 20;
 
@@ -52,7 +52,7 @@ pub struct LastBackupProgress {
     /// When the step started waiting for the owner's files: the database was saved, but the files were not.
     #[serde(with = "clock::wire_option")]
     pub files_awaited_since: Option<Timestamp>,
-    /// The time of the latest request by the host's clock; the next field is the same time by the database's clock.
+    /// The time of the latest request, by the host's clock; the next field is the same time, by the database's clock.
     #[serde(with = "clock::wire_option")]
     host_clock_at: Option<Timestamp>,
     #[serde(with = "clock::wire_option")]
@@ -76,18 +76,18 @@ pub struct LastBackupProgress {
 
 impl LastBackupProgress {
     pub fn load(leased: &LeasedOperation<'_>) -> Self {
-        let stored = leased.operation.facts.get(FACTS).cloned();
+        let stored = leased.operation.facts.get(PROGRESS_KEY).cloned();
         stored.and_then(|stored| serde_json::from_value(stored).ok()).unwrap_or_default()
     }
 
     /// Returns the operation's facts with this progress inserted.
     pub fn facts(&self, leased: &LeasedOperation<'_>) -> Map<String, Value> {
         let mut facts = leased.facts();
-        facts.insert(FACTS.to_owned(), serde_json::to_value(self).unwrap_or_default());
+        facts.insert(PROGRESS_KEY.to_owned(), serde_json::to_value(self).unwrap_or_default());
         facts
     }
 
-    /// Returns the delay before the next call to a host that is stopping its writers or making its backup.
+    /// Returns the delay before the next call to a host that is stopping its writers or taking its backup.
     pub fn next_poll(&self, now: Timestamp) -> Duration {
         poll_interval(now.duration_since(self.started_at.unwrap_or(now)), MAX_POLL_INTERVAL)
     }

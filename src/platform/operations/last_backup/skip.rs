@@ -29,7 +29,7 @@ const SEARCH_TIMEOUT: Duration = Duration::from_secs(15);
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SkipReason {
     ServerGone,
-    /// An earlier operation has already ordered the server to be powered off.
+    /// An earlier operation has already requested that the server be powered off.
     OutOfService,
     Unreachable,
     /// An operator gave up waiting for the backup.
@@ -175,9 +175,9 @@ async fn find_newer_snapshot(
     let search = async {
         let pointer = pointer_io::read(bucket, &slot).await?;
         let Some(latest) = pointer.and_then(|read| read.value.snapshot) else { return Ok(None) };
-        let own = newer_snapshot::find(bucket, &slot, (machine.id, machine.epoch), &latest).await?;
-        if own.is_some() || latest.machine_id == machine.id {
-            return Ok(own);
+        let own_snapshot = newer_snapshot::find(bucket, &slot, (machine.id, machine.epoch), &latest).await?;
+        if own_snapshot.is_some() || latest.machine_id == machine.id {
+            return Ok(own_snapshot);
         }
         let Some(key) = machine.unrestored_snapshot.as_ref().filter(|key| **key > latest.key) else {
             return Ok(None);
