@@ -231,7 +231,7 @@ mod tests {
             let expected_line = json!({"input": [{"command": expected}], "n": 100_000}).to_string();
             assert_eq!(secrets.redact_line(&line), expected_line);
         }
-        assert_eq!(secrets.redact_line("no JSON: plain words"), "no JSON: ***");
+        assert_eq!(secrets.redact_line("not JSON: plain words"), "not JSON: ***");
         assert!(matches!(secrets.redact_line("{\"a\": 1}"), Cow::Borrowed(_)));
     }
 
