@@ -359,8 +359,9 @@ mod tests {
             path_member: None,
             is_text: true,
         };
-        let parsed = Value::Object(parse_line(&view, "2026-11-22T10:00:00.000Z a limit was armed").unwrap());
-        assert_eq!(parsed, json!({"timestamp": "2026-11-22T10:00:00.000Z", "text": "a limit was armed"}));
+        let parsed =
+            Value::Object(parse_line(&view, "2026-11-22T10:00:00.000Z a limit was changed").unwrap());
+        assert_eq!(parsed, json!({"timestamp": "2026-11-22T10:00:00.000Z", "text": "a limit was changed"}));
         assert!(parse_line(&view, "no time").is_none() && parse_line(&view, "").is_none());
         assert!(parse_line(&VIEW, "[]").is_none() && parse_line(&VIEW, "{").is_none());
     }
