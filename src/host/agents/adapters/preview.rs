@@ -1,4 +1,4 @@
-//! Previews of tool inputs and messages: their start, without secrets.
+//! Builds previews of tool inputs and messages: the start of the text, with secrets redacted.
 //!
 //! Secrets are recognized by their format, by the name before them, and by value if they are in the agent's
 //! environment. No list of patterns is complete, so previews are short, and only the start of a tool's error is shown.

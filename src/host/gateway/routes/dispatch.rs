@@ -101,8 +101,9 @@ pub async fn follow(
             // `parse` accepts a plus sign, which no id has.
             let text = value.to_str().ok().filter(|text| !text.starts_with('+'));
             let number = text.and_then(|text| text.parse().ok());
-            let invalid = || Problem::field("Last-Event-ID", "must be the id of an event, which is a number");
-            Some(number.ok_or_else(invalid)?)
+            let invalid_id =
+                || Problem::field("Last-Event-ID", "must be the id of an event, which is a number");
+            Some(number.ok_or_else(invalid_id)?)
         }
         None => None,
     };
@@ -128,9 +129,9 @@ pub async fn cancel(
 
 async fn find_dispatch(dispatcher: &Dispatcher, id: &str) -> Result<DispatchTarget, Problem> {
     dispatcher.wait_until_ready().await?;
-    let unknown = || Problem::new(Code::NotFound, "There is no dispatch with this id, or it has expired.");
-    let id: DispatchId = id.parse().map_err(|_| unknown())?;
-    dispatcher.find(&id).await?.ok_or_else(unknown)
+    let not_found = || Problem::new(Code::NotFound, "There is no dispatch with this id, or it has expired.");
+    let id: DispatchId = id.parse().map_err(|_| not_found())?;
+    dispatcher.find(&id).await?.ok_or_else(not_found)
 }
 
 fn dispatch_json(dispatcher: &Dispatcher, target: &DispatchTarget) -> Value {

@@ -211,8 +211,8 @@ pub async fn follow(
 fn parse_last_event_id(headers: &HeaderMap) -> Result<Option<TailPosition>, Problem> {
     let Some(value) = headers.get("last-event-id").filter(|value| !value.is_empty()) else { return Ok(None) };
     let position = value.to_str().ok().and_then(|text| text.parse().ok());
-    let invalid = || Problem::field("Last-Event-ID", "must be the id of an event");
-    position.map(Some).ok_or_else(invalid)
+    let invalid_id = || Problem::field("Last-Event-ID", "must be the id of an event");
+    position.map(Some).ok_or_else(invalid_id)
 }
 
 fn id_line(position: Option<TailPosition>) -> String {

@@ -1,4 +1,4 @@
-//! One heartbeat: its request, its response, and the detection of a replaced machine.
+//! Sends one heartbeat, reads the response, and detects that this machine has been replaced.
 
 use http::StatusCode;
 use secrecy::{ExposeSecret, SecretString};
