@@ -1,4 +1,4 @@
-//! Users' budgets: an amount is reserved before a dispatch starts, and its cost is recorded when it ends.
+//! Users' budgets: reserves an amount before a dispatch starts, and records the cost when the dispatch ends.
 //!
 //! Invariant: checking and changing a user's budget is atomic, even under concurrent requests.
 

@@ -1,4 +1,4 @@
-//! The kernel: the owner's settings, the records, and each user's spending and reservations.
+//! The kernel holds the owner's settings, the records, and each user's spending and reservations.
 //!
 //! The usage store is read in the background, so that the gateway can accept connections in the meantime. Until the
 //! store has been read, requests that need it get a 503 with `Retry-After`.

@@ -12,7 +12,7 @@ const NEXT_STEP: &str = "provisioning writes these files: restore the value, or 
 
 pub fn check(layout: &Layout) -> Findings {
     let mut findings = Findings::new("configuration");
-    if has_other_platform_for_root(layout) {
+    if has_conflicting_platform_urls(layout) {
         findings = findings.problem(
             "PLATFORM_INTERNAL_URL differs between update.env and host.env: updates come from the platform in \
              update.env",
@@ -30,9 +30,9 @@ pub fn check(layout: &Layout) -> Findings {
     }
 }
 
-/// Whether root's file and the services' file name different platforms. A file that this process cannot read is
-/// ignored.
-fn has_other_platform_for_root(layout: &Layout) -> bool {
+/// Returns whether root's file and the services' file name different platforms. A file that this process cannot read
+/// is ignored.
+fn has_conflicting_platform_urls(layout: &Layout) -> bool {
     let platform_url = |file| Env::default().with_file(file).text(&vars::PLATFORM_INTERNAL_URL);
     let (services, root) = (platform_url(&layout.host_env()), platform_url(&layout.update_env()));
     services.zip(root).is_some_and(|(services, root)| services != root)

@@ -1,4 +1,4 @@
-//! `svc-gateway`: the machine's HTTPS port. It serves the owner API, the bridge and apps, and proxies the shell and
+//! `svc-gateway`: serves the owner API, the bridge and apps on the machine's HTTPS port, and proxies the shell and
 //! code-server.
 //!
 //! It listens immediately, without waiting for the database. Invariant: on the public port of a provisioned machine,

@@ -72,14 +72,14 @@ impl Site {
         let mut site = Self { files: BTreeMap::new(), bytes: 0 };
         let mut pending = vec![root.to_owned()];
         while let Some(dir) = pending.pop() {
-            let failed = |path: &Path| {
+            let read_error = |path: &Path| {
                 let path = path.to_owned();
                 move |source| SiteError::Read { path, source }
             };
-            for entry in fs::read_dir(&dir).map_err(failed(&dir))? {
-                let entry = entry.map_err(failed(&dir))?;
+            for entry in fs::read_dir(&dir).map_err(read_error(&dir))? {
+                let entry = entry.map_err(read_error(&dir))?;
                 let path = entry.path();
-                let meta = entry.metadata().map_err(failed(&path))?;
+                let meta = entry.metadata().map_err(read_error(&path))?;
                 if meta.is_dir() {
                     pending.push(path);
                     continue;
@@ -90,7 +90,7 @@ impl Site {
                 if site.bytes > MAX_SITE_BYTES || site.files.len() >= MAX_SITE_FILES {
                     return Err(SiteError::TooLarge(root.to_owned()));
                 }
-                let content = fs::read(&path).map_err(failed(&path))?;
+                let content = fs::read(&path).map_err(read_error(&path))?;
                 site.files.insert(name.to_owned(), load_file(name, content));
             }
         }

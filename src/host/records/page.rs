@@ -58,11 +58,11 @@ pub fn read_newest(
     let mut budget = MAX_READ_BYTES;
     let mut from = before;
     while let Some(OpenRecordFile { path, id, file }) = files.open_next()? {
-        let failed = FileError::wrap("read", &path);
-        let Some(mut reader) = BackwardReader::start(file, id, from).map_err(failed)? else { continue };
+        let read_error = FileError::wrap("read", &path);
+        let Some(mut reader) = BackwardReader::start(file, id, from).map_err(read_error)? else { continue };
         from = None;
         loop {
-            let (offset, is_enough) =
+            let (offset, is_page_complete) =
                 match reader.next_step(&mut budget).map_err(FileError::wrap("read", &path))? {
                     ReadOutcome::Start => break,
                     ReadOutcome::LimitReached(offset) => (offset, true),
@@ -76,7 +76,7 @@ pub fn read_newest(
                         (offset, lines.len() == limit)
                     }
                 };
-            if is_enough {
+            if is_page_complete {
                 let is_last = offset == 0 && files.is_empty();
                 let next = (!is_last).then_some(LinePosition { file: reader.id, offset });
                 return Ok(Page { lines, next });

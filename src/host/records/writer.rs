@@ -186,8 +186,8 @@ impl Records {
     }
 
     /// Waits until all lines accepted so far are durable. Returns `false` if they are not durable within `timeout`, if
-    /// a sync fails in the meantime, or if the writer has ended. `true` does not cover lines that were accepted before a
-    /// failed sync: see [`Records::failed_syncs`].
+    /// a sync fails in the meantime, or if the writer has ended. `true` does not cover lines that were accepted before
+    /// a failed sync: see [`Records::failed_syncs`].
     pub fn flush(&self, timeout: Duration) -> bool {
         let mut queue = self.0.lock();
         queue.flushes_requested += 1;

@@ -1,5 +1,5 @@
-//! The daily measurement: one line in `storage.jsonl` with the sizes of the disk, the home directory, apps, logs and
-//! the database.
+//! Appends one line a day to `storage.jsonl`, with the sizes of the disk, the home directory, apps, logs and the
+//! database.
 //!
 //! Apps and logs are part of the home directory; an app's schema is part of the database. Each day has at most one
 //! line.

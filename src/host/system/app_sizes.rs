@@ -14,7 +14,7 @@ const SIZES_QUERY: &str = "SELECT n.nspname::text, coalesce(sum(pg_total_relatio
 /// The database size of an app's schema.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct AppSize {
-    /// The size in bytes, including indexes and large values.
+    /// The size in bytes, including indexes and TOAST data.
     pub bytes: u64,
     /// The number of rows that PostgreSQL last estimated; 0 before the first estimate.
     pub rows: u64,

@@ -24,8 +24,8 @@ use svc_machine::name::{Handle, IdpUserId, ImageVersion, Slot};
 /// takes precedence.
 pub fn environment(layout: &Layout) -> Env {
     if nix::unistd::geteuid().is_root() {
-        let own = Env::from_process().with_file(&layout.update_env());
-        return root_settings::with_untrusted_files(own, &service_files(layout));
+        let root_env = Env::from_process().with_file(&layout.update_env());
+        return root_settings::with_untrusted_files(root_env, &service_files(layout));
     }
     services_env(layout)
 }
@@ -108,10 +108,10 @@ impl PlatformAccess {
 pub fn read_initial_proof_keys(env: &mut Env) -> Option<ProofKeys> {
     let text: String = env.required(&vars::SVC_PROOF_KEYS)?;
     // The serde message quotes the value, so only the position is used.
-    let position = |error: serde_json::Error| {
+    let parse_error = |error: serde_json::Error| {
         format!("must be a JWK set (error at line {}, column {})", error.line(), error.column())
     };
-    serde_json::from_str(&text).map_err(|error| env.add_error(&vars::SVC_PROOF_KEYS, position(error))).ok()
+    serde_json::from_str(&text).map_err(|error| env.add_error(&vars::SVC_PROOF_KEYS, parse_error(error))).ok()
 }
 
 /// Reads the version of the release that user-data names.

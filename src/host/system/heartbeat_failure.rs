@@ -8,7 +8,7 @@ use svc_base::fsx::{self, FileError};
 
 const FORMAT_VERSION: u32 = 1;
 
-/// All heartbeats have failed since a time.
+/// A period in which all heartbeats have failed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct HeartbeatFailure {
@@ -33,30 +33,30 @@ impl HeartbeatFailure {
     }
 }
 
-/// Writes the record when the result of the heartbeats changes. An error of the disk is only logged; the next heartbeat
-/// repeats the write.
+/// Writes the record when the result of the heartbeats changes. A disk error is only logged; the next heartbeat retries
+/// the write.
 pub struct FailureLog<'a> {
     layout: &'a Layout,
     /// The current failure, whether or not it could be written.
     failure: Option<HeartbeatFailure>,
     /// The content of the file, if it is known.
     written: Option<HeartbeatFailure>,
-    may_file_exist: bool,
+    file_may_exist: bool,
 }
 
 impl<'a> FailureLog<'a> {
     /// Continues the record of an earlier process.
     pub fn open(layout: &'a Layout) -> Self {
         let failure = HeartbeatFailure::read(layout).ok().flatten();
-        Self { layout, written: failure.clone(), failure, may_file_exist: true }
+        Self { layout, written: failure.clone(), failure, file_may_exist: true }
     }
 
     /// Records that the platform accepted a heartbeat.
     pub fn record_success(&mut self) {
         self.failure = None;
-        if self.may_file_exist {
+        if self.file_may_exist {
             let removed = fsx::remove_if_exists(&self.layout.heartbeat_failure());
-            self.may_file_exist = log_error(removed).is_none();
+            self.file_may_exist = log_error(removed).is_none();
             self.written = None;
         }
     }
@@ -68,7 +68,7 @@ impl<'a> FailureLog<'a> {
         let failure = self.failure.insert(failure);
         if self.written.as_ref() != Some(failure) {
             let text = serde_json::to_vec(failure).expect("plain fields serialize to JSON");
-            self.may_file_exist = true;
+            self.file_may_exist = true;
             let written = fsx::write_atomic_or_in_place(&self.layout.heartbeat_failure(), &text, 0o644);
             self.written = log_error(written).map(|()| failure.clone());
         }
@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn failed_write_and_removal_are_repeated() {
+    fn failed_write_and_removal_are_retried() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         let mut log = FailureLog::open(&layout);

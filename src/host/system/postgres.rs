@@ -68,10 +68,10 @@ impl PostgresServer {
         let mut config = self.config.clone();
         config.dbname(database).application_name(application).connect_timeout(CONNECT_TIMEOUT);
         self.add_addresses(&mut config).await?;
-        let failed = |source| ConnectError::Failed { database: database.to_owned(), source };
+        let connect_error = |source| ConnectError::Failed { database: database.to_owned(), source };
         let timeout_error = |_| ConnectError::Timeout { database: database.to_owned() };
         let connected = tokio::time::timeout(CONNECT_TIMEOUT, config.connect(NoTls)).await;
-        let (client, connection) = connected.map_err(timeout_error)?.map_err(failed)?;
+        let (client, connection) = connected.map_err(timeout_error)?.map_err(connect_error)?;
         tokio::spawn(async move {
             if let Err(error) = connection.await {
                 tracing::debug!(error = %format_chain(&error), "the database connection ended");

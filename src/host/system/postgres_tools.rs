@@ -291,8 +291,8 @@ fn load_options(cores: usize) -> String {
     format!("-c synchronous_commit=off{workers}")
 }
 
-/// Reads a tool's error output to its end, because the tool would otherwise block or be killed. Returns the last part
-/// on one line, without the row values that it quotes.
+/// Reads a tool's error output to its end, because the tool would otherwise block or be killed. Returns its last lines
+/// joined into one, without the row values that they quote.
 pub async fn read_stderr_tail(stderr: Option<impl AsyncRead + Unpin>) -> String {
     let Some(mut stderr) = stderr else { return String::new() };
     let mut summary = StderrSummary::default();

@@ -5,7 +5,7 @@ use std::io;
 /// Clock ticks per second; a clock tick is the unit of process start times.
 pub const TICKS_PER_SECOND: u64 = 100;
 
-/// The fields that are used.
+/// The fields of `/proc/PID/stat` that are used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProcessStat {
     pub is_zombie: bool,

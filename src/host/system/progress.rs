@@ -1,5 +1,5 @@
-//! The progress of a long run: reported to systemd as its status, shown as a bar on a terminal, and published to
-//! subscribers.
+//! Reports the progress of a long run to systemd as the service's status, shows it as a bar on a terminal, and
+//! publishes it to subscribers.
 
 use std::io::IsTerminal;
 use std::sync::Mutex;

@@ -178,8 +178,8 @@ fn belongs_to(token: &str, machine: MachineId) -> bool {
     })
 }
 
-/// Returns whether the stored token is at least as new as the one in `host.env`, which an operator or an update may have
-/// replaced. Also returns true if the stored token replaced the one in `host.env`, even with a lower generation: a
+/// Returns whether the stored token is at least as new as the one in `host.env`, which an operator or an update may
+/// have replaced. Also returns true if the stored token replaced the one in `host.env`, even with a lower generation: a
 /// platform that was restored to an earlier state may accept only an earlier token.
 fn is_current(stored: &Tokens, initial: &SecretString) -> bool {
     let initial = initial.expose_secret();
@@ -290,7 +290,7 @@ mod tests {
         fsx::write_atomic(&layout.host_env(), text.as_bytes(), 0o600).unwrap();
         let source = UpgradeToken::rotating(initial.clone(), &layout, machine);
         write_to_host_env(&layout, &source).unwrap();
-        assert_eq!(std::fs::read_to_string(layout.host_env()).unwrap(), text, "nothing has rotated");
+        assert_eq!(std::fs::read_to_string(layout.host_env()).unwrap(), text, "the token has not rotated");
         source.store(&token(machine, 2), &initial).unwrap();
         write_to_host_env(&layout, &source).unwrap();
         let text = std::fs::read_to_string(layout.host_env()).unwrap();

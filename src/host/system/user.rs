@@ -87,8 +87,7 @@ const OWNER_VARIABLES: [&str; 4] = ["PATH", "LANG", "RUST_LOG", "SVC_ROOT"];
 
 /// Builds the command that runs one of our applets as another user; the process is killed when its handle is dropped.
 /// For the gateway's user, the applet calls [`switch_to_gateway_user`] first; for the owner's user, it starts as that
-/// user. If this process is not root, or the machine has no separate users, the applet keeps the current
-/// user.
+/// user. If this process is not root, or the machine has no separate users, the applet keeps the current user.
 ///
 /// # Errors
 /// If the path of this executable cannot be found; for the owner's user, also if root cannot determine that user's ids.

@@ -1,4 +1,4 @@
-//! The password for the machine's own database: generated here once, and stored only on this machine.
+//! Generates the password for the machine's own database, once, and stores it only on this machine.
 //!
 //! An existing `DATABASE_URL` is kept. `postgres.env`, which the container reads, is written before `host.env`: if a
 //! run is interrupted between the two files, the next run reuses the password in `postgres.env`.

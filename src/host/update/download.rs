@@ -213,10 +213,10 @@ impl Download<'_> {
     /// Opens a `file:` URL, for a bundle that is already on the machine. The file is read from its first byte; bytes
     /// that have already been received are skipped.
     async fn open_file(&mut self) -> Result<(), DownloadError> {
-        let unreadable = |source| DownloadError::File { url: self.url(), source };
+        let read_error = |source| DownloadError::File { url: self.url(), source };
         let path = self.source.url.to_file_path().unwrap_or_default();
-        let file = tokio::fs::File::open(path).await.map_err(unreadable)?;
-        let length = file.metadata().await.map_err(unreadable)?.len();
+        let file = tokio::fs::File::open(path).await.map_err(read_error)?;
+        let length = file.metadata().await.map_err(read_error)?.len();
         let body = reqwest::Body::wrap_stream(ReaderStream::with_capacity(file, 1 << 16));
         self.length = Some(length);
         self.body = Some(PendingBody { response: http::Response::new(body).into(), skip: self.received });
@@ -286,11 +286,11 @@ impl Download<'_> {
         &self,
         body: &mut (impl Stream<Item = reqwest::Result<Bytes>> + Unpin),
     ) -> Result<Option<Bytes>, DownloadError> {
-        let failed = |source: reqwest::Error| DownloadError::Transport {
+        let transport_error = |source: reqwest::Error| DownloadError::Transport {
             url: self.url(),
             source: source.without_url(),
         };
-        body.next().await.transpose().map_err(failed)
+        body.next().await.transpose().map_err(transport_error)
     }
 }
 

@@ -128,10 +128,10 @@ impl Journal {
 }
 
 fn parse(path: &Path, text: &[u8]) -> Result<Journal, JournalError> {
-    let unreadable = |why: String| JournalError::Unreadable { path: path.to_owned(), why };
-    let journal: Journal = serde_json::from_slice(text).map_err(|why| unreadable(why.to_string()))?;
+    let parse_error = |why: String| JournalError::Unreadable { path: path.to_owned(), why };
+    let journal: Journal = serde_json::from_slice(text).map_err(|why| parse_error(why.to_string()))?;
     if journal.version != FORMAT {
-        return Err(unreadable(format!("unsupported format {}", journal.version)));
+        return Err(parse_error(format!("unsupported format {}", journal.version)));
     }
     Ok(journal)
 }

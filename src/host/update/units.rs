@@ -45,8 +45,8 @@ struct InstalledFiles {
 /// remove the files that its release does not have, even if it installs a different release.
 ///
 /// # Errors
-/// [`UnitsError`] if a file's name is not UTF-8 or does not begin with `svc`, `installed.json` is malformed, or a file cannot be read
-/// or written. The call can be repeated.
+/// [`UnitsError`] if a file's name is not UTF-8 or does not begin with `svc`, `installed.json` is malformed, or a file
+/// cannot be read or written. The call can be repeated.
 pub fn install(layout: &Layout, version: &ImageVersion) -> Result<(), UnitsError> {
     let wanted = list_release_files(layout, version)?;
     let installed = read_installed_files(layout)?;
@@ -98,7 +98,8 @@ fn is_runnable(unit: &str) -> bool {
 /// Returns the release's files, by the path at which each is installed.
 ///
 /// # Errors
-/// [`UnitsError::Foreign`] if a name is not UTF-8 or does not begin with `svc`; [`UnitsError::File`] if a directory cannot be read.
+/// [`UnitsError::Foreign`] if a name is not UTF-8 or does not begin with `svc`; [`UnitsError::File`] if a directory
+/// cannot be read.
 fn list_release_files(
     layout: &Layout,
     version: &ImageVersion,

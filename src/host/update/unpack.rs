@@ -167,7 +167,7 @@ impl Tree<'_> {
 
     fn create_file(&mut self, entry: &mut TarEntry<'_, impl Read>, path: &Path) -> Result<(), UnpackError> {
         self.create_parent(path)?;
-        let failed = |source| UnpackError::Write { path: path.to_owned(), source };
+        let write_error = |source| UnpackError::Write { path: path.to_owned(), source };
         // Readable by all users and writable by root only, regardless of the umask with which the bundle was built.
         let mode = 0o644 | (entry.mode & 0o111);
         let mut file: File = OpenOptions::new()
@@ -175,9 +175,9 @@ impl Tree<'_> {
             .create_new(true)
             .mode(mode)
             .open(self.root.join(path))
-            .map_err(failed)?;
+            .map_err(write_error)?;
         copy_content(entry, &mut file, path)?;
-        file.set_permissions(Permissions::from_mode(mode)).map_err(failed)
+        file.set_permissions(Permissions::from_mode(mode)).map_err(write_error)
     }
 
     fn create_link(&mut self, path: &Path, target: &Path) -> Result<(), UnpackError> {
@@ -195,8 +195,8 @@ impl Tree<'_> {
     /// Resolves all links once everything is unpacked, because a link can lead through another link to somewhere other
     /// than its target suggests.
     fn check_links(&self) -> Result<(), UnpackError> {
-        let failed = |path: &Path, source| UnpackError::Write { path: path.to_owned(), source };
-        let root = fs::canonicalize(self.root).map_err(|source| failed(self.root, source))?;
+        let write_error = |path: &Path, source| UnpackError::Write { path: path.to_owned(), source };
+        let root = fs::canonicalize(self.root).map_err(|source| write_error(self.root, source))?;
         for link in &self.links {
             let target =
                 fs::canonicalize(self.root.join(link)).map_err(|error| classify_link_error(link, error))?;

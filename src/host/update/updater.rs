@@ -298,7 +298,7 @@ impl<S: Services> Updater<S> {
             }
         }
         failpoint::trigger("update.restarted").map_err(failed(Stage::Restart))?;
-        let unhealthy = |error: String| StepError::Failed(StepFailure { stage: Stage::Health, error });
+        let health_error = |error: String| StepError::Failed(StepFailure { stage: Stage::Health, error });
         let gateway_probe = match (self.gateway_client(), journal.plan.was_ready) {
             (None, _) => GatewayProbe::Unavailable,
             (Some(gateway), true) => GatewayProbe::Ready(gateway),
@@ -306,7 +306,7 @@ impl<S: Services> Updater<S> {
         };
         health::wait_until_healthy(&self.services, &names, &gateway_probe, self.health_timeout)
             .await
-            .map_err(unhealthy)?;
+            .map_err(health_error)?;
         failpoint::trigger("update.healthy").map_err(failed(Stage::Health))
     }
 
@@ -443,17 +443,18 @@ mod tests {
 
     #[test]
     fn full_disk_fails_update_without_rejecting_release() {
-        let write = |source: io::Error| -> FetchError {
+        let write_error = |source: io::Error| -> FetchError {
             UnpackError::Write { path: PathBuf::from("runtime/node"), source }.into()
         };
         for errno in [nix::libc::ENOSPC, nix::libc::EIO, nix::libc::EDQUOT] {
-            let StepError::Failed(why) = classify_fetch_error(write(io::Error::from_raw_os_error(errno)))
+            let StepError::Failed(why) =
+                classify_fetch_error(write_error(io::Error::from_raw_os_error(errno)))
             else {
                 panic!("{errno}: refused");
             };
             assert_eq!(why.stage, Stage::Download);
         }
-        let duplicate = write(io::ErrorKind::AlreadyExists.into());
+        let duplicate = write_error(io::ErrorKind::AlreadyExists.into());
         let corrupt = FetchError::from(UnpackError::Archive(io::ErrorKind::InvalidData.into()));
         for archive_error in [duplicate, corrupt] {
             assert!(matches!(classify_fetch_error(archive_error), StepError::Refused(_)));

@@ -1,4 +1,4 @@
-//! Previews of tool inputs and messages: their start, without secrets.
+//! Builds previews of tool inputs and messages: the start of the text, with secrets redacted.
 //!
 //! Secrets are recognized by their format, by the name before them, and by value if they are in the agent's
 //! environment. No list of patterns is complete, so previews are short, and only the start of a tool's error is shown.
@@ -231,7 +231,7 @@ mod tests {
             let expected_line = json!({"input": [{"command": expected}], "n": 100_000}).to_string();
             assert_eq!(secrets.redact_line(&line), expected_line);
         }
-        assert_eq!(secrets.redact_line("no JSON: plain words"), "no JSON: ***");
+        assert_eq!(secrets.redact_line("not JSON: plain words"), "not JSON: ***");
         assert!(matches!(secrets.redact_line("{\"a\": 1}"), Cow::Borrowed(_)));
     }
 

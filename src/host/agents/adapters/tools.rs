@@ -59,7 +59,7 @@ impl ToolCalls {
             input_preview: input_preview.clone(),
             is_recorded,
         };
-        // If more calls than this are running at once, the ends of the further calls are not reported.
+        // If more than `MAX_TOOL_CALLS` calls are running at once, the ends of the further calls are not reported.
         if self.running.len() < MAX_TOOL_CALLS {
             let running = RunningCall { id, name: name.clone(), index: self.started, started_ms: at_ms };
             self.running.push(running);

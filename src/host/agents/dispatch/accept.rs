@@ -112,7 +112,7 @@ fn build_dispatches(
     reservation: Reservation,
 ) -> (DispatchTarget, Vec<Arc<Dispatch>>) {
     let accepted_at = clock::now_ms();
-    let accepted = |id: String, entry: &PromptEntry, batch: Option<BatchPosition>| JournalEntry {
+    let journal_entry = |id: String, entry: &PromptEntry, batch: Option<BatchPosition>| JournalEntry {
         version: JournalEntry::VERSION,
         id,
         sender_id: request.sender_id.clone(),
@@ -126,7 +126,7 @@ fn build_dispatches(
     };
     if !request.is_batch {
         let dispatch =
-            Dispatch::new(accepted(id.to_string(), &request.entries[0], None), None, Some(reservation));
+            Dispatch::new(journal_entry(id.to_string(), &request.entries[0], None), None, Some(reservation));
         return (DispatchTarget::Dispatch(Arc::clone(&dispatch)), vec![dispatch]);
     }
     let size = request.entries.len();
@@ -137,7 +137,7 @@ fn build_dispatches(
     let entry = |(index, entry)| {
         let position = BatchPosition { id: id.to_string(), index, size };
         Dispatch::new(
-            accepted(id.entry_id(index), entry, Some(position)),
+            journal_entry(id.entry_id(index), entry, Some(position)),
             Some(Arc::clone(&batch)),
             reservation.take(),
         )

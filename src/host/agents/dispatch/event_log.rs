@@ -15,8 +15,8 @@ const MAX_LOG_BYTES: usize = 1 << 20;
 /// exceeds all numbers from earlier processes.
 static FIRST_NUMBER: LazyLock<u64> =
     LazyLock::new(|| u64::try_from(Timestamp::now().as_millisecond()).unwrap_or_default() * 1000);
-/// The first event number of a log restored from records. Such a log differs from the original, so it must not reuse
-/// its numbers. Each request restores the log with the same numbers, so that a listener that reconnects after the last
+/// The first event number of a log restored from records. A restored log differs from the original, so its numbers
+/// must not overlap the original's. They start at a fixed value, so that a listener that reconnects after the last
 /// event does not receive all events again.
 const FIRST_RESTORED_NUMBER: u64 = 1;
 
@@ -33,18 +33,18 @@ struct Buffer {
     first: u64,
     events: VecDeque<Bytes>,
     bytes: usize,
-    is_over: bool,
+    is_closed: bool,
 }
 
 /// Events read from a log.
-pub struct ReadEvents {
+pub struct EventBatch {
     pub events: Vec<Bytes>,
     /// Number of earlier events that were dropped.
     pub missed: u64,
     /// The number of the next event.
     pub next: u64,
-    /// No more events follow.
-    pub is_over: bool,
+    /// Whether no more events follow.
+    pub is_closed: bool,
 }
 
 impl Default for EventLog {
@@ -60,7 +60,7 @@ impl EventLog {
     }
 
     fn starting_at(first_number: u64) -> Self {
-        let buffer = Buffer { first: first_number, events: VecDeque::new(), bytes: 0, is_over: false };
+        let buffer = Buffer { first: first_number, events: VecDeque::new(), bytes: 0, is_closed: false };
         Self { first_number, buffer: Mutex::new(buffer), next_number: watch::Sender::new(0) }
     }
 
@@ -71,7 +71,7 @@ impl EventLog {
     /// Appends an event; `is_last` closes the log, and later events are ignored.
     pub fn push(&self, kind: &str, data: &Value, is_last: bool) {
         let mut buffer = self.lock();
-        if buffer.is_over {
+        if buffer.is_closed {
             return;
         }
         let number = buffer.first + buffer.events.len() as u64;
@@ -83,24 +83,24 @@ impl EventLog {
             buffer.bytes -= dropped;
             buffer.first += 1;
         }
-        buffer.is_over = is_last;
+        buffer.is_closed = is_last;
         drop(buffer);
         self.next_number.send_replace(number + 1);
     }
 
     /// Reads the events starting with number `from`. A number outside the log's range is from an earlier process, or
     /// from the original of a restored log; in that case, all events are read.
-    pub fn read(&self, from: u64) -> ReadEvents {
+    pub fn read(&self, from: u64) -> EventBatch {
         let buffer = self.lock();
         let next = buffer.first + buffer.events.len() as u64;
         let from = if (self.first_number..=next).contains(&from) { from } else { self.first_number };
         let start = from.max(buffer.first);
         let skipped = usize::try_from(start - buffer.first).unwrap_or(usize::MAX);
-        ReadEvents {
+        EventBatch {
             events: buffer.events.iter().skip(skipped).cloned().collect(),
             missed: start - from,
             next,
-            is_over: buffer.is_over,
+            is_closed: buffer.is_closed,
         }
     }
 
@@ -128,7 +128,7 @@ mod tests {
         log.push("text", &json!({"text": "after the end"}), false);
         let read = log.read(0);
         assert_eq!(
-            (read.events.len(), read.missed, read.next, read.is_over),
+            (read.events.len(), read.missed, read.next, read.is_closed),
             (2, 0, *FIRST_NUMBER + 2, true)
         );
         assert_eq!(

@@ -356,7 +356,8 @@ mod tests {
             3,
             "the batch, the unreadable file and its start marker"
         );
-        // If the marker cannot be created, a dispatch in the journal must not start: it would start again after a crash.
+        // If the marker cannot be created, a dispatch in the journal must not start: it would start again after a
+        // crash.
         std::fs::create_dir(dir.path().join("dispatches/b.0.begun")).unwrap();
         std::fs::create_dir(dir.path().join("dispatches/unknown.begun")).unwrap();
         assert!(!journal.mark_started(&entry(0)));
@@ -400,13 +401,14 @@ mod tests {
             std::fs::write(path(name), "").unwrap();
         }
         let batch = |id: &str| JournalFile::Batch(id.to_owned());
-        let own = |batch: &str| JournalFile::Entry { batch: batch.to_owned(), id: format!("{batch}.0") };
+        let entry_file =
+            |batch: &str| JournalFile::Entry { batch: batch.to_owned(), id: format!("{batch}.0") };
         journal.remove_all(&[
             JournalFile::Dispatch("a".to_owned()),
             batch("b"),
             batch("c"),
-            own("b"),
-            own("c"),
+            entry_file("b"),
+            entry_file("c"),
         ]);
         let mut names: Vec<_> = std::fs::read_dir(dir.path().join("dispatches"))
             .unwrap()

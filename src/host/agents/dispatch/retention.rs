@@ -17,7 +17,7 @@ impl Dispatcher {
     /// Keeps an ended dispatch for later requests, and evicts the oldest ones beyond the limits.
     pub(super) fn retain_ended(&self, dispatch: &Arc<Dispatch>) {
         let mut table = self.lock();
-        let ended_batch = dispatch.batch.as_ref().filter(|batch| batch.is_over());
+        let ended_batch = dispatch.batch.as_ref().filter(|batch| batch.has_ended());
         if let Some(batch) = ended_batch
             && !table.kept_batches.contains(&batch.id)
         {
@@ -47,7 +47,7 @@ impl DispatchTable {
             _ => true,
         };
         match &dispatch.batch {
-            Some(batch) => batch.is_over() && (is_over_hard_limits || batch.entries.iter().all(is_durable)),
+            Some(batch) => batch.has_ended() && (is_over_hard_limits || batch.entries.iter().all(is_durable)),
             None => is_over_hard_limits || dispatch.is_durable(),
         }
     }
@@ -210,6 +210,6 @@ mod tests {
         let restored = restore().log.read(original.read(0).next);
         assert_eq!(restored.events.len(), 2, "the result was not sent after a reconnection");
         let repeated = restore().log.read(restored.next);
-        assert!(repeated.events.is_empty() && repeated.is_over, "the result was sent again");
+        assert!(repeated.events.is_empty() && repeated.is_closed, "the result was sent again");
     }
 }

@@ -36,7 +36,7 @@ impl Phase {
         self.into()
     }
 
-    pub fn is_over(self) -> bool {
+    pub fn has_ended(self) -> bool {
         !matches!(self, Self::Queued | Self::Running)
     }
 }
@@ -335,7 +335,7 @@ impl Batch {
         Self::with_log(id.to_string(), fingerprint, ids, interactions.len(), EventLog::restored())
     }
 
-    pub fn is_over(&self) -> bool {
+    pub fn has_ended(&self) -> bool {
         self.remaining.load(Ordering::Acquire) == 0
     }
 }

@@ -1,4 +1,4 @@
-//! An agent's output: its lines, limited in length, and the tail of its standard error, without secrets.
+//! Reads an agent's output: its lines, limited in length, and the redacted tail of its standard error.
 
 use std::collections::VecDeque;
 use std::io;
@@ -59,7 +59,7 @@ impl LineReader {
     }
 }
 
-/// The end of standard error.
+/// Buffers the last bytes of standard error and redacts secrets from them.
 pub struct StderrTail {
     bytes: VecDeque<u8>,
     /// Number of bytes kept in addition to those reported, so that a secret that the cut would split is still redacted.

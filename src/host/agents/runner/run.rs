@@ -1,4 +1,4 @@
-//! One run: reads a request, forwards the agent's output, and reports its exit.
+//! Performs one run: reads the request, forwards the agent's output, and reports the agent's exit.
 //!
 //! A run ends when the agent exits, when the gateway cancels or disconnects, or when this process is stopped. In the
 //! last two cases, the agent's process group first gets SIGINT, so that the agent can still report its cost, and then

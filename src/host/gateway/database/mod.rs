@@ -1,4 +1,4 @@
-//! The machine's own PostgreSQL: the administrator's connection, and a bounded pool for each app's role.
+//! Connections to the machine's own PostgreSQL: one for the administrator, and a bounded pool for each app's role.
 
 mod budget;
 mod cluster;

@@ -17,6 +17,8 @@ use svc_machine::epoch::Epoch;
 /// The notification channel for changes made outside the bridge.
 pub const NOTIFY_CHANNEL: &str = "svc_changes";
 
+/// Creates the outbox's tables and trigger functions.
+///
 /// An event's position is its transaction id. If a statement changes more than 1000 rows, NULL is stored instead of
 /// their ids, and clients must reload the table.
 ///

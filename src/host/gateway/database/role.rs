@@ -1,5 +1,5 @@
-//! One login role per app. The gateway generates its password at each start, keeps it only in memory, and sends only
-//! its SCRAM verifier in SQL: neither statement logs nor dumps contain the password.
+//! Each app has one login role. The gateway generates the role's password at each start, keeps it only in memory, and
+//! sends only the password's SCRAM verifier in SQL: neither statement logs nor dumps contain the password.
 
 use std::time::Duration;
 

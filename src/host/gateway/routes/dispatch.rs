@@ -101,15 +101,16 @@ pub async fn follow(
             // `parse` accepts a plus sign, which no id has.
             let text = value.to_str().ok().filter(|text| !text.starts_with('+'));
             let number = text.and_then(|text| text.parse().ok());
-            let invalid = || Problem::field("Last-Event-ID", "must be the id of an event, which is a number");
-            Some(number.ok_or_else(invalid)?)
+            let invalid_id =
+                || Problem::field("Last-Event-ID", "must be the id of an event, which is a number");
+            Some(number.ok_or_else(invalid_id)?)
         }
         None => None,
     };
     let target = find_dispatch(&dispatcher, &id).await?;
     let from = last_event.map_or(0, |number| number.saturating_add(1));
     let read = target.log().read(from);
-    if last_event.is_some() && read.is_over && read.events.is_empty() {
+    if last_event.is_some() && read.is_closed && read.events.is_empty() {
         // 204 stops a browser's EventSource from reconnecting.
         return Ok(StatusCode::NO_CONTENT.into_response());
     }
@@ -128,9 +129,9 @@ pub async fn cancel(
 
 async fn find_dispatch(dispatcher: &Dispatcher, id: &str) -> Result<DispatchTarget, Problem> {
     dispatcher.wait_until_ready().await?;
-    let unknown = || Problem::new(Code::NotFound, "There is no dispatch with this id, or it has expired.");
-    let id: DispatchId = id.parse().map_err(|_| unknown())?;
-    dispatcher.find(&id).await?.ok_or_else(unknown)
+    let not_found = || Problem::new(Code::NotFound, "There is no dispatch with this id, or it has expired.");
+    let id: DispatchId = id.parse().map_err(|_| not_found())?;
+    dispatcher.find(&id).await?.ok_or_else(not_found)
 }
 
 fn dispatch_json(dispatcher: &Dispatcher, target: &DispatchTarget) -> Value {
@@ -150,7 +151,7 @@ fn overall_status(dispatches: &[Arc<Dispatch>], entry_count: usize) -> &'static 
     let all_are = |phase| phases.iter().all(|each| *each == phase);
     if !phases.is_empty() && all_are(Phase::Queued) {
         "queued"
-    } else if !phases.iter().all(|phase| phase.is_over()) {
+    } else if !phases.iter().all(|phase| phase.has_ended()) {
         "running"
     } else if all_are(Phase::Success) && phases.len() >= entry_count {
         "success"
@@ -186,7 +187,7 @@ async fn next_events(log: &EventLog, from: u64, end: Instant) -> Option<(Bytes, 
     let mut updates = log.subscribe();
     updates.mark_unchanged();
     let read = log.read(from);
-    if !read.events.is_empty() || read.is_over {
+    if !read.events.is_empty() || read.is_closed {
         let mut chunk = Vec::new();
         if read.missed > 0 {
             chunk.extend_from_slice(
@@ -194,7 +195,7 @@ async fn next_events(log: &EventLog, from: u64, end: Instant) -> Option<(Bytes, 
             );
         }
         read.events.iter().for_each(|event| chunk.extend_from_slice(event));
-        let has_more = !read.is_over;
+        let has_more = !read.is_closed;
         return (!chunk.is_empty()).then(|| (Bytes::from(chunk), has_more.then_some(read.next)));
     }
     if Instant::now() >= end {

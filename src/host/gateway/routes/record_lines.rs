@@ -211,8 +211,8 @@ pub async fn follow(
 fn parse_last_event_id(headers: &HeaderMap) -> Result<Option<TailPosition>, Problem> {
     let Some(value) = headers.get("last-event-id").filter(|value| !value.is_empty()) else { return Ok(None) };
     let position = value.to_str().ok().and_then(|text| text.parse().ok());
-    let invalid = || Problem::field("Last-Event-ID", "must be the id of an event");
-    position.map(Some).ok_or_else(invalid)
+    let invalid_id = || Problem::field("Last-Event-ID", "must be the id of an event");
+    position.map(Some).ok_or_else(invalid_id)
 }
 
 fn id_line(position: Option<TailPosition>) -> String {
@@ -359,8 +359,9 @@ mod tests {
             path_member: None,
             is_text: true,
         };
-        let parsed = Value::Object(parse_line(&view, "2026-11-22T10:00:00.000Z a limit was armed").unwrap());
-        assert_eq!(parsed, json!({"timestamp": "2026-11-22T10:00:00.000Z", "text": "a limit was armed"}));
+        let parsed =
+            Value::Object(parse_line(&view, "2026-11-22T10:00:00.000Z a limit was changed").unwrap());
+        assert_eq!(parsed, json!({"timestamp": "2026-11-22T10:00:00.000Z", "text": "a limit was changed"}));
         assert!(parse_line(&view, "no time").is_none() && parse_line(&view, "").is_none());
         assert!(parse_line(&VIEW, "[]").is_none() && parse_line(&VIEW, "{").is_none());
     }

@@ -1,4 +1,4 @@
-//! One heartbeat: its request, its response, and the detection of a replaced machine.
+//! Sends one heartbeat, reads the response, and detects that this machine has been replaced.
 
 use http::StatusCode;
 use secrecy::{ExposeSecret, SecretString};
@@ -43,7 +43,7 @@ pub enum HeartbeatError {
     #[error("the platform responded to the heartbeat with {0}")]
     Status(StatusCode),
     #[error("cannot parse the response to the heartbeat")]
-    Unreadable(#[from] serde_json::Error),
+    Malformed(#[from] serde_json::Error),
 }
 
 impl HeartbeatError {
@@ -81,7 +81,7 @@ impl<'a> HeartbeatClient<'a> {
             disk: vitals::measure_disk(config),
             proof_kids: vitals::read_proof_kids(config),
             registration: registration::read_accepted(&config.layout, config.identity.machine),
-            files: vitals::read_files(config),
+            files: vitals::read_file_backup(config),
             attention,
             certificate: certificate::read(&config.layout),
             trusted_keys: trusted_keys::read(&config.layout),

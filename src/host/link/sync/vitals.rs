@@ -136,7 +136,7 @@ fn damaged_files_item(config: &SyncConfig) -> Option<Attention> {
 }
 
 /// Reads the state of the file backup; `None` if it has not started.
-pub fn read_files(config: &SyncConfig) -> Option<FileBackupReport> {
+pub fn read_file_backup(config: &SyncConfig) -> Option<FileBackupReport> {
     let status = FilesStatus::read(&config.layout).ok()??;
     let outcome = RestoreOutcome::read(&config.layout).ok().flatten();
     let checks = FileChecks::read(&config.layout).unwrap_or_default();

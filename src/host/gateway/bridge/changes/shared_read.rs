@@ -1,5 +1,5 @@
-//! Reads of the outbox that many streams share: when something changes, all idle streams of the same apps need the same
-//! events, which are read from the database once.
+//! Lets many streams share one read of the outbox: when something changes, all idle streams of the same apps need the
+//! same events, which are read from the database once.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

@@ -94,8 +94,8 @@ fn parse_last_event_id(
 ) -> Result<Option<EventId>, Problem> {
     let Some(value) = headers.get("last-event-id").filter(|value| !value.is_empty()) else { return Ok(None) };
     let id = value.to_str().ok().and_then(|text| ids.parse(text, current).ok());
-    let invalid = || Problem::field("Last-Event-ID", "must be the id of an event from this stream");
-    id.map(Some).ok_or_else(invalid)
+    let invalid_id = || Problem::field("Last-Event-ID", "must be the id of an event from this stream");
+    id.map(Some).ok_or_else(invalid_id)
 }
 
 /// The state of one change stream.
