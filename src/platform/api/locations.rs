@@ -1,4 +1,4 @@
-//! The locations for a new machine's server: the requested one, and fallbacks.
+//! Reads and checks the requested locations for a new machine's server: the preferred one, and fallbacks.
 
 use super::problems;
 use crate::config::MAX_FALLBACK_LOCATIONS;

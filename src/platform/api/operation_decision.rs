@@ -1,5 +1,5 @@
-//! POST `/vps/operations/:id/continue` and `…/abandon`: an operator's decision on an operation that is waiting for one
-//! or is making no progress.
+//! POST `/vps/operations/:id/continue` and `…/abandon`: apply an operator's decision to an operation that is waiting
+//! for one or is making no progress.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -286,7 +286,7 @@ async fn abandon_operation(
     Ok(db::operations::end(tx, operation.id, "cancelled", Some("abandoned")).await?)
 }
 
-/// Describes how an operation ended, for an operator whose decision arrived after its end.
+/// Describes how an operation ended, for an operator whose decision arrived too late.
 fn describe_end(operation: &OperationRow) -> String {
     let how = match operation.state.as_str() {
         "cancelled" => "was cancelled",

@@ -208,7 +208,7 @@ pub static VERSIONS: Endpoint = Endpoint {
             Parameter::query(
                 "before",
                 time,
-                "Only versions before this time: the `nextBefore` of the previous page.",
+                "Returns only versions before this time. To get the next page, pass the previous page's `nextBefore`.",
             ),
             Parameter::query(
                 "limit",

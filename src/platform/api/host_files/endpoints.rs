@@ -1,4 +1,4 @@
-//! The descriptions of the routes `/vps/:id/files/…`.
+//! Declares the routes `/vps/:id/files/…`.
 
 use axum::routing::{get, post};
 use http::Method;
@@ -78,7 +78,7 @@ pub static VERSIONS: Endpoint = Endpoint {
             Parameter::query(
                 "before",
                 time,
-                "Only versions before this time: the `nextBefore` of the previous page.",
+                "Returns only versions before this time. To get the next page, pass the previous page's `nextBefore`.",
             ),
             Parameter::query(
                 "limit",
