@@ -124,7 +124,7 @@ impl Alarm {
                 "raise the project's limit at the provider, or delete unused resources; operations then resume"
             }
             Self::ProviderCapacity => {
-                "the provider has no capacity for this type in this location; operations are retried until it has"
+                "the provider has no capacity for this type in this location; operations are retried until capacity is available"
             }
             Self::UnknownOperations => {
                 "run a release that supports these operations on at least one platform process"

@@ -48,7 +48,7 @@ async fn quote(platform: &Platform, request: &ProvisionRequest) -> Result<Provis
         let quoted = server_cost::read_quoted_cost(platform, &request.server_type, locations).await;
         cost = if needs_cost_confirmation { Some(quoted?) } else { quoted.ok() };
         let count = async { Ok(server_quota::count_listed(platform).await?) };
-        server_count = Some(platform.quotes.get_servers(count).await?);
+        server_count = Some(platform.quotes.get_server_count(count).await?);
     }
     let session = platform.db.session().await?;
     let servers = match (server_count, &existing) {
