@@ -35,8 +35,8 @@ const GRACE_PERIOD: SignedDuration = SignedDuration::from_hours(72);
 const RETAINED_LOG_ENTRIES: u64 = 1000;
 /// Maximum interval between polls for a due slot.
 const MAX_POLL_INTERVAL: Duration = Duration::from_secs(60);
-/// A prune that failed, was killed, or left packs for another run is repeated after this fraction of
-/// `FILES_PRUNE_SECONDS`.
+/// The fraction of `FILES_PRUNE_SECONDS` after which a prune that failed, was killed, or left packs for another run is
+/// repeated.
 const RETRY_FRACTION: f64 = 0.1;
 
 /// The reason a repository was not pruned.

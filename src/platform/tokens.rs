@@ -1,5 +1,5 @@
-//! Host tokens (the one-time registration token and `UPGRADE_TOKEN`), operator tokens, and the platform's fence
-//! signatures.
+//! Issues and verifies host tokens (the one-time registration token and `UPGRADE_TOKEN`) and operator tokens, and signs
+//! and verifies fences.
 //!
 //! A host token is an HMAC-SHA256 of machine, purpose and generation with `PLATFORM_KEY`, so that user-data can be
 //! rendered again after a crash. An operator's token is an HMAC-SHA256 of the token's id, so that a repeated request

@@ -1,4 +1,4 @@
-//! The platform's variables.
+//! Declares the platform's environment variables.
 
 svc_base::variables! {
     "platform.listeners", in "process environment or the platform's env file", by ["svc-platform"] {

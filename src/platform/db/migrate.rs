@@ -1,5 +1,5 @@
-//! Schema migrations, embedded in the binary. They run at startup under an advisory lock, so that only one process
-//! migrates at a time.
+//! Runs the schema migrations, which are embedded in the binary. They run at startup under an advisory lock, so that
+//! only one process migrates at a time.
 
 use std::time::Duration;
 
