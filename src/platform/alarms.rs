@@ -20,7 +20,8 @@ use svc_http::problem::format_chain;
 use svc_provider::{ErrorKind, ProviderError};
 use svc_wire::alarm as wire;
 
-/// How long a released alarm allows work. Does not apply to unknown servers, which are released individually.
+/// How long a release allows the work that an alarm blocks. Does not apply to unknown servers, which are released
+/// individually.
 pub const RELEASE_TTL: Duration = Duration::from_secs(3600);
 /// Minimum time for which an alarm stays active after it was raised; see [`Alarm::ttl`].
 const MIN_TTL: Duration = Duration::from_secs(300);
@@ -44,7 +45,7 @@ pub enum Alarm {
     DatabaseBehindStore,
     /// A slot's fence is signed, but no current platform key verifies it.
     UnverifiedFence,
-    /// Hosts send tokens that were not made with a current platform key.
+    /// Hosts send tokens that were not issued with a current platform key.
     HostTokensRefused,
     /// The verification of a release has paused its rollout.
     RolloutHalted,
@@ -123,7 +124,7 @@ impl Alarm {
                 "raise the project's limit at the provider, or delete unused resources; operations then resume"
             }
             Self::ProviderCapacity => {
-                "the provider has no capacity for this type in this location; operations are retried until it has"
+                "the provider has no capacity for this type in this location; operations are retried until capacity is available"
             }
             Self::UnknownOperations => {
                 "run a release that supports these operations on at least one platform process"
@@ -137,8 +138,8 @@ impl Alarm {
                  platform` compares it with the store. If it is current, the hosts of these slots forged the signatures"
             }
             Self::HostTokensRefused => {
-                "these hosts send tokens that were not made with PLATFORM_KEY: do not recover any of them until `svcctl \
-                 doctor platform` confirms that the platform's keys are current. If they are, the tokens are forged"
+                "these hosts send tokens that were not issued with PLATFORM_KEY: do not recover any of them until \
+                 `svcctl doctor platform` confirms that the platform's keys are current. If they are, the tokens are forged"
             }
             Self::RolloutHalted => {
                 "`svcctl deploy status` shows what the verification found. Correct the cause, then run `svcctl deploy resume`, \
@@ -171,7 +172,7 @@ impl std::str::FromStr for Alarm {
 /// Raises an alarm that expires unless it is raised again. An error is only logged, so that it does not interrupt the
 /// caller.
 pub async fn raise_or_log(platform: &Platform, alarm: Alarm, detail: &Value) {
-    let raised = async {
+    let raise = async {
         let session = platform.db.session().await?;
         let listing_interval = listing_interval(db::servers::count_own(&session).await?.existing);
         let pass_interval = platform.config.timing.reconcile_interval.max(listing_interval);
@@ -183,7 +184,7 @@ pub async fn raise_or_log(platform: &Platform, alarm: Alarm, detail: &Value) {
             _ => alarms::raise(&session, alarm.as_str(), detail, lifetime).await,
         }
     };
-    match raised.await {
+    match raise.await {
         Ok(row) if row.is_new => {
             tracing::error!(alarm = alarm.as_str(), %detail, next = alarm.advice(), "alarm raised");
         }
@@ -204,11 +205,11 @@ pub async fn raise_for_provider_error(platform: &Platform, error: &ProviderError
 /// Ends the alarm about the project's limit after the provider has accepted a request for a server. An error is only
 /// logged, because the alarm expires anyway.
 pub async fn end_provider_limit(platform: &Platform) {
-    let cleared = async {
+    let clear = async {
         let session = platform.db.session().await?;
         alarms::clear(&session, Alarm::ProviderLimit.as_str()).await
     };
-    if let Err(error) = cleared.await {
+    if let Err(error) = clear.await {
         tracing::warn!(error = %format_chain(&error), "cannot end an alarm");
     }
 }

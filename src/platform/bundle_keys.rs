@@ -1,6 +1,6 @@
 //! Reports which hosts trust which release keys. An operator needs this report before removing a key.
 //!
-//! Pure: the input is the fleet's rows and the platform's own keys.
+//! Pure: the input is the fleet's rows and the platform's configured keys.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -38,8 +38,11 @@ pub fn summarize(rows: &[FleetRow], configured: &TrustedKeys, sequence: u32) -> 
         .filter_map(|row| Some((row.handle.as_str(), row.bundle_keys.as_ref()?.0)))
         .filter(|(_, reported)| *reported > i64::from(sequence))
         .collect();
-    let own = configured.ids();
-    let keys = listed_keys(&own, &reporting).iter().map(|id| key_entry(id, &own, &reporting)).collect();
+    let configured = configured.ids();
+    let keys = listed_keys(&configured, &reporting)
+        .iter()
+        .map(|id| key_entry(id, &configured, &reporting))
+        .collect();
     BundleKeys {
         keys,
         not_reporting: not_reporting.len() as u64,
@@ -56,14 +59,20 @@ fn listed_handles<'a>(handles: impl Iterator<Item = &'a &'a str>) -> Vec<WireStr
 }
 
 /// Returns the keys that get an entry. They are limited to [`MAX_LISTED_KEYS`] because each entry scans every row.
-fn listed_keys<'a>(own: &'a [String], reporting: &[(&str, BTreeSet<&'a str>)]) -> Vec<&'a str> {
-    own.iter().map(String::as_str).chain(other_keys(own, reporting)).take(MAX_LISTED_KEYS).collect()
+fn listed_keys<'a>(configured: &'a [String], reporting: &[(&str, BTreeSet<&'a str>)]) -> Vec<&'a str> {
+    configured
+        .iter()
+        .map(String::as_str)
+        .chain(other_keys(configured, reporting))
+        .take(MAX_LISTED_KEYS)
+        .collect()
 }
 
 /// Returns the keys that hosts trust but the platform does not, most widely trusted first.
-fn other_keys<'a>(own: &[String], reporting: &[(&str, BTreeSet<&'a str>)]) -> Vec<&'a str> {
+fn other_keys<'a>(configured: &[String], reporting: &[(&str, BTreeSet<&'a str>)]) -> Vec<&'a str> {
     let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
-    for id in reporting.iter().flat_map(|(_, ids)| ids).filter(|id| !own.iter().any(|own| own == *id)) {
+    for id in reporting.iter().flat_map(|(_, ids)| ids).filter(|id| !configured.iter().any(|key| key == *id))
+    {
         *counts.entry(id).or_default() += 1;
     }
     let mut counts: Vec<_> = counts.into_iter().collect();
@@ -77,7 +86,7 @@ fn key_entry(id: &str, configured: &[String], reporting: &[(&str, BTreeSet<&str>
         |machines: &[&(&str, BTreeSet<&str>)]| listed_handles(machines.iter().map(|(handle, _)| handle));
     BundleKey {
         key_id: id.to_owned(),
-        is_configured: configured.iter().any(|own| own == id),
+        is_configured: configured.iter().any(|key| key == id),
         trusting: trusting.len() as u64,
         trusting_handles: handles(&trusting),
         not_trusting: not_trusting.len() as u64,

@@ -70,8 +70,8 @@ impl PlatformConfig {
         .unzip();
         let site = site.first()?;
         Some(format!(
-            "HOST_DOMAIN ({}) belongs to the same site ({site}) as {}: an owner with root access whose machine is \
-             reachable by its name can serve pages of that site and set cookies for {site}",
+            "HOST_DOMAIN ({}) belongs to the same site ({site}) as {}: an owner with root access to a \
+             machine that is reachable by its name can serve pages of that site and set cookies for {site}",
             domain.as_str(),
             names.join(" and ")
         ))
@@ -173,7 +173,7 @@ pub struct Retention {
     pub audit: Duration,
 }
 
-/// Proof key rotation.
+/// The signing key rotation schedule.
 #[derive(Debug, Clone, Copy)]
 pub struct KeyTiming {
     /// Age at which a key gets a successor.

@@ -1,5 +1,5 @@
-//! The copies of a slot's data: the live server, the kept servers with their retention, and the newest snapshot. Also
-//! computes how much data would be lost with the live server.
+//! Finds the copies of a slot's data: the live server, the kept servers with their retention, and the newest snapshot.
+//! Also computes how much data would be lost with the live server.
 //!
 //! The newest snapshot is the one that the store's pointer names. If the store is unavailable or that snapshot is
 //! damaged, it is the newest snapshot that a host has reported.

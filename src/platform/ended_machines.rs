@@ -5,8 +5,8 @@ use super::fleet::{FleetSummary, MAX_LISTED_MACHINES};
 use svc_wire::fleet::{EndReason, MachineNeedingAttention};
 use svc_wire::text::WireString;
 
-/// Puts the former machines before the active ones in the attention list, because every former machine holds unsaved
-/// data, is waiting for a decision, or has an abandoned removal.
+/// Puts the former machines before the active ones in the attention list, because each of them holds unsaved data, is
+/// waiting for a decision, or has an abandoned removal.
 pub fn add_to_attention(summary: &mut FleetSummary, ended: &[EndedMachineRow]) {
     summary.attention_total += ended.len() as u64;
     summary.attention.splice(0..0, ended.iter().map(attention_entry));

@@ -1,4 +1,4 @@
-//! The keys of file backups: one for each slot, sealed with the platform key.
+//! Manages the keys of file backups: one for each slot, sealed with the platform key.
 //!
 //! The platform creates a slot's key when a host of the slot first requests it, and never deletes it. Each host sends
 //! the key that it has, so that the platform can recover a key that its database has lost.

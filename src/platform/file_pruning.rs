@@ -35,8 +35,8 @@ const GRACE_PERIOD: SignedDuration = SignedDuration::from_hours(72);
 const RETAINED_LOG_ENTRIES: u64 = 1000;
 /// Maximum interval between polls for a due slot.
 const MAX_POLL_INTERVAL: Duration = Duration::from_secs(60);
-/// A prune that failed, was killed, or left packs for another run is repeated after this fraction of
-/// `FILES_PRUNE_SECONDS`.
+/// The fraction of `FILES_PRUNE_SECONDS` after which a prune that failed, was killed, or left packs for another run is
+/// repeated.
 const RETRY_FRACTION: f64 = 0.1;
 
 /// The reason a repository was not pruned.
@@ -69,7 +69,7 @@ pub const WORKERS: usize = 2;
 pub const TIMEOUT: Duration = Duration::from_secs(4 * 3600);
 
 /// How long a slot stays claimed without a renewal. A claim expires if its process is killed or loses its database
-/// connection. That of a prune that left packs to another run expires at once.
+/// connection. The claim of a prune that left packs for another run expires immediately.
 const CLAIM_TTL: Duration = Duration::from_secs(180);
 const CLAIM_RENEWAL_INTERVAL: Duration = Duration::from_secs(45);
 
@@ -123,9 +123,9 @@ async fn prune_next(platform: &Platform, interval: Duration, retry_delay: Durati
     };
     let session = platform.db.session().await?;
     let (error, advance) = match result {
-        Ok(pruned) => {
-            log_result(&user, &slot, &pruned);
-            if pruned.left_packs > 0 {
+        Ok(report) => {
+            log_report(&user, &slot, &report);
+            if report.left_packs > 0 {
                 db::file_keys::record_unfinished_prune(&session, &user, &slot).await?;
                 return Ok(true);
             }
@@ -150,26 +150,26 @@ async fn prune_next(platform: &Platform, interval: Duration, retry_delay: Durati
 async fn keep_claimed(platform: &Platform, user: &str, slot: &str) -> Infallible {
     loop {
         tokio::time::sleep(CLAIM_RENEWAL_INTERVAL).await;
-        let renewed = async {
+        let renew = async {
             let session = platform.db.session().await?;
             db::file_keys::renew_prune(&session, user, slot, CLAIM_TTL).await
         };
-        if let Err(error) = renewed.await {
+        if let Err(error) = renew.await {
             tracing::warn!(user, slot, error = %format_chain(&error), "cannot renew the claim of a prune");
         }
     }
 }
 
-fn log_result(user: &str, slot: &str, pruned: &PruneReport) {
-    if pruned.removed_snapshots + pruned.marked_packs + pruned.deleted_packs + pruned.left_packs > 0 {
+fn log_report(user: &str, slot: &str, report: &PruneReport) {
+    if report.removed_snapshots + report.marked_packs + report.deleted_packs + report.left_packs > 0 {
         tracing::info!(
             user,
             slot,
-            kept_snapshots = pruned.kept_snapshots,
-            removed_snapshots = pruned.removed_snapshots,
-            marked_packs = pruned.marked_packs,
-            deleted_packs = pruned.deleted_packs,
-            left_packs = pruned.left_packs,
+            kept_snapshots = report.kept_snapshots,
+            removed_snapshots = report.removed_snapshots,
+            marked_packs = report.marked_packs,
+            deleted_packs = report.deleted_packs,
+            left_packs = report.left_packs,
             "pruned the file backups of a slot"
         );
     }
@@ -211,11 +211,11 @@ pub async fn prune_slot(
         now: Timestamp::now(),
         is_dry_run,
     };
-    let pruned = prune(&repository, &options).await?;
+    let report = prune(&repository, &options).await?;
     if !is_dry_run {
         files_pointer::trim_log(&platform.bucket, &prefix, RETAINED_LOG_ENTRIES).await?;
     }
-    Ok(pruned)
+    Ok(report)
 }
 
 /// Returns a plan's retention policy. Without a subscription, it is that of the smallest plan.

@@ -1,4 +1,4 @@
-//! The fleet view: totals over all active machines, and the machines that need attention.
+//! Builds the fleet view: totals over all active machines, and the list of machines that need attention.
 //!
 //! These functions are pure: they do not read the clock, because the rows contain ages instead of times.
 
@@ -118,7 +118,7 @@ pub fn summarize(rows: &[FleetRow], token_rotation: Duration, trust: &HostTrust)
 /// Summarizes the backup ages of machines that hold data: all except booting ones.
 fn summarize_backups(rows: &[FleetRow]) -> BackupAges {
     let with_data = || rows.iter().filter(|row| !is_booting(row));
-    let mut ages: Vec<f64> = with_data().filter_map(since_backup).collect();
+    let mut ages: Vec<f64> = with_data().filter_map(effective_backup_age).collect();
     ages.sort_by(f64::total_cmp);
     let never = with_data().filter(|row| row.backup_age.is_none()).count() as u64;
     let whole_seconds = |age: &f64| age.max(0.0) as u64;
@@ -132,7 +132,7 @@ fn summarize_backups(rows: &[FleetRow]) -> BackupAges {
 
 /// Returns the time since the slot's last backup, but at most the time since the machine's registration: a machine that
 /// has restored an old snapshot is not late with its own first backup.
-fn since_backup(row: &FleetRow) -> Option<f64> {
+fn effective_backup_age(row: &FleetRow) -> Option<f64> {
     row.backup_age.map(|age| row.registered_age.map_or(age, |registered| age.min(registered)))
 }
 
@@ -147,7 +147,7 @@ fn attention_reasons(row: &FleetRow, token_rotation: Duration, trust: &HostTrust
     let is_running = row.status == "running" && row.powered_off_age.is_none();
     let is_reporting = matches!(Health::classify(row), Health::Healthy | Health::Unhealthy);
     let failing = |part: Option<&str>| is_reporting && part == Some("failing");
-    let since_backup = since_backup(row).unwrap_or(row.age);
+    let backup_age = effective_backup_age(row).unwrap_or(row.age);
     let is_waiting = row.waiting_operation.is_some();
     // A problem with the provider's account blocks many machines: it raises an alarm and is not a reason here.
     let is_stuck = !is_waiting
@@ -180,7 +180,7 @@ fn attention_reasons(row: &FleetRow, token_rotation: Duration, trust: &HostTrust
         (row.has_drill_failed, "drill_failed"),
         (is_pointer_unusable, "pointer_unusable"),
         (is_backup_failing && !is_pointer_unusable, "backup_failing"),
-        (is_running && since_backup > BACKUP_OVERDUE_SECONDS, "backup_overdue"),
+        (is_running && backup_age > BACKUP_OVERDUE_SECONDS, "backup_overdue"),
         (is_stuck, "operation_stuck"),
         (is_booting(row) && !is_waiting && row.age > BOOT_SLOW_SECONDS, "boot_slow"),
         (is_running && is_token_overdue(row, token_rotation), "token_not_rotated"),

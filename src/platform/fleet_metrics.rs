@@ -23,7 +23,7 @@ use svc_http::problem::format_chain;
 use svc_machine::operation::OperationKind;
 use svc_router::host_trust::HostTrust;
 
-/// Shorter than a scraper's usual timeout of ten seconds.
+/// Timeout for collecting the fleet's metrics: shorter than a scraper's usual timeout of ten seconds.
 const COLLECT_TIMEOUT: Duration = Duration::from_secs(4);
 /// The age from which a running operation counts as overdue.
 const OVERDUE_AGE: Duration = Duration::from_secs(1800);

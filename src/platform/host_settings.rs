@@ -107,7 +107,7 @@ impl HostSettings {
     pub fn is_platform_url(&self, url: &str) -> bool {
         let url = Url::parse(url).map(|url| url.origin());
         url.is_ok_and(|origin| {
-            [&self.public_url, &self.internal_url].iter().any(|own| own.origin() == origin)
+            [&self.public_url, &self.internal_url].iter().any(|platform_url| platform_url.origin() == origin)
         })
     }
 
@@ -171,7 +171,8 @@ fn read_acme_settings(env: &mut Env) -> Option<AcmeSettings> {
     Some(AcmeSettings { directory_url: url?.to_string(), contact, external_account: external })
 }
 
-/// Whether the text is one e-mail address that a `mailto:` URL can contain: no list, and no header fields after a `?`.
+/// Returns whether the text is one e-mail address that a `mailto:` URL can contain: no list, and no header fields after
+/// a `?`.
 fn is_email_address(text: &str) -> bool {
     let Some((local, domain)) = text.split_once('@') else { return false };
     !local.is_empty() && domain.contains('.') && !domain.contains('@') && !text.contains([' ', ',', '?'])

@@ -1,4 +1,4 @@
-//! A host's access to the object store: its endpoint, and credentials for the host's own slot.
+//! Grants hosts access to the object store: its endpoint, and credentials for each host's own slot.
 //!
 //! With `sts`, no host receives credentials that can reach another slot or delete objects. A host's working session
 //! lasts 15 minutes, so that a replaced machine soon loses access. A host also has an outage session, for when the
@@ -39,7 +39,7 @@ const OUTAGE_SESSION_TIMEOUT: Duration = Duration::from_secs(3);
 /// Every role grants this lifetime; a longer lifetime may exceed the role's maximum.
 const COMMON_MAX_TTL: Duration = Duration::from_secs(3600);
 
-/// `STORE_HOST_CREDENTIALS`.
+/// The setting `STORE_HOST_CREDENTIALS`.
 #[derive(Debug, Clone)]
 pub enum HostCredentials {
     /// Hosts receive the platform's own credentials; none if the store is a directory.
@@ -48,14 +48,14 @@ pub enum HostCredentials {
     Sts(StsConfig),
 }
 
-/// `STS_*`.
+/// The settings `STS_*`.
 #[derive(Debug, Clone)]
 pub struct StsConfig {
     pub endpoint: Url,
     pub role_arn: String,
     /// How long hosts can store snapshots while the platform is unreachable.
     pub outage_ttl: Duration,
-    /// `STORE_WRITE_ONCE`.
+    /// The setting `STORE_WRITE_ONCE`.
     pub writes: SnapshotWrites,
 }
 

@@ -1,5 +1,5 @@
-//! The rotation of `PLATFORM_KEY` while two keys are active: secrets made with the previous key are replaced until
-//! nothing needs that key.
+//! Rotates `PLATFORM_KEY` while two keys are active: replaces secrets made with the previous key until nothing needs
+//! that key.
 //!
 //! This module reseals signing keys and file keys, and re-signs fences; host tokens rotate through heartbeats. None of
 //! this starts until every running process is using the current key: processes with different current keys would undo
@@ -80,18 +80,18 @@ pub fn row_ttl(timing: &Timing) -> Duration {
 }
 
 /// Returns the interval between renewals of a process's row, and between rotation passes.
-fn pass_interval(own: &ProcessKeys) -> Duration {
-    (own.ttl / 12).clamp(Duration::from_millis(100), MAX_INTERVAL)
+fn pass_interval(this_process: &ProcessKeys) -> Duration {
+    (this_process.ttl / 12).clamp(Duration::from_millis(100), MAX_INTERVAL)
 }
 
 /// Renews this process's row until the task is aborted. It is aborted only after the drain, during which the process is
 /// still writing.
-pub async fn renew_process_row(db: Db, own: ProcessKeys) {
-    let period = pass_interval(&own);
+pub async fn renew_process_row(db: Db, this_process: ProcessKeys) {
+    let period = pass_interval(&this_process);
     loop {
         tokio::time::sleep(period).await;
-        let renewed = async { own.renew(&db.session().await?).await };
-        if let Err(error) = renewed.await {
+        let renew = async { this_process.renew(&db.session().await?).await };
+        if let Err(error) = renew.await {
             tracing::warn!(error = %format_chain(&error), "cannot renew this process's row; retrying");
         }
     }
@@ -99,11 +99,11 @@ pub async fn renew_process_row(db: Db, own: ProcessKeys) {
 
 /// Runs rotation passes until the platform stops. Without a previous key, only waits for the stop.
 pub async fn run_key_rotation(platform: Arc<Platform>, seal: Seal) {
-    let own = &platform.process;
-    if own.ids.previous.is_none() {
+    let this_process = &platform.process;
+    if this_process.ids.previous.is_none() {
         return platform.stop.cancelled().await;
     }
-    let period = pass_interval(own);
+    let period = pass_interval(this_process);
     loop {
         tokio::select! {
             () = platform.stop.cancelled() => return,
@@ -116,14 +116,15 @@ pub async fn run_key_rotation(platform: Arc<Platform>, seal: Seal) {
 }
 
 async fn run_pass(platform: &Platform, seal: &Seal) -> Result<(), KeyChangeError> {
-    let own = &platform.process;
+    let this_process = &platform.process;
     let session = platform.db.session().await?;
-    let is_done = platform_keys::load_state(&session, &own.ids.current).await?.is_rotation_complete;
-    if is_done || !own.is_settled(&session).await? {
+    let is_done =
+        platform_keys::load_progress(&session, &this_process.ids.current).await?.is_rotation_complete;
+    if is_done || !this_process.is_settled(&session).await? {
         return Ok(());
     }
     // One process at a time, because each pass reads all remaining work.
-    if !db::tasks::claim_turn(&session, TASK_NAME, pass_interval(own) / 2).await? {
+    if !db::tasks::claim_turn(&session, TASK_NAME, pass_interval(this_process) / 2).await? {
         return Ok(());
     }
     drop(session);
@@ -178,29 +179,38 @@ async fn list_sealed_with_previous(
 
 /// Ends the rotation if nothing needs the previous key any longer.
 async fn finish_rotation(platform: &Platform, seal: &Seal) -> Result<(), KeyChangeError> {
-    let (own, mut session) = (&platform.process, platform.db.session().await?);
-    let silence = platform.config.timing.keys.max_heartbeat_gap;
+    let (this_process, mut session) = (&platform.process, platform.db.session().await?);
+    let max_gap = platform.config.timing.keys.max_heartbeat_gap;
     // The first check takes no lock, because starting processes wait for the lock. Every pass ends here until the
     // tokens of all machines that send heartbeats have rotated and all processes use the current key.
-    let need =
-        need::KeyNeed::find(&session, &own.ids.current, &platform.mint, seal, silence, own.ttl).await?;
+    let need = need::KeyNeed::find(
+        &session,
+        &this_process.ids.current,
+        &platform.mint,
+        seal,
+        max_gap,
+        this_process.ttl,
+    )
+    .await?;
     if !need.is_empty() {
         return Ok(());
     }
     // The mark must name the current key before the previous one may be removed: otherwise a process with only the
     // current key would be rejected.
-    mark::write(&platform.bucket, &own.ids).await?;
+    mark::write(&platform.bucket, &this_process.ids).await?;
     let tx = db::begin(&mut session).await?;
     // No process can start until the transaction ends.
     db::lock(&tx, PLATFORM_KEYS_LOCK).await?;
-    let need = need::KeyNeed::find(&tx, &own.ids.current, &platform.mint, seal, silence, own.ttl).await?;
-    if !need.is_empty() || !own.is_settled(&tx).await? {
+    let need =
+        need::KeyNeed::find(&tx, &this_process.ids.current, &platform.mint, seal, max_gap, this_process.ttl)
+            .await?;
+    if !need.is_empty() || !this_process.is_settled(&tx).await? {
         return Ok(());
     }
-    platform_keys::record_rotation_complete(&tx, &own.ids).await?;
+    platform_keys::record_rotation_complete(&tx, &this_process.ids).await?;
     failpoint::trigger("platform-key-before-sole")?;
     db::commit(tx).await?;
     failpoint::trigger("platform-key-after-sole")?;
-    tracing::info!(key = %own.ids.current, "PLATFORM_KEY_PREVIOUS is no longer needed: remove it");
+    tracing::info!(key = %this_process.ids.current, "PLATFORM_KEY_PREVIOUS is no longer needed: remove it");
     Ok(())
 }

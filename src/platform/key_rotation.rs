@@ -1,4 +1,4 @@
-//! Signing key rotation, with an overlap between the old key and the new one.
+//! Rotates the signing keys, with an overlap between the old key and the new one.
 //!
 //! Heartbeat responses deliver a new proof key, which signs for a host once that host has acknowledged it. All older
 //! proof keys are retired once every routable host that is sending heartbeats has had the newest key for the overlap.

@@ -1,4 +1,4 @@
-//! The platform's signing keys, and the sealing of all keys in the database. Signing keys are created in the database
+//! Manages the platform's signing keys, and seals all keys in the database. Signing keys are created in the database
 //! under a lock, sealed with a key derived from `PLATFORM_KEY`, and shared by all platform processes.
 //!
 //! Invariant: a private signing key leaves the process only when sealed and bound to its `kid`.

@@ -127,7 +127,7 @@ async fn write_state(
     slot_change: SlotChange,
     context: &EventContext<'_>,
 ) -> Result<(), DbError> {
-    let mut written = NextState {
+    let mut columns = NextState {
         status: next.status().unwrap_or(before.status),
         failure: None,
         server_type: &before.server_type,
@@ -139,30 +139,30 @@ async fn write_state(
     let failure;
     match next {
         State::Provisioning | State::Recovering => {}
-        State::Running { server_type } => written.server_type = server_type,
+        State::Running { server_type } => columns.server_type = server_type,
         State::Resizing { from, to } => {
-            written.server_type = from;
-            written.resize_to = Some(to);
+            columns.server_type = from;
+            columns.resize_to = Some(to);
         }
         State::Failed { .. } => {
             failure = to_failure(next, context);
-            written.failure = failure.as_ref();
+            columns.failure = failure.as_ref();
         }
         // The machine has already left its slot: only the recorded state in which it left changes.
         State::Retired { previous } | State::Deleted { previous } if has_already_left(before, next) => {
             failure = to_failure(previous, context);
-            written.failure = failure.as_ref();
+            columns.failure = failure.as_ref();
         }
         State::Retired { .. } => {
-            written.failure = before.failure.as_ref();
-            written.slot_transition = SlotTransition::Retired { by: slot_change.successor };
+            columns.failure = before.failure.as_ref();
+            columns.slot_transition = SlotTransition::Retired { by: slot_change.successor };
         }
         State::Deleted { .. } => {
-            written.failure = before.failure.as_ref();
-            written.slot_transition = SlotTransition::Deleted;
+            columns.failure = before.failure.as_ref();
+            columns.slot_transition = SlotTransition::Deleted;
         }
     }
-    machine_changes::compare_and_set(tx, before, &written).await
+    machine_changes::compare_and_set(tx, before, &columns).await
 }
 
 /// Returns whether the machine had already left its slot in the way that `next` describes.
@@ -240,8 +240,10 @@ async fn reinstate_predecessor(
     let highest = db::machines::find_highest_epoch(tx, &before.user, &before.slot).await?;
     let event = Event::Reinstated { epoch: highest.next(), power: predecessor.server_power() };
     // A machine that had failed before it was replaced stays failed for the same reason.
-    let own_failure = predecessor.failure.as_ref().filter(|failure| !failure.cause.is_cleared_by_heartbeat());
-    let failure = own_failure.and_then(|failure| failure.stage.as_deref().zip(failure.message.as_deref()));
+    let previous_failure =
+        predecessor.failure.as_ref().filter(|failure| !failure.cause.is_cleared_by_heartbeat());
+    let failure =
+        previous_failure.and_then(|failure| failure.stage.as_deref().zip(failure.message.as_deref()));
     let reason = "the machine that was meant to replace this one did not register";
     let context = EventContext { failure: failure.or(Some(("reinstate", reason))), ..context.clone() };
     Box::pin(apply(tx, mint, &predecessor, &event, context)).await?;

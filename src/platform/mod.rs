@@ -103,7 +103,8 @@ const STORE_CALL_TIMEOUT: Duration = Duration::from_secs(10);
     about = "Control plane and router; configured by environment variables"
 )]
 struct Args {
-    /// Settings file; the environment overrides it, and /proc/PID/environ does not show it; default: PLATFORM_ENV_FILE
+    /// Settings file; the environment overrides its settings, and /proc/PID/environ does not show them; default:
+    /// PLATFORM_ENV_FILE
     #[arg(long, value_name = "FILE", global = true)]
     env_file: Option<PathBuf>,
     #[command(subcommand)]
@@ -276,8 +277,8 @@ async fn admit(
     // The check precedes every write to the database except the migrations: a process with outdated keys must leave
     // the data unchanged.
     let is_checked = check_mark(mark::check(bucket, &process.ids).await.map(drop))?;
-    let silence = config.timing.keys.max_heartbeat_gap;
-    match key_change::admission::admit(db, &process, mint, &seal, silence).await {
+    let max_gap = config.timing.keys.max_heartbeat_gap;
+    match key_change::admission::admit(db, &process, mint, &seal, max_gap).await {
         Ok(()) => {}
         Err(error @ (AdmissionError::Db(_) | AdmissionError::Key(KeyError::Db(_)))) => {
             return Err(Failure::new(Exit::Unavailable, error));
@@ -309,8 +310,8 @@ async fn warn_about_missing_certificates(db: &Db, trust: &HostTrust) {
     if trust.chain.is_none() {
         return;
     }
-    let listed = async { db::fleet::list_active_machines(&db.session().await?).await };
-    match listed.await {
+    let list = async { db::fleet::list_active_machines(&db.session().await?).await };
+    match list.await {
         Ok(rows) => {
             let summary = certificates::summarize(&rows, trust);
             if let Some(summary) = summary.filter(|summary| summary.missing > summary.exempt) {
@@ -340,8 +341,8 @@ fn log_start(process: &ProcessKeys, api: &str) {
 
 /// Deletes this process's row, so that a starting process with other platform keys need not wait until it expires.
 async fn delete_process_row(platform: &Platform) {
-    let deleted = async { platform.process.delete(&platform.db.session().await?).await };
-    if let Err(error) = deleted.await {
+    let delete = async { platform.process.delete(&platform.db.session().await?).await };
+    if let Err(error) = delete.await {
         tracing::debug!(error = %svc_base::error_chain::format_chain(&error), "cannot delete this process's row; it will expire");
     }
 }

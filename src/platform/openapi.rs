@@ -1,4 +1,4 @@
-//! The OpenAPI document for the control API and the router.
+//! Builds the OpenAPI document for the control API and the router.
 
 use std::sync::LazyLock;
 

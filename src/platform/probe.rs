@@ -1,5 +1,4 @@
-//! `svc-platform probe`: checks whether the local platform process is ready, for supervisors without an
-//! HTTP client.
+//! `svc-platform probe`: checks whether the local platform process is ready, for supervisors without an HTTP client.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 

@@ -46,13 +46,13 @@ impl ProcessClock {
 
     /// Compares the clocks. If the database is unavailable, the last result is kept.
     pub async fn compare(&self, db: &Db) {
-        let measured = async {
+        let measure = async {
             let session = db.session().await?;
             let (before, start) = (Timestamp::now(), Instant::now());
             let database_time = db::servers::now(&session).await?;
             Ok::<i64, db::DbError>(compute_skew_ms(before, start.elapsed(), database_time))
         };
-        match measured.await {
+        match measure.await {
             Ok(skew) => self.record(skew),
             Err(error) => {
                 tracing::debug!(error = %format_chain(&error), "cannot compare this process's clock with the database's");

@@ -1,6 +1,6 @@
-//! An in-process cache of the provider data for price quotes. A client can request any number of quotes, but the calls
-//! that read this data share the provider's rate limit with operations and with all other processes. Provisioning does
-//! not use the cache.
+//! Caches, in each process, the provider data for price quotes. A client can request any number of quotes, but the
+//! calls that read this data share the provider's rate limit with operations and with all other processes. Provisioning
+//! does not use the cache.
 
 use std::collections::HashMap;
 use std::hash::Hash;
@@ -22,7 +22,7 @@ const MAX_KEYS: usize = 32;
 pub struct QuoteCache {
     prices: CachedReads<ServerType, ServerPrices>,
     locations: CachedReads<Location, bool>,
-    servers: CachedReads<(), ListedServerCount>,
+    server_count: CachedReads<(), ListedServerCount>,
 }
 
 impl Default for QuoteCache {
@@ -30,7 +30,7 @@ impl Default for QuoteCache {
         Self {
             prices: CachedReads::new(CATALOG_TTL),
             locations: CachedReads::new(CATALOG_TTL),
-            servers: CachedReads::new(COUNT_TTL),
+            server_count: CachedReads::new(COUNT_TTL),
         }
     }
 }
@@ -65,15 +65,15 @@ impl QuoteCache {
         self.locations.get(location, read).await
     }
 
-    /// Returns the cached counts of servers, or those that `read` returns.
+    /// Returns the cached server count, or the one that `read` returns.
     ///
     /// # Errors
     /// The error that `read` returns.
-    pub async fn get_servers(
+    pub async fn get_server_count(
         &self,
         read: impl Future<Output = Result<ListedServerCount, Problem>>,
     ) -> Result<ListedServerCount, Problem> {
-        self.servers.get(&(), read).await
+        self.server_count.get(&(), read).await
     }
 }
 

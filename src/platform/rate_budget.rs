@@ -1,4 +1,4 @@
-//! The provider's rate limit as one budget for all platform processes: a token bucket in the database, from which each
+//! Shares the provider's rate limit among all platform processes: a token bucket in the database, from which each
 //! process reserves several calls at once while enough remain.
 
 use std::time::Duration;

@@ -1,5 +1,5 @@
-//! Rate limits for the control API: verifications of bearer tokens per client address, and requests per operator and
-//! per host.
+//! Limits, for the control API, how often each client address may have bearer tokens verified, and how many requests
+//! each operator and each host may send.
 //!
 //! A token that this process has accepted recently does not count against its address, so that an attacker in the same
 //! network cannot exhaust an operator's or a host's limit. The token is still verified on every request.

@@ -82,7 +82,7 @@ async fn probe_database(db: &Db) -> ProbeResult {
     run_with_timeout(probe).await
 }
 
-/// The object need not exist.
+/// Looks up an object, which need not exist.
 async fn probe_store(bucket: &Bucket) -> ProbeResult {
     let key = Path::from("system-bundles/.ready");
     run_with_timeout(bucket.head(&key)).await

@@ -1,5 +1,5 @@
-//! The rotation of a machine's `UPGRADE_TOKEN`: decides which tokens are accepted, and which token the response to a
-//! heartbeat offers to the host. Pure: reads no clock and no database.
+//! Rotates a machine's `UPGRADE_TOKEN`: decides which tokens are accepted, and which token the response to a heartbeat
+//! offers to the host. Pure: reads no clock and no database.
 //!
 //! The host stores the next token before it sends a heartbeat with it. After that heartbeat, the platform accepts the
 //! previous token only during an overlap. If the database was restored from an older copy, a token may have a later
@@ -34,7 +34,7 @@ pub struct UpgradeToken {
     pub generation: Generation,
     /// When the first heartbeat with this generation arrived; for the first generation, when the machine was created.
     pub rotated_at: Timestamp,
-    /// When an operator requested a later generation.
+    /// When an operator requested a rotation.
     pub requested_at: Option<Timestamp>,
     pub previous: Option<PreviousToken>,
 }
@@ -138,24 +138,25 @@ impl UpgradeToken {
             }
             TokenStatus::Current => {
                 let is_due = self.requested_at.is_some() || self.is_old(timing.rotation_age, now);
-                let is_due = is_due || !self.is_made_with_current_key(machine, mint);
+                let is_due = is_due || !self.is_issued_with_current_key(machine, mint);
                 is_due.then(|| TokenOffer::Next(self.generation.next()))
             }
         }
     }
 
-    fn is_old(&self, rotate: Duration, now: Timestamp) -> bool {
-        now.duration_since(self.rotated_at) >= SignedDuration::try_from(rotate).unwrap_or(SignedDuration::MAX)
+    fn is_old(&self, rotation_age: Duration, now: Timestamp) -> bool {
+        now.duration_since(self.rotated_at)
+            >= SignedDuration::try_from(rotation_age).unwrap_or(SignedDuration::MAX)
     }
 
-    /// Whether the stored token was made with the current platform key.
-    pub fn is_made_with_current_key(&self, machine: MachineId, mint: &TokenMint) -> bool {
-        is_token_made_with_current_key(mint, machine, self.generation, &self.hash)
+    /// Returns whether the stored token was issued with the current platform key.
+    pub fn is_issued_with_current_key(&self, machine: MachineId, mint: &TokenMint) -> bool {
+        is_token_issued_with_current_key(mint, machine, self.generation, &self.hash)
     }
 }
 
-/// Whether the token with this hash was made with the current platform key.
-pub fn is_token_made_with_current_key(
+/// Returns whether the token with this hash was issued with the current platform key.
+pub fn is_token_issued_with_current_key(
     mint: &TokenMint,
     machine: MachineId,
     generation: Generation,
@@ -350,7 +351,7 @@ mod tests {
                 Event::BeginKeyChange => {}
                 Event::DropKey => {
                     let is_needed =
-                        !self.row.is_made_with_current_key(self.machine, &mint((self.keys.0, None)));
+                        !self.row.is_issued_with_current_key(self.machine, &mint((self.keys.0, None)));
                     if !is_needed && !self.is_mixed {
                         (self.keys.1, self.copy) = (None, None);
                     }
@@ -380,12 +381,12 @@ mod tests {
                 assert_ne!(model.check_token(&model.file), TokenStatus::Refused, "the host is locked out");
             }
             model.settle();
-            let own = model.file_generation();
+            let current = model.file_generation();
             if let Some(requested) = model.generation_at_request {
-                prop_assert!(own > requested, "the requested rotation did not happen");
+                prop_assert!(current > requested, "the requested rotation did not happen");
             }
             for earlier in &model.earlier {
-                if parse_claim(earlier.expose_secret(), Purpose::Upgrade).unwrap().generation < own {
+                if parse_claim(earlier.expose_secret(), Purpose::Upgrade).unwrap().generation < current {
                     prop_assert_eq!(
                         model.check_token(earlier),
                         TokenStatus::Refused,

@@ -1,5 +1,5 @@
-//! Host tokens (the one-time registration token and `UPGRADE_TOKEN`), operator tokens, and the platform's fence
-//! signatures.
+//! Issues and verifies host tokens (the one-time registration token and `UPGRADE_TOKEN`) and operator tokens, and signs
+//! and verifies fences.
 //!
 //! A host token is an HMAC-SHA256 of machine, purpose and generation with `PLATFORM_KEY`, so that user-data can be
 //! rendered again after a crash. An operator's token is an HMAC-SHA256 of the token's id, so that a repeated request
@@ -90,8 +90,8 @@ impl TokenMint {
         tokens.find(|token| matches_hash(token.expose_secret(), stored_hash))
     }
 
-    /// Whether the platform issued this token, with the current or the previous key. `claim` must be parsed from
-    /// `token`.
+    /// Returns whether the platform issued this token, with the current or the previous key. `claim` must be parsed
+    /// from `token`.
     pub fn is_genuine(&self, token: &str, claim: TokenClaim, purpose: Purpose) -> bool {
         let Some((_, mac)) = token.rsplit_once('_') else { return false };
         let Ok(mac) = hex::decode(mac) else { return false };
@@ -121,7 +121,7 @@ impl TokenMint {
         hex::encode(hmac::sign(&self.key, fence_subject(slot, epoch, machine).as_bytes()))
     }
 
-    /// Whether the current key signed the fence.
+    /// Returns whether the current key signed the fence.
     pub fn is_fence_signed_with_current_key(
         &self,
         slot: &SlotPrefix,
@@ -133,14 +133,14 @@ impl TokenMint {
         hmac::verify(&self.key, fence_subject(slot, epoch, machine).as_bytes(), &mac).is_ok()
     }
 
-    /// Whether the current or the previous key signed the fence.
+    /// Returns whether the current or the previous key signed the fence.
     pub fn has_signed_fence(&self, slot: &SlotPrefix, epoch: Epoch, machine: MachineId, proof: &str) -> bool {
         let Ok(mac) = hex::decode(proof) else { return false };
         let subject = fence_subject(slot, epoch, machine);
         self.keys().any(|key| hmac::verify(key, subject.as_bytes(), &mac).is_ok())
     }
 
-    /// Returns the hash of the token made with the current platform key.
+    /// Returns the hash of the token that is derived from the current platform key.
     pub fn hash(&self, machine: MachineId, purpose: Purpose, generation: Generation) -> Vec<u8> {
         hash(self.token(machine, purpose, generation).expose_secret())
     }
@@ -208,7 +208,7 @@ pub fn parse_claim(token: &str, purpose: Purpose) -> Option<TokenClaim> {
     Some(TokenClaim { machine: Uuid::try_parse(machine).ok().map(MachineId)?, generation })
 }
 
-/// Whether a token has the stored hash.
+/// Returns whether a token has the stored hash.
 pub fn matches_hash(token: &str, stored_hash: &[u8]) -> bool {
     hash(token).ct_eq(stored_hash).into()
 }

@@ -1,4 +1,4 @@
-//! The platform's variables.
+//! Declares the platform's environment variables.
 
 svc_base::variables! {
     "platform.listeners", in "process environment or the platform's env file", by ["svc-platform"] {
@@ -152,9 +152,9 @@ svc_base::variables! {
         /// Name of the project to which the token belongs. The provider's API does not report it.
         /// `svcctl provision` shows it.
         PROVIDER_PROJECT: "text of at most 64 characters" = unset;
-        /// Maximum number of servers in the project. The provider's API does not report it. A request whose machine
-        /// would exceed it is rejected. Because the server of a replaced machine is kept for some time, one replacement
-        /// per slot may exceed it.
+        /// Maximum number of servers in the project. The provider's API does not report it. A request that would exceed
+        /// it is rejected. Because the server of a replaced machine is kept for some time, one replacement per slot may
+        /// exceed it.
         PROVIDER_SERVER_LIMIT: "number, at least 1" = unset;
         /// Server type for a machine if the request does not specify one.
         PROVIDER_SERVER_TYPE: "server type" = "cpx22";
@@ -165,7 +165,7 @@ svc_base::variables! {
         PROVIDER_FALLBACK_LOCATIONS: "at most 8 locations, separated by commas" = unset;
         /// Image for new servers.
         PROVIDER_IMAGE: "image name" = "debian-12";
-        /// How long after an unanswered create request its server may still appear.
+        /// How long a server may take to appear after a create request that received no response.
         PROVIDER_AMBIGUOUS_WAIT_SECONDS: "seconds" = "60";
     }
 

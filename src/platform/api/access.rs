@@ -1,4 +1,4 @@
-//! Access control for the control API: the access rules that routes declare, and the verification of operators' tokens.
+//! Authenticates operators, and checks the access rules that the control API's routes declare.
 //!
 //! Invariants: a route declares its access rule next to its handler, and a route whose rule does not admit operators
 //! rejects them.
@@ -87,7 +87,7 @@ async fn authenticate(platform: &Platform, method: &Method, token: &str) -> Resu
     if !tokens::matches_hash(token, &row.token_hash) {
         return Err(unauthorized());
     }
-    let TokenRow { name, scopes, state, is_use_unrecorded, .. } = row;
+    let TokenRow { name, scopes, state, should_record_use, .. } = row;
     match state {
         TokenState::Valid => {}
         TokenState::Expired => {
@@ -102,7 +102,7 @@ async fn authenticate(platform: &Platform, method: &Method, token: &str) -> Resu
             return Err(Problem::new(Code::Unauthorized, detail));
         }
     }
-    if is_use_unrecorded && let Err(error) = db::operators::record_use(&session, id, LAST_USED_INTERVAL).await
+    if should_record_use && let Err(error) = db::operators::record_use(&session, id, LAST_USED_INTERVAL).await
     {
         tracing::warn!(operator = %name, error = %format_chain(&error), "cannot record the token's last use");
     }

@@ -1,4 +1,4 @@
-//! A heartbeat's list of items that need attention: `[{code, detail}]`.
+//! Reads a heartbeat's list of items that need attention: `[{code, detail}]`.
 
 use svc_http::fields::Fields;
 use svc_wire::heartbeat::{MAX_ATTENTION_CODE_CHARS, MAX_ATTENTION_ITEMS};

@@ -1,4 +1,4 @@
-//! GET `/vps/:id/backups`: the verified snapshots of the machine's slot, newest first, including those of earlier
+//! GET `/vps/:id/backups`: lists the verified snapshots of the machine's slot, newest first, including those of earlier
 //! machines.
 
 use std::sync::Arc;

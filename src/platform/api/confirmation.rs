@@ -1,5 +1,5 @@
-//! The confirmations that an operator gives before a customer is added: the monthly cost and the customer's consent.
-//! The cost must also be confirmed if a replacement has a different server type.
+//! Checks that an operator has confirmed the monthly cost and the customer's consent before a customer is added. The
+//! cost must also be confirmed if a replacement has a different server type.
 
 use serde_json::{Value, json};
 

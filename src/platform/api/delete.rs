@@ -149,7 +149,7 @@ fn undelete_until(platform: &Platform, machine: &MachineRow, options: OperationO
     // The server of a machine that never registered holds no data, so it is not kept. A lost server cannot be kept.
     let is_server_kept = !options.now && machine.registered_at.is_some() && !machine.has_lost_server();
     let deleted_at = machine.deleted_at.filter(|_| is_server_kept);
-    // The retention period of the server starts later if the deletion had to wait before powering it off.
+    // The retention period of the server starts later if the deletion had to wait before powering off the server.
     let kept_since = deleted_at.map(|at| machine.power_off_ordered_at.map_or(at, |ordered| at.max(ordered)));
     kept_since.and_then(|since| since.checked_add(grace).ok()).map(Into::into)
 }

@@ -303,8 +303,8 @@ async fn execute_command(
             }
             let after = rollouts::get(tx, id).await?.ok_or_else(|| not_found(id))?;
             let reply = Reply::new(StatusCode::OK, resource::rollout::load_with_machines(tx, &after).await?);
-            let state = |state: RolloutState| Some(json!({"state": state.as_str()}));
-            let (target, before, after) = (id.to_string(), state(before.state), state(next));
+            let record = |state: RolloutState| Some(json!({"state": state.as_str()}));
+            let (target, before, after) = (id.to_string(), record(before.state), record(next));
             Ok(MutationEffect::changed(
                 reply,
                 AuditChange { action: command.action(), target, before, after },

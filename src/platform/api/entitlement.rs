@@ -1,4 +1,4 @@
-//! A slot's entitlements: whether its subscription is active, and which server types its plan includes.
+//! Checks a slot's entitlements: whether its subscription is active, and whether its plan includes the server type.
 
 use deadpool_postgres::GenericClient;
 use jiff::Timestamp;

@@ -27,7 +27,7 @@ use svc_machine::name::{IdpUserId, Slot};
 use svc_store::StoreError;
 use svc_wire::files::{FilesPrunePlan, FilesPruneRequest};
 
-/// Timeout for computing a prune plan, which waits until any other plan has been computed, and then reads the
+/// Timeout for computing a prune plan: for waiting until no other plan is being computed, and for reading the
 /// repository's index and trees. It is shorter than `svcctl`'s default timeout.
 const TIMEOUT: Duration = Duration::from_secs(20);
 

@@ -1,4 +1,4 @@
-//! GET `/vps/slots/files-usage`: shows how much storage a slot's file backups use and the result of their last pruning.
+//! GET `/vps/slots/files-usage`: shows how much storage a slot's file backups use, and the result of their last prune.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -69,7 +69,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         id: "showFilesUsage",
         method: Method::GET,
         path: "/vps/slots/files-usage",
-        summary: "Shows how much storage a slot's file backups use, and the result of their last pruning.",
+        summary: "Shows how much storage a slot's file backups use, and the result of their last prune.",
         credentials: &[OPERATOR],
         parameters: &[USER, SLOT],
         body: None,

@@ -1,5 +1,5 @@
-//! GET `/vps/fleet`: a summary of all active machines, the machines that need attention, overdue operations, alarms,
-//! and the rollout that is running or paused.
+//! GET `/vps/fleet`: returns a summary of all active machines, the machines that need attention, overdue operations,
+//! alarms, and the rollout that is running or paused.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,4 +1,5 @@
-//! GET `/livez`, `/readyz` and `/readyz/control`: liveness, readiness to route, and readiness to manage machines.
+//! GET `/livez`, `/readyz` and `/readyz/control`: report liveness, readiness to route, and readiness to manage
+//! machines.
 //!
 //! Routing does not need the object store, and works without the database until the routes are too old
 //! (`ROUTER_MAX_STALE_SECONDS`). So `/readyz` checks only the age of the routes and whether the process is stopping,

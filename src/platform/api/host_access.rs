@@ -1,5 +1,5 @@
-//! Checks that routes for hosts share: the token belongs to the machine in the path, and the machine may use its slot's
-//! store.
+//! Checks shared by the routes for hosts: that the token belongs to the machine in the path, and that the machine may
+//! use its slot's store.
 
 use super::access::unauthorized;
 use super::call::{ApiCall, path_id};

@@ -186,7 +186,7 @@ async fn load_serving_machine(platform: &Platform, id: MachineId) -> Result<Mach
     Ok(machine)
 }
 
-/// A host's response. Its number of items is checked before it is processed further.
+/// A host's response. A response with too many items is rejected before it is processed further.
 trait HostFilesResponse: Serialize + DeserializeOwned + Send + 'static {
     fn item_count(&self) -> usize {
         1

@@ -1,4 +1,4 @@
-//! The locations for a new machine's server: the requested one, and fallbacks.
+//! Reads and checks the requested locations for a new machine's server: the preferred one, and fallbacks.
 
 use super::problems;
 use crate::config::MAX_FALLBACK_LOCATIONS;
@@ -125,7 +125,10 @@ mod tests {
         assert!(differs(None, &["hel1"], &candidates, false));
         assert!(differs(None, &["hel1", "fsn1", "ash"], &candidates, false));
         let all = parse(&candidates);
-        assert!(!RequestedLocations::default().differs_in_fallback(&all[0], &all[1..], false), "omitted");
+        assert!(
+            !RequestedLocations::default().differs_in_fallback(&all[0], &all[1..], false),
+            "omitted fallback locations match"
+        );
     }
 
     #[test]

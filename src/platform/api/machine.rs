@@ -1,4 +1,4 @@
-//! GET `/vps/:id`: a machine with its operations, even after it has been replaced or deleted.
+//! GET `/vps/:id`: returns a machine with its operations, even after it has been replaced or deleted.
 
 use std::sync::Arc;
 

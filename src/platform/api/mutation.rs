@@ -1,4 +1,4 @@
-//! Shared handling of operators' mutating calls: replay by `Idempotency-Key`, audit rows, and `Prefer: wait`.
+//! Runs operators' mutating calls: replays them by `Idempotency-Key`, writes audit rows, and supports `Prefer: wait`.
 //!
 //! Invariant: the change, its audit row and the stored response are written in one transaction. This cannot include
 //! changes outside the database: `pointer.rs`, `host_files.rs` and `backup.rs` write an audit row before the change, in
@@ -260,8 +260,8 @@ impl Mutation {
         self.replay(tx).await
     }
 
-    /// Returns the name of the lock. For [`PLATFORM_SECRET_ACTOR`], earlier releases use the same name, and may be
-    /// running at the same time.
+    /// Returns the name of the lock for an idempotency key. For [`PLATFORM_SECRET_ACTOR`], the name must be the one
+    /// that earlier releases use, because they may be running at the same time.
     fn lock_name(&self, key: &str) -> String {
         if self.actor == PLATFORM_SECRET_ACTOR {
             format!("idempotency {key}")

@@ -1,4 +1,4 @@
-//! GET `/vps/operations/:id`: an operation with the log of its steps.
+//! GET `/vps/operations/:id`: returns an operation with the log of its steps.
 
 use std::sync::Arc;
 

@@ -1,5 +1,5 @@
-//! POST `/vps/operations/:id/continue` and `…/abandon`: an operator's decision on an operation that is waiting for one
-//! or is making no progress.
+//! POST `/vps/operations/:id/continue` and `…/abandon`: apply an operator's decision to an operation that is waiting
+//! for one or is making no progress.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -170,7 +170,7 @@ fn retry_options(operation: &OperationRow) -> OperationOptions {
 /// Accepts the loss that the question describes, without accepting any other:
 /// - an unverified fence is disregarded;
 /// - a deletion that may be outdated is confirmed, but a missing final backup is a separate question;
-/// - if the store has a newer snapshot that was not made the latest, the latest is restored anyway.
+/// - a snapshot that is newer than the one that the pointer names is disregarded: the pointer's snapshot is restored.
 async fn resume_with_loss_accepted(tx: &Transaction<'_>, operation: &OperationRow) -> Result<(), Problem> {
     let has_question =
         |code: &str| operation.question.as_ref().is_some_and(|question| question["code"] == code);
@@ -286,7 +286,7 @@ async fn abandon_operation(
     Ok(db::operations::end(tx, operation.id, "cancelled", Some("abandoned")).await?)
 }
 
-/// Describes how an operation ended, for an operator whose decision arrived after its end.
+/// Describes how an operation ended, for an operator whose decision arrived too late.
 fn describe_end(operation: &OperationRow) -> String {
     let how = match operation.state.as_str() {
         "cancelled" => "was cancelled",

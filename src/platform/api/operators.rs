@@ -1,5 +1,5 @@
-//! `/operators`: named operators, their scopes and tokens. Only the response to the request that issues a token, or to
-//! a retry of that request, contains the token; the stored response and the audit log do not.
+//! `/operators`: manages named operators, their scopes and tokens. Only the response to the request that issues a
+//! token, or to a retry of that request, contains the token; the stored response and the audit log do not.
 
 use std::sync::Arc;
 use std::time::Duration;

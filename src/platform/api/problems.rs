@@ -1,5 +1,5 @@
-//! Problems that several routes return. The causes of database and provider errors are only logged,
-//! under the request id.
+//! Problems that several routes return. The causes of database and provider errors are only logged, under the request
+//! id.
 
 use crate::db::DbError;
 use crate::db::machine_row::MachineRow;

@@ -151,14 +151,14 @@ async fn provision(
         }
         // If the slot has changed since the checks, the plan and the required confirmations are for its earlier state.
         let replaced = existing.as_ref().map(|failed| failed.id);
-        let Some((plan, listed)) = plan.filter(|(plan, _)| plan.replaces == replaced) else {
+        let Some((plan, server_count)) = plan.filter(|(plan, _)| plan.replaces == replaced) else {
             return Err(Problem::new(Code::Unavailable, "The slot has changed; try again.").retry_after(1));
         };
         if let Some(failed) = &existing {
             replacement_checks::ensure_not_powered_off(failed, request.options.accept_loss)?;
-            server_quota::ensure_room_for_replacement(platform, tx, listed, failed).await?;
+            server_quota::ensure_room_for_replacement(platform, tx, server_count, failed).await?;
         } else {
-            server_quota::ensure_room(platform, tx, listed).await?;
+            server_quota::ensure_room(platform, tx, server_count).await?;
         }
         let owner = db::slots::claim_handle(tx, &request.handle, &request.user).await?;
         if owner != request.user.as_str() {
@@ -213,9 +213,9 @@ async fn prepare_plan(
     Ok(ProvisionPlan { image_version, bundle_sha256, restore, epoch_floor, replaces })
 }
 
-/// For a quote, runs the checks that follow [`check_admission`], except the confirmation and server-limit checks.
-/// Returns the new machine's release.
-pub async fn check_possible(
+/// Runs, for a quote, the checks that follow [`check_admission`], except those of the confirmation and of the server
+/// limit. Returns the new machine's release.
+pub async fn check_for_quote(
     platform: &Platform,
     request: &ProvisionRequest,
     existing: Option<&MachineRow>,

@@ -40,22 +40,22 @@ async fn quote(platform: &Platform, request: &ProvisionRequest) -> Result<Provis
     let adds_customer = request.adds_customer(existing.as_ref());
     let needs_cost_confirmation =
         request.required_confirmation(existing.as_ref()) != RequiredConfirmation::Nothing;
-    let (mut image_version, mut cost, mut listed) = (None, None, None);
+    let (mut image_version, mut cost, mut server_count) = (None, None, None);
     if orders_server {
-        image_version = Some(provision::check_possible(platform, request, existing.as_ref()).await?);
+        image_version = Some(provision::check_for_quote(platform, request, existing.as_ref()).await?);
         let fallback = request.locations.fallback_for(platform, &request.location);
         let locations = ServerLocations { location: &request.location, fallback: &fallback };
         let quoted = server_cost::read_quoted_cost(platform, &request.server_type, locations).await;
         cost = if needs_cost_confirmation { Some(quoted?) } else { quoted.ok() };
         let count = async { Ok(server_quota::count_listed(platform).await?) };
-        listed = Some(platform.quotes.get_servers(count).await?);
+        server_count = Some(platform.quotes.get_server_count(count).await?);
     }
     let session = platform.db.session().await?;
-    let servers = match (listed, &existing) {
+    let servers = match (server_count, &existing) {
         (None, _) => None,
-        (listed, None) => Some(server_quota::check_room(platform, &session, listed).await?),
-        (listed, Some(failed)) => {
-            Some(server_quota::check_room_for_replacement(platform, &session, listed, failed).await?)
+        (server_count, None) => Some(server_quota::check_room(platform, &session, server_count).await?),
+        (server_count, Some(failed)) => {
+            Some(server_quota::check_room_for_replacement(platform, &session, server_count, failed).await?)
         }
     };
     let config = &platform.config;

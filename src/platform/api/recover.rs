@@ -106,7 +106,7 @@ struct RecoveryPlan {
     /// The slot's highest epoch in the store.
     epoch_floor: Epoch,
     /// The number of servers in the provider's project; `None` if no limit is set.
-    listed: Option<ListedServerCount>,
+    server_count: Option<ListedServerCount>,
 }
 
 async fn prepare_plan(
@@ -138,7 +138,7 @@ async fn prepare_plan(
         None => None,
     };
     let (restore, snapshot) = (initial.restore, initial.key);
-    let listed = server_quota::count_for_limit(platform).await?;
+    let server_count = server_quota::count_for_limit(platform).await?;
     Ok(RecoveryPlan {
         restore,
         snapshot,
@@ -147,7 +147,7 @@ async fn prepare_plan(
         bundle_sha256,
         server_type,
         epoch_floor,
-        listed,
+        server_count,
     })
 }
 
@@ -199,7 +199,7 @@ async fn recover(
         };
         replacement_checks::ensure_not_powered_off(&machine, request.options.accept_loss)?;
         replacement_checks::ensure_not_restarting(tx, &machine, request.options.accept_loss).await?;
-        server_quota::ensure_room_for_replacement(platform, tx, plan.listed, &machine).await?;
+        server_quota::ensure_room_for_replacement(platform, tx, plan.server_count, &machine).await?;
         let location = request.locations.location.clone().unwrap_or_else(|| machine.location.clone());
         let machine_request = MachineRequest {
             user: machine.user.clone(),
@@ -352,8 +352,8 @@ async fn respond_during_recovery(
     Ok(Reply::new(StatusCode::ACCEPTED, response_body(predecessor.id, machine, operation.id)))
 }
 
-/// Returns the options of a request that differ from those of the running recovery. `has_moved` is whether the
-/// recovery's server was ordered in a fallback location.
+/// Returns the names of the requested options that differ from those of the running recovery. `has_moved` is whether
+/// the recovery's server was ordered in a fallback location.
 fn differing_options(
     request: &RecoveryRequest,
     machine: &MachineRow,

@@ -11,7 +11,7 @@ use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
 use crate::tokens::{Purpose, TokenClaim};
 
-/// Reports a rejected token, unless the platform issued it: then, it was rejected only because a later token has
+/// Reports a rejected token, unless the platform issued it: such a token is rejected only because a later one has
 /// replaced it.
 pub async fn report_rejected_token(
     platform: &Platform,

@@ -1,4 +1,4 @@
-//! Preconditions for replacing a slot's machine. They are checked while the old machine is still serving, so that a
+//! Checks the preconditions for replacing a slot's machine while the old machine is still serving, so that a
 //! replacement that cannot succeed changes nothing.
 
 use deadpool_postgres::GenericClient;
@@ -180,8 +180,8 @@ pub async fn ensure_holds_slot(platform: &Platform, machine: &MachineRow) -> Res
 /// # Errors
 /// `invalid_state` for such a machine.
 pub fn ensure_not_powered_off(machine: &MachineRow, accepts_loss: bool) -> Result<(), Problem> {
-    let must_check = holds_data(machine) && !accepts_loss;
-    let Some(since) = machine.powered_off_at.filter(|_| must_check) else { return Ok(()) };
+    let risks_loss = holds_data(machine) && !accepts_loss;
+    let Some(since) = machine.powered_off_at.filter(|_| risks_loss) else { return Ok(()) };
     let (id, since) = (machine.id, rfc3339_ms(since));
     let detail = format!(
         "Machine {id} has been powered off since {since}, so its host cannot take a final backup: data that it wrote after \

@@ -48,16 +48,20 @@ pub async fn count_for_limit(platform: &Platform) -> Result<Option<ListedServerC
 }
 
 /// Counts the servers that exist or have been ordered.
-async fn count_used(client: &impl GenericClient, listed: Option<ListedServerCount>) -> Result<u64, DbError> {
-    Ok(total_used(listed, db::servers::count_own(client).await?))
+async fn count_used(
+    client: &impl GenericClient,
+    server_count: Option<ListedServerCount>,
+) -> Result<u64, DbError> {
+    Ok(total_used(server_count, db::servers::count_own(client).await?))
 }
 
 /// Computes the number of servers in use. Without a list, only the servers of the platform's machines count. A server
 /// that was recorded after the list was requested may be missing from the list. It no longer counts as ordered, so it
 /// is added. A server that the provider has created but the platform has not recorded yet counts twice, as listed and
 /// as ordered.
-fn total_used(listed: Option<ListedServerCount>, own: OwnServerCounts) -> u64 {
-    let listed = listed.and_then(|list| Some(list.listed? + own.existing.saturating_sub(list.recorded)));
+fn total_used(server_count: Option<ListedServerCount>, own: OwnServerCounts) -> u64 {
+    let listed =
+        server_count.and_then(|count| Some(count.listed? + own.existing.saturating_sub(count.recorded)));
     listed.unwrap_or_default().max(own.existing) + own.ordered
 }
 
@@ -69,10 +73,10 @@ fn total_used(listed: Option<ListedServerCount>, own: OwnServerCounts) -> u64 {
 pub async fn ensure_room(
     platform: &Platform,
     tx: &Transaction<'_>,
-    listed: Option<ListedServerCount>,
+    server_count: Option<ListedServerCount>,
 ) -> Result<(), Problem> {
     lock_orders(platform, tx).await?;
-    check_room(platform, tx, listed).await.map(drop)
+    check_room(platform, tx, server_count).await.map(drop)
 }
 
 /// Like [`ensure_room`], but for a machine's replacement, which may exceed the limit unless the slot has other servers.
@@ -82,11 +86,11 @@ pub async fn ensure_room(
 pub async fn ensure_room_for_replacement(
     platform: &Platform,
     tx: &Transaction<'_>,
-    listed: Option<ListedServerCount>,
+    server_count: Option<ListedServerCount>,
     replaced: &MachineRow,
 ) -> Result<(), Problem> {
     lock_orders(platform, tx).await?;
-    check_room_for_replacement(platform, tx, listed, replaced).await.map(drop)
+    check_room_for_replacement(platform, tx, server_count, replaced).await.map(drop)
 }
 
 async fn lock_orders(platform: &Platform, tx: &Transaction<'_>) -> Result<(), DbError> {
@@ -103,9 +107,9 @@ async fn lock_orders(platform: &Platform, tx: &Transaction<'_>) -> Result<(), Db
 pub async fn check_room(
     platform: &Platform,
     client: &impl GenericClient,
-    listed: Option<ListedServerCount>,
+    server_count: Option<ListedServerCount>,
 ) -> Result<u64, Problem> {
-    let (used, shortage) = measure_room(platform, client, listed).await?;
+    let (used, shortage) = measure_room(platform, client, server_count).await?;
     shortage.map_or(Ok(used), Err)
 }
 
@@ -117,10 +121,10 @@ pub async fn check_room(
 pub async fn check_room_for_replacement(
     platform: &Platform,
     client: &impl GenericClient,
-    listed: Option<ListedServerCount>,
+    server_count: Option<ListedServerCount>,
     replaced: &MachineRow,
 ) -> Result<u64, Problem> {
-    let (used, shortage) = measure_room(platform, client, listed).await?;
+    let (used, shortage) = measure_room(platform, client, server_count).await?;
     let Some(shortage) = shortage else { return Ok(used) };
     let others = db::servers::list_others_in_slot(client, replaced).await?;
     if others.is_empty() {
@@ -140,9 +144,9 @@ pub async fn check_room_for_replacement(
 async fn measure_room(
     platform: &Platform,
     client: &impl GenericClient,
-    listed: Option<ListedServerCount>,
+    server_count: Option<ListedServerCount>,
 ) -> Result<(u64, Option<Problem>), DbError> {
-    let used = count_used(client, listed).await?;
+    let used = count_used(client, server_count).await?;
     if db::alarms::get(client, Alarm::ProviderLimit.as_str()).await?.is_some() {
         let detail = "The provider has refused to create a server because of the project's limit: raise the limit at the \
                       provider, or delete unused servers. The alarm provider_limit ends with the next accepted order, or a few minutes \
@@ -167,20 +171,20 @@ mod tests {
     #[test]
     fn total_used_counts_servers_recorded_since_list() {
         let own = |existing, ordered| OwnServerCounts { existing, ordered };
-        let list = |listed, recorded| Some(ListedServerCount { listed, recorded });
-        for (listed, own, servers) in [
+        let count = |listed, recorded| Some(ListedServerCount { listed, recorded });
+        for (server_count, own, servers) in [
             (None, own(2, 1), 3),
-            (list(None, 2), own(2, 1), 3),
+            (count(None, 2), own(2, 1), 3),
             // Three of the listed servers are not the platform's.
-            (list(Some(5), 2), own(2, 1), 6),
+            (count(Some(5), 2), own(2, 1), 6),
             // An ordered server was created and recorded after the list was requested.
-            (list(Some(5), 2), own(3, 0), 6),
+            (count(Some(5), 2), own(3, 0), 6),
             // One of the listed servers has been deleted since the list was requested.
-            (list(Some(5), 2), own(1, 0), 5),
+            (count(Some(5), 2), own(1, 0), 5),
             // The list is incomplete.
-            (list(Some(1), 3), own(3, 0), 3),
+            (count(Some(1), 3), own(3, 0), 3),
         ] {
-            assert_eq!(total_used(listed, own), servers, "{listed:?} {own:?}");
+            assert_eq!(total_used(server_count, own), servers, "{server_count:?} {own:?}");
         }
     }
 }

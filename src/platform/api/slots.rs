@@ -1,4 +1,4 @@
-//! PUT and GET `/vps/slots`: slot subscriptions, which the billing system sets.
+//! PUT and GET `/vps/slots`: set a slot's subscription, for the billing system, and list subscriptions.
 
 use std::str::FromStr;
 use std::sync::Arc;

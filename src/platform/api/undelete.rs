@@ -54,7 +54,7 @@ async fn undelete(platform: &Platform, id: MachineId, mutation: &Mutation) -> Re
         ChangeStart::Replayed(reply) => return Ok(reply),
         ChangeStart::Started(change) => change,
     };
-    if let Some(created) = find_undo(&change.tx, &change.machine).await? {
+    if let Some(created) = find_reinstatement(&change.tx, &change.machine).await? {
         let body = |after: &MachineRow| response_body(after, created, true);
         return change.end(ChangeEffect::Unchanged, StatusCode::ACCEPTED, body).await;
     }
@@ -76,7 +76,10 @@ pub async fn ensure_slot_is_free(platform: &Platform, deleted: &MachineRow) -> R
 }
 
 /// Finds the operation that has already undone the machine's deletion.
-async fn find_undo(tx: &Transaction<'_>, machine: &MachineRow) -> Result<Option<CreatedOperation>, Problem> {
+async fn find_reinstatement(
+    tx: &Transaction<'_>,
+    machine: &MachineRow,
+) -> Result<Option<CreatedOperation>, Problem> {
     if !machine.is_active() {
         return Ok(None);
     }

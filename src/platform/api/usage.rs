@@ -1,5 +1,5 @@
-//! GET `/vps/:id/usage`: the cost of an owner's dispatches, as reported by the machine's host. The report is the
-//! owner's data, so each read is audited, even if it fails.
+//! GET `/vps/:id/usage`: returns the cost of an owner's dispatches, as reported by the machine's host. The report is
+//! the owner's data, so each read is audited, even if it fails.
 
 use std::fmt::Display;
 use std::sync::Arc;

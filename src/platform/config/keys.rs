@@ -1,4 +1,4 @@
-//! `PLATFORM_KEY`, and `PLATFORM_KEY_PREVIOUS` while two keys are active.
+//! Reads `PLATFORM_KEY` and, while two keys are active, `PLATFORM_KEY_PREVIOUS`.
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD as B64;

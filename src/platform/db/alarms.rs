@@ -21,7 +21,7 @@ pub struct AlarmRow {
     pub released_until: Option<Timestamp>,
 }
 
-const ACTIVE: &str = "(expires_at IS NULL OR expires_at > clock_timestamp())";
+const IS_ACTIVE: &str = "(expires_at IS NULL OR expires_at > clock_timestamp())";
 const COLUMNS: &str = "alarm, since, seen_at, detail, \
      CASE WHEN released_until > clock_timestamp() THEN released_until END AS released_until";
 
@@ -102,13 +102,13 @@ pub async fn clear(client: &impl GenericClient, alarm: &str) -> Result<(), DbErr
 }
 
 pub async fn get(client: &impl GenericClient, alarm: &str) -> Result<Option<AlarmRow>, DbError> {
-    let sql = format!("SELECT {COLUMNS} FROM fleet_alarms WHERE alarm = $1 AND {ACTIVE}");
+    let sql = format!("SELECT {COLUMNS} FROM fleet_alarms WHERE alarm = $1 AND {IS_ACTIVE}");
     Ok(query_opt(client, &sql, &[&alarm]).await?.as_ref().map(parse))
 }
 
 /// Lists the active alarms, oldest first.
 pub async fn list_active(client: &impl GenericClient) -> Result<Vec<AlarmRow>, DbError> {
-    let sql = format!("SELECT {COLUMNS} FROM fleet_alarms WHERE {ACTIVE} ORDER BY since, alarm");
+    let sql = format!("SELECT {COLUMNS} FROM fleet_alarms WHERE {IS_ACTIVE} ORDER BY since, alarm");
     Ok(query(client, &sql, &[]).await?.iter().map(parse).collect())
 }
 
@@ -120,7 +120,7 @@ pub async fn release(
 ) -> Result<Option<AlarmRow>, DbError> {
     let sql = format!(
         "UPDATE fleet_alarms SET released_until = clock_timestamp() + make_interval(secs => $2) \
-         WHERE alarm = $1 AND {ACTIVE} RETURNING {COLUMNS}"
+         WHERE alarm = $1 AND {IS_ACTIVE} RETURNING {COLUMNS}"
     );
     Ok(query_opt(client, &sql, &[&alarm, &duration.as_secs_f64()]).await?.as_ref().map(parse))
 }

@@ -1,5 +1,5 @@
-//! Machines that have left their slots and still need an operator because of a kept server with unsaved changes, an
-//! abandoned removal, or an operation that is waiting for a decision.
+//! Finds machines that have left their slots and still need an operator, because of a kept server with unsaved changes,
+//! an abandoned removal, or an operation that is waiting for a decision.
 
 use deadpool_postgres::GenericClient;
 

@@ -1,4 +1,4 @@
-//! Recoveries and rollbacks on test slots, found in existing tables: exercises have no table of their own.
+//! Finds the newest recovery and the newest rollback on a test slot. Exercises have no table: other tables record them.
 
 use deadpool_postgres::GenericClient;
 use jiff::Timestamp;

@@ -1,4 +1,4 @@
-//! Retention of the servers of machines that have left their slots.
+//! Determines how long the servers of machines that have left their slots are kept.
 //!
 //! Invariant: the reconciler's deletions and the API use the same SQL expression for the end of the retention period.
 

@@ -1,4 +1,4 @@
-//! Operation leases, and delays for operations whose step's outcome could not be stored.
+//! Finds operation leases, and delays operations whose step's outcome could not be stored.
 
 use std::time::Duration;
 

@@ -1,5 +1,5 @@
-//! Schema migrations, embedded in the binary. They run at startup under an advisory lock, so that only one process
-//! migrates at a time.
+//! Runs the schema migrations, which are embedded in the binary. They run at startup under an advisory lock, so that
+//! only one process migrates at a time.
 
 use std::time::Duration;
 
@@ -116,6 +116,6 @@ mod tests {
         assert_eq!(files, MIGRATIONS.iter().map(|(name, _)| (*name).to_owned()).collect());
         let runner = create_runner().unwrap();
         let versions = runner.get_migrations().iter().map(|migration| migration.version().unsigned_abs());
-        assert!(versions.eq(1..=NEWEST_VERSION), "{MIGRATIONS:?}");
+        assert!(versions.eq(1..=NEWEST_VERSION), "not numbered from 1 without gaps: {MIGRATIONS:?}");
     }
 }

@@ -1,4 +1,4 @@
-//! Metrics for ended operations.
+//! Records metrics for ended operations.
 
 use std::time::Duration;
 

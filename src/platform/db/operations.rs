@@ -183,8 +183,8 @@ pub struct StallLimits<'a> {
 impl<'a> StallLimits<'a> {
     /// - `progress_timeout`: maximum time without progress. Time during which the provider's account is blocked does
     ///   not count.
-    /// - `max_age`: maximum time since the operation was created or, if later, was last continued by an operator or
-    ///   unblocked by the provider's account.
+    /// - `max_age`: maximum time since the operation was created, since an operator last continued it, or since the
+    ///   provider's account last stopped blocking it, whichever is latest.
     /// - `runnable`: operations that only other releases support never count as stalled.
     pub fn new(progress_timeout: Duration, max_age: Duration, runnable: RunnableSteps<'a>) -> Self {
         let (progress_timeout_seconds, max_age_seconds) =
@@ -350,8 +350,8 @@ pub async fn load_step_age(
     Ok(Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or_default())
 }
 
-/// Like [`load_step_age`], but counts from the end of the last time that the provider's account blocked the operation,
-/// if that is later; zero while the account blocks it.
+/// Like [`load_step_age`], but counts from when the provider's account last stopped blocking the operation, if that is
+/// later; zero while the account is blocking it.
 pub async fn load_unblocked_step_age(
     client: &impl GenericClient,
     id: OperationId,

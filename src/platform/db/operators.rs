@@ -17,8 +17,8 @@ pub struct TokenRow {
     pub scopes: Scopes,
     pub token_hash: Vec<u8>,
     pub state: TokenState,
-    /// Whether no use of the token has been recorded within `record_interval`.
-    pub is_use_unrecorded: bool,
+    /// Whether to record this use, because none has been recorded within `record_interval`.
+    pub should_record_use: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -54,7 +54,7 @@ pub async fn find_by_token(
                 (false, true) => TokenState::Expired,
                 (false, false) => TokenState::Valid,
             },
-            is_use_unrecorded: row.get(5),
+            should_record_use: row.get(5),
         })
     };
     row.map(parse).transpose()

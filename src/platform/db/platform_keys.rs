@@ -32,7 +32,7 @@ pub struct OtherProcess {
 
 /// The progress of the rotation to a new key.
 #[derive(Debug, Clone, Default)]
-pub struct KeyState {
+pub struct RotationProgress {
     /// The last slot whose fence was processed.
     pub last_processed_slot: Option<(String, String)>,
     /// Whether every fence has been signed with the key.
@@ -153,11 +153,11 @@ pub async fn record_use(tx: &Transaction<'_>, key: &KeyId) -> Result<(), DbError
     execute(tx, sql, &[&key.as_str()]).await.map(drop)
 }
 
-pub async fn load_state(client: &impl GenericClient, key: &KeyId) -> Result<KeyState, DbError> {
+pub async fn load_progress(client: &impl GenericClient, key: &KeyId) -> Result<RotationProgress, DbError> {
     let sql = "SELECT fences_user, fences_slot, fences_signed_at IS NOT NULL, sole_since IS NOT NULL \
                FROM platform_keys WHERE key_id = $1";
     let row = query_opt(client, sql, &[&key.as_str()]).await?;
-    Ok(row.map_or_else(KeyState::default, |row| KeyState {
+    Ok(row.map_or_else(RotationProgress::default, |row| RotationProgress {
         last_processed_slot: row.get::<_, Option<String>>(0).zip(row.get(1)),
         has_signed_fences: row.get(2),
         is_rotation_complete: row.get(3),

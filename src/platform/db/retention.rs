@@ -10,7 +10,7 @@ use deadpool_postgres::GenericClient;
 use super::{DbError, execute};
 
 const BATCH_ROWS: i64 = 1000;
-/// Small, because each rollout is deleted together with possibly thousands of rows of `rollout_machines`.
+/// Rollouts are deleted in small batches, because each may have thousands of rows in `rollout_machines`.
 const ROLLOUT_BATCH_ROWS: i64 = 5;
 
 /// A table whose rows are deleted after a retention period.

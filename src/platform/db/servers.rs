@@ -1,5 +1,5 @@
-//! The servers that the inventory compares with the provider's list, and the installation's id, with which they are
-//! labeled.
+//! Reads and records the servers that the inventory compares with the provider's list, and reads the installation's id,
+//! with which they are labeled.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;

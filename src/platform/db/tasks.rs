@@ -1,4 +1,5 @@
-//! Turns for periodic tasks that run once per interval for the whole installation, in the process that claims the turn.
+//! Claims turns for periodic tasks: each task runs once per interval in the whole installation, in the process that
+//! claims the turn.
 
 use std::time::Duration;
 

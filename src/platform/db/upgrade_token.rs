@@ -1,4 +1,5 @@
-//! The `user_machines` columns for a machine's `UPGRADE_TOKEN`. The rules are in `platform::token_rotation`.
+//! Reads and writes the `user_machines` columns for a machine's `UPGRADE_TOKEN`. The rules are in
+//! `platform::token_rotation`.
 
 use std::time::Duration;
 

@@ -9,9 +9,9 @@ use svc_base::quantity::pluralize;
 
 /// Maximum number of failures that are listed.
 const MAX_LISTED: i64 = 5;
-/// A repository is overdue if its last pruning run ended longer ago than this number of intervals plus the maximum
-/// duration of a run.
-const MAX_INTERVALS: u32 = 3;
+/// A repository is overdue if its last prune ended longer ago than this number of intervals plus the maximum duration
+/// of a prune.
+const OVERDUE_INTERVALS: u32 = 3;
 
 pub async fn check(config: &PlatformConfig) -> Findings {
     let findings = Findings::new("file-pruning");
@@ -28,7 +28,7 @@ async fn find_problems(config: &PlatformConfig) -> anyhow::Result<Option<Pruning
     if !file_keys::has_prune_ended_at_column(&session).await? {
         return Ok(None);
     }
-    let max_age = config.timing.files_prune_interval * MAX_INTERVALS + TIMEOUT;
+    let max_age = config.timing.files_prune_interval * OVERDUE_INTERVALS + TIMEOUT;
     Ok(Some(file_keys::find_pruning_problems(&session, max_age, MAX_LISTED).await?))
 }
 
@@ -50,13 +50,13 @@ fn assess(mut findings: Findings, problems: &PruningProblems, is_scheduled: bool
     if !is_scheduled {
         return findings.warning(
             "FILES_PRUNE_SECONDS is 0: the repositories of file backups keep all snapshots and grow",
-            "remove the setting, or request pruning with `svcctl files prune USER`",
+            "remove the setting, or request a prune with `svcctl files prune USER`",
         );
     }
     if problems.overdue > 0 {
         findings = findings.warning(
             format!("the file backups of {} are overdue for pruning", pluralize(problems.overdue, "slot")),
-            "check svc-platform's log: a pruning run may need more memory, or more runs may be due than the \
+            "check svc-platform's log: a prune may need more memory, or more prunes may be due than the \
              platform's processes can complete",
         );
     }

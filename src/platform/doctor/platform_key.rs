@@ -99,8 +99,8 @@ fn assess(findings: Findings, ids: &KeyIds, usage: &KeyUsage, named: Option<Name
             "keep PLATFORM_KEY_PREVIOUS until a running svc-platform has recorded the new key in the store, \
              and run this check again",
         ),
-        // A running svc-platform replaces the marker in the store only once it reaches the store. Without the key that
-        // the marker names, svc-platform would stop once the store is available again.
+        // A running svc-platform replaces the mark in the store only once it reaches the store. Without the key that
+        // the mark names, svc-platform would stop once the store is available again.
         Some(previous) if usage.need.is_empty() && named.is_none() => findings.warning(
             format!(
                 "PLATFORM_KEY_PREVIOUS {previous} may still be needed: the object store, which may name it as the \
@@ -158,7 +158,7 @@ async fn read_usage(
     let max_gap = config.timing.keys.max_heartbeat_gap;
     let need =
         KeyNeed::find(client, &ids.current, &mint, &Seal::from_keys(&config.keys), max_gap, ttl).await?;
-    let is_rotation_complete = platform_keys::load_state(client, &ids.current).await?.is_rotation_complete;
+    let is_rotation_complete = platform_keys::load_progress(client, &ids.current).await?.is_rotation_complete;
     let (is_previous_recorded, processes) = match &ids.previous {
         Some(previous) => (
             platform_keys::is_recorded(client, previous).await?,

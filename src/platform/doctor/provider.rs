@@ -24,7 +24,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
         Ok(Some(_)) => {}
         Ok(None) => {
             let what = format!("the provider does not offer the server type {server_type}");
-            return findings.problem(what, "set PROVIDER_SERVER_TYPE to a type of this provider");
+            return findings.problem(what, "set PROVIDER_SERVER_TYPE to a type that the provider offers");
         }
         Err(error) => return findings.problem(format_chain(&error), next),
     }

@@ -141,7 +141,7 @@ pub fn check_certificates(config: &PlatformConfig) -> Findings {
             findings = check_certificate(findings, name, files);
         }
     }
-    if findings.is_empty() { findings.skipped("no listener has its own certificate") } else { findings }
+    if findings.is_empty() { findings.skipped("no listener has a certificate") } else { findings }
 }
 
 fn check_certificate(findings: Findings, name: &str, files: &TlsFiles) -> Findings {

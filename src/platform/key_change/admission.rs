@@ -47,30 +47,30 @@ pub enum AdmissionError {
 /// lifetime; `Db` if the database fails.
 pub async fn admit(
     db: &Db,
-    own: &ProcessKeys,
+    this_process: &ProcessKeys,
     mint: &TokenMint,
     seal: &Seal,
     max_heartbeat_gap: Duration,
 ) -> Result<(), AdmissionError> {
-    let deadline = Instant::now() + own.ttl + MIN_RETRY_INTERVAL;
+    let deadline = Instant::now() + this_process.ttl + MIN_RETRY_INTERVAL;
     loop {
         let mut session = db.session().await?;
         let tx = db::begin(&mut session).await?;
         db::lock(&tx, PLATFORM_KEYS_LOCK).await?;
         let is_first = !platform_keys::has_any(&tx).await?;
-        if own.ids.previous.is_none() {
-            refuse_if_other_key_needed(&tx, own, mint, seal, max_heartbeat_gap, is_first).await?;
+        if this_process.ids.previous.is_none() {
+            refuse_if_other_key_needed(&tx, this_process, mint, seal, max_heartbeat_gap, is_first).await?;
         } else {
             // The keys are checked before their use is recorded, because a wrong key must not affect the key rotation.
-            keys::ensure_keys_can_be_opened(&tx, &own.ids, seal).await?;
+            keys::ensure_keys_can_be_opened(&tx, &this_process.ids, seal).await?;
         }
-        let incompatible = own.list_incompatible(&tx).await?;
+        let incompatible = this_process.list_incompatible(&tx).await?;
         if incompatible.is_empty() {
-            own.renew(&tx).await?;
-            if is_first && own.ids.previous.is_none() {
-                platform_keys::insert_first(&tx, &own.ids.current).await?;
+            this_process.renew(&tx).await?;
+            if is_first && this_process.ids.previous.is_none() {
+                platform_keys::insert_first(&tx, &this_process.ids.current).await?;
             } else {
-                platform_keys::record_use(&tx, &own.ids.current).await?;
+                platform_keys::record_use(&tx, &this_process.ids.current).await?;
             }
             return Ok(db::commit(tx).await?);
         }
@@ -82,7 +82,7 @@ pub async fn admit(
             return Err(AdmissionError::Incompatible { processes });
         }
         tracing::warn!(processes, "waiting for platform processes with different keys to end");
-        sleep((own.ttl / 8).max(MIN_RETRY_INTERVAL)).await;
+        sleep((this_process.ttl / 8).max(MIN_RETRY_INTERVAL)).await;
     }
 }
 
@@ -90,20 +90,20 @@ pub async fn admit(
 /// that no process has recorded a key in the database yet.
 async fn refuse_if_other_key_needed(
     tx: &deadpool_postgres::Transaction<'_>,
-    own: &ProcessKeys,
+    this_process: &ProcessKeys,
     mint: &TokenMint,
     seal: &Seal,
     max_heartbeat_gap: Duration,
     is_first: bool,
 ) -> Result<(), AdmissionError> {
-    let key = &own.ids.current;
+    let key = &this_process.ids.current;
     let need = if is_first {
         // In a database from an earlier release, only the signing keys show which key was used.
         KeyNeed::find_for_signing_keys(tx, seal).await?
-    } else if platform_keys::load_state(tx, key).await?.is_rotation_complete {
+    } else if platform_keys::load_progress(tx, key).await?.is_rotation_complete {
         return Ok(());
     } else {
-        KeyNeed::find(tx, key, mint, seal, max_heartbeat_gap, own.ttl).await?
+        KeyNeed::find(tx, key, mint, seal, max_heartbeat_gap, this_process.ttl).await?
     };
     if need.is_empty() { Ok(()) } else { Err(AdmissionError::Needed(need)) }
 }

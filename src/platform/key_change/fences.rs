@@ -39,11 +39,11 @@ pub enum FenceProgress {
 pub async fn re_sign_batch(platform: &Platform) -> Result<FenceProgress, KeyChangeError> {
     let key = &platform.process.ids.current;
     let session = platform.db.session().await?;
-    let state = platform_keys::load_state(&session, key).await?;
-    if state.has_signed_fences {
+    let progress = platform_keys::load_progress(&session, key).await?;
+    if progress.has_signed_fences {
         return Ok(FenceProgress::Done);
     }
-    let mut last_finished = state.last_processed_slot;
+    let mut last_finished = progress.last_processed_slot;
     let slots = platform_keys::list_slots_after(&session, last_finished.as_ref(), BATCH_SIZE).await?;
     if slots.is_empty() {
         platform_keys::finish_fences(&session, key, last_finished.as_ref()).await?;

@@ -1,4 +1,4 @@
-//! The mark in the object store that names the current platform key by its fingerprint.
+//! Reads and writes the mark in the object store, which names the current platform key by its fingerprint.
 //!
 //! If a platform server is restored from a copy made before a rotation of `PLATFORM_KEY`, its database and settings are
 //! consistent, and only the store shows the rotation. A process with the old keys would reject every host and trust no

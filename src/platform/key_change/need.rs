@@ -25,7 +25,7 @@ pub struct KeyNeed {
     signing_keys: CountedNames,
     /// Slots whose file key is sealed with another key.
     file_keys: CountedNames,
-    /// Machines whose token was made with another key and will rotate, because their hosts are sending heartbeats.
+    /// Machines whose token was issued with another key and will rotate, because their hosts are sending heartbeats.
     machines: CountedNames,
     /// Silent machines. A rotation does not wait for them: their tokens stay valid, because the database has their
     /// hashes, and rotate when the hosts send heartbeats again.
@@ -107,7 +107,7 @@ impl KeyNeed {
             let Some(last) = tokens.last() else { return Ok(()) };
             after = last.machine;
             for token in tokens {
-                if token_rotation::is_token_made_with_current_key(
+                if token_rotation::is_token_issued_with_current_key(
                     mint,
                     token.machine,
                     token.generation,
@@ -122,11 +122,11 @@ impl KeyNeed {
     }
 
     async fn add_fences(&mut self, client: &impl GenericClient, current: &KeyId) -> Result<(), DbError> {
-        let state = platform_keys::load_state(client, current).await?;
-        if state.has_signed_fences {
+        let progress = platform_keys::load_progress(client, current).await?;
+        if progress.has_signed_fences {
             return Ok(());
         }
-        let after = state.last_processed_slot.as_ref();
+        let after = progress.last_processed_slot.as_ref();
         self.fences.count = platform_keys::count_slots_after(client, after).await?.unsigned_abs();
         let slots = platform_keys::list_slots_after(client, after, MAX_NAMED as i64).await?;
         self.fences.names = slots.into_iter().map(|(user, slot)| format!("{user}/{slot}")).collect();
@@ -146,7 +146,7 @@ impl KeyNeed {
         self.processes.count > 0
     }
 
-    /// Describes the silent machines whose tokens were made with a different key; `None` if there are none.
+    /// Describes the silent machines whose tokens were issued with a different key; `None` if there are none.
     pub fn describe_silent(&self) -> Option<String> {
         (self.silent.count > 0).then(|| format_list(&[("silent machine", &self.silent)]))
     }

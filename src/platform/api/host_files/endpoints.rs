@@ -1,4 +1,4 @@
-//! The descriptions of the routes `/vps/:id/files/…`.
+//! Declares the routes `/vps/:id/files/…`.
 
 use axum::routing::{get, post};
 use http::Method;
