@@ -19,7 +19,7 @@ use nix::sys::stat::{Mode, SFlag, fstat, fstatat};
 
 const LINK_REFUSED: &str = "symbolic links are not followed";
 
-/// An open directory.
+/// An open directory; files and directories below it are opened relative to its descriptor.
 #[derive(Debug)]
 pub struct DirFd {
     fd: OwnedFd,
@@ -45,7 +45,7 @@ impl DirFd {
         Self { owner, ..self }
     }
 
-    /// Opens a directory below this one. Its files are checked against its own owner, not against this directory's.
+    /// Opens a directory below this one. Files in it are checked against its owner, not against this directory's owner.
     ///
     /// # Errors
     /// `NotFound` if a component does not exist; `NotADirectory` if one is not a directory; `InvalidInput` if one is a

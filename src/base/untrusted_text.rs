@@ -1,5 +1,5 @@
-//! Text reported by a host. Anyone with access to the host can write it, and operators read it in terminals and
-//! browsers.
+//! Makes text from hosts safe to display. Anyone with access to a host can write such text, and operators read it in
+//! terminals and browsers.
 
 use std::borrow::Cow;
 
@@ -46,8 +46,8 @@ pub fn make_printable(value: &mut Value) {
     }
 }
 
-/// Whether `c` is a control character (C0, DEL or C1) other than the newline, or starts or ends a section with another
-/// direction of text. Marks such as U+200E are kept: names in Arabic and Hebrew have them.
+/// Whether `c` is a control character (C0, DEL or C1) other than the newline, or starts or ends a run of text in a
+/// different direction. Marks such as U+200E are kept: names in Arabic and Hebrew contain them.
 fn is_unsafe(c: char) -> bool {
     (c.is_control() && c != '\n') || matches!(c, '\u{202A}'..='\u{202E}' | '\u{2066}'..='\u{2069}')
 }
