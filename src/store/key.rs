@@ -51,7 +51,7 @@ impl SlotPrefix {
         self.join(&["system", "db", "pointer-log"])
     }
 
-    /// Returns the log entry that claims `seq`. Names sort in numeric order.
+    /// Returns the path of the log entry that claims `seq`. Names sort in numeric order.
     pub fn pointer_entry(&self, seq: u64) -> Path {
         self.pointer_paths().entry(seq)
     }
@@ -98,7 +98,7 @@ pub struct PointerPaths {
 }
 
 impl PointerPaths {
-    /// Returns the log entry that claims `seq`. Names sort in numeric order.
+    /// Returns the path of the log entry that claims `seq`. Names sort in numeric order.
     pub fn entry(&self, seq: u64) -> Path {
         self.log.clone().join(format!("{seq:0SEQ_DIGITS$}.json"))
     }

@@ -12,8 +12,8 @@ use super::snapshot::{self, Sidecar, SnapshotUnusable};
 use svc_machine::epoch::Epoch;
 use svc_machine::id::MachineId;
 
-/// Maximum number of objects to list after the pointer's snapshot: two for each hour of more than a year. Objects
-/// beyond this limit are not considered.
+/// Maximum number of objects to list after the pointer's snapshot: enough for more than a year of hourly snapshots with
+/// two objects each. Objects beyond this limit are not considered.
 const MAX_OBJECTS: usize = 20_000;
 /// Maximum number of sidecars to read, beginning with the newest.
 const MAX_SIDECARS: usize = 8;

@@ -151,8 +151,8 @@ impl<S: PointedSnapshot> Pointer<S> {
     /// Returns the machine with the fence's epoch: the fence's machine, or the machine that took the latest snapshot,
     /// if that snapshot has the same epoch.
     pub fn fence_holder(&self) -> Option<MachineId> {
-        let writer = || self.snapshot.as_ref().filter(|latest| latest.epoch() == self.fence_epoch);
-        self.fence_machine_id.or_else(|| writer().map(PointedSnapshot::machine_id))
+        let snapshot_at_fence = || self.snapshot.as_ref().filter(|latest| latest.epoch() == self.fence_epoch);
+        self.fence_machine_id.or_else(|| snapshot_at_fence().map(PointedSnapshot::machine_id))
     }
 
     /// Returns the fence's proof, if the fence is for this machine and epoch.

@@ -59,9 +59,9 @@ pub(super) async fn find_newest_entry(
     Ok(newest)
 }
 
-/// Finds the lowest free `seq`, starting at `seq`, such that a reader of a pointer with this `seq` finds no higher
-/// entry. Also returns the `seq` of the last entry that was skipped, if any. Any holder of the slot's store credentials
-/// can add unreadable entries at any distance, and a pointer below one of them would be unreadable as well.
+/// Finds the lowest free number, at or above `seq`, such that a reader of a pointer with that number as its `seq` finds
+/// no higher entry. Also returns the `seq` of the last entry that was skipped, if any. Any holder of the slot's store
+/// credentials can add unreadable entries at any distance, and a pointer below one of them would be unreadable as well.
 ///
 /// # Errors
 /// [`StoreError`]; `Corrupt` if there are too many entries to skip, or no `seq` remains.

@@ -1,4 +1,4 @@
-//! The model's step runner: the steps of each kind of operation, with provider failures.
+//! Runs the steps of the model's operations, with provider failures.
 
 use super::LifecycleModel;
 use super::cloud::Power;
@@ -304,7 +304,7 @@ impl LifecycleModel {
                 self.operations[index].step = Step::AwaitRegistration;
             }
             CallResult::LostReply => self.cloud.create(id),
-            CallResult::TimedOut => self.cloud.in_flight.push(id),
+            CallResult::TimedOut => self.cloud.pending_creates.push(id),
             CallResult::Refused => {
                 self.apply(id, &Event::CreationFailed { failure: CreationFailure::ProviderRefused });
             }

@@ -1,10 +1,10 @@
-//! The provider's rate limit: one budget for all clones of the adapter and, with a [`RateBudget`], for all processes
-//! that share it.
+//! Keeps calls within the provider's rate limit, with one budget for all clones of the adapter and, with a
+//! [`RateBudget`], for all processes that share it.
 //!
-//! Calls are suspended when the provider reports an empty budget or returns 429. A call waits until calls are no longer
-//! suspended and the call is reserved in the shared budget. While the shared budget is unavailable, calls are sent
-//! without a reservation. One round trip to the shared budget reserves up to [`RESERVATION_BATCH`] calls. The budget
-//! also limits the calls in flight.
+//! Calls are suspended when the provider reports an empty budget or returns 429. A call waits while calls are
+//! suspended, and until it has been reserved in the shared budget. While the shared budget is unavailable, calls are
+//! sent without a reservation. One round trip to the shared budget reserves up to [`RESERVATION_BATCH`] calls. The
+//! budget also limits the calls in flight.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -92,8 +92,8 @@ impl Budget {
         }
     }
 
-    /// Reserves one call in the shared budget, if there is one and it is available. The error is the delay before the
-    /// next attempt.
+    /// Reserves a call in the shared budget; succeeds if no shared budget is configured or available. The error is the
+    /// delay before the next attempt.
     async fn reserve_call(&self) -> Result<(), Duration> {
         let Some(shared) = &self.shared else { return Ok(()) };
         let (unused, observed) = {
@@ -173,8 +173,8 @@ impl Budget {
 }
 
 /// Returns a lower bound on the refill rate, from the used calls and the time until all are refilled, counted from the
-/// start of the exchange. The provider rounds the remaining budget down, so `used` may be up to one call too high. Its
-/// reset time counts from the response, and is rounded up to a second.
+/// start of the exchange. The provider rounds the remaining budget down, so `used` may be up to one call too high. The
+/// provider's reset time counts from the response, and is rounded up to a second.
 fn min_refill_rate(used: u64, refill_time: Duration) -> Option<f64> {
     (used >= MIN_USED_CALLS && !refill_time.is_zero()).then(|| (used - 1) as f64 / refill_time.as_secs_f64())
 }
@@ -259,7 +259,7 @@ mod tests {
                     // The provider reports the next whole second after the full refill.
                     let full_refill = fraction + used / rate;
                     let refill_time = Duration::from_secs_f64(full_refill.ceil() - fraction);
-                    // It also rounds the remaining budget down.
+                    // The provider also rounds the remaining budget down.
                     let reported = used.ceil() as u64;
                     let derived_rate = min_refill_rate(reported, refill_time).unwrap();
                     assert!(
