@@ -21,14 +21,14 @@ pub fn truncate_printable(text: &str) -> String {
 /// Like [`replace_unprintable`], but on one line: lines are trimmed and joined with `; `, empty lines are dropped, and
 /// tabs become spaces.
 pub fn one_line(text: &str) -> Cow<'_, str> {
-    if !text.contains(|c| breaks_line(c) || is_unsafe(c)) {
+    if !text.contains(|c| is_line_break(c) || is_unsafe(c)) {
         return text.into();
     }
-    let lines = text.split(breaks_line).map(str::trim).filter(|line| !line.is_empty());
+    let lines = text.split(is_line_break).map(str::trim).filter(|line| !line.is_empty());
     replace_unprintable(&lines.collect::<Vec<_>>().join("; ").replace('\t', " ")).into_owned().into()
 }
 
-fn breaks_line(c: char) -> bool {
+fn is_line_break(c: char) -> bool {
     matches!(c, '\n' | '\r' | '\u{0B}' | '\u{0C}' | '\u{85}' | '\u{2028}' | '\u{2029}')
 }
 

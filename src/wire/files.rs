@@ -301,7 +301,7 @@ pub struct FileRestore {
     pub saved_at: Option<Time>,
     /// The path of the restored entry.
     pub restored_to: Option<String>,
-    /// The new path of the entry that was replaced, if there was one.
+    /// The new path of the entry that the restore replaced; `null` if it replaced none.
     pub kept_as: Option<String>,
     #[serde(default)]
     pub files: u64,

@@ -12,7 +12,7 @@ pub enum MetricScope {
 
 /// A metric's description, for the reference.
 #[derive(Debug, Clone, Copy)]
-pub struct Description {
+pub struct MetricDescription {
     pub name: &'static str,
     /// `Counters`, `Gauges` or `Durations`.
     pub kind: &'static str,
@@ -33,7 +33,7 @@ macro_rules! families {
         )+
 
         /// Every metric.
-        pub const ALL: &[Description] = &[$(Description {
+        pub const ALL: &[MetricDescription] = &[$(MetricDescription {
             name: $metric,
             kind: stringify!($kind),
             labels: &[$($label),*],

@@ -25,7 +25,7 @@ const RESERVATION_TTL: Duration = Duration::from_secs(10);
 const SHARED_BUDGET_TIMEOUT: Duration = Duration::from_secs(2);
 /// The provider's limits are per hour. A longer reset time is wrong and is capped, because the refill rate derived from
 /// it would stop all calls.
-const MAX_RESET: Duration = Duration::from_secs(3600);
+const MAX_RESET_TIME: Duration = Duration::from_secs(3600);
 /// Minimum number of used calls for a reliable refill rate.
 const MIN_USED_CALLS: u64 = 5;
 
@@ -125,7 +125,7 @@ impl Budget {
         let (Some(limit), Some(remaining), Some(reset)) = (
             parse_number_header(headers, "ratelimit-limit"),
             parse_number_header(headers, "ratelimit-remaining"),
-            reset_in(headers),
+            time_until_reset(headers),
         ) else {
             return;
         };
@@ -142,7 +142,7 @@ impl Budget {
     /// Suspends calls after a 429 until the provider's reset time, or for `fallback` if the response contains no reset
     /// time, but for at most the maximum wait. Returns the duration of the suspension.
     pub(super) fn suspend_after_rate_limit(&self, headers: &HeaderMap, fallback: Duration) -> Duration {
-        let wait = reset_in(headers).unwrap_or(fallback).min(self.max_wait);
+        let wait = time_until_reset(headers).unwrap_or(fallback).min(self.max_wait);
         self.suspend_for(wait);
         wait
     }
@@ -190,12 +190,12 @@ fn parse_number_header(headers: &HeaderMap, name: &str) -> Option<u64> {
 
 /// Returns the time until `RateLimit-Reset`, a Unix time in seconds. The time counts from the response's `Date`,
 /// because the local clock may be wrong.
-fn reset_in(headers: &HeaderMap) -> Option<Duration> {
+fn time_until_reset(headers: &HeaderMap) -> Option<Duration> {
     let reset =
         UNIX_EPOCH.checked_add(Duration::from_secs(parse_number_header(headers, "ratelimit-reset")?))?;
     let date = headers.get(DATE).and_then(|date| rfc2822::parse(date.to_str().ok()?).ok());
     let now = date.map_or_else(SystemTime::now, |date| date.timestamp().into());
-    Some(reset.duration_since(now).unwrap_or_default().min(MAX_RESET))
+    Some(reset.duration_since(now).unwrap_or_default().min(MAX_RESET_TIME))
 }
 
 #[cfg(test)]
@@ -273,22 +273,22 @@ mod tests {
     }
 
     #[test]
-    fn reset_in_is_zero_for_past_and_none_for_unreadable_time() {
+    fn time_until_reset_is_zero_if_past_and_none_if_invalid() {
         let mut past = headers(0, 0);
         past.insert("ratelimit-reset", 1.into());
-        assert_eq!(reset_in(&past), Some(Duration::ZERO));
+        assert_eq!(time_until_reset(&past), Some(Duration::ZERO));
         past.insert("ratelimit-reset", "soon".parse().unwrap());
-        assert_eq!(reset_in(&past), None);
+        assert_eq!(time_until_reset(&past), None);
     }
 
     #[test]
-    fn reset_in_counts_from_date_and_is_at_most_an_hour() {
+    fn time_until_reset_counts_from_date_and_is_capped() {
         let mut headers = headers(0, 2 * 86_400);
-        assert_eq!(reset_in(&headers), Some(MAX_RESET));
+        assert_eq!(time_until_reset(&headers), Some(MAX_RESET_TIME));
         // The local clock is two days behind.
         let date = jiff::Timestamp::now() + Duration::from_secs(2 * 86_400 - 60);
         headers.insert(DATE, date.strftime("%a, %d %b %Y %T GMT").to_string().parse().unwrap());
-        let seconds = reset_in(&headers).unwrap().as_secs();
+        let seconds = time_until_reset(&headers).unwrap().as_secs();
         assert!((59..=61).contains(&seconds), "{seconds}");
     }
 
