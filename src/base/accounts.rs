@@ -1,4 +1,5 @@
-//! Reads users and groups from `/etc/passwd` and `/etc/group`: a static binary must not call the C library for them.
+//! Reads users and groups directly from `/etc/passwd` and `/etc/group`, because a static binary must not call the C
+//! library's lookup functions.
 
 use std::collections::HashMap;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -34,7 +35,7 @@ impl Accounts {
         find_fields(&self.passwd, user)?.get(2)?.parse().ok()
     }
 
-    /// Returns the user with its primary group and the groups that list it.
+    /// Returns the user's id, primary group, and the groups that list the user as a member.
     pub fn credentials(&self, user: &str) -> Option<Credentials> {
         let primary_gid = find_fields(&self.passwd, user)?.get(3)?.parse().ok()?;
         let other_gids = self.group.lines().filter_map(|line| {
@@ -100,8 +101,8 @@ fn find_fields<'a>(text: &'a str, name: &str) -> Option<Vec<&'a str>> {
 }
 
 impl Credentials {
-    /// Whether the file's mode permits reading, as its owner, as a member of its group, or as another user. Root may
-    /// read every file.
+    /// Whether the file's mode lets this user read it: as its owner, as a member of its group, or as another user. Root
+    /// may read every file.
     pub fn can_read(&self, file: &std::fs::Metadata) -> bool {
         let shift = if file.uid() == self.uid {
             6

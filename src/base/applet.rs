@@ -76,7 +76,7 @@ exit_codes! {
     Internal = 70,
         "An unexpected error: a failed system operation, such as writing a file, or a bug in svc.";
     TryAgain = 75,
-        "Retry later, or make the operator's decision that the command's operation is waiting for.";
+        "Retry later, or make the decision that the operation is waiting for.";
     Permission = 77, "Permission denied, or, on a host, this machine has been replaced.";
     Config = 78, "The configuration is invalid. All errors are reported at once.";
 }

@@ -248,8 +248,8 @@ impl Flag {
 /// Parses an env file like systemd's `EnvironmentFile=`, but requires each assignment to be on one line.
 ///
 /// # Errors
-/// Returns the number of the first invalid line: it is not an assignment, contains NUL or a carriage return before
-/// its end, has an unclosed quote, or ends with a continuation backslash.
+/// Returns the number of the first line that is not an assignment, contains NUL or a carriage return before its end,
+/// has an unclosed quote, or ends with a continuation backslash.
 pub fn parse_env_file(text: &str) -> Result<Vec<(String, String)>, usize> {
     let mut pairs = Vec::new();
     for (index, line) in text.split_terminator('\n').enumerate() {

@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn remove_leftover_temp_removes_only_own_files() {
+    fn remove_leftover_temp_keeps_other_files() {
         let dir = tempfile::tempdir().unwrap();
         let names = |dir: &Path| {
             let mut names: Vec<_> = fs::read_dir(dir)

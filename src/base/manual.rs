@@ -1,4 +1,4 @@
-//! Manual pages, generated from the commands' help: section 1 for user commands, 8 for services.
+//! Generates manual pages from the commands' help: section 1 for user commands, 8 for services.
 
 use std::io;
 use std::path::Path;

@@ -1,8 +1,8 @@
-//! Metrics: names, help texts and labels, and the output for Prometheus.
+//! Records metrics, and formats them for Prometheus.
 //!
-//! The metrics themselves are declared in `families.rs`; values are recorded where the events happen. Invariants: a
-//! series has a help text and a type, a label has few values (never a machine, a user or a path), and recording a count
-//! or a gauge in an existing series does not allocate.
+//! The metrics are declared in `families.rs`; values are recorded where the events happen. Invariants: a series has a
+//! help text and a type, a label has few values (never a machine, a user or a path), and recording a count or a gauge
+//! in an existing series does not allocate.
 
 mod families;
 

@@ -22,25 +22,25 @@ impl PartialFile {
     /// Opens or creates the file, readable only by its owner, and hashes its content. A file that is longer than the
     /// complete download, `size`, is emptied.
     pub fn open(path: PathBuf, size: u64) -> Result<Self, FileError> {
-        let read = || -> std::io::Result<(File, u64, Sha256)> {
+        let open_and_hash = || -> std::io::Result<(File, u64, Sha256)> {
             let mut options = File::options();
             let options = options.create(true).truncate(false).read(true).write(true).mode(0o600);
             let mut file = options.open(&path)?;
             if file.metadata()?.len() > size {
                 file.set_len(0)?;
             }
-            let (mut digest, mut length, mut piece) = (Sha256::new(), 0, vec![0; 1 << 18]);
+            let (mut digest, mut length, mut buffer) = (Sha256::new(), 0, vec![0; 1 << 18]);
             loop {
-                match file.read(&mut piece)? {
+                match file.read(&mut buffer)? {
                     0 => return Ok((file, length, digest)),
                     read => {
-                        digest.update(&piece[..read]);
+                        digest.update(&buffer[..read]);
                         length += read as u64;
                     }
                 }
             }
         };
-        let (file, length, digest) = read().map_err(FileError::wrap("read", &path))?;
+        let (file, length, digest) = open_and_hash().map_err(FileError::wrap("read", &path))?;
         Ok(Self { path, file, length, digest })
     }
 

@@ -1,4 +1,4 @@
-//! Standard output of commands. A reader such as `head` may close it early.
+//! Prints the output of commands. A reader such as `head` may close standard output early.
 
 use std::io::{self, ErrorKind, Write};
 

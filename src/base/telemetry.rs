@@ -1,4 +1,4 @@
-//! Log output: the journal under systemd, readable lines on stderr otherwise.
+//! Writes logs: to the journal under systemd, and otherwise as readable lines to stderr.
 //!
 //! Each error is logged once, where it is handled. Invariant: in the journal, a request's lines have the field
 //! `SVC_REQUEST_ID`, and a machine's lines `SVC_MACHINE_ID`.
@@ -18,7 +18,7 @@ use crate::log_line::{LogFormat, TimeFormat};
 use crate::vars::{NO_COLOR, RUST_LOG};
 use svc_machine::id::MachineId;
 
-/// Starts logging for one applet. `RUST_LOG` filters; the default is `info`.
+/// Starts logging for one applet. `RUST_LOG` sets the filter; the default is `info`.
 pub fn init(applet: &'static str) {
     start(applet, None);
 }
@@ -54,8 +54,8 @@ fn parse_filter(value: Option<&OsStr>) -> Result<EnvFilter, String> {
     value.parse().map_err(|error: ParseError| error.to_string())
 }
 
-/// Hides the database driver's messages below the warning level, regardless of `RUST_LOG`, because they quote
-/// statements with row values.
+/// Whether an event may be logged. The database driver's messages below the warning level may not, regardless of
+/// `RUST_LOG`, because they quote statements with row values.
 fn may_be_logged(metadata: &Metadata<'_>) -> bool {
     !metadata.target().starts_with("tokio_postgres") || *metadata.level() <= Level::WARN
 }

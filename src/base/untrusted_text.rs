@@ -1,5 +1,5 @@
-//! Text reported by a host. Anyone with access to the host can write it, and operators read it in terminals and
-//! browsers.
+//! Makes text from hosts safe to display. Anyone with access to a host can write such text, and operators read it in
+//! terminals and browsers.
 
 use std::borrow::Cow;
 
@@ -21,14 +21,14 @@ pub fn truncate_printable(text: &str) -> String {
 /// Like [`replace_unprintable`], but on one line: lines are trimmed and joined with `; `, empty lines are dropped, and
 /// tabs become spaces.
 pub fn one_line(text: &str) -> Cow<'_, str> {
-    if !text.contains(|c| breaks_line(c) || is_unsafe(c)) {
+    if !text.contains(|c| is_line_break(c) || is_unsafe(c)) {
         return text.into();
     }
-    let lines = text.split(breaks_line).map(str::trim).filter(|line| !line.is_empty());
+    let lines = text.split(is_line_break).map(str::trim).filter(|line| !line.is_empty());
     replace_unprintable(&lines.collect::<Vec<_>>().join("; ").replace('\t', " ")).into_owned().into()
 }
 
-fn breaks_line(c: char) -> bool {
+fn is_line_break(c: char) -> bool {
     matches!(c, '\n' | '\r' | '\u{0B}' | '\u{0C}' | '\u{85}' | '\u{2028}' | '\u{2029}')
 }
 
@@ -46,8 +46,8 @@ pub fn make_printable(value: &mut Value) {
     }
 }
 
-/// Whether `c` is a control character (C0, DEL or C1) other than the newline, or starts or ends a section with another
-/// direction of text. Marks such as U+200E are kept: names in Arabic and Hebrew have them.
+/// Whether `c` is a control character (C0, DEL or C1) other than the newline, or starts or ends a run of text in a
+/// different direction. Marks such as U+200E are kept: names in Arabic and Hebrew contain them.
 fn is_unsafe(c: char) -> bool {
     (c.is_control() && c != '\n') || matches!(c, '\u{202A}'..='\u{202E}' | '\u{2066}'..='\u{2069}')
 }

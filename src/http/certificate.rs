@@ -165,8 +165,8 @@ impl CertificateResolver {
         *self.current.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(certified);
     }
 
-    /// Responds to challenges for this name until the guard is dropped. A later call replaces the response of an
-    /// earlier one.
+    /// Responds to challenges for this name until the guard is dropped. A later call replaces an earlier call's
+    /// response.
     ///
     /// # Errors
     /// If the certificate cannot be created.

@@ -88,7 +88,7 @@ impl StaticFile {
         is_text && self.size() >= MIN_GZIP_BYTES
     }
 
-    /// Compresses the file in memory, with its own entity tag; `None` if the result is not smaller. Blocks.
+    /// Returns the file compressed in memory, with a separate entity tag; `None` if the result is not smaller. Blocks.
     ///
     /// # Errors
     /// If the file cannot be read.
@@ -160,7 +160,7 @@ impl Entity for StaticFile {
     }
 }
 
-/// Reads on a blocking thread, one chunk at a time. If the file was truncated, the stream ends with an error.
+/// Reads the range on a blocking thread, one chunk at a time. If the file was truncated, the stream ends with an error.
 fn read_chunks(
     file: Arc<File>,
     range: Range<u64>,

@@ -1,4 +1,4 @@
-//! The request id, log span, log line and metrics for each request, on all listeners.
+//! Gives each request on every listener an id and a log span, then logs and counts the request.
 //!
 //! Invariant: no credential in a path is logged or becomes part of a metric: the token in the path of an app's page is
 //! removed.

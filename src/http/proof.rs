@@ -44,12 +44,12 @@ pub struct Claims {
     /// The app's slug; present only for the route `app`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub app: Option<String>,
-    /// The request's method. Like `path` and `jti`, it is present only for the route `internal`. `jti` is an id that a
-    /// host accepts only once.
+    /// The request's method. Like `path` and `jti`, it is present only for the route `internal`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub method: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub path: Option<String>,
+    /// An id that a host accepts only once.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub jti: Option<String>,
     pub iat: i64,
@@ -139,7 +139,7 @@ impl Signer {
 }
 
 impl ProofKeys {
-    /// Verifies the signature of any token signed by one of these keys, and returns its payload.
+    /// Verifies the signature of a proof or another token with these keys, and returns the token's payload.
     ///
     /// # Errors
     /// If the token is malformed, its key is unknown, or its signature is invalid.

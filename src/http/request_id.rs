@@ -36,14 +36,14 @@ pub async fn run_with_id<T>(id: String, work: impl Future<Output = T>) -> T {
 /// Generates an id; ids sort by time. An id must be unique but may be predictable: it contains per-process random bytes
 /// and a counter, so that requests need no system randomness.
 pub fn generate() -> String {
-    static PROCESS: LazyLock<[u8; 6]> = LazyLock::new(|| {
+    static PROCESS_BYTES: LazyLock<[u8; 6]> = LazyLock::new(|| {
         let random = *uuid::Uuid::new_v4().as_bytes();
         [random[0], random[1], random[2], random[3], random[4], random[5]]
     });
-    static COUNT: AtomicU32 = AtomicU32::new(0);
+    static COUNTER: AtomicU32 = AtomicU32::new(0);
     let mut bytes = [0; 10];
-    bytes[..6].copy_from_slice(&*PROCESS);
-    bytes[6..].copy_from_slice(&COUNT.fetch_add(1, Ordering::Relaxed).to_be_bytes());
+    bytes[..6].copy_from_slice(&*PROCESS_BYTES);
+    bytes[6..].copy_from_slice(&COUNTER.fetch_add(1, Ordering::Relaxed).to_be_bytes());
     let now = jiff::Timestamp::now().as_millisecond();
     let id = uuid::Builder::from_unix_timestamp_millis(u64::try_from(now).unwrap_or(0), &bytes).into_uuid();
     id.simple().to_string()

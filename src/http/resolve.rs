@@ -1,4 +1,4 @@
-//! The DNS resolver: hickory, which is pure Rust, because a static glibc binary must not call getaddrinfo.
+//! Resolves host names with hickory, which is pure Rust: a static glibc binary must not call getaddrinfo.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, OnceLock};
@@ -7,7 +7,7 @@ use std::time::Duration;
 use hickory_resolver::TokioResolver;
 use reqwest::dns::{Addrs, Name, Resolve, Resolving};
 
-const TIMEOUT: Duration = Duration::from_secs(5);
+const LOOKUP_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A failed DNS lookup.
 #[derive(Debug, thiserror::Error)]
@@ -23,18 +23,18 @@ pub struct ResolveError {
 /// [`ResolveError`] if the system's resolver configuration cannot be read, or if the lookup fails, takes longer than
 /// 5 s, or finds no address.
 pub async fn lookup_addresses(name: &str) -> Result<Vec<IpAddr>, ResolveError> {
-    let fail = |reason: String| ResolveError { name: name.to_owned(), reason };
+    let resolve_error = |reason: String| ResolveError { name: name.to_owned(), reason };
     if let Ok(ip) = name.trim_start_matches('[').trim_end_matches(']').parse() {
         return Ok(vec![ip]);
     }
     if name == "localhost" {
         return Ok(vec![IpAddr::from([127, 0, 0, 1])]);
     }
-    let resolver = resolver().map_err(&fail)?;
-    let lookup = tokio::time::timeout(TIMEOUT, resolver.lookup_ip(name)).await;
-    let response = lookup.map_err(|_| fail("no response in time".to_owned()))?;
-    let addresses: Vec<IpAddr> = response.map_err(|error| fail(error.to_string()))?.iter().collect();
-    if addresses.is_empty() { Err(fail("no address found".to_owned())) } else { Ok(addresses) }
+    let resolver = resolver().map_err(&resolve_error)?;
+    let lookup = tokio::time::timeout(LOOKUP_TIMEOUT, resolver.lookup_ip(name)).await;
+    let response = lookup.map_err(|_| resolve_error("no response in time".to_owned()))?;
+    let addresses: Vec<IpAddr> = response.map_err(|error| resolve_error(error.to_string()))?.iter().collect();
+    if addresses.is_empty() { Err(resolve_error("no address found".to_owned())) } else { Ok(addresses) }
 }
 
 fn resolver() -> Result<&'static TokioResolver, String> {
@@ -50,9 +50,9 @@ fn resolver() -> Result<&'static TokioResolver, String> {
 
 /// The resolver for reqwest.
 #[derive(Clone, Copy, Default)]
-pub struct Hickory;
+pub struct HickoryResolver;
 
-impl Resolve for Hickory {
+impl Resolve for HickoryResolver {
     fn resolve(&self, name: Name) -> Resolving {
         Box::pin(async move {
             let addresses = lookup_addresses(name.as_str()).await?;
@@ -62,6 +62,6 @@ impl Resolve for Hickory {
     }
 }
 
-pub fn reqwest_resolver() -> Arc<Hickory> {
-    Arc::new(Hickory)
+pub fn reqwest_resolver() -> Arc<HickoryResolver> {
+    Arc::new(HickoryResolver)
 }

@@ -258,9 +258,9 @@ struct ConnectionExtensions {
     scheme: Scheme,
 }
 
-/// Serves a connection to its end or, once `stop` is cancelled, to the end of the current request. Not an `async fn`,
-/// which would store the stream and its wrappers twice. Separate from the handshake, so that an idle connection does
-/// not keep the handshake's memory.
+/// Serves a connection to its end or, once `stop` is cancelled, to the end of the current request. This is not an
+/// `async fn`, which would store the stream and its wrappers twice. It is separate from the handshake, so that an idle
+/// connection does not keep the handshake's memory.
 fn serve_connection<S, R>(
     stream: S,
     permits: ConnectionPermits,

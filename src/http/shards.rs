@@ -52,10 +52,11 @@ impl Shards {
     where
         F: Future<Output = ()> + Send + 'static,
     {
-        let Some(least) = self.all.iter().min_by_key(|shard| shard.load.load(Ordering::Relaxed)) else {
+        let Some(least_loaded) = self.all.iter().min_by_key(|shard| shard.load.load(Ordering::Relaxed))
+        else {
             return;
         };
-        least.runtime.spawn(connection(LoadGuard::acquire(&least.load)));
+        least_loaded.runtime.spawn(connection(LoadGuard::acquire(&least_loaded.load)));
     }
 }
 

@@ -1,4 +1,4 @@
-//! The environment variable of all programs that open TLS connections.
+//! The environment variable that every program with TLS connections reads.
 
 svc_base::variables! {
     "all", in "process environment", by [] {

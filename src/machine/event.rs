@@ -29,7 +29,7 @@ fn unknown_mode(_: &str) -> String {
     must_be_one_of(<RestoreMode as strum::VariantNames>::VARIANTS)
 }
 
-/// The power state of a server whose replacement or deletion was undone.
+/// The power state of a machine's server when the machine's replacement or deletion is undone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ServerPower {
     On,

@@ -332,7 +332,7 @@ fn missing_server_fails_machine_without_replacement() {
 }
 
 #[test]
-fn found_server_waits_for_heartbeat() {
+fn machine_with_found_server_waits_for_heartbeat() {
     let (missing, reinstating) = (failed(FailureCause::ServerGone), failed(FailureCause::Reinstating));
     assert_moves(&missing, &Event::ServerFound, &reinstating, &[]);
     let retired = |previous: &State| State::Retired { previous: Box::new(previous.clone()) };

@@ -197,7 +197,7 @@ impl LifecycleModel {
             && self.server_type(id).is_some()
         {
             // A boot takes minutes. By then, a late create request has been rejected because the name was taken.
-            self.cloud.in_flight.retain(|late| *late != id);
+            self.cloud.pending_creates.retain(|late| *late != id);
         }
         self.machines[id].machine.state = next;
         for effect in effects {

@@ -15,7 +15,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::credentials::is_withdrawn;
-use super::key::{LATEST, POINTER_LOG};
+use super::key::{POINTER_LOG_FOLDER, POINTER_SUFFIX};
 use super::multipart::{MultipartUploads, OpenUpload};
 use super::pointer;
 use svc_base::metrics::{STORE_CALLS, STORE_DURATION};
@@ -116,15 +116,15 @@ impl StoreError {
 /// Whether an error message means that a snapshot pointer is unreadable or unsound. Matches the text, because hosts
 /// report errors only as text.
 pub fn is_unusable_pointer(error: &str) -> bool {
-    let is_unreadable = error.match_indices(CORRUPT).any(|(end, _)| {
+    let is_unreadable = error.match_indices(CORRUPT_MESSAGE).any(|(end, _)| {
         let key = error[..end].rsplit(char::is_whitespace).next().unwrap_or_default();
-        key.ends_with(LATEST) || key.contains(POINTER_LOG)
+        key.ends_with(POINTER_SUFFIX) || key.contains(POINTER_LOG_FOLDER)
     });
     is_unreadable || pointer::is_unsound(error)
 }
 
 /// A part of [`StoreError::Corrupt`]'s message.
-const CORRUPT: &str = " in the object store is not readable";
+const CORRUPT_MESSAGE: &str = " in the object store is not readable";
 
 /// Whether the store's error code means that the clock is wrong. There is no HTTP status for this.
 fn is_clock_error(error: &Error) -> bool {
@@ -442,7 +442,7 @@ mod tests {
         let text = format!(r#"{{"version":"{}\u001b[31m"}}"#, "x".repeat(1 << 19));
         bucket.put(&key, text).await.unwrap();
         let error = bucket.get_json::<Pointer>(&key).await.unwrap_err();
-        assert!(!is_unusable_pointer(&error.to_string()), "the object is not a pointer");
+        assert!(!is_unusable_pointer(&error.to_string()), "took another object for a pointer");
         let StoreError::Corrupt { why, .. } = &error else { panic!("{error}") };
         assert!(why.chars().count() <= MAX_CHARS, "{} characters", why.chars().count());
         assert!(!why.contains('\u{1b}'));

@@ -1,4 +1,5 @@
-//! Published host bundles: the archive's digest, and the signed manifest that hosts need for an update.
+//! Reads what is published with a host bundle: the archive's digest, and the signed manifest that hosts need for an
+//! update.
 //!
 //! A manifest is trusted only as a [`VerifiedManifest`], which only [`verify`] can create. Unknown formats are
 //! rejected; unknown fields are ignored, except in a key set.

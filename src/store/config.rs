@@ -127,7 +127,7 @@ impl S3Config {
 
     fn open(&self, source: Option<Arc<dyn CredentialSource>>) -> anyhow::Result<Bucket> {
         let client = HttpClient::new(UploadTimeout {
-            uploads: HttpClient::new(client::build(upload_timeout::UPLOAD)?),
+            uploads: HttpClient::new(client::build(upload_timeout::UPLOAD_TIMEOUTS)?),
             others: HttpClient::new(client::build(Timeouts::DOWNLOAD)?),
         });
         let (credentials, client): (AwsCredentialProvider, HttpClient) = match source {

@@ -99,12 +99,12 @@ pub async fn set_fence(
 }
 
 /// Maximum number of log entries that one call to [`trim_log`] deletes.
-const MAX_TRIMMED: usize = 20_000;
+const MAX_TRIMMED_ENTRIES: usize = 20_000;
 /// Maximum number of log entries that are deleted concurrently.
 const MAX_CONCURRENT_DELETIONS: usize = 16;
 
-/// Deletes the log entries below the pointer's `seq`, except the last `retained` of them. Deletes at most `MAX_TRIMMED`
-/// entries. Only the platform calls this, because hosts may not delete objects. Returns the number of deleted entries.
+/// Deletes at most `MAX_TRIMMED_ENTRIES` log entries below the pointer's `seq`, but not the last `retained` of them.
+/// Only the platform calls this, because hosts may not delete objects. Returns the number of deleted entries.
 ///
 /// # Errors
 /// [`StoreError`] if a request fails. Some entries may already have been deleted; no reader needs them.
@@ -114,7 +114,7 @@ pub async fn trim_log(bucket: &Bucket, slot: &SlotPrefix, retained: u64) -> Resu
     let Some(first_retained) = pointer.value.seq.checked_sub(retained) else { return Ok(0) };
     let mut listing = bucket.raw().list(Some(&paths.log));
     let mut expired: Vec<Path> = Vec::new();
-    while expired.len() < MAX_TRIMMED {
+    while expired.len() < MAX_TRIMMED_ENTRIES {
         let next = listing.try_next().await.map_err(|error| StoreError::classify(&paths.log, error))?;
         let Some(meta) = next else { break };
         if key::entry_seq(&meta.location).is_some_and(|seq| seq < first_retained) {
@@ -176,13 +176,13 @@ mod tests {
         assert_eq!(
             pointer.snapshot,
             Some(snapshot(1, 1)),
-            "the pointer must still name the predecessor's snapshot"
+            "the pointer no longer names the predecessor's snapshot"
         );
         advance(&bucket, &slot, &snapshot(3, 2)).await.unwrap();
         let pointer = read(&bucket, &slot).await.unwrap().unwrap().value;
         assert_eq!((pointer.snapshot, pointer.seq), (Some(snapshot(3, 2)), 3));
         let database = pointer_io::read(&bucket, &slot).await.unwrap();
-        assert!(database.is_none(), "the database's pointer must not be written");
+        assert!(database.is_none(), "the database's pointer was written");
     }
 
     #[tokio::test]
@@ -217,11 +217,7 @@ mod tests {
         advance(&bucket, &slot, &snapshot(2, 3)).await.unwrap();
         set_fence(&bucket, &slot, Epoch(3), machine(3)).await.unwrap();
         let pointer = read(&bucket, &slot).await.unwrap().unwrap().value;
-        assert_eq!(
-            (pointer.fence_epoch, pointer.seq),
-            (Epoch(3), 3),
-            "the same fence must not be written again"
-        );
+        assert_eq!((pointer.fence_epoch, pointer.seq), (Epoch(3), 3), "the same fence was written again");
     }
 
     #[tokio::test]
@@ -240,10 +236,10 @@ mod tests {
             damage().await;
             assert_eq!(read(&bucket, &slot).await.unwrap().unwrap().value, before);
             let error = advance(&bucket, &slot, &snapshot(2, 1)).await.unwrap_err();
-            assert!(matches!(error, PointerError::Fenced(_)), "the fence must still apply: {error}");
+            assert!(matches!(error, PointerError::Fenced(_)), "the fence did not apply: {error}");
             damage().await;
             set_fence(&bucket, &slot, Epoch(2), machine(2)).await.unwrap();
-            assert_eq!(stored().await, before, "only `latest` must be written");
+            assert_eq!(stored().await, before, "`latest` was not repaired from the log");
             damage().await;
             advance(&bucket, &slot, &snapshot(3, 2)).await.unwrap();
             let written = stored().await;

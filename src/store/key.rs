@@ -13,13 +13,13 @@ pub const BUNDLE_FILE: &str = "svc-host-bundle.tar.gz";
 const SEQ_DIGITS: usize = 16;
 
 /// A substring of every snapshot and sidecar key.
-pub const SNAPSHOTS: &str = "/system/db/snapshots/";
+pub const SNAPSHOTS_FOLDER: &str = "/system/db/snapshots/";
 
 /// The suffix of the key of every database pointer.
-pub const LATEST: &str = "/system/db/latest";
+pub const POINTER_SUFFIX: &str = "/system/db/latest";
 
 /// A substring of the key of every entry in a database pointer's log.
-pub const POINTER_LOG: &str = "/system/db/pointer-log/";
+pub const POINTER_LOG_FOLDER: &str = "/system/db/pointer-log/";
 
 /// The prefix of a slot's keys.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -51,7 +51,7 @@ impl SlotPrefix {
         self.join(&["system", "db", "pointer-log"])
     }
 
-    /// Returns the log entry that claims `seq`. Names sort in numeric order.
+    /// Returns the path of the log entry that claims `seq`. Names sort in numeric order.
     pub fn pointer_entry(&self, seq: u64) -> Path {
         self.pointer_paths().entry(seq)
     }
@@ -98,7 +98,7 @@ pub struct PointerPaths {
 }
 
 impl PointerPaths {
-    /// Returns the log entry that claims `seq`. Names sort in numeric order.
+    /// Returns the path of the log entry that claims `seq`. Names sort in numeric order.
     pub fn entry(&self, seq: u64) -> Path {
         self.log.clone().join(format!("{seq:0SEQ_DIGITS$}.json"))
     }

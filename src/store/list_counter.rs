@@ -9,7 +9,7 @@ use object_store::client::{HttpClient, HttpError, HttpRequest, HttpResponse, Htt
 
 use svc_base::metrics::{STORE_CALLS, STORE_DURATION};
 
-const CALL: &str = "list";
+const CALL_LABEL: &str = "list";
 
 #[derive(Debug)]
 pub(super) struct ListCounter {
@@ -24,8 +24,8 @@ impl HttpService for ListCounter {
         }
         let start = Instant::now();
         let response = self.inner.execute(request).await;
-        STORE_DURATION.record([CALL], start.elapsed());
-        STORE_CALLS.add_one([CALL, outcome_label(response.as_ref().ok().map(HttpResponse::status))]);
+        STORE_DURATION.record([CALL_LABEL], start.elapsed());
+        STORE_CALLS.add_one([CALL_LABEL, outcome_label(response.as_ref().ok().map(HttpResponse::status))]);
         response
     }
 }

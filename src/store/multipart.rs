@@ -55,7 +55,7 @@ impl MultipartUploads {
     }
 }
 
-/// An upload in progress: numbers its parts and collects their ids.
+/// Numbers the parts of an upload in progress, and collects their ids.
 #[derive(Debug)]
 struct UploadInProgress {
     store: MultipartUploads,

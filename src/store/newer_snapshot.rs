@@ -12,9 +12,9 @@ use super::snapshot::{self, Sidecar, SnapshotUnusable};
 use svc_machine::epoch::Epoch;
 use svc_machine::id::MachineId;
 
-/// Maximum number of objects to list after the pointer's snapshot: two for each hour of more than a year. Objects
-/// beyond this limit are not considered.
-const MAX_OBJECTS: usize = 20_000;
+/// Maximum number of objects to list after the pointer's snapshot: enough for more than a year of hourly snapshots with
+/// two objects each. Objects beyond this limit are not considered.
+const MAX_LISTED_OBJECTS: usize = 20_000;
 /// Maximum number of sidecars to read, beginning with the newest.
 const MAX_SIDECARS: usize = 8;
 
@@ -33,7 +33,7 @@ pub async fn find(
 ) -> Result<Option<Sidecar>, StoreError> {
     let Some(offset) = slot.snapshot(&current.key) else { return Ok(None) };
     let prefix = slot.snapshots();
-    let mut listing = bucket.raw().list_with_offset(Some(&prefix), &offset).take(MAX_OBJECTS);
+    let mut listing = bucket.raw().list_with_offset(Some(&prefix), &offset).take(MAX_LISTED_OBJECTS);
     let mut newer = VecDeque::with_capacity(MAX_SIDECARS + 1);
     while let Some(object) = listing.next().await {
         let object = object.map_err(|error| StoreError::classify(&prefix, error))?;

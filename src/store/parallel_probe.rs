@@ -16,7 +16,7 @@ use svc_base::error_chain::format_chain;
 pub const PREFIX: &str = "system-doctor";
 /// Prefix of this process's objects, because other processes may probe the same store at the same time.
 pub static RUN_PREFIX: LazyLock<String> = LazyLock::new(|| format!("{PREFIX}/{}", uuid::Uuid::new_v4()));
-const WRITERS: usize = 6;
+const CONCURRENT_WRITERS: usize = 6;
 /// Number of rounds of each kind. A store that accepts two writers in half the rounds passes once in 256 runs.
 const ROUNDS: usize = 8;
 
@@ -56,8 +56,9 @@ impl ProbeFindings {
     pub fn refusal(&self) -> Option<String> {
         let Atomicity::Violated { winners } = self.create else { return None };
         Some(format!(
-            "the object store allowed {winners} of {WRITERS} concurrent writers to create the same object (If-None-Match): \
-             two hosts could both move the snapshot pointer; use a store that honors this condition"
+            "the object store allowed {winners} of {CONCURRENT_WRITERS} concurrent writers to create the same \
+             object (If-None-Match): two hosts could both move the snapshot pointer; use a store that honors \
+             this condition"
         ))
     }
 
@@ -65,9 +66,9 @@ impl ProbeFindings {
     pub fn warning(&self) -> Option<String> {
         let Atomicity::Violated { winners } = self.replace else { return None };
         Some(format!(
-            "the object store allowed {winners} of {WRITERS} concurrent writers to replace the same version of an object \
-             (If-Match); the snapshot pointer is safe, because its log only creates objects, but releases without that log \
-             are not"
+            "the object store allowed {winners} of {CONCURRENT_WRITERS} concurrent writers to replace the same \
+             version of an object (If-Match); the snapshot pointer is safe, because its log only creates objects, \
+             but releases without that log are not"
         ))
     }
 }
@@ -123,7 +124,7 @@ async fn run_round(bucket: &Bucket, key: &Path) -> Result<(usize, usize), StoreE
 }
 
 async fn count_winners(bucket: &Bucket, key: &Path, condition: &Condition) -> Result<usize, StoreError> {
-    let writers = (0..WRITERS).map(|writer| async move {
+    let writers = (0..CONCURRENT_WRITERS).map(|writer| async move {
         // Each writer writes different bytes, because a store may derive versions from the content.
         let value = json!({"writer": writer, "nonce": uuid::Uuid::new_v4()});
         bucket.put_json_if(key, &value, condition.clone()).await

@@ -97,10 +97,10 @@ impl PointedSnapshot for SnapshotRef {
 
 /// Whether an error message says that a snapshot pointer is not sound. Hosts report errors only as text.
 pub fn is_unsound(error: &str) -> bool {
-    error.contains(UNSOUND)
+    error.contains(UNSOUND_MESSAGE)
 }
 
-const UNSOUND: &str = "the snapshot pointer is not sound";
+const UNSOUND_MESSAGE: &str = "the snapshot pointer is not sound";
 
 /// The lowest epoch that may move the pointer, and the machine with that epoch.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -137,7 +137,9 @@ impl FencedError {
     fn message(&self) -> String {
         let Self { fence_epoch, holder, writer_epoch } = self;
         if self.is_implausible() {
-            return format!("{UNSOUND}: no machine in the slot can have had its fence's epoch {fence_epoch}");
+            return format!(
+                "{UNSOUND_MESSAGE}: no machine in the slot can have had its fence's epoch {fence_epoch}"
+            );
         }
         let by = holder.map(|machine| format!(" by machine {machine}")).unwrap_or_default();
         format!(
@@ -151,8 +153,8 @@ impl<S: PointedSnapshot> Pointer<S> {
     /// Returns the machine with the fence's epoch: the fence's machine, or the machine that took the latest snapshot,
     /// if that snapshot has the same epoch.
     pub fn fence_holder(&self) -> Option<MachineId> {
-        let writer = || self.snapshot.as_ref().filter(|latest| latest.epoch() == self.fence_epoch);
-        self.fence_machine_id.or_else(|| writer().map(PointedSnapshot::machine_id))
+        let snapshot_at_fence = || self.snapshot.as_ref().filter(|latest| latest.epoch() == self.fence_epoch);
+        self.fence_machine_id.or_else(|| snapshot_at_fence().map(PointedSnapshot::machine_id))
     }
 
     /// Returns the fence's proof, if the fence is for this machine and epoch.
@@ -336,7 +338,7 @@ pub(crate) mod tests {
         let first = snapshot_by(1, Epoch(1), machine(1));
         let written = advance(None, &first).unwrap().unwrap();
         let fenced = fence(Some(&written), &Fence::unsigned(Epoch(2), machine(2))).unwrap().unwrap();
-        assert_eq!(advance(Some(&fenced), &first), Ok(None), "the response to its write may have been lost");
+        assert_eq!(advance(Some(&fenced), &first), Ok(None), "refused to repeat a completed move");
         assert!(advance(Some(&fenced), &snapshot_by(2, Epoch(1), machine(1))).is_err());
     }
 
@@ -359,7 +361,7 @@ pub(crate) mod tests {
         let backed_up = advance(Some(&first), &snapshot_by(1, Epoch(1), machine(1))).unwrap().unwrap();
         assert_eq!(backed_up.fence_proof.as_deref(), Some("a"));
         let raised = advance(Some(&backed_up), &snapshot_by(2, Epoch(9), machine(1))).unwrap().unwrap();
-        assert_eq!(raised.fence_proof, None, "a host cannot sign");
+        assert_eq!(raised.fence_proof, None, "kept the proof of a lower epoch");
         let second = fence(Some(&raised), &signed(Epoch(10), machine(2), "b")).unwrap().unwrap();
         assert_eq!(second.fence_proof.as_deref(), Some("b"));
 
@@ -379,7 +381,7 @@ pub(crate) mod tests {
 
         let named = Pointer { snapshot: Some(snapshot_by(1, Epoch(3), machine(1))), ..old };
         assert!(named.admit(Epoch(3), machine(1)).is_ok());
-        assert!(named.admit(Epoch(3), machine(2)).is_err(), "the snapshot's machine has this epoch");
+        assert!(named.admit(Epoch(3), machine(2)).is_err(), "admitted another machine with the same epoch");
     }
 
     #[test]
@@ -403,7 +405,7 @@ pub(crate) mod tests {
         }
         let other_pointer =
             Pointer { fence_machine_id: Some(machine(2)), fence_proof: Some("b".into()), ..unsigned.clone() };
-        assert_eq!(merge(&unsigned, &other_pointer).fence_proof, None, "the proof is for another machine");
+        assert_eq!(merge(&unsigned, &other_pointer).fence_proof, None, "kept another machine's proof");
     }
 
     #[test]

@@ -1,8 +1,8 @@
 //! Finds the newest entry in the pointer's log at a bounded cost.
 //!
 //! Any holder of the slot's store credentials can add any number of objects to the log, so it is never listed without a
-//! limit. If a listing does not end within [`MAX_LISTED`] names, single keys are probed: entries are consecutive except
-//! for a few gaps, which come from old releases and rebuilt pointers.
+//! limit. If a listing does not end within [`MAX_LISTED_NAMES`] names, single keys are probed: entries are consecutive
+//! except for a few gaps, which come from old releases and rebuilt pointers.
 //!
 //! A result that is too low is safe: a `seq` with an existing entry cannot be claimed.
 
@@ -14,7 +14,7 @@ use super::key::{self, PointerPaths};
 use super::pointer::{MAX_SEQ, MAX_SEQ_AHEAD};
 
 /// Maximum number of names to read from one listing. Under the protocol, at most one entry is ahead of `latest`.
-const MAX_LISTED: usize = 64;
+const MAX_LISTED_NAMES: usize = 64;
 /// Maximum number of non-entry names to skip before the first entry, if the start of the log is unknown.
 const MAX_SKIPPED_NAMES: usize = 10_000;
 /// Maximum number of listings, for a log with gaps.
@@ -59,9 +59,9 @@ pub(super) async fn find_newest_entry(
     Ok(newest)
 }
 
-/// Finds the lowest free `seq`, starting at `seq`, such that a reader of a pointer with this `seq` finds no higher
-/// entry. Also returns the `seq` of the last entry that was skipped, if any. Any holder of the slot's store credentials
-/// can add unreadable entries at any distance, and a pointer below one of them would be unreadable as well.
+/// Finds the lowest free number, at or above `seq`, such that a reader of a pointer with that number as its `seq` finds
+/// no higher entry. Also returns the `seq` of the last entry that was skipped, if any. Any holder of the slot's store
+/// credentials can add unreadable entries at any distance, and a pointer below one of them would be unreadable as well.
 ///
 /// # Errors
 /// [`StoreError`]; `Corrupt` if there are too many entries to skip, or no `seq` remains.
@@ -89,7 +89,8 @@ pub(super) async fn find_free_seq(
     if seq >= MAX_SEQ { Err(corrupt("no seq remains above its entries")) } else { Ok((seq, skipped)) }
 }
 
-/// Finds the highest entry among the first [`MAX_LISTED`] names from `start`, and whether the listing is complete.
+/// Finds the highest entry among the first [`MAX_LISTED_NAMES`] names from `start`. Also returns whether the listing is
+/// complete.
 async fn find_highest_listed(
     bucket: &Bucket,
     paths: &PointerPaths,
@@ -102,7 +103,7 @@ async fn find_highest_listed(
         None => bucket.raw().list(Some(log)),
     };
     let mut newest: Option<LogEntry> = None;
-    for _ in 0..MAX_LISTED {
+    for _ in 0..MAX_LISTED_NAMES {
         let Some(meta) = listing.try_next().await.map_err(|error| StoreError::classify(log, error))? else {
             return Ok((newest, true));
         };
@@ -278,7 +279,7 @@ mod tests {
             let before = log.store.listed_count();
             assert_eq!(log.find_newest(from).await, Some(10), "{from}");
             let listed = log.store.listed_count() - before;
-            assert!(listed <= 2 * MAX_LISTED, "{from}: {listed}");
+            assert!(listed <= 2 * MAX_LISTED_NAMES, "{from}: {listed}");
         }
         assert_eq!(log.find_newest(11).await, None);
         for seq in 11..=200 {

@@ -54,9 +54,9 @@ pub fn slot_policy(partition: &str, bucket: &str, slot: &SlotPrefix, writes: Sna
     ];
     if writes == SnapshotWrites::CreateOnly {
         // Only the `latest` pointers and `system/vps-meta.json` are overwritten.
-        let once = ["system/db/*/*", "files/*/*", "files/config"];
-        let once = once.map(|objects| format!("{bucket}/{slot}/{objects}"));
-        statements.push(deny_overwrites(&once));
+        let write_once = ["system/db/*/*", "files/*/*", "files/config"];
+        let write_once = write_once.map(|objects| format!("{bucket}/{slot}/{objects}"));
+        statements.push(deny_overwrites(&write_once));
     }
     render_document(&statements)
 }
@@ -125,13 +125,13 @@ fn render_outage_policy(
     writes: SnapshotWrites,
 ) -> String {
     // A sidecar's name ends in `.dump.json`.
-    let own: Vec<String> =
+    let writable: Vec<String> =
         prefixes.iter().map(|prefix| format!("{bucket}/{db}/snapshots/{prefix}*-{epoch}.dump*")).collect();
     let mut statements = vec![
         json!({
             "Effect": "Allow",
             "Action": ["s3:GetObject", "s3:PutObject", "s3:AbortMultipartUpload", "s3:ListMultipartUploadParts"],
-            "Resource": own,
+            "Resource": writable,
         }),
         json!({
             "Effect": "Allow",
@@ -226,9 +226,9 @@ mod tests {
                 SnapshotWrites::Overwritable,
             );
             let policy: Value = serde_json::from_str(&policy).unwrap();
-            let own = policy["Statement"][0]["Resource"].as_array().unwrap().clone();
+            let writable = policy["Statement"][0]["Resource"].as_array().unwrap().clone();
             let name = |resource: &Value| resource.as_str().unwrap().rsplit('/').next().unwrap().to_owned();
-            own.iter().map(name).collect::<Vec<_>>()
+            writable.iter().map(name).collect::<Vec<_>>()
         };
         assert_eq!(days("2026-11-24T10:20:00Z", 12), ["2026-11-24T*-7.dump*"]);
         assert_eq!(days("2026-09-30T23:00:00Z", 12), ["2026-09-30T*-7.dump*", "2026-10-01T*-7.dump*"]);

@@ -1,6 +1,6 @@
 //! Reads whether the bucket protects overwritten and deleted objects: versioning and object lock.
 //!
-//! Never changes them: an operator enables them with the returned commands.
+//! The settings are never changed here: an operator enables them with the returned commands.
 
 use http::{Method, StatusCode};
 

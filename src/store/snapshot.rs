@@ -26,7 +26,8 @@ pub const MAX_ROLES: usize = 10_000;
 /// Maximum number of tables in a sidecar.
 pub const MAX_TABLES: usize = 100_000;
 
-/// The content of `….dump.json`, which is written after the dump and before the pointer names it (contract, part 4).
+/// The content of `….dump.json`, which is written after the dump, and before the pointer names the snapshot (contract,
+/// part 4).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Sidecar {
@@ -200,7 +201,8 @@ pub async fn load_with_sidecar(
 /// The reason there is no snapshot to restore.
 #[derive(Debug, thiserror::Error)]
 pub enum SnapshotUnusable {
-    /// Confirmed: there are no snapshots, and no pointer or only a tombstone; or an operator decided to start empty.
+    /// Confirmed: there are no snapshots, and no pointer or only a tombstone; or an operator decided that the slot
+    /// starts empty.
     #[error("there is no snapshot")]
     Absent,
     #[error("{key} is not usable: {why}")]

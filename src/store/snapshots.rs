@@ -397,7 +397,7 @@ mod tests {
             assert_eq!(read.is_ok(), is_usable);
             assert!(
                 read_listed_snapshot(&bucket, &slot, key).await.unwrap().is_some(),
-                "a listing must ignore roles"
+                "a listing read the roles"
             );
         }
     }

@@ -1,7 +1,7 @@
-//! The Security Token Service's AssumeRole call: temporary credentials that are limited by a session policy.
+//! Requests temporary credentials, restricted by a session policy, with the Security Token Service's AssumeRole call.
 //!
-//! Uses the AWS STS query protocol, which MinIO and others support at the store's endpoint. The caller provides the
-//! policy.
+//! The request uses the AWS STS query protocol, which MinIO and others support at the store's endpoint. The caller
+//! provides the policy.
 
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ use url::Url;
 use super::credentials::TemporaryCredentials;
 use svc_http::client::{self, Timeouts};
 
-const VERSION: &str = "2011-06-15";
+const API_VERSION: &str = "2011-06-15";
 const MAX_ATTEMPTS: u32 = 3;
 /// Timeout for [`Sts::assume_role`], including retries. It is shorter than a host's timeout for a request to the
 /// platform.
@@ -93,7 +93,7 @@ impl Sts {
     ) -> Result<TemporaryCredentials, StsError> {
         let form = url::form_urlencoded::Serializer::new(String::new())
             .append_pair("Action", "AssumeRole")
-            .append_pair("Version", VERSION)
+            .append_pair("Version", API_VERSION)
             .append_pair("RoleArn", &self.role_arn)
             .append_pair("RoleSessionName", name)
             .append_pair("DurationSeconds", &lifetime.as_secs().to_string())

@@ -1,5 +1,5 @@
-//! Multipart upload of a stream of unknown length: equal parts, bounded memory, and no visible object before
-//! completion.
+//! Uploads a stream of unknown length in equal parts, with bounded memory. The object becomes visible only when the
+//! upload is completed.
 //!
 //! [`Upload`] owns the parts; its caller must complete or abort it.
 
@@ -27,8 +27,8 @@ const ABORT_TIMEOUT: Duration = Duration::from_secs(30);
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PartLayout {
     size: usize,
-    /// Number of parts in flight while the next one is filled.
-    in_flight: usize,
+    /// Maximum number of parts in flight while the next one is filled.
+    max_in_flight: usize,
 }
 
 impl PartLayout {
@@ -36,8 +36,8 @@ impl PartLayout {
     /// within the budget up to 200 GB.
     pub fn for_max_bytes(bytes: u64) -> Self {
         let size = bytes.div_ceil(MAX_PARTS).div_ceil(MIB).max(MIN_PART_BYTES / MIB) * MIB;
-        let in_flight = (MEMORY_BUDGET_BYTES / size).saturating_sub(1);
-        Self { size: usize::try_from(size).unwrap_or(usize::MAX), in_flight: in_flight as usize }
+        let max_in_flight = (MEMORY_BUDGET_BYTES / size).saturating_sub(1);
+        Self { size: usize::try_from(size).unwrap_or(usize::MAX), max_in_flight: max_in_flight as usize }
     }
 }
 
@@ -120,7 +120,7 @@ impl Upload {
         self.buffer.push(chunk);
         if self.buffered_bytes == self.layout.size {
             self.send_part()?;
-            self.wait_for_parts(self.layout.in_flight).await?;
+            self.wait_for_parts(self.layout.max_in_flight).await?;
         }
         Ok(())
     }
@@ -203,7 +203,7 @@ mod tests {
             let parts = PartLayout::for_max_bytes(bytes);
             prop_assert!(bytes.div_ceil(parts.size as u64) <= MAX_PARTS);
             prop_assert!(parts.size as u64 >= MIN_PART_BYTES);
-            prop_assert!((parts.in_flight as u64 + 1) * parts.size as u64 <= MEMORY_BUDGET_BYTES);
+            prop_assert!((parts.max_in_flight as u64 + 1) * parts.size as u64 <= MEMORY_BUDGET_BYTES);
         }
     }
 

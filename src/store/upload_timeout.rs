@@ -19,9 +19,10 @@ const MAX_CONCURRENT_UPLOADS: u64 = 6;
 /// Requests with a body of at most this size have the same timeouts as requests without a body.
 const MAX_SMALL_BYTES: usize = 64 << 10;
 
-/// The timeouts of [`UploadTimeout::uploads`]. Longer than the timeout of every upload: a part of a snapshot has up to
-/// 20 MiB, and a pack of files up to 16 MiB.
-pub(super) const UPLOAD: Timeouts = Timeouts { idle: Duration::from_secs(2400), ..Timeouts::DOWNLOAD };
+/// The timeouts of [`UploadTimeout::uploads`]. The idle timeout is longer than any upload's timeout: a part of a
+/// snapshot has up to 20 MiB, and a pack of files up to 16 MiB.
+pub(super) const UPLOAD_TIMEOUTS: Timeouts =
+    Timeouts { idle: Duration::from_secs(2400), ..Timeouts::DOWNLOAD };
 
 #[derive(Debug)]
 pub(super) struct UploadTimeout {
@@ -75,7 +76,7 @@ mod tests {
             let error = layer.call(request).await.err().map(|error| error.kind());
             assert!(matches!(error, Some(HttpErrorKind::Timeout)), "{error:?}");
             assert_eq!(started.elapsed().as_secs(), seconds, "{mib}");
-            assert!(started.elapsed() < UPLOAD.idle);
+            assert!(started.elapsed() < UPLOAD_TIMEOUTS.idle);
         }
     }
 }

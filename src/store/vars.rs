@@ -1,4 +1,4 @@
-//! The object store's variables.
+//! Environment variables for the object store.
 
 svc_base::variables! {
     "store", in "process environment; on hosts also `r2.env`", by [

@@ -24,7 +24,7 @@ pub struct Backup {
     pub epoch: u64,
     #[serde(default)]
     pub machine_id: WireString<MachineId>,
-    /// Whether the pointer names it.
+    /// Whether the pointer names this snapshot.
     #[serde(default)]
     pub latest: bool,
 }

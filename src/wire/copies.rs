@@ -16,7 +16,7 @@ string_enum!(
     }
 );
 string_enum!(
-    /// The reason a machine whose server is kept left its slot.
+    /// Why the machine of a kept server left its slot.
     KeptReason { Replaced = "replaced", Deleted = "deleted" }
 );
 

@@ -14,7 +14,7 @@ use svc_machine::name::{IdpUserId, Slot};
 /// The body of `POST /vps/:id/files-key`, as a host sends it.
 #[derive(Debug, Clone, Serialize)]
 pub struct FilesKeyRequest {
-    /// The key that the host already has. The platform stores it if it has no key for the slot.
+    /// The key that the host already has. The platform stores this key if it has none for the slot.
     #[serde(serialize_with = "secret::expose_option", skip_serializing_if = "Option::is_none")]
     pub key: Option<SecretString>,
 }
@@ -301,7 +301,7 @@ pub struct FileRestore {
     pub saved_at: Option<Time>,
     /// The path of the restored entry.
     pub restored_to: Option<String>,
-    /// The new path of the entry that was replaced, if there was one.
+    /// The new path of the entry that the restore replaced; `null` if it replaced none.
     pub kept_as: Option<String>,
     #[serde(default)]
     pub files: u64,

@@ -37,7 +37,7 @@ pub struct Operator {
     #[serde(default)]
     pub expires_at: Time,
     pub last_used_at: Option<Time>,
-    /// When the token that the last rotation replaced expires.
+    /// When the previous token, which the last rotation replaced, expires.
     pub previous_token_expires_at: Option<Time>,
     pub previous_token_last_used_at: Option<Time>,
     #[serde(default)]

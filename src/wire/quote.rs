@@ -14,7 +14,7 @@ use svc_machine::id::MachineId;
 use svc_machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, Slot};
 use svc_machine::state::Status;
 
-const MICROS: u64 = 1_000_000;
+const MICROS_PER_UNIT: u64 = 1_000_000;
 
 /// An exact price, such as `9.5081 EUR`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -47,15 +47,15 @@ impl FromStr for Price {
         }
         let whole: u64 = whole.parse().map_err(|_| InvalidPrice)?;
         let micros: u64 = format!("{decimals:0<6}").parse().map_err(|_| InvalidPrice)?;
-        Ok(Self { micros: whole * MICROS + micros, currency: currency.to_owned() })
+        Ok(Self { micros: whole * MICROS_PER_UNIT + micros, currency: currency.to_owned() })
     }
 }
 
 impl fmt::Display for Price {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let decimals = format!("{:06}", self.micros % MICROS);
+        let decimals = format!("{:06}", self.micros % MICROS_PER_UNIT);
         let decimals = format!("{:0<2}", decimals.trim_end_matches('0'));
-        write!(f, "{}.{decimals} {}", self.micros / MICROS, self.currency)
+        write!(f, "{}.{decimals} {}", self.micros / MICROS_PER_UNIT, self.currency)
     }
 }
 

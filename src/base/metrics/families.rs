@@ -12,7 +12,7 @@ pub enum MetricScope {
 
 /// A metric's description, for the reference.
 #[derive(Debug, Clone, Copy)]
-pub struct Description {
+pub struct MetricDescription {
     pub name: &'static str,
     /// `Counters`, `Gauges` or `Durations`.
     pub kind: &'static str,
@@ -33,7 +33,7 @@ macro_rules! families {
         )+
 
         /// Every metric.
-        pub const ALL: &[Description] = &[$(Description {
+        pub const ALL: &[MetricDescription] = &[$(MetricDescription {
             name: $metric,
             kind: stringify!($kind),
             labels: &[$($label),*],
@@ -171,8 +171,8 @@ families! {
         "Estimated size of the unsaved changes that are older than a minute; 0 if there are none, or if \
          their size is unknown.";
     FILES_CHECK_OK: Gauges<1> = "svc_files_check_last_success", ["check"], on Host,
-        "1 if the last check of the file backup found everything intact, else 0. verify: rereads a share of it. \
-         drill: restores a sample and compares it with the files on the machine.";
+        "1 if the last check of the file backup found everything intact, else 0. verify: rereads a share of the \
+         backup. drill: restores a sample and compares it with the files on the machine.";
     FILES_CHECK_AT: Gauges<1> = "svc_files_check_last_timestamp_seconds", ["check"], on Host,
         "Unix time of the last check of the file backup, by check.";
     BUILD: Gauges<2> = "svc_build_info", ["version", "commit"], on Everywhere,

@@ -1,7 +1,8 @@
 //! Generates OpenAPI 3.1 documents from the description next to each route's handler.
 //!
-//! Defines the types for these descriptions and converts them; contains no routes. Problems that a description implies
-//! (a body can be too large, a credential can be missing) are derived, so a route declares only additional problems.
+//! This module defines the types for these descriptions and converts them; it contains no routes. Problems that a
+//! description implies (a body can be too large, a credential can be missing) are derived, so a route declares only
+//! additional problems.
 
 use std::collections::BTreeMap;
 

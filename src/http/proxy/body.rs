@@ -42,7 +42,7 @@ pub(super) struct RequestBody {
 }
 
 impl RequestBody {
-    /// Wraps the body, and returns its progress unless it is empty.
+    /// Wraps a body. Also returns the upload's progress; `None` if the body is empty.
     pub(super) fn new(body: Body) -> (Self, Option<Arc<Upload>>) {
         let upload = (!body.is_end_stream()).then(Arc::<Upload>::default);
         (Self { body, upload: upload.clone() }, upload)

@@ -18,13 +18,13 @@ pub enum Power {
 pub struct Cloud {
     pub servers: Vec<Server>,
     /// The machines whose create request timed out and may still take effect.
-    pub in_flight: Vec<usize>,
+    pub pending_creates: Vec<usize>,
     has_unique_names: bool,
 }
 
 impl Cloud {
     pub fn new(has_unique_names: bool) -> Self {
-        Self { servers: Vec::new(), in_flight: Vec::new(), has_unique_names }
+        Self { servers: Vec::new(), pending_creates: Vec::new(), has_unique_names }
     }
 
     pub fn server_of(&self, machine: usize) -> Option<&Server> {
@@ -69,7 +69,7 @@ impl Cloud {
     /// Completes all pending create requests. In reality, the platform repeats a create request with an unknown outcome
     /// only after a wait, so that the earlier one can no longer take effect.
     pub fn complete_creates(&mut self) {
-        for machine in std::mem::take(&mut self.in_flight) {
+        for machine in std::mem::take(&mut self.pending_creates) {
             self.create(machine);
         }
     }

@@ -29,7 +29,7 @@ pub enum Violation {
     LostRows,
     /// A replaced machine's server was deleted, although no later registered machine has a server or was deleted.
     LastServerRemoved,
-    /// A machine that has never served traffic holds the slot, although the one with the newest data still has its
+    /// A machine that has never served traffic holds the slot, although the machine with the newest data still has its
     /// server.
     NotReinstated,
     /// A machine that has never registered has a server, but the slot's fence is below its epoch.

@@ -1,4 +1,4 @@
-//! The model's step runner: the steps of each kind of operation, with provider failures.
+//! Runs the steps of the model's operations, with provider failures.
 
 use super::LifecycleModel;
 use super::cloud::Power;
@@ -108,14 +108,14 @@ impl LifecycleModel {
                     self.apply(id, &Event::RegistrationExpired);
                 }
             }
-            Step::AwaitRegistration => self.end(index, OperationOutcome::Succeeded),
+            Step::AwaitRegistration => self.end_operation(index, OperationOutcome::Succeeded),
             Step::SwitchOn => self.switch_on(index, id, call_result),
             Step::AwaitHost => {
                 if call_result == CallResult::Success && self.is_on(id) {
                     self.machines[id].quiesced = false;
                 }
                 if matches!(call_result, CallResult::Success | CallResult::Refused) {
-                    self.end(index, OperationOutcome::Succeeded);
+                    self.end_operation(index, OperationOutcome::Succeeded);
                 }
             }
             Step::StartServer => {
@@ -123,7 +123,7 @@ impl LifecycleModel {
                     self.cloud.set_power(id, Power::On);
                 }
                 if call_result == CallResult::Success {
-                    self.end(index, OperationOutcome::Succeeded);
+                    self.end_operation(index, OperationOutcome::Succeeded);
                 }
             }
             Step::PowerOff | Step::ChangeType | Step::PowerOn | Step::AwaitHealth => {
@@ -222,13 +222,13 @@ impl LifecycleModel {
             (OperatorDecision::Abandon, OperationKind::Boot) => self.apply(id, &Event::OperationAbandoned),
             (OperatorDecision::Abandon, OperationKind::Delete) => {
                 if !self.undelete(id) && !self.machines[id].registered {
-                    self.end(index, OperationOutcome::Cancelled);
+                    self.end_operation(index, OperationOutcome::Cancelled);
                 }
             }
             (OperatorDecision::Abandon, OperationKind::Resize(_)) => operation.step = Step::PowerOn,
             (OperatorDecision::Abandon, OperationKind::Reinstate | OperationKind::PowerOn) => {
                 self.machines[id].may_stay_off = true;
-                self.end(index, OperationOutcome::Cancelled);
+                self.end_operation(index, OperationOutcome::Cancelled);
             }
         }
     }
@@ -266,7 +266,7 @@ impl LifecycleModel {
         let may_continue = matches!(call_result, CallResult::Success | CallResult::Refused);
         if matches!(self.operations[index].kind, OperationKind::Delete) {
             if may_continue {
-                self.end(index, OperationOutcome::Succeeded);
+                self.end_operation(index, OperationOutcome::Succeeded);
             }
         } else if may_continue {
             self.operations[index].step = Step::CreateServer;
@@ -276,7 +276,7 @@ impl LifecycleModel {
     fn switch_on(&mut self, index: usize, id: usize, call_result: CallResult) {
         if self.cloud.server_of(id).is_none() {
             self.apply(id, &Event::ServerGone);
-            return self.end(index, OperationOutcome::Succeeded);
+            return self.end_operation(index, OperationOutcome::Succeeded);
         }
         if matches!(call_result, CallResult::Success | CallResult::LostReply) {
             self.cloud.set_power(id, Power::On);
@@ -296,7 +296,7 @@ impl LifecycleModel {
         }
         // The machine has registered or failed, so no second server is created.
         if !self.is_booting(id) {
-            return self.end(index, OperationOutcome::Succeeded);
+            return self.end_operation(index, OperationOutcome::Succeeded);
         }
         match call_result {
             CallResult::Success => {
@@ -304,7 +304,7 @@ impl LifecycleModel {
                 self.operations[index].step = Step::AwaitRegistration;
             }
             CallResult::LostReply => self.cloud.create(id),
-            CallResult::TimedOut => self.cloud.in_flight.push(id),
+            CallResult::TimedOut => self.cloud.pending_creates.push(id),
             CallResult::Refused => {
                 self.apply(id, &Event::CreationFailed { failure: CreationFailure::ProviderRefused });
             }
@@ -316,7 +316,7 @@ impl LifecycleModel {
         let (State::Resizing { .. }, OperationKind::Resize(to)) =
             (&self.machines[id].machine.state, self.operations[index].kind.clone())
         else {
-            return self.end(index, OperationOutcome::Succeeded);
+            return self.end_operation(index, OperationOutcome::Succeeded);
         };
         let Some(server_type) = self.server_type(id) else {
             return self.apply(id, &Event::ServerGone);
@@ -348,7 +348,7 @@ impl LifecycleModel {
             }
             _ if call_result == CallResult::Success && server_type == to => {
                 self.apply(id, &Event::ResizeSucceeded);
-                self.end(index, OperationOutcome::Succeeded);
+                self.end_operation(index, OperationOutcome::Succeeded);
             }
             _ if call_result == CallResult::Success => self.apply(id, &Event::ResizeReverted),
             _ => {}
@@ -365,27 +365,27 @@ impl LifecycleModel {
         }
     }
 
-    fn end(&mut self, index: usize, outcome: OperationOutcome) {
+    fn end_operation(&mut self, index: usize, outcome: OperationOutcome) {
         self.operations[index].outcome.get_or_insert(outcome);
     }
 
     /// Ends all operations. Runs up to `max_steps` steps of each, refuses the next call of those that are still open,
     /// runs the operations that start as a result, and then reconciles.
     pub fn settle(&mut self, max_steps: usize) {
-        self.run_all(max_steps);
+        self.run_all_operations(max_steps);
         for index in 0..self.operations.len() {
             self.run_step(index, CallResult::Refused);
             self.run_step(index, CallResult::Success);
         }
         // A failed operation may have returned the slot to an earlier machine, which starts another operation.
-        self.run_all(max_steps);
+        self.run_all_operations(max_steps);
         // Removing one server may make another removable.
         for _ in 0..self.machines.len() {
             self.reconcile();
         }
     }
 
-    fn run_all(&mut self, max_steps: usize) {
+    fn run_all_operations(&mut self, max_steps: usize) {
         for _ in 0..max_steps {
             self.cloud.complete_creates();
             for index in 0..self.operations.len() {

@@ -25,8 +25,8 @@ const SOUND_RULES: Rules = Rules {
     rechecks_missing_servers: true,
 };
 
-/// Must suffice for the longest operation, which has five steps, and for the deletion that it may wait for, which has
-/// two.
+/// Maximum number of steps of each operation. It must suffice for the longest operation, which has five steps, and for
+/// the deletion that it may wait for, which has two.
 const MAX_STEPS: usize = 10;
 
 /// Runs a history on a new model. The error contains the step and the violations.

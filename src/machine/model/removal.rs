@@ -1,4 +1,4 @@
-//! Server removal: the model's reconciler, without retention times, and the data lost with a server.
+//! Models how the reconciler removes servers, without retention times, and which data is lost with a server.
 
 use super::invariant::Violation;
 use super::{LifecycleModel, MachineRow};
@@ -39,7 +39,7 @@ impl LifecycleModel {
     /// Deletes the servers that no longer need to be kept.
     pub fn reconcile(&mut self) {
         for id in 0..self.machines.len() {
-            if self.is_removable(id) && !self.cloud.in_flight.contains(&id) {
+            if self.is_removable(id) && !self.cloud.pending_creates.contains(&id) {
                 if self.detect_returned_server(id) {
                     self.machines[id].unsaved = true;
                     continue;

@@ -1,10 +1,10 @@
-//! The provider's rate limit: one budget for all clones of the adapter and, with a [`RateBudget`], for all processes
-//! that share it.
+//! Keeps calls within the provider's rate limit, with one budget for all clones of the adapter and, with a
+//! [`RateBudget`], for all processes that share it.
 //!
-//! Calls are suspended when the provider reports an empty budget or returns 429. A call waits until calls are no longer
-//! suspended and the call is reserved in the shared budget. While the shared budget is unavailable, calls are sent
-//! without a reservation. One round trip to the shared budget reserves up to [`RESERVATION_BATCH`] calls. The budget
-//! also limits the calls in flight.
+//! Calls are suspended when the provider reports an empty budget or returns 429. A call waits while calls are
+//! suspended, and until it has been reserved in the shared budget. While the shared budget is unavailable, calls are
+//! sent without a reservation. One round trip to the shared budget reserves up to [`RESERVATION_BATCH`] calls. The
+//! budget also limits the calls in flight.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -25,7 +25,7 @@ const RESERVATION_TTL: Duration = Duration::from_secs(10);
 const SHARED_BUDGET_TIMEOUT: Duration = Duration::from_secs(2);
 /// The provider's limits are per hour. A longer reset time is wrong and is capped, because the refill rate derived from
 /// it would stop all calls.
-const MAX_RESET: Duration = Duration::from_secs(3600);
+const MAX_RESET_TIME: Duration = Duration::from_secs(3600);
 /// Minimum number of used calls for a reliable refill rate.
 const MIN_USED_CALLS: u64 = 5;
 
@@ -92,8 +92,8 @@ impl Budget {
         }
     }
 
-    /// Reserves one call in the shared budget, if there is one and it is available. The error is the delay before the
-    /// next attempt.
+    /// Reserves a call in the shared budget; succeeds if no shared budget is configured or available. The error is the
+    /// delay before the next attempt.
     async fn reserve_call(&self) -> Result<(), Duration> {
         let Some(shared) = &self.shared else { return Ok(()) };
         let (unused, observed) = {
@@ -125,7 +125,7 @@ impl Budget {
         let (Some(limit), Some(remaining), Some(reset)) = (
             parse_number_header(headers, "ratelimit-limit"),
             parse_number_header(headers, "ratelimit-remaining"),
-            reset_in(headers),
+            time_until_reset(headers),
         ) else {
             return;
         };
@@ -142,7 +142,7 @@ impl Budget {
     /// Suspends calls after a 429 until the provider's reset time, or for `fallback` if the response contains no reset
     /// time, but for at most the maximum wait. Returns the duration of the suspension.
     pub(super) fn suspend_after_rate_limit(&self, headers: &HeaderMap, fallback: Duration) -> Duration {
-        let wait = reset_in(headers).unwrap_or(fallback).min(self.max_wait);
+        let wait = time_until_reset(headers).unwrap_or(fallback).min(self.max_wait);
         self.suspend_for(wait);
         wait
     }
@@ -173,8 +173,8 @@ impl Budget {
 }
 
 /// Returns a lower bound on the refill rate, from the used calls and the time until all are refilled, counted from the
-/// start of the exchange. The provider rounds the remaining budget down, so `used` may be up to one call too high. Its
-/// reset time counts from the response, and is rounded up to a second.
+/// start of the exchange. The provider rounds the remaining budget down, so `used` may be up to one call too high. The
+/// provider's reset time counts from the response, and is rounded up to a second.
 fn min_refill_rate(used: u64, refill_time: Duration) -> Option<f64> {
     (used >= MIN_USED_CALLS && !refill_time.is_zero()).then(|| (used - 1) as f64 / refill_time.as_secs_f64())
 }
@@ -190,12 +190,12 @@ fn parse_number_header(headers: &HeaderMap, name: &str) -> Option<u64> {
 
 /// Returns the time until `RateLimit-Reset`, a Unix time in seconds. The time counts from the response's `Date`,
 /// because the local clock may be wrong.
-fn reset_in(headers: &HeaderMap) -> Option<Duration> {
+fn time_until_reset(headers: &HeaderMap) -> Option<Duration> {
     let reset =
         UNIX_EPOCH.checked_add(Duration::from_secs(parse_number_header(headers, "ratelimit-reset")?))?;
     let date = headers.get(DATE).and_then(|date| rfc2822::parse(date.to_str().ok()?).ok());
     let now = date.map_or_else(SystemTime::now, |date| date.timestamp().into());
-    Some(reset.duration_since(now).unwrap_or_default().min(MAX_RESET))
+    Some(reset.duration_since(now).unwrap_or_default().min(MAX_RESET_TIME))
 }
 
 #[cfg(test)]
@@ -259,7 +259,7 @@ mod tests {
                     // The provider reports the next whole second after the full refill.
                     let full_refill = fraction + used / rate;
                     let refill_time = Duration::from_secs_f64(full_refill.ceil() - fraction);
-                    // It also rounds the remaining budget down.
+                    // The provider also rounds the remaining budget down.
                     let reported = used.ceil() as u64;
                     let derived_rate = min_refill_rate(reported, refill_time).unwrap();
                     assert!(
@@ -273,22 +273,22 @@ mod tests {
     }
 
     #[test]
-    fn reset_in_is_zero_for_past_and_none_for_unreadable_time() {
+    fn time_until_reset_is_zero_if_past_and_none_if_invalid() {
         let mut past = headers(0, 0);
         past.insert("ratelimit-reset", 1.into());
-        assert_eq!(reset_in(&past), Some(Duration::ZERO));
+        assert_eq!(time_until_reset(&past), Some(Duration::ZERO));
         past.insert("ratelimit-reset", "soon".parse().unwrap());
-        assert_eq!(reset_in(&past), None);
+        assert_eq!(time_until_reset(&past), None);
     }
 
     #[test]
-    fn reset_in_counts_from_date_and_is_at_most_an_hour() {
+    fn time_until_reset_counts_from_date_and_is_capped() {
         let mut headers = headers(0, 2 * 86_400);
-        assert_eq!(reset_in(&headers), Some(MAX_RESET));
+        assert_eq!(time_until_reset(&headers), Some(MAX_RESET_TIME));
         // The local clock is two days behind.
         let date = jiff::Timestamp::now() + Duration::from_secs(2 * 86_400 - 60);
         headers.insert(DATE, date.strftime("%a, %d %b %Y %T GMT").to_string().parse().unwrap());
-        let seconds = reset_in(&headers).unwrap().as_secs();
+        let seconds = time_until_reset(&headers).unwrap().as_secs();
         assert!((59..=61).contains(&seconds), "{seconds}");
     }
 

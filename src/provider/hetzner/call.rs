@@ -1,4 +1,4 @@
-//! One call to the provider: its timeout, the classification of its failures, and its retries.
+//! Makes one call to the provider: applies the timeout, classifies failures, and retries where that is safe.
 //!
 //! Invariant: a call that creates something is repeated only after a response that confirms that nothing was done.
 

@@ -17,7 +17,7 @@ pub(super) struct PricingResponse {
 
 #[derive(Deserialize)]
 struct Pricing {
-    #[serde(deserialize_with = "currency")]
+    #[serde(deserialize_with = "deserialize_currency")]
     currency: String,
     server_types: Vec<TypePrices>,
     #[serde(default)]
@@ -46,9 +46,9 @@ struct LocationPrice {
 
 #[derive(Deserialize)]
 struct Price {
-    #[serde(deserialize_with = "micros")]
+    #[serde(deserialize_with = "deserialize_micros")]
     net: u64,
-    #[serde(deserialize_with = "micros")]
+    #[serde(deserialize_with = "deserialize_micros")]
     gross: u64,
 }
 
@@ -76,13 +76,13 @@ fn parse_by_location(prices: Option<Value>) -> Result<BTreeMap<String, Amount>, 
     Ok(prices.into_iter().map(|price| (price.location, amount(price.price_monthly))).collect())
 }
 
-fn currency<'de, D: Deserializer<'de>>(deserializer: D) -> Result<String, D::Error> {
+fn deserialize_currency<'de, D: Deserializer<'de>>(deserializer: D) -> Result<String, D::Error> {
     let text = String::deserialize(deserializer)?;
     let is_code = text.len() == 3 && text.bytes().all(|byte| byte.is_ascii_uppercase());
     if is_code { Ok(text) } else { Err(D::Error::custom("not a currency code")) }
 }
 
-fn micros<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
+fn deserialize_micros<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
     let text = String::deserialize(deserializer)?;
     parse_micros(&text).ok_or_else(|| D::Error::custom("not a decimal amount"))
 }

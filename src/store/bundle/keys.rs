@@ -16,7 +16,7 @@ use sha2::{Digest, Sha256};
 use super::{ManifestError, SignedManifest, parse_signatures};
 
 /// Prefix of the signed bytes, so that a signature is valid only for manifests.
-const CONTEXT: &[u8] = b"svc-host-bundle-manifest-v1\n";
+const SIGNATURE_CONTEXT: &[u8] = b"svc-host-bundle-manifest-v1\n";
 /// Maximum number of trusted keys, and of signatures in a file.
 pub const MAX_KEYS: usize = 16;
 /// Maximum increase in the sequence, so that a typo does not prevent later increases.
@@ -97,7 +97,7 @@ impl TrustedKeys {
         if self.0.is_empty() {
             return Err(ManifestError::NoKeys);
         }
-        let signed = [CONTEXT, manifest].concat();
+        let signed = [SIGNATURE_CONTEXT, manifest].concat();
         let (mut unknown_ids, mut valid) = (Vec::new(), 0);
         for (id, bytes) in parse_signatures(signature)? {
             match self.0.iter().find(|key| key.id() == id) {
@@ -254,7 +254,7 @@ mod tests {
     fn successor_requires_a_higher_sequence() {
         let trusted = set(2, &[1, 2]);
         assert_eq!(trusted.successor(&set(1, &[1])), Ok(None));
-        assert_eq!(trusted.successor(&set(2, &[2, 1])), Ok(None), "the order of the keys does not matter");
+        assert_eq!(trusted.successor(&set(2, &[2, 1])), Ok(None), "took another order for a different set");
         assert!(matches!(trusted.successor(&set(2, &[2])), Err(KeySetError::SequenceTaken { .. })));
         assert_eq!(trusted.successor(&set(3, &[2])), Ok(Some(set(3, &[2]))));
         assert_eq!(trusted.successor(&set(1002, &[2])), Ok(Some(set(1002, &[2]))));

@@ -68,7 +68,7 @@ mod tests {
         let inspection = inspect_target(&bucket, RebuildTarget::Nothing).await;
         assert!(matches!(inspection.found, PointerState::Unreadable { .. }), "{inspection:?}");
         let planned = inspection.next.unwrap();
-        assert_eq!(resume_inspected(&bucket, &planned).await, None, "nothing has been written");
+        assert_eq!(resume_inspected(&bucket, &planned).await, None, "resumed without a log entry");
         bucket.put_json(&slot().pointer_entry(planned.seq), &planned).await.unwrap();
         assert_eq!(resume_inspected(&bucket, &planned).await.as_ref(), Some(&planned));
         assert_eq!(pointer_io::read(&bucket, &slot()).await.unwrap().unwrap().value, planned);
