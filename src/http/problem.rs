@@ -184,7 +184,12 @@ impl Problem {
     /// response is never many times the size of its request.
     pub fn invalid(errors: &[FieldError]) -> Self {
         let listed: Vec<_> = errors.iter().take(MAX_ERRORS).map(FieldError::shortened).collect();
-        let mut detail: Vec<_> = listed.iter().map(|e| format!("{}: {}", e.pointer, e.detail)).collect();
+        let describe = |error: &FieldError| match error.pointer.as_str() {
+            // The whole body or path.
+            "" => error.detail.clone(),
+            pointer => format!("{pointer}: {}", error.detail),
+        };
+        let mut detail: Vec<_> = listed.iter().map(describe).collect();
         if errors.len() > MAX_ERRORS {
             detail.push(format!("and {} more", errors.len() - MAX_ERRORS));
         }
