@@ -133,7 +133,7 @@ async fn newest_snapshot_is_read_from_the_store() {
     let copies = fetch_copies(&stack, &process, &guest.machine).await;
     assert!(started.elapsed() < std::time::Duration::from_secs(30), "{:?}", started.elapsed());
     assert!(stalled.hits() > 0);
-    assert_eq!(copies["snapshotProblem"], "the object store does not respond", "{copies}");
+    assert_eq!(copies["snapshotProblem"], "the object store is not responding", "{copies}");
     assert_eq!(copies["newestSnapshot"]["source"], "reported", "{copies}");
 }
 

@@ -155,7 +155,7 @@ async fn every_documented_error_code_is_triggered() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn valid_request_to_every_route_matches_its_description() -> Result<()> {
+async fn every_route_answers_valid_request_as_described() -> Result<()> {
     let setup = RouterSetup::start().await?;
     for id in ["listOwnSlots", "chooseSlot", "mintAppToken", "signOut"] {
         let response = setup.send(valid_call(&setup, operation(id))).await;

@@ -47,7 +47,7 @@ fn reached_enough_states(counts: &Counts, count: u64) -> bool {
 
 /// Counts the simulated crashes as faults.
 fn record_figures(test: &str, counts: &Counts) -> Result<()> {
-    Figures { faults_tried: u64::from(counts.crashes), ..Figures::new(test) }.record()
+    Figures { faults_injected: u64::from(counts.crashes), ..Figures::new(test) }.record()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

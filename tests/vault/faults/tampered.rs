@@ -196,7 +196,7 @@ async fn every_tampered_object_is_refused() -> Result<()> {
     }
     new.run(&["svc-restore"])?.expect(0);
     assert!(new.has_marker() && is_restored(&new).await?);
-    Figures { faults_tried: case_count, ..Figures::new("tampered objects") }.record()
+    Figures { faults_injected: case_count, ..Figures::new("tampered objects") }.record()
 }
 
 /// Returns the files below a directory whose names have the given prefix.

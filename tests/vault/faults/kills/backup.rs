@@ -6,7 +6,7 @@ use kit::s3::S3Server;
 
 use super::super::super::machine::{self, BUCKET, Machine};
 use super::super::snapshot_checker::SnapshotChecker;
-use super::{Killer, LONG_KILLS, SHORT_KILLS, assert_no_temporary_file};
+use super::{Killer, MIN_KILLS_LONG_RUN, MIN_KILLS_SHORT_RUN, assert_no_temporary_file};
 
 /// A table whose rows are counted, and one that is larger than an upload part.
 const CONTENT: &str = "CREATE TABLE t AS SELECT generate_series(1, 1000) AS id; \
@@ -96,11 +96,11 @@ async fn run_campaign(kills: u64, seed: u64) -> Result<()> {
 
 #[tokio::test]
 async fn backups_survive_random_kills() -> Result<()> {
-    run_campaign(SHORT_KILLS, 1).await
+    run_campaign(MIN_KILLS_SHORT_RUN, 1).await
 }
 
 #[tokio::test]
 #[ignore = "long: 200 kills"]
 async fn backups_survive_200_kills() -> Result<()> {
-    run_campaign(LONG_KILLS, Killer::new_seed()).await
+    run_campaign(MIN_KILLS_LONG_RUN, Killer::new_seed()).await
 }

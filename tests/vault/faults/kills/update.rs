@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail, ensure};
 use kit::long_tests::Figures;
 
 use super::super::super::update_fixture::{OLD_VERSION, PublishedRelease, UpdateFixture};
-use super::{Killer, LONG_KILLS, SHORT_KILLS, assert_no_temporary_file};
+use super::{Killer, MIN_KILLS_LONG_RUN, MIN_KILLS_SHORT_RUN, assert_no_temporary_file};
 
 const APPLY: [&str; 2] = ["apply", "--request"];
 
@@ -105,13 +105,13 @@ async fn run_campaign(kills: u64, seed: u64) -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn updates_survive_random_kills() -> Result<()> {
-    run_campaign(SHORT_KILLS, 1).await
+    run_campaign(MIN_KILLS_SHORT_RUN, 1).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "long: 200 kills"]
 async fn updates_survive_200_kills() -> Result<()> {
-    run_campaign(LONG_KILLS, Killer::new_seed()).await
+    run_campaign(MIN_KILLS_LONG_RUN, Killer::new_seed()).await
 }
 
 /// Tests [`current_version`] itself.

@@ -232,7 +232,7 @@ async fn store_faults_end_backups_as_expected_without_data_loss() -> Result<()> 
     fixture.machine.run(&["svc-db-backup"])?.expect(0);
     checker.check()?;
     Figures {
-        faults_tried: case_count,
+        faults_injected: case_count,
         snapshots_taken: checker.complete_count(),
         ..Figures::new("store faults during backups")
     }
