@@ -1,4 +1,4 @@
-//! Server user-data: it fits within the size limit, cloud-init accepts it, and its script is POSIX shell.
+//! A server's user-data fits within the size limit, cloud-init accepts it, and its script is POSIX shell.
 
 use std::collections::BTreeSet;
 use std::process::Command;

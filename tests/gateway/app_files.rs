@@ -1,4 +1,4 @@
-//! An app's files: which files the gateway opens, and how it serves them.
+//! Tests which of an app's files the gateway opens, and how it serves them.
 
 use std::os::unix::fs::symlink;
 

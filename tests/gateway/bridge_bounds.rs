@@ -1,5 +1,5 @@
-//! Size limits of the bridge: digits per number and per request, bytes per row, and bytes per response. Each is
-//! enforced before the oversized data is held in memory.
+//! The bridge limits the digits per number and per request, the bytes per row, and the bytes per response. Each limit
+//! is enforced before the oversized data is held in memory.
 
 use anyhow::Result;
 use kit::pg::test_database;

@@ -1,4 +1,4 @@
-//! The change feed: it reports every writer's changes, in order and without gaps, and resumes where a listener stopped.
+//! The change feed reports every writer's changes, in order and without gaps, and resumes where a listener stopped.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! Round trips: arbitrary values of every type pass through the bridge into PostgreSQL and back unchanged.
+//! Arbitrary values of every type pass through the bridge into PostgreSQL and back unchanged.
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,4 @@
-//! The gateway's certificate, from an ACME server (Pebble) and from an operator's file.
+//! The gateway gets its certificate from an ACME server (Pebble), or from an operator's file.
 
 use std::net::SocketAddr;
 use std::os::unix::fs::PermissionsExt;

@@ -1,5 +1,5 @@
-//! Dispatches through a running gateway and `svc-agent`, with real programs as agents: events, records and leftover
-//! processes.
+//! Runs dispatches through a gateway and `svc-agent`, with real programs as agents, and checks events, records and
+//! leftover processes.
 
 use std::path::Path;
 use std::process::{Command, Stdio};

@@ -1,5 +1,5 @@
-//! Host credentials for the object store: only the current machine gets them, they are limited to one slot, they cannot
-//! delete, and they expire.
+//! Only a slot's current machine gets credentials for the object store. They are limited to the slot, cannot delete,
+//! and expire.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! Deletion: the machine leaves its slot immediately, its server is deleted later, and its objects and record remain.
+//! A deleted machine leaves its slot immediately. Its server is deleted later; its objects and its record remain.
 
 use kit::s3::{Fault, Rule};
 use serde_json::json;

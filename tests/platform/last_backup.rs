@@ -1,5 +1,5 @@
-//! The final backup of a host that is being replaced: its writers stop, and the operation waits for a later snapshot
-//! while the backup makes progress. If no backup can be made, an operator decides.
+//! Before a host is replaced, its writers stop, and the operation waits for a later snapshot while the final backup
+//! makes progress. If no backup can be made, an operator decides.
 
 use std::time::Duration;
 

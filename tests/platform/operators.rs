@@ -1,4 +1,4 @@
-//! Named operators: their tokens' rights and lifetimes, and their audit rows.
+//! Tests the rights and lifetimes of named operators' tokens, and their audit rows.
 
 use std::os::unix::fs::PermissionsExt;
 use std::process::Stdio;

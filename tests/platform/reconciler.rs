@@ -1,4 +1,5 @@
-//! The reconciler against the provider's actual state: vanished servers, orphans, stuck operations, retried deletions.
+//! Tests the reconciler against the provider's actual state: vanished servers, orphans, stuck operations and retried
+//! deletions.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! Recovery: nothing changes without a usable snapshot, and a repeated request gets the same response.
+//! Without a usable snapshot, a recovery changes nothing. A repeated request gets the same response.
 
 use reqwest::Method;
 use serde_json::json;

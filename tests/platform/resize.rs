@@ -1,4 +1,4 @@
-//! Resizes: requests that are rejected before any change, and a resize that keeps the server and its disk.
+//! An impossible resize is rejected before any change; a successful one keeps the server and its disk.
 
 use kit::provider::{Fault, FaultRule, Power};
 use reqwest::Method;

@@ -1,4 +1,4 @@
-//! Which machines a rollout updates and in which order, and how it handles repeated commands.
+//! Tests which machines a rollout updates and in which order, and how it handles repeated commands.
 
 use serde_json::{Value, json};
 

@@ -1,5 +1,5 @@
-//! The retention rule for servers: for every combination of its inputs, the displayed time and the actual deletion
-//! match this test's own definition of the rule.
+//! For every combination of the retention rule's inputs, the displayed time and the actual deletion of a server match
+//! this test's own definition of the rule.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! SQL statements that read many rows, that must not write an unchanged value, or that claim a prune.
+//! Tests SQL statements that read many rows, that must not write an unchanged value, or that claim a prune.
 
 use std::time::Duration;
 

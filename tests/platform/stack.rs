@@ -1,4 +1,5 @@
-//! The environment of a platform test: a database, a store, a provider, and platform processes that the test may kill.
+//! Provides the environment of a platform test: a database, a store, a provider, and platform processes that the test
+//! may kill.
 
 use std::collections::BTreeMap;
 use std::fs::File;

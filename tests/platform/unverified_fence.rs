@@ -1,4 +1,5 @@
-//! A fence that no active key verifies: it was signed with a key that a restore lost, or it was forged by a host.
+//! If no active key verifies a fence, because a restore lost the key or a host forged the fence, the slot waits for an
+//! operator.
 
 use serde_json::{Value, json};
 use svc::platform::key_change::mark;

@@ -1,4 +1,4 @@
-//! Request authentication, rejection of cross-origin requests, and headers on the router's own pages.
+//! Tests request authentication, the rejection of cross-origin requests, and the headers on the router's own pages.
 
 use anyhow::Result;
 use http::StatusCode;

@@ -1,4 +1,4 @@
-//! App pages: they are framed for their owner, opened only with an app token, and limited to their app.
+//! An app's page is framed for its owner, opened only with an app token, and limited to its app.
 
 use anyhow::Result;
 use http::{Method, StatusCode};

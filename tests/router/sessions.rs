@@ -1,4 +1,4 @@
-//! The platform's own sessions: how they are opened with the provider's token, handed over to the code host and
+//! Tests how the platform's own sessions are opened with the provider's token, handed over to the code host and
 //! revoked, and how they store the chosen slot.
 
 use std::time::{Duration, Instant};

@@ -1,5 +1,5 @@
-//! The effect of a sign-out, or of a switch to another account, on streams, WebSockets and app tokens, at the same
-//! router and at others.
+//! Tests the effect of a sign-out, or of a switch to another account, on streams, WebSockets and app tokens, at the
+//! same router and at others.
 
 use std::time::{Duration, Instant};
 

@@ -1,4 +1,4 @@
-//! `CUSTOMER_VPS_TLS_VERIFY` in the router: verification of the name, chain and pin of a machine's certificate.
+//! With `CUSTOMER_VPS_TLS_VERIFY`, the router verifies the name, chain and pin of a machine's certificate.
 
 use std::path::Path;
 

@@ -1,4 +1,5 @@
-//! Three real platform processes on one database, a hundred overlapping requests, and kill -9 throughout.
+//! Runs three real platform processes on one database with a hundred overlapping requests, and kills the processes with
+//! kill -9 throughout.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;

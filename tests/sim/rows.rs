@@ -1,4 +1,4 @@
-//! Acknowledged rows: the disks and snapshots that contain them, and the rows whose loss an operator accepted.
+//! Tracks acknowledged rows: which disks and snapshots contain them, and which of them an operator has agreed to lose.
 //!
 //! The rule: an acknowledged row remains on a server in its slot or in a snapshot, unless an operator accepted its
 //! loss or the provider lost the disk.

@@ -1,4 +1,4 @@
-//! The seeds that run for every change, and the larger set that runs in long mode.
+//! Runs some seeds for every change, and a larger set in long mode.
 
 use anyhow::Result;
 use kit::long_tests::Figures;

@@ -1,4 +1,4 @@
-//! One run: the processes, provider, store and hosts that share a database, and what the checks observed.
+//! Holds one run: the processes, provider, store and hosts that share a database, and what the checks observed.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;

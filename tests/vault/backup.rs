@@ -1,4 +1,4 @@
-//! Failures during a backup: the pointer only ever names a verified snapshot.
+//! If a backup fails, the pointer still names a verified snapshot.
 
 use std::time::{Duration, Instant};
 

@@ -1,5 +1,5 @@
-//! Verification and drills of stored snapshots: damage is detected, and intact snapshots are reported as such. A
-//! database that lost its data does not replace its snapshot.
+//! Verification and drills detect damaged snapshots, and report intact ones as such. A database that lost its data does
+//! not replace its snapshot.
 
 use std::time::Duration;
 

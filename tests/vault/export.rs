@@ -1,4 +1,4 @@
-//! The owner's archive: it contains and lists all of the owner's data, and can be imported on another machine.
+//! The owner's archive contains and lists all of the owner's data, and can be imported on another machine.
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};

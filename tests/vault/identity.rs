@@ -1,5 +1,5 @@
-//! The identity of a machine's database: a substitute for the restored database is reported and not backed up, and a
-//! database with rows is never replaced automatically.
+//! A substitute for a machine's restored database is reported and not backed up, and a database with rows is never
+//! replaced automatically.
 
 use anyhow::{Context, Result};
 use kit::disk::SmallDisk;

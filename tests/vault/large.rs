@@ -1,4 +1,4 @@
-//! A database of more than a gigabyte, with many kinds of objects: its plain dump is identical after a restore.
+//! The plain dump of a database of more than a gigabyte, with many kinds of objects, is identical after a restore.
 
 use std::io::{BufRead, BufReader};
 use std::process::Stdio;

@@ -1,4 +1,4 @@
-//! A machine whose platform is unreachable: its backup stores snapshots with the outage session, which grants nothing
+//! The backup of a machine whose platform is unreachable stores snapshots with the outage session, which grants nothing
 //! else.
 
 use anyhow::{Context, Result};

@@ -1,5 +1,4 @@
-//! Registration: a machine registers once, and resends an identical body until it gets a response, even across
-//! restarts.
+//! A machine registers once, and resends an identical body until it gets a response, even across restarts.
 
 use anyhow::{Context, Result};
 use serde_json::json;

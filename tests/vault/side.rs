@@ -1,4 +1,4 @@
-//! The side database: lost data is copied back from an earlier snapshot, exactly as requested.
+//! Lost data is copied back from an earlier snapshot through the side database, exactly as requested.
 
 use anyhow::{Context, Result};
 use kit::s3::S3Server;

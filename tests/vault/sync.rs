@@ -1,5 +1,4 @@
-//! The sync agent: it reports the machine's state, stores what it receives, and exits when the machine has been
-//! replaced.
+//! The sync agent reports the machine's state, stores what it receives, and exits when the machine has been replaced.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;

@@ -1,5 +1,5 @@
-//! Rollbacks combined with a host token rotation, with a real platform, agent and updater. The host can always
-//! reach the platform, even if the previous release does not support rotation.
+//! Combines rollbacks with a host token rotation, with a real platform, agent and updater. The host can always reach
+//! the platform, even if the previous release does not support rotation.
 
 use std::fs;
 

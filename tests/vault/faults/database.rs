@@ -1,5 +1,5 @@
-//! Faults of the PostgreSQL server, such as a restart, exhausted connections or a locked table: the run ends with a
-//! clear error, and the next run succeeds.
+//! During a fault of the PostgreSQL server, such as a restart, exhausted connections or a locked table, the run ends
+//! with a clear error, and the next run succeeds.
 
 use std::time::{Duration, Instant};
 

@@ -1,5 +1,5 @@
-//! A full disk for each kind of write: a small file system is mounted at the written path. The run ends with a clear
-//! error and leaves no database or release half-switched; once there is free space, the next run succeeds.
+//! Fills the disk for each kind of write, by mounting a small file system at the written path. The run ends with a
+//! clear error and leaves no database or release half-switched; once there is free space, the next run succeeds.
 
 use std::fs;
 use std::time::Duration;

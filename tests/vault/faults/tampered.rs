@@ -1,5 +1,5 @@
-//! Tampered pointers, sidecars and dumps: the restore rejects inconsistent ones and leaves the machine unchanged, and a
-//! backup never overwrites an unreadable pointer. `gate` covers corrupt, missing and truncated objects.
+//! A restore rejects inconsistent pointers, sidecars and dumps, and leaves the machine unchanged. A backup never
+//! overwrites an unreadable pointer. `gate` covers corrupt, missing and truncated objects.
 
 use anyhow::{Context, Result, ensure};
 use kit::long_tests::Figures;

@@ -1,4 +1,4 @@
-//! Backups killed at any point: no stored object is lost, the pointer is always valid, and the next run succeeds.
+//! When a backup is killed at any point, no stored object is lost, the pointer is valid, and the next run succeeds.
 
 use anyhow::{Context, Result, ensure};
 use kit::long_tests::Figures;

@@ -1,5 +1,5 @@
-//! Repeated `kill -9` of the real applets after a random fraction of their run time, and the invariants after each
-//! kill.
+//! Repeatedly kills the real applets with `kill -9` after a random fraction of their run time, and checks the
+//! invariants after each kill.
 
 mod backup;
 mod register;

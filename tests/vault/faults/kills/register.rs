@@ -1,4 +1,5 @@
-//! Registrations killed at any point: the platform accepts one body per machine, and never receives a different one.
+//! When registrations are killed at any point, the platform accepts one body per machine, and never receives a
+//! different one.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;

@@ -1,5 +1,5 @@
-//! Restores killed at any point: the old database exists until the new one is complete, and the marker is written
-//! last.
+//! When a restore is killed at any point, the old database exists until the new one is complete, and the marker is
+//! written last.
 
 use anyhow::{Context, Result, ensure};
 use kit::long_tests::Figures;

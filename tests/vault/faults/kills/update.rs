@@ -1,5 +1,4 @@
-//! Updates killed at any point: at every moment, one complete release is current, and the next run finishes an
-//! interrupted update.
+//! When an update is killed at any point, one complete release is current, and the next run finishes the update.
 
 use std::fs;
 

@@ -1,4 +1,5 @@
-//! `svc-db-backup` with a failing store: the exit code, the line in `backup.jsonl`, the pointer, and no loss of data.
+//! Runs `svc-db-backup` with a failing store, and checks the exit code, the line in `backup.jsonl` and the pointer, and
+//! that no data is lost.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! `svc-restore` with a failing store: it opens the gate with the complete snapshot, or not at all.
+//! With a failing store, `svc-restore` opens the gate with the complete snapshot, or not at all.
 
 use std::time::Duration;
 
