@@ -125,7 +125,7 @@ async fn oversized_row_is_readable_with_fewer_columns() -> Result<()> {
     Ok(())
 }
 
-/// The rows are written by two statements, because they name different columns.
+/// The rows are written by two statements, because they have different columns.
 #[tokio::test]
 async fn insert_many_may_return_more_than_a_transaction() -> Result<()> {
     let (database, app) = (test_database().await?, unique_name("wide"));

@@ -47,7 +47,7 @@ async fn delete_removes_server_and_retry_returns_same_operation() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn deletion_names_the_newest_stored_or_reported_snapshot() {
+async fn deletion_shows_newest_stored_or_reported_snapshot() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;

@@ -215,7 +215,7 @@ async fn time_without_capacity_does_not_count_toward_the_deadline() {
         let sql = "SELECT 1 FROM operations WHERE error_code = 'provider_account'";
         client.query_opt(sql, &[]).await.unwrap()
     };
-    stack.eventually("the operation waits for capacity", find_blocked).await;
+    stack.eventually("the operation is waiting for capacity", find_blocked).await;
     // The waiting operation is older than all deadlines, and one more failure would exhaust its retries.
     let age = "WITH lines AS (UPDATE operation_log SET at = at - interval '25 hours') \
                UPDATE operations SET created_at = created_at - interval '25 hours', \

@@ -292,7 +292,7 @@ async fn held_back_snapshot_waits_and_counts_after_acceptance() {
         "a machine out of service must still be able to accept its final backup: {accepted:?}"
     );
     wait_for_call(&stack, &old, "POST", "/_svc/internal/backup-accept").await;
-    // A request that names the slot's current machine applies to the machine that is being replaced.
+    // A request for the slot's current machine applies to the machine that is being replaced.
     let by_slot = format!("/vps/{}/backup-accept", recovery["machineId"].as_str().unwrap());
     let accepted = stack.post(&process, &by_slot, &json!({})).await;
     assert_eq!(

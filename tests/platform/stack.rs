@@ -209,7 +209,7 @@ impl Stack {
         let guest = self
             .wait_for_guest(
                 process,
-                provisioned["machineId"].as_str().expect("the response must name the machine"),
+                provisioned["machineId"].as_str().expect("the response must contain the machine's id"),
             )
             .await;
         let response = self.register(process, &guest).await;

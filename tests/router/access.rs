@@ -102,7 +102,7 @@ async fn new_keys_are_fetched_and_kept_during_issuer_outage() -> Result<()> {
     assert_eq!(
         send(router.get(APP_HOST, "/").bearer_auth(&token_1)).await.status,
         accepted,
-        "signed with the first key"
+        "a token signed with the first key must be accepted"
     );
     assert_eq!(router.idp.jwks_fetches(), 1);
     router.idp.rotate(OldKeys::Withdrawn)?;
@@ -110,12 +110,12 @@ async fn new_keys_are_fetched_and_kept_during_issuer_outage() -> Result<()> {
     assert_eq!(
         send(router.get(APP_HOST, "/").bearer_auth(&rotated)).await.status,
         accepted,
-        "signed with the new key"
+        "a token signed with the new key must be accepted"
     );
     assert_eq!(
         send(router.get(APP_HOST, "/").bearer_auth(&token_2)).await.status,
         StatusCode::UNAUTHORIZED,
-        "signed with the withdrawn key"
+        "a token signed with the withdrawn key must be refused"
     );
     // Unknown key ids cause at most one fetch every 30 s, regardless of their number.
     for kid in ["a", "b", "c"] {

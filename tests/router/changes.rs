@@ -214,13 +214,13 @@ async fn requests_are_refused_once_routes_are_too_stale() -> Result<()> {
     assert_eq!(
         choice.status,
         StatusCode::SERVICE_UNAVAILABLE,
-        "the router cannot check that the slot exists"
+        "the choice must be refused, because the router cannot check that the slot exists"
     );
     let page = account_page().await;
     assert_eq!(
         page.status,
         StatusCode::SERVICE_UNAVAILABLE,
-        "the router cannot look up the account names: {page:?}"
+        "the page must be unavailable, because the account names cannot be looked up: {page:?}"
     );
     assert!(page.body.contains("cannot be found right now"), "{page:?}");
     // Changes made during the outage are applied once the database is reachable again.

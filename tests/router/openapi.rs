@@ -203,7 +203,7 @@ async fn trigger_state_errors(setup: &RouterSetup) {
         setup.send(setup.router.get(APP_HOST, path)).await.assert_problem(404, "not_found");
     }
     let unknown_host = setup.router.get("other.test", "/_svc/slots").send().await.unwrap();
-    assert_eq!(unknown_host.status(), StatusCode::NOT_FOUND, "an unknown host has no route");
+    assert_eq!(unknown_host.status(), StatusCode::NOT_FOUND, "an unknown host must have no route");
 }
 
 async fn trigger_missing_machine(setup: &RouterSetup) -> Result<()> {

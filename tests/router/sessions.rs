@@ -77,7 +77,7 @@ async fn sign_out_ends_all_sessions_of_the_user() -> Result<()> {
     assert_eq!(
         get_with_cookie(&router, APP_HOST, "/", &user_2_session).await.status,
         StatusCode::SERVICE_UNAVAILABLE,
-        "user_2 is signed in, but has no machine"
+        "user_2 must be signed in, which 503 shows, because user_2 has no machine"
     );
     Ok(())
 }
@@ -133,7 +133,7 @@ async fn planted_provider_cookie_does_not_switch_account() -> Result<()> {
     assert_eq!(
         send(page(&third)).await.status,
         StatusCode::CONFLICT,
-        "the decision covers only these two users"
+        "the decision must cover only these two users"
     );
     Ok(())
 }
@@ -175,17 +175,17 @@ async fn user_can_switch_to_the_provider_account() -> Result<()> {
     assert_eq!(
         get_with_cookie(&router, APP_HOST, "/", &new).await.status,
         StatusCode::SERVICE_UNAVAILABLE,
-        "user_2 is signed in, but has no machine"
+        "user_2 must be signed in, which 503 shows, because user_2 has no machine"
     );
     assert_eq!(
         get_with_cookie(&router, APP_HOST, "/", &old).await.status,
         StatusCode::UNAUTHORIZED,
-        "the old session has ended"
+        "the old session must have ended"
     );
     assert_eq!(
         send(redeem(unused)).await.status,
         StatusCode::UNAUTHORIZED,
-        "the ended session's code is invalid"
+        "the ended session's code must be invalid"
     );
     assert_eq!(machine.requests().len(), before);
     let deadline = Instant::now() + Duration::from_secs(10);
@@ -197,7 +197,7 @@ async fn user_can_switch_to_the_provider_account() -> Result<()> {
     assert_eq!(
         (again.status, again.cookie("svc_session")),
         (StatusCode::SEE_OTHER, None),
-        "no conflict remains"
+        "no session may be opened once there is no conflict"
     );
     Ok(())
 }
@@ -217,7 +217,11 @@ async fn https_cookies_have_the_host_prefix() -> Result<()> {
     };
     assert_eq!(send(browser(format!("__Host-svc_session={token}"))).await.status, StatusCode::OK);
     let planted = send(browser(format!("svc_session={token}"))).await;
-    assert_eq!(planted.status, StatusCode::UNAUTHORIZED, "another host in the domain can set this cookie");
+    assert_eq!(
+        planted.status,
+        StatusCode::UNAUTHORIZED,
+        "a cookie that another host in the domain can set must be refused"
+    );
     let other_client = get_with_cookie(&router, APP_HOST, "/", &format!("svc_session={token}")).await;
     assert_eq!(other_client.status, StatusCode::OK);
     let response = send(router.get(CODE_HOST, "/").header("accept", "text/html")).await;
@@ -295,7 +299,7 @@ async fn user_rate_limit_does_not_affect_others() -> Result<()> {
     assert_eq!(
         router.fetch("user_2", "/").await.status,
         StatusCode::SERVICE_UNAVAILABLE,
-        "user_2 has no machine"
+        "user_2 must not be limited: without a machine, the response is 503"
     );
     Ok(())
 }
@@ -306,7 +310,7 @@ async fn opening_sessions_is_rate_limited_per_user() -> Result<()> {
     let cookie = format!("__session={}", router.token("user_1"));
     let page = || router.get(APP_HOST, "/").header("accept", "text/html").header("cookie", cookie.clone());
     for _ in 0..100 {
-        assert_eq!(send(page()).await.status, StatusCode::OK, "the provider's cookie is enough");
+        assert_eq!(send(page()).await.status, StatusCode::OK, "the provider's cookie must suffice");
     }
     let opened: i64 = router.sql.query_one("SELECT count(*) FROM sessions", &[]).await?.get(0);
     assert!((1..100).contains(&opened), "{opened}");
@@ -350,7 +354,7 @@ async fn code_host_session_needs_single_use_bound_code() -> Result<()> {
     assert_eq!(get_with_cookie(&router, CODE_HOST, "/", &code).await.status, StatusCode::OK);
     assert_eq!(router.verify_proof(&machine, &machine.last_request().headers).sub.as_str(), "user_1");
     let again = send(page(CODE_HOST, redeem_path, &state)).await;
-    assert_eq!(again.status, StatusCode::UNAUTHORIZED, "a code can be redeemed only once");
+    assert_eq!(again.status, StatusCode::UNAUTHORIZED, "a code must be redeemable only once");
     Ok(())
 }
 
@@ -435,7 +439,10 @@ async fn user_can_choose_slot_of_browser_session() -> Result<()> {
     assert_eq!(wrong_method.headers["allow"], "GET, HEAD, POST");
     let wrong_method = router.request(Method::DELETE, APP_HOST, "/_svc/code-session");
     let wrong_method = send(wrong_method.header("cookie", &cookie)).await;
-    assert_eq!(wrong_method.headers["allow"], "GET", "HEAD would issue a code");
+    assert_eq!(
+        wrong_method.headers["allow"], "GET",
+        "HEAD must not be allowed, because it would issue a code"
+    );
     // If the chosen machine is down, the router reports this and does not switch to another machine.
     router.set_status(&studio, "recovering").await?;
     let started = Instant::now();

@@ -169,13 +169,13 @@ pub fn check_settled(
 }
 
 /// Returns whether deletions are suspended: the restored database lacks a server, so an operator must decide.
-pub fn deletions_are_suspended(database_state: &DatabaseState, live: &[String], ledger: &Ledger) -> bool {
+pub fn are_deletions_suspended(database_state: &DatabaseState, live: &[String], ledger: &Ledger) -> bool {
     ledger.was_restored() && live.iter().any(|id| database_state.machine(id).is_none())
 }
 
 /// Returns whether a machine's server must be deleted.
 pub fn is_orphaned(database_state: &DatabaseState, live: &[String], ledger: &Ledger, machine: &str) -> bool {
-    if deletions_are_suspended(database_state, live, ledger) {
+    if are_deletions_suspended(database_state, live, ledger) {
         return false;
     }
     database_state

@@ -11,13 +11,13 @@ use svc::host::system::lock::Lock;
 
 use super::machine::{self, BUCKET, Machine, USER, path_str, tools_with_script, wait_until};
 
-const ROWS: &str = "CREATE ROLE app_t NOLOGIN; CREATE TABLE t (id int PRIMARY KEY, message text); ALTER TABLE t OWNER TO app_t; \
+const CREATE_ROWS: &str = "CREATE ROLE app_t NOLOGIN; CREATE TABLE t (id int PRIMARY KEY, message text); ALTER TABLE t OWNER TO app_t; \
      INSERT INTO t SELECT n, md5(n::text) FROM generate_series(1, 20000) n";
 
 /// Creates a machine with `count` snapshots. Returns the machine and the snapshots' keys.
 async fn create_machine_with_snapshots(store: &S3Server, count: usize) -> Result<(Machine, Vec<String>)> {
     let machine = Machine::in_use(store, 1).await?;
-    machine.client().await?.batch_execute(ROWS).await?;
+    machine.client().await?.batch_execute(CREATE_ROWS).await?;
     let mut keys = Vec::new();
     for _ in 0..count {
         machine.run(&["svc-db-backup"])?.expect(0);
@@ -234,7 +234,7 @@ async fn drill_restores_compares_and_cleans_up() -> Result<()> {
     let machine = Machine::in_use(&store, 1).await?;
     let result = machine.run(&["svc-db-backup", "drill"])?.expect(0);
     assert!(result.stdout.contains("no snapshot yet"), "{}", result.stdout);
-    machine.client().await?.batch_execute(ROWS).await?;
+    machine.client().await?.batch_execute(CREATE_ROWS).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     // A role in the snapshot that the machine no longer has is created only for the drill.
     machine.client().await?.batch_execute("REASSIGN OWNED BY app_t TO CURRENT_USER; DROP ROLE app_t").await?;
@@ -327,7 +327,7 @@ async fn check_run_by_root_switches_to_the_unit_user() -> Result<()> {
     }
     let store = machine::start_store()?;
     let machine = Machine::in_use(&store, 1).await?;
-    machine.client().await?.batch_execute(ROWS).await?;
+    machine.client().await?.batch_execute(CREATE_ROWS).await?;
     let mut pending = vec![machine.root.path().to_owned()];
     while let Some(path) = pending.pop() {
         std::os::unix::fs::lchown(&path, Some(USER_ID), Some(USER_ID))?;

@@ -199,7 +199,7 @@ async fn every_tampered_object_is_refused() -> Result<()> {
     Figures { faults_injected: case_count, ..Figures::new("tampered objects") }.record()
 }
 
-/// Returns the files below a directory whose names have the given prefix.
+/// Returns the files under a directory whose names have the given prefix.
 fn find_files(dir: &std::path::Path, prefix: &str) -> Result<Vec<std::path::PathBuf>> {
     let (mut files, mut pending_dirs) = (Vec::new(), vec![dir.to_owned()]);
     while let Some(dir) = pending_dirs.pop() {

@@ -8,8 +8,8 @@ use super::super::super::machine::{self, BUCKET, Machine};
 use super::super::snapshot_checker::SnapshotChecker;
 use super::{Killer, MIN_KILLS_LONG_RUN, MIN_KILLS_SHORT_RUN, assert_no_temporary_file};
 
-/// A table whose rows are counted, and one that is larger than an upload part.
-const CONTENT: &str = "CREATE TABLE t AS SELECT generate_series(1, 1000) AS id; \
+/// Creates a table whose rows are counted, and one that is larger than an upload part.
+const CREATE_TABLES: &str = "CREATE TABLE t AS SELECT generate_series(1, 1000) AS id; \
      CREATE TABLE noise AS SELECT decode(string_agg(md5(n::text || '-' || m), ''), 'hex') AS bytes \
      FROM generate_series(1, 360) n, generate_series(1, 1000) m GROUP BY n";
 const BACKUP: [&str; 1] = ["svc-db-backup"];
@@ -72,7 +72,7 @@ impl Campaign<'_> {
 async fn run_campaign(kills: u64, seed: u64) -> Result<()> {
     let store = machine::start_store()?;
     let machine = Machine::in_use(&store, 1).await?;
-    machine.client().await?.batch_execute(CONTENT).await?;
+    machine.client().await?.batch_execute(CREATE_TABLES).await?;
     let killer = Killer::new("backups", seed);
     let mut campaign =
         Campaign { store: &store, machine, checker: SnapshotChecker::new(&store), killer, rows: 1000 };
@@ -88,7 +88,7 @@ async fn run_campaign(kills: u64, seed: u64) -> Result<()> {
         kills_survived: campaign.killer.kills,
         snapshots_taken: campaign.checker.complete_count(),
         lost: u64::from(campaign.checker.check().is_err()),
-        ..Figures::new("kills of backups")
+        ..Figures::new("killed backups")
     };
     figures.record()?;
     result

@@ -20,7 +20,7 @@ use super::super::super::machine::{Machine, RunningApplet};
 use super::super::super::platform::start_gateway;
 use super::{Killer, MIN_KILLS_LONG_RUN, MIN_KILLS_SHORT_RUN};
 
-/// The platform's rule: one body is accepted per machine, and a repeated request gets the same response.
+/// The state of a fake platform, which accepts one body per machine, and repeats its response if that body is resent.
 #[derive(Default)]
 struct Registrations {
     /// By machine id.

@@ -143,7 +143,7 @@ async fn run_campaign(kills: u64, seed: u64) -> Result<()> {
     let result = result.await;
     let kills_survived = campaign.killer.kills;
     println!("{} restores", campaign.restored);
-    Figures { kills_survived, snapshots_taken: 1, ..Figures::new("kills of restores") }.record()?;
+    Figures { kills_survived, snapshots_taken: 1, ..Figures::new("killed restores") }.record()?;
     result
 }
 

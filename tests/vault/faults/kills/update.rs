@@ -98,7 +98,7 @@ async fn run_campaign(kills: u64, seed: u64) -> Result<()> {
     };
     let result = result.await;
     println!("{} updates", campaign.updates);
-    Figures { kills_survived: campaign.killer.kills, ..Figures::new("kills of updates") }.record()?;
+    Figures { kills_survived: campaign.killer.kills, ..Figures::new("killed updates") }.record()?;
     result
 }
 
