@@ -336,26 +336,31 @@ async fn app_receives_only_its_own_changes_even_to_new_tables() -> Result<()> {
             .unsigned_request(Method::GET, &path)
             .header("x-svc-proof", app.host.machine.signer.sign(&claims))
     };
-    let mut own = EventStream::open(as_app(&other, "")).await?;
+    let mut app_events = EventStream::open(as_app(&other, "")).await?;
     let mut filtered = EventStream::open(changes_request(&app.host, &format!("?app={other}"), None)).await?;
     let mut all = EventStream::open(changes_request(&app.host, "", None)).await?;
     app.insert(json!({ "title": "not for the other" })).await?;
     let insert =
         |table: &str| json!({ "action": "insert", "app": other, "table": table, "data": { "a": "x" } });
     app.host.query_data(&insert("t")).await?;
-    assert_eq!(own.next_entries().await?, ["t insert 1"]);
+    assert_eq!(app_events.next_entries().await?, ["t insert 1"]);
     assert_eq!(filtered.next_entries().await?, ["t insert 1"]);
     assert_eq!(all.next_entries().await?, ["things insert 1"]);
     assert_eq!(all.next_entries().await?, ["t insert 1"]);
     // The app's event ids reveal nothing about other writers, and are valid only for this app.
     let position = filtered.id.trim_start_matches("1-");
-    assert!(position.parse::<u64>().is_ok() && !own.id.contains(position), "{} {}", filtered.id, own.id);
-    let resumed = as_app(&other, "").header("last-event-id", &own.id).send().await?;
+    assert!(
+        position.parse::<u64>().is_ok() && !app_events.id.contains(position),
+        "{} {}",
+        filtered.id,
+        app_events.id
+    );
+    let resumed = as_app(&other, "").header("last-event-id", &app_events.id).send().await?;
     assert_eq!(resumed.status(), StatusCode::OK);
     for (slug, id, status) in [
         (&other, &filtered.id, StatusCode::BAD_REQUEST),
-        (&app.slug, &own.id, StatusCode::BAD_REQUEST),
-        (&other, &own.id.replacen("1-", "2-", 1), StatusCode::GONE),
+        (&app.slug, &app_events.id, StatusCode::BAD_REQUEST),
+        (&other, &app_events.id.replacen("1-", "2-", 1), StatusCode::GONE),
     ] {
         assert_eq!(as_app(slug, "").header("last-event-id", id).send().await?.status(), status, "{id}");
     }
@@ -371,7 +376,7 @@ async fn app_receives_only_its_own_changes_even_to_new_tables() -> Result<()> {
     app.host.machine.add_app(&other, &tables)?;
     let is_registered = async || Ok(app.host.query(&insert("late")).await?.0.is_success());
     app.host.wait_until("the new table is registered", is_registered).await?;
-    assert_eq!(own.next_entries().await?, ["late insert 1"]);
+    assert_eq!(app_events.next_entries().await?, ["late insert 1"]);
     assert_eq!(all.next_entries().await?, ["late insert 1"]);
     Ok(())
 }

@@ -15,8 +15,9 @@ impl RestorablePlatform {
     async fn change_key(&mut self) {
         self.save().await;
         self.stop().await;
-        let both = [("PLATFORM_KEY", NEW_KEY), ("PLATFORM_KEY_PREVIOUS", OLD_KEY)];
-        self.process = Some(self.stack.start_platform_with(&[self.settings.clone(), both.to_vec()].concat()));
+        let both_keys = [("PLATFORM_KEY", NEW_KEY), ("PLATFORM_KEY_PREVIOUS", OLD_KEY)];
+        self.process =
+            Some(self.stack.start_platform_with(&[self.settings.clone(), both_keys.to_vec()].concat()));
     }
 
     /// Restores the old database and key. Removes the mark from the store, because it would make the platform refuse

@@ -185,8 +185,9 @@ async fn unsafe_cross_origin_requests_are_refused() -> Result<()> {
         assert_eq!(send(socket).await.status, StatusCode::FORBIDDEN, "{origin}");
     }
     assert_eq!(machine.requests().len(), before);
-    let own = router.post(APP_HOST, "/x").header("cookie", &cookie).header("origin", "https://app.test");
-    assert_eq!(send(own).await.body, "POST /x");
+    let same_origin =
+        router.post(APP_HOST, "/x").header("cookie", &cookie).header("origin", "https://app.test");
+    assert_eq!(send(same_origin).await.body, "POST /x");
     let safe = router.get(APP_HOST, "/").header("cookie", &cookie).header("origin", "https://evil.test");
     assert_eq!(send(safe).await.status, StatusCode::OK);
     Ok(())

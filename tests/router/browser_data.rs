@@ -120,8 +120,9 @@ async fn sign_out_and_account_switch_clear_data() -> Result<()> {
         "__Host-svc_session={}",
         visit.cookie("__Host-svc_session").context("the response sets no session cookie")?
     );
-    let both = format!("{session}; __session={}; {}", router.token("user_2"), last_user_cookie(&first)?);
-    let choice = in_browser(router.post(APP_HOST, "/_svc/account"), &both)
+    let both_cookies =
+        format!("{session}; __session={}; {}", router.token("user_2"), last_user_cookie(&first)?);
+    let choice = in_browser(router.post(APP_HOST, "/_svc/account"), &both_cookies)
         .header("content-type", "application/x-www-form-urlencoded")
         .body("account=provider");
     let chosen = send(choice).await;

@@ -177,10 +177,10 @@ async fn every_route_answers_valid_request_as_described() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn account_choice_page_matches_its_description() -> Result<()> {
     let setup = RouterSetup::start().await?;
-    let both = format!("{}; __session={}", setup.session, setup.router.token("user_2"));
+    let both_cookies = format!("{}; __session={}", setup.session, setup.router.token("user_2"));
     for id in ["listOwnSlots", "handOverSession"] {
         let request = setup.router.get(APP_HOST, operation(id).path).header("accept", "text/html");
-        let page = setup.send(request.header("cookie", &both)).await;
+        let page = setup.send(request.header("cookie", &both_cookies)).await;
         assert_eq!(page.status, 409, "{id}: {page:?}");
     }
     Ok(())

@@ -236,7 +236,7 @@ async fn replace_restores_rows_despite_changed_constraints() -> Result<()> {
         let options = ["copy", "--mode", "replace", "--no-backup"];
         run_side(&machine, &options.iter().chain(tables).copied().collect::<Vec<&str>>())
     };
-    let both = ["app_tree.leaves", "app_tree.nodes"];
+    let both_tables = ["app_tree.leaves", "app_tree.nodes"];
     let moves = [
         "INSERT INTO app_tree.nodes VALUES (3, NULL, 3); UPDATE app_tree.nodes SET parent = 3 WHERE id = 2",
         "INSERT INTO app_tree.nodes VALUES (3, NULL, 3); UPDATE app_tree.leaves SET node = 3",
@@ -244,13 +244,13 @@ async fn replace_restores_rows_despite_changed_constraints() -> Result<()> {
     ];
     for damage in moves {
         client.batch_execute(damage).await?;
-        let before = rows(&machine, "svc", both[1]).await?;
+        let before = rows(&machine, "svc", both_tables[1]).await?;
         // Refused, because a row in app_tree.leaves refers to a row that must be deleted.
-        let result = replace(&both[1..])?.expect(65);
+        let result = replace(&both_tables[1..])?.expect(65);
         assert!(result.stderr.contains("name both tables"), "{}", result.stderr);
-        assert_eq!(rows(&machine, "svc", both[1]).await?, before);
-        replace(&both)?.expect(0);
-        assert_as_in_snapshot(&machine, &both).await?;
+        assert_eq!(rows(&machine, "svc", both_tables[1]).await?, before);
+        replace(&both_tables)?.expect(0);
+        assert_as_in_snapshot(&machine, &both_tables).await?;
     }
 
     // Two rows of the snapshot have the same value in the new key.
