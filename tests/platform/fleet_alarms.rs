@@ -99,8 +99,8 @@ async fn released_alarm_fails_the_lost_machines() {
         .post(&process, "/vps/fleet/alarms/nothing/release", &json!({}))
         .await
         .assert_problem(404, "not_found");
-    let not_blocking = "/vps/fleet/alarms/database_behind_store/release";
-    let refused = stack.post(&process, not_blocking, &json!({})).await;
+    let unreleasable_path = "/vps/fleet/alarms/database_behind_store/release";
+    let refused = stack.post(&process, unreleasable_path, &json!({})).await;
     refused.assert_problem(409, "invalid_state");
     assert!(refused.body["detail"].as_str().unwrap().contains("cannot be released"), "{refused:?}");
     let response = stack.post(&process, path, &json!({})).await;

@@ -76,7 +76,7 @@ const LATER_MACHINES: [LaterMachine; 12] = [
 #[derive(Debug, Clone, Copy)]
 struct Case {
     departure: Departure,
-    departed_long_ago: bool,
+    has_departed_long_ago: bool,
     is_registered: bool,
     is_unsaved: bool,
     is_discard_ordered: bool,
@@ -94,7 +94,7 @@ impl Case {
                     let bit = |n: u32| bits & (1 << n) != 0;
                     all.push(Self {
                         departure,
-                        departed_long_ago: bit(0),
+                        has_departed_long_ago: bit(0),
                         is_registered: bit(1),
                         is_unsaved: bit(2),
                         is_discard_ordered: bit(3),
@@ -120,9 +120,9 @@ impl Case {
             return RetentionEnd::Never;
         }
         let unregistered =
-            if self.is_registered { RetentionEnd::Never } else { since(self.departed_long_ago) };
+            if self.is_registered { RetentionEnd::Never } else { since(self.has_departed_long_ago) };
         let departure = match (self.departure, self.later) {
-            (Departure::Deleted | Departure::ReplacedThenDeleted, _) => since(self.departed_long_ago),
+            (Departure::Deleted | Departure::ReplacedThenDeleted, _) => since(self.has_departed_long_ago),
             (
                 Departure::Replaced,
                 LaterMachine::Proven { is_old }
@@ -143,7 +143,7 @@ impl Case {
     }
 
     fn departed_at(&self) -> &'static str {
-        if self.departed_long_ago { OLD } else { RECENT }
+        if self.has_departed_long_ago { OLD } else { RECENT }
     }
 }
 

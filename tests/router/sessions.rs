@@ -141,13 +141,10 @@ async fn planted_provider_cookie_does_not_switch_account() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn user_can_switch_to_the_provider_account() -> Result<()> {
     let (router, machine) = TestRouter::start_with_machine("user_1").await?;
-    let (cookies, old) = create_conflicting_cookies(&router).await;
-    let foreign = choose_account(&router, &cookies, "account=provider").header("origin", "https://evil.test");
+    let (jar, old) = create_conflicting_cookies(&router).await;
+    let foreign = choose_account(&router, &jar, "account=provider").header("origin", "https://evil.test");
     assert_eq!(send(foreign).await.status, StatusCode::FORBIDDEN);
-    assert_eq!(
-        send(choose_account(&router, &cookies, "account=other")).await.status,
-        StatusCode::BAD_REQUEST
-    );
+    assert_eq!(send(choose_account(&router, &jar, "account=other")).await.status, StatusCode::BAD_REQUEST);
 
     let redeem = |code: String| {
         let path = format!("/_svc/session?code={code}");
@@ -168,8 +165,7 @@ async fn user_can_switch_to_the_provider_account() -> Result<()> {
     assert_eq!(get_with_cookie(&router, CODE_HOST, "/", &editor).await.status, StatusCode::OK);
     let unused = issue_code().await?;
 
-    let switched =
-        send(choose_account(&router, &cookies, "account=provider&returnTo=https://evil.test")).await;
+    let switched = send(choose_account(&router, &jar, "account=provider&returnTo=https://evil.test")).await;
     assert_eq!((switched.status, switched.location()), (StatusCode::SEE_OTHER, "/"));
     let new = format!(
         "svc_session={}",

@@ -234,8 +234,8 @@ fn has_one_row_per_request(audit: &[AuditRow], ledger: &Ledger) -> bool {
         let is_separate = |row: &&AuditRow| {
             matches!(row.action.as_str(), "delete.predecessor" | "reinstate" | "last_backup.loss_accepted")
         };
-        let of_requests = audit.iter().filter(|row| requests.contains(&row.request_id));
-        let rows = of_requests.filter(|row| !is_separate(row)).count();
+        let request_rows = audit.iter().filter(|row| requests.contains(&row.request_id));
+        let rows = request_rows.filter(|row| !is_separate(row)).count();
         if *is_accepted { rows == 1 } else { rows <= 1 }
     })
 }

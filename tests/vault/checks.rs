@@ -130,21 +130,21 @@ async fn daily_share_of_snapshots_is_verified() -> Result<()> {
     for day in 1..=9 {
         old.push(store_older_copy(&store, &keys[0], &format!("2026-01-{day:02}T00-00-00.000Z"))?);
     }
-    let within = [("VERIFY_WITHIN_DAYS", "10")];
+    let verify_within = [("VERIFY_WITHIN_DAYS", "10")];
     // Each of the ten snapshots is due within ten days. After downtime, one run verifies three days' share, oldest
     // first.
-    let result = machine.run_with(&["svc-db-backup", "verify"], &within)?.expect(0);
+    let result = machine.run_with(&["svc-db-backup", "verify"], &verify_within)?.expect(0);
     assert!(result.stdout.contains(": 3 snapshots"), "{}", result.stdout);
     let dump = store.read(BUCKET, &object(&old[3])).context("the object is missing")?;
     store.remove(BUCKET, &object(&old[3]));
-    let result = machine.run_with(&["svc-db-backup", "verify"], &within)?.expect(65);
+    let result = machine.run_with(&["svc-db-backup", "verify"], &verify_within)?.expect(65);
     assert!(result.stderr.contains(&old[3]) && result.stderr.contains("1 of 3"), "{}", result.stderr);
     // The next run reads three others. It reports the damage without reading the damaged snapshot again.
-    let result = machine.run_with(&["svc-db-backup", "verify"], &within)?.expect(65);
+    let result = machine.run_with(&["svc-db-backup", "verify"], &verify_within)?.expect(65);
     assert!(result.stderr.contains(&old[3]) && result.stderr.contains("1 of 4"), "{}", result.stderr);
     store.write(BUCKET, &object(&old[3]), dump);
     machine.run(&["svc-db-backup", "verify", &old[3]])?.expect(0);
-    let result = machine.run_with(&["svc-db-backup", "verify"], &within)?.expect(0);
+    let result = machine.run_with(&["svc-db-backup", "verify"], &verify_within)?.expect(0);
     assert!(result.stdout.contains(": 0 snapshots"), "{}", result.stdout);
     for invalid in ["0", "x"] {
         machine.run_with(&["svc-db-backup", "verify"], &[("VERIFY_WITHIN_DAYS", invalid)])?.expect(78);
@@ -197,20 +197,20 @@ async fn unverifiable_snapshots_do_not_take_up_the_daily_share() -> Result<()> {
     for day in 1..=4 {
         store_older_copy(&store, &keys[0], &format!("2026-01-{day:02}T00-00-00.000Z"))?;
     }
-    let within = ("VERIFY_WITHIN_DAYS", "10");
+    let verify_within = ("VERIFY_WITHIN_DAYS", "10");
     let tools = tools_with_script("pg_restore", "#!/bin/sh\nkill -9 $$\n")?;
-    let env = [within, ("SVC_PG_BIN_DIR", path_str(tools.path()))];
+    let env = [verify_within, ("SVC_PG_BIN_DIR", path_str(tools.path()))];
     // Each run reads three of the four overdue snapshots. The second run begins with the one that the first did not
     // read.
     machine.run_with(&["svc-db-backup", "verify"], &env)?.expect(70);
-    let result = machine.run_with(&["svc-db-backup", "verify"], &[within])?.expect(70);
+    let result = machine.run_with(&["svc-db-backup", "verify"], &[verify_within])?.expect(70);
     assert!(
         result.stderr.contains("1 snapshot could not be verified at the last attempt"),
         "{}",
         result.stderr
     );
     assert_eq!(read_last_check(&machine, "verify")?["snapshots"], 3);
-    let result = machine.run_with(&["svc-db-backup", "verify"], &[within])?.expect(0);
+    let result = machine.run_with(&["svc-db-backup", "verify"], &[verify_within])?.expect(0);
     assert!(result.stdout.contains(": 1 snapshot,"), "{}", result.stdout);
     Ok(())
 }

@@ -270,13 +270,13 @@ async fn open_selects_snapshot_by_time_and_close_cleans_up() -> Result<()> {
     let store = machine::start_store()?;
     let machine = machine_with_side_database(&store).await?;
     let first = read_state(&machine)?["key"].clone();
-    let between = jiff::Timestamp::now().to_string();
+    let time_between = jiff::Timestamp::now().to_string();
     machine.client().await?.batch_execute("DELETE FROM app_shop.orders; DROP TABLE app_shop.log").await?;
     machine.run(&["svc-db-backup", "run", "--accept-loss"])?.expect(0);
     run_side(&machine, &["open"])?.expect(0);
     assert_ne!(read_state(&machine)?["key"], first);
     assert_eq!(read_state(&machine)?["tables"].as_array().map(Vec::len), Some(2));
-    run_side(&machine, &["open", "--at", &between])?.expect(0);
+    run_side(&machine, &["open", "--at", &time_between])?.expect(0);
     assert_eq!(read_state(&machine)?["key"], first);
     let result = run_side(&machine, &["open", "--at", "2020-01-01T00:00:00Z"])?.expect(65);
     assert!(result.stderr.contains("no snapshot taken at or before 2020-01-01"), "{}", result.stderr);
