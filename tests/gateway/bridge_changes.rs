@@ -186,9 +186,13 @@ async fn listener_resumes_where_it_stopped() -> Result<()> {
         Ok((response.status().as_u16(), response.json::<Value>().await?["code"].take()))
     };
     let position = last.split_once('-').map(|(_, position)| position).unwrap_or_default();
-    assert_eq!(code(&format!("2-{position}")).await?, (410, json!("gone")), "a different epoch");
-    assert_eq!(code("1-1").await?, (410, json!("gone")), "before the first listener");
-    assert_eq!(code("1-9999999999").await?, (410, json!("gone")), "an unknown position");
+    assert_eq!(
+        code(&format!("2-{position}")).await?,
+        (410, json!("gone")),
+        "a position in a different epoch must be gone"
+    );
+    assert_eq!(code("1-1").await?, (410, json!("gone")), "a position before the first listener must be gone");
+    assert_eq!(code("1-9999999999").await?, (410, json!("gone")), "an unknown position must be gone");
     for bad in ["x", "1", "1-", "1-x"] {
         assert_eq!(code(bad).await?, (400, json!("invalid_request")), "{bad}");
     }
@@ -401,7 +405,7 @@ async fn outbox_is_discarded_after_restore() -> Result<()> {
     assert_eq!(changes_request(&app.host, "", Some(&last)).send().await?.status(), StatusCode::GONE);
     let same_position = last.replacen("1-", "2-", 1);
     let response = changes_request(&app.host, "", Some(&same_position)).send().await?;
-    assert_eq!(response.status(), StatusCode::GONE, "the old position under the new epoch");
+    assert_eq!(response.status(), StatusCode::GONE, "an old position must be gone under the new epoch");
     let mut events = EventStream::open(changes_request(&app.host, "", None)).await?;
     assert!(events.id.starts_with("2-"), "{}", events.id);
     app.insert(json!({ "title": "b" })).await?;
@@ -457,7 +461,7 @@ async fn cleanup_keeps_triggers_of_new_listener() -> Result<()> {
     let lock = locker.transaction().await?;
     lock.batch_execute("SELECT pg_advisory_xact_lock(hashtext('svc-gateway'))").await?;
     app.host
-        .wait_until("the cleanup waits for the lock", async || {
+        .wait_until("the cleanup is waiting for the lock", async || {
             admin.execute(age_listener, &[]).await?;
             let sql = "SELECT EXISTS (SELECT FROM pg_locks WHERE locktype = 'advisory' AND NOT granted
                           AND database = (SELECT oid FROM pg_database WHERE datname = current_database()))";

@@ -308,7 +308,7 @@ async fn open_selects_snapshot_by_time_and_close_cleans_up() -> Result<()> {
 
 /// A role that the machine no longer has is created with the side database, and dropped with it.
 #[tokio::test]
-async fn drill_leaves_roles_of_the_side_database_temporary() -> Result<()> {
+async fn drill_does_not_make_side_database_roles_permanent() -> Result<()> {
     let store = machine::start_store()?;
     let machine = machine_with_side_database(&store).await?;
     let client = machine.client().await?;
