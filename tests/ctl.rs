@@ -1,4 +1,4 @@
-//! `svcctl` against a fake platform with scripted responses: its requests, output and exit codes.
+//! Runs `svcctl` against a fake platform with scripted responses, and checks its requests, output and exit codes.
 
 mod copies;
 mod decisions;

@@ -1,5 +1,6 @@
-//! A machine's first boot, run by the script in its user-data: stages and failures are reported to the platform before
-//! and after the product's binary exists, interrupted work is completed, and no credential is a process argument.
+//! Runs a machine's first boot with the script in its user-data: stages and failures are reported to the platform
+//! before and after the product's binary exists, interrupted work is completed, and no credential is a process
+//! argument.
 //!
 //! The files come from rendered user-data, under a directory that stands in for `/`. The bundle, `svc`, curl and tar
 //! are real; fakes stand in for the machine's own programs and record their calls.

@@ -1,5 +1,5 @@
-//! `svc-heartbeat` on a machine with a database: records rotate and expire, storage is measured once a day, and the
-//! next run completes the work of a killed run.
+//! Runs `svc-heartbeat` on a machine with a database: records rotate and expire, storage is measured once a day, and
+//! the next run completes the work of a killed run.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};

@@ -1,5 +1,5 @@
-//! The provider adapter against the simulator: the effect of each call and, in `failures`, the classification of each
-//! failure. In `clients`, the provider's own clients check the simulator.
+//! Tests the provider adapter against the simulator: the effect of each call and, in `failures`, the classification of
+//! each failure. In `clients`, the provider's own clients check the simulator.
 
 #![allow(clippy::unwrap_used)]
 

@@ -1,4 +1,4 @@
-//! The demo with one injected defect, which must make the matching step fail; and the demo on third-party stores.
+//! Runs the demo with one injected defect, which must make the matching step fail, and on third-party stores.
 
 use std::path::Path;
 

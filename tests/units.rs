@@ -1,4 +1,4 @@
-//! A machine's units, users, directories and network rules, checked by systemd and the kernel: they are valid, and
+//! Lets systemd and the kernel check a machine's units, users, directories and network rules: they are valid, and
 //! services stay within the exposure limits below.
 
 use std::collections::BTreeMap;

@@ -1,4 +1,4 @@
-//! Server user-data: it fits within the size limit, cloud-init accepts it, and its script is POSIX shell.
+//! A server's user-data fits within the size limit, cloud-init accepts it, and its script is POSIX shell.
 
 use std::collections::BTreeSet;
 use std::process::Command;
@@ -289,8 +289,8 @@ async fn files_are_rewritten_until_the_script_confirms_them() {
     let files = document["write_files"].as_array().unwrap();
     assert_eq!(files.last().unwrap()["path"], "/opt/svc/first-boot.sh", "the script must be the last file");
     let root = tempfile::tempdir().unwrap();
-    let below_root = |path: &str| root.path().join(path.trim_start_matches('/'));
-    let (sem, opt) = (below_root("/var/lib/cloud/instance/sem"), below_root("/opt/svc"));
+    let under_root = |path: &str| root.path().join(path.trim_start_matches('/'));
+    let (sem, opt) = (under_root("/var/lib/cloud/instance/sem"), under_root("/opt/svc"));
     for dir in [&sem, &opt] {
         std::fs::create_dir_all(dir).unwrap();
     }
@@ -299,7 +299,7 @@ async fn files_are_rewritten_until_the_script_confirms_them() {
             std::fs::write(sem.join(format!("config_{name}")), "").unwrap();
         }
         let script = document["bootcmd"][0][2].as_str().unwrap();
-        let script = script.replace("/var/lib", &below_root("/var/lib").display().to_string());
+        let script = script.replace("/var/lib", &under_root("/var/lib").display().to_string());
         let script = script.replace("/opt/svc", &opt.display().to_string()).replace("systemctl", "echo");
         let output = Command::new("sh").args(["-c", &script]).output().unwrap();
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));

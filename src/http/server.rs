@@ -67,8 +67,8 @@ impl Default for ListenerLimits {
     }
 }
 
-/// Returns a connection limit that bounds the memory for unfinished heads to an eighth of the machine's memory. It is
-/// at least 512 and at most 16,384. `tests/unfinished_heads.rs` measures the memory per connection.
+/// Returns a connection limit that bounds the memory for incomplete request heads to an eighth of the machine's memory.
+/// It is at least 512 and at most 16,384. `tests/incomplete_requests.rs` measures the memory per connection.
 fn max_connections() -> usize {
     const BYTES_PER_CONNECTION: u64 = 128 * 1024;
     let memory = nix::sys::sysinfo::sysinfo().map_or(0, |info| info.ram_total());

@@ -108,7 +108,7 @@ impl Copies {
                 tracing::warn!(error = %format_chain(&error), "cannot find the newest snapshot");
                 (self.reported.clone(), Some("the object store cannot be read".to_owned()))
             }
-            Err(_) => (self.reported.clone(), Some("the object store does not respond".to_owned())),
+            Err(_) => (self.reported.clone(), Some("the object store is not responding".to_owned())),
         };
         wire::Copies {
             live: self.live.as_ref().map(to_live_server),

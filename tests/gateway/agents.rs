@@ -1,4 +1,4 @@
-//! Real agent programs with a stub model API, run through the gateway, runner, hook and watcher: the records match the
+//! Runs real agent programs with a stub model API through the gateway, runner, hook and watcher. The records match the
 //! programs' actions.
 
 use std::path::{Path, PathBuf};

@@ -1,4 +1,4 @@
-//! An app's files: which files the gateway opens, and how it serves them.
+//! Tests which of an app's files the gateway opens, and how it serves them.
 
 use std::os::unix::fs::symlink;
 
@@ -124,8 +124,8 @@ async fn ranges_are_served_and_text_is_compressed() -> Result<()> {
     assert_eq!(tail.text().await?, film[399_995..]);
     let changed = film_part("bytes=-5").header("if-range", "\"another\"").send().await?;
     assert_eq!((changed.status(), changed.text().await?.len()), (StatusCode::OK, 400_000));
-    let beyond = film_part("bytes=400000-").send().await?;
-    assert_eq!(beyond.status(), StatusCode::RANGE_NOT_SATISFIABLE);
+    let out_of_range = film_part("bytes=400000-").send().await?;
+    assert_eq!(out_of_range.status(), StatusCode::RANGE_NOT_SATISFIABLE);
     let head = host.owner_request(Method::HEAD, "/apps/media/film.mp4").send().await?;
     assert_eq!(header(&head, "content-length"), "400000");
 

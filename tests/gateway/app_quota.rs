@@ -1,4 +1,4 @@
-//! The storage quota for an app's tables.
+//! Tests the storage quota for an app's tables.
 
 use std::time::Duration;
 

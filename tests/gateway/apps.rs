@@ -1,4 +1,4 @@
-//! How apps are copied, registered, changed, recovered and served.
+//! Tests how apps are copied, registered, changed, recovered and served.
 
 use anyhow::Result;
 use kit::pg::test_database;

@@ -1,4 +1,4 @@
-//! The bridge as an app developer uses it.
+//! Uses the bridge as an app developer does.
 
 use anyhow::Result;
 use kit::pg::test_database;

@@ -1,5 +1,5 @@
-//! Size limits of the bridge: digits per number and per request, bytes per row, and bytes per response. Each is
-//! enforced before the oversized data is held in memory.
+//! The bridge limits the digits per number and per request, the bytes per row, and the bytes per response. Each limit
+//! is enforced before the oversized data is held in memory.
 
 use anyhow::Result;
 use kit::pg::test_database;
@@ -125,7 +125,7 @@ async fn oversized_row_is_readable_with_fewer_columns() -> Result<()> {
     Ok(())
 }
 
-/// The rows are written by two statements, because they name different columns.
+/// The rows are written by two statements, because they have different columns.
 #[tokio::test]
 async fn insert_many_may_return_more_than_a_transaction() -> Result<()> {
     let (database, app) = (test_database().await?, unique_name("wide"));

@@ -1,4 +1,4 @@
-//! The change feed: it reports every writer's changes, in order and without gaps, and resumes where a listener stopped.
+//! The change feed reports every writer's changes, in order and without gaps, and resumes where a listener stopped.
 
 use std::time::Duration;
 
@@ -186,9 +186,13 @@ async fn listener_resumes_where_it_stopped() -> Result<()> {
         Ok((response.status().as_u16(), response.json::<Value>().await?["code"].take()))
     };
     let position = last.split_once('-').map(|(_, position)| position).unwrap_or_default();
-    assert_eq!(code(&format!("2-{position}")).await?, (410, json!("gone")), "a different epoch");
-    assert_eq!(code("1-1").await?, (410, json!("gone")), "before the first listener");
-    assert_eq!(code("1-9999999999").await?, (410, json!("gone")), "an unknown position");
+    assert_eq!(
+        code(&format!("2-{position}")).await?,
+        (410, json!("gone")),
+        "a position in a different epoch must be gone"
+    );
+    assert_eq!(code("1-1").await?, (410, json!("gone")), "a position before the first listener must be gone");
+    assert_eq!(code("1-9999999999").await?, (410, json!("gone")), "an unknown position must be gone");
     for bad in ["x", "1", "1-", "1-x"] {
         assert_eq!(code(bad).await?, (400, json!("invalid_request")), "{bad}");
     }
@@ -336,26 +340,31 @@ async fn app_receives_only_its_own_changes_even_to_new_tables() -> Result<()> {
             .unsigned_request(Method::GET, &path)
             .header("x-svc-proof", app.host.machine.signer.sign(&claims))
     };
-    let mut own = EventStream::open(as_app(&other, "")).await?;
+    let mut app_events = EventStream::open(as_app(&other, "")).await?;
     let mut filtered = EventStream::open(changes_request(&app.host, &format!("?app={other}"), None)).await?;
     let mut all = EventStream::open(changes_request(&app.host, "", None)).await?;
     app.insert(json!({ "title": "not for the other" })).await?;
     let insert =
         |table: &str| json!({ "action": "insert", "app": other, "table": table, "data": { "a": "x" } });
     app.host.query_data(&insert("t")).await?;
-    assert_eq!(own.next_entries().await?, ["t insert 1"]);
+    assert_eq!(app_events.next_entries().await?, ["t insert 1"]);
     assert_eq!(filtered.next_entries().await?, ["t insert 1"]);
     assert_eq!(all.next_entries().await?, ["things insert 1"]);
     assert_eq!(all.next_entries().await?, ["t insert 1"]);
     // The app's event ids reveal nothing about other writers, and are valid only for this app.
     let position = filtered.id.trim_start_matches("1-");
-    assert!(position.parse::<u64>().is_ok() && !own.id.contains(position), "{} {}", filtered.id, own.id);
-    let resumed = as_app(&other, "").header("last-event-id", &own.id).send().await?;
+    assert!(
+        position.parse::<u64>().is_ok() && !app_events.id.contains(position),
+        "{} {}",
+        filtered.id,
+        app_events.id
+    );
+    let resumed = as_app(&other, "").header("last-event-id", &app_events.id).send().await?;
     assert_eq!(resumed.status(), StatusCode::OK);
     for (slug, id, status) in [
         (&other, &filtered.id, StatusCode::BAD_REQUEST),
-        (&app.slug, &own.id, StatusCode::BAD_REQUEST),
-        (&other, &own.id.replacen("1-", "2-", 1), StatusCode::GONE),
+        (&app.slug, &app_events.id, StatusCode::BAD_REQUEST),
+        (&other, &app_events.id.replacen("1-", "2-", 1), StatusCode::GONE),
     ] {
         assert_eq!(as_app(slug, "").header("last-event-id", id).send().await?.status(), status, "{id}");
     }
@@ -371,7 +380,7 @@ async fn app_receives_only_its_own_changes_even_to_new_tables() -> Result<()> {
     app.host.machine.add_app(&other, &tables)?;
     let is_registered = async || Ok(app.host.query(&insert("late")).await?.0.is_success());
     app.host.wait_until("the new table is registered", is_registered).await?;
-    assert_eq!(own.next_entries().await?, ["late insert 1"]);
+    assert_eq!(app_events.next_entries().await?, ["late insert 1"]);
     assert_eq!(all.next_entries().await?, ["late insert 1"]);
     Ok(())
 }
@@ -396,7 +405,7 @@ async fn outbox_is_discarded_after_restore() -> Result<()> {
     assert_eq!(changes_request(&app.host, "", Some(&last)).send().await?.status(), StatusCode::GONE);
     let same_position = last.replacen("1-", "2-", 1);
     let response = changes_request(&app.host, "", Some(&same_position)).send().await?;
-    assert_eq!(response.status(), StatusCode::GONE, "the old position under the new epoch");
+    assert_eq!(response.status(), StatusCode::GONE, "an old position must be gone under the new epoch");
     let mut events = EventStream::open(changes_request(&app.host, "", None)).await?;
     assert!(events.id.starts_with("2-"), "{}", events.id);
     app.insert(json!({ "title": "b" })).await?;
@@ -452,7 +461,7 @@ async fn cleanup_keeps_triggers_of_new_listener() -> Result<()> {
     let lock = locker.transaction().await?;
     lock.batch_execute("SELECT pg_advisory_xact_lock(hashtext('svc-gateway'))").await?;
     app.host
-        .wait_until("the cleanup waits for the lock", async || {
+        .wait_until("the cleanup is waiting for the lock", async || {
             admin.execute(age_listener, &[]).await?;
             let sql = "SELECT EXISTS (SELECT FROM pg_locks WHERE locktype = 'advisory' AND NOT granted
                           AND database = (SELECT oid FROM pg_database WHERE datname = current_database()))";

@@ -1,5 +1,5 @@
-//! Bridge pagination: sorting by every sortable type, ties and NULLs, inserts between pages, and cursors from different
-//! queries. Also covers how filters compare NULLs.
+//! Tests bridge pagination: sorting by every sortable type, ties and NULLs, inserts between pages, and cursors from
+//! different queries. Also covers how filters compare NULLs.
 
 use std::collections::HashSet;
 

@@ -1,5 +1,4 @@
-//! The requests that the bridge rejects, the order of its checks, and the information that its responses must not
-//! reveal.
+//! Tests which requests the bridge rejects, the order of its checks, and what its responses must not reveal.
 
 use std::time::Duration;
 

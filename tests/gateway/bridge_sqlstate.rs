@@ -1,4 +1,4 @@
-//! The status and code for each class of database error; no response or log contains a value.
+//! Each class of database error has a status and a code, and no response or log contains a value.
 
 use anyhow::Result;
 use reqwest::Method;

@@ -1,4 +1,4 @@
-//! The `transaction` action: all operations or none take effect, and the error response names the failed operation.
+//! In a `transaction`, all operations or none take effect, and the error response identifies the failed operation.
 
 use anyhow::Result;
 use serde_json::{Value, json};

@@ -1,4 +1,4 @@
-//! Round trips: arbitrary values of every type pass through the bridge into PostgreSQL and back unchanged.
+//! Arbitrary values of every type pass through the bridge into PostgreSQL and back unchanged.
 
 use std::collections::BTreeMap;
 
@@ -294,7 +294,7 @@ async fn column_with_changed_type_is_read_as_registered_type() -> Result<()> {
     change("ALTER TABLE things DROP COLUMN meta, ADD COLUMN meta text").await?;
     change(r#"UPDATE things SET meta = '{"a": 1}'"#).await?;
     assert_eq!(app.query_data("get", json!({ "id": row["id"] })).await?, row);
-    change("UPDATE things SET meta = 'no JSON'").await?;
+    change("UPDATE things SET meta = 'not JSON'").await?;
     assert_eq!(app.query("get", json!({ "id": row["id"] })).await?.0, 400);
     assert_eq!(app.query_data("find", json!({ "columns": ["size"] })).await?, json!([{ "size": 1234 }]));
     Ok(())

@@ -1,4 +1,4 @@
-//! `insertMany`, `upsert`, `update` and `delete`, and the resulting rows.
+//! Tests `insertMany`, `upsert`, `update` and `delete`, and the resulting rows.
 
 use anyhow::Result;
 use serde_json::{Value, json};

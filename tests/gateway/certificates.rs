@@ -1,4 +1,4 @@
-//! The gateway's certificate, from an ACME server (Pebble) and from an operator's file.
+//! The gateway gets its certificate from an ACME server (Pebble), or from an operator's file.
 
 use std::net::SocketAddr;
 use std::os::unix::fs::PermissionsExt;
@@ -95,17 +95,17 @@ async fn signing_request_has_machine_name_and_key() -> Result<()> {
     let roots = tempfile::NamedTempFile::new()?;
     std::fs::write(roots.path(), Ca::new()?.root_pem())?;
     let (mut machine, name) = machine_listening_on(free_port()?, roots.path())?;
-    let print = |machine: &Machine| {
+    let print_signing_request = |machine: &Machine| {
         let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_svc"));
         command.args(["svc-gateway", "certificate-request"]).env_clear();
         command.env("SVC_ROOT", machine.path("")).envs(&machine.env).output()
     };
-    let unnamed = print(&machine)?;
+    let unnamed = print_signing_request(&machine)?;
     assert_eq!(unnamed.status.code(), Some(78));
     assert!(String::from_utf8_lossy(&unnamed.stderr).contains("HOST_DOMAIN"), "{unnamed:?}");
     machine.env.insert("SVC_HOST_NAME".into(), name.clone());
     let host = machine.start()?;
-    let printed = print(&host.machine)?;
+    let printed = print_signing_request(&host.machine)?;
     let request = rustls::pki_types::CertificateSigningRequestDer::from_pem_slice(&printed.stdout)?;
     let key = std::fs::read_to_string(host.machine.path("var/lib/svc/tls/key.pem"))?;
     let key = rcgen::PublicKeyData::subject_public_key_info(&rcgen::KeyPair::from_pem(&key)?);
@@ -194,20 +194,20 @@ async fn changed_authority_setting_replaces_certificate() -> Result<()> {
     let first = Pebble::start(&Options::for_validation_port(port)).await?;
     let second = Pebble::start(&Options::for_validation_port(port)).await?;
     let roots = tempfile::NamedTempFile::new()?;
-    let both = [first.roots(), second.roots()].map(std::fs::read_to_string);
-    std::fs::write(roots.path(), both.into_iter().collect::<std::io::Result<String>>()?)?;
+    let both_roots = [first.roots(), second.roots()].map(std::fs::read_to_string);
+    std::fs::write(roots.path(), both_roots.into_iter().collect::<std::io::Result<String>>()?)?;
     let (machine, name) = machine_listening_on(port, roots.path())?;
-    let write = |machine: &Machine, pebble: &Pebble| {
+    let write_settings = |machine: &Machine, pebble: &Pebble| {
         machine
             .write("var/lib/svc/tls/settings.json", &tls_settings(&name, &pebble.directory_url()).to_string())
     };
-    write(&machine, &first)?;
+    write_settings(&machine, &first)?;
     let host = machine.start()?;
     wait_until_issued(&host).await?;
     // The machine knows which authority issued its certificate even after a restart.
     let host = host.restart()?;
     let from_first = presented_certificate(&host, &name, Some(&first.roots())).await?;
-    write(&host.machine, &second)?;
+    write_settings(&host.machine, &second)?;
     let is_from_second =
         async || Ok(presented_certificate(&host, &name, Some(&second.roots())).await.is_ok());
     host.wait_until("the second authority's certificate is presented", is_from_second).await?;

@@ -1,5 +1,5 @@
-//! Dispatches through a running gateway and `svc-agent`, with real programs as agents: events, records and leftover
-//! processes.
+//! Runs dispatches through a gateway and `svc-agent`, with real programs as agents, and checks events, records and
+//! leftover processes.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -234,7 +234,7 @@ async fn dispatch_streams_its_events_and_is_recorded() -> Result<()> {
             .as_str()
             .is_some_and(|preview| preview.contains("ls") && !preview.contains("sk-secret"))
     );
-    // A repeated id names the same dispatch: its events are replayed, and it does not run again.
+    // A repeated id refers to the same dispatch: its events are replayed, and it does not run again.
     assert_eq!(stream_dispatch(&host, body.clone()).await?, streamed);
     let (_, usage) = host.get("/api/usage").await?;
     assert_eq!((&usage["totalCost"], &usage["entries"][0]["dispatches"]), (&json!(0.25), &json!(1)));

@@ -1,4 +1,4 @@
-//! The cost of dispatches that end before their agents have finished.
+//! Tests the cost of dispatches that end before their agents have finished.
 
 use anyhow::Result;
 use reqwest::Method;

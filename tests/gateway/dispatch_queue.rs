@@ -1,4 +1,4 @@
-//! Queued dispatches: fairness, idempotent ids, batches, and persistence across gateway restarts.
+//! Tests queued dispatches: fairness, idempotent ids, batches, and persistence across gateway restarts.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixListener;

@@ -1,4 +1,4 @@
-//! Authentication: which requests are admitted, and as which principal.
+//! Tests which requests are admitted, and as which principal.
 
 use anyhow::Result;
 use kit::idp::{Flaw, Idp, MintOptions};

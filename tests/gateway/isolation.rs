@@ -14,8 +14,8 @@ use super::host::{Host, Machine, unique_name};
 /// A host with two apps, and a connection that uses the first app's role.
 struct AppSession {
     host: Host,
-    own: String,
-    other: String,
+    own_schema: String,
+    other_schema: String,
     client: Client,
     admin: Client,
     database: kit::pg::TestDatabase,
@@ -23,44 +23,44 @@ struct AppSession {
 
 async fn open_app_session() -> Result<AppSession> {
     let database = test_database().await?;
-    let (own, other) = (unique_name("own"), unique_name("other"));
+    let (own_slug, other_slug) = (unique_name("own"), unique_name("other"));
     let machine = Machine::new(&database.url())?;
-    for slug in [&own, &other] {
+    for slug in [&own_slug, &other_slug] {
         machine.add_app(slug, &json!({ "t": { "columns": { "a": "text" } } }))?;
     }
     let host = machine.start()?;
-    for slug in [&own, &other] {
+    for slug in [&own_slug, &other_slug] {
         host.wait_until_registered(slug).await?;
         host.query_data(&json!({ "action": "insert", "app": slug, "table": "t", "data": { "a": slug } }))
             .await?;
     }
     let admin = database.connect().await?;
     let schema = |slug: &str| format!("app_{}", slug.replace('-', "_"));
-    let (own, other) = (schema(&own), schema(&other));
+    let (own_schema, other_schema) = (schema(&own_slug), schema(&other_slug));
     // The gateway does not reveal the password, so the test sets a known one.
-    admin.batch_execute(&format!("ALTER ROLE {own} PASSWORD 'known'")).await?;
+    admin.batch_execute(&format!("ALTER ROLE {own_schema} PASSWORD 'known'")).await?;
     let mut config: tokio_postgres::Config = database.url().parse()?;
-    config.user(&own).password("known");
+    config.user(&own_schema).password("known");
     let (client, connection) = config.connect(NoTls).await?;
     tokio::spawn(connection);
-    Ok(AppSession { host, own, other, client, admin, database })
+    Ok(AppSession { host, own_schema, other_schema, client, admin, database })
 }
 
 #[tokio::test]
 async fn app_role_can_access_only_its_own_schema() -> Result<()> {
     let app_session = open_app_session().await?;
-    let (own, other) = (&app_session.own, &app_session.other);
-    let rows = app_session.client.query(&format!("SELECT a FROM {own}.t"), &[]).await?;
+    let (own_schema, other_schema) = (&app_session.own_schema, &app_session.other_schema);
+    let rows = app_session.client.query(&format!("SELECT a FROM {own_schema}.t"), &[]).await?;
     assert_eq!(rows.len(), 1, "the role must be able to read its own table");
     let forbidden = [
-        format!("SELECT * FROM {other}.t"),
-        format!("INSERT INTO {other}.t (a) VALUES ('x')"),
+        format!("SELECT * FROM {other_schema}.t"),
+        format!("INSERT INTO {other_schema}.t (a) VALUES ('x')"),
         "SELECT * FROM svc.apps".to_owned(),
         "SELECT rolpassword FROM pg_authid".to_owned(),
-        format!("CREATE TABLE {own}.mine (a int)"),
-        format!("DROP TABLE {own}.t"),
-        format!("ALTER TABLE {own}.t ADD COLUMN b int"),
-        format!("TRUNCATE {own}.t"),
+        format!("CREATE TABLE {own_schema}.mine (a int)"),
+        format!("DROP TABLE {own_schema}.t"),
+        format!("ALTER TABLE {own_schema}.t ADD COLUMN b int"),
+        format!("TRUNCATE {own_schema}.t"),
         "CREATE TABLE public.mine (a int)".to_owned(),
         "CREATE SCHEMA mine".to_owned(),
         "CREATE TEMP TABLE mine (a int)".to_owned(),
@@ -68,12 +68,12 @@ async fn app_role_can_access_only_its_own_schema() -> Result<()> {
         "SELECT lo_from_bytea(0, 'x')".to_owned(),
         "CREATE ROLE mine".to_owned(),
         "CREATE DATABASE mine".to_owned(),
-        format!("ALTER ROLE {other} PASSWORD 'x'"),
-        format!("SET ROLE {other}"),
+        format!("ALTER ROLE {other_schema} PASSWORD 'x'"),
+        format!("SET ROLE {other_schema}"),
         "SET ROLE postgres".to_owned(),
-        format!("SELECT set_config('role', '{other}', false)"),
+        format!("SELECT set_config('role', '{other_schema}', false)"),
         "SELECT set_config('role', 'postgres', false)".to_owned(),
-        format!("SET SESSION AUTHORIZATION {other}"),
+        format!("SET SESSION AUTHORIZATION {other_schema}"),
         "COPY (SELECT 1) TO PROGRAM 'true'".to_owned(),
         "SELECT pg_read_file('/etc/passwd')".to_owned(),
         "SELECT pg_reload_conf()".to_owned(),
@@ -83,10 +83,10 @@ async fn app_role_can_access_only_its_own_schema() -> Result<()> {
         assert_eq!(refused.code(), Some(&SqlState::INSUFFICIENT_PRIVILEGE), "{sql}: {refused}");
     }
     // Without a grant option, PostgreSQL reports only a warning.
-    app_session.client.batch_execute(&format!("GRANT ALL ON SCHEMA {own} TO PUBLIC")).await?;
+    app_session.client.batch_execute(&format!("GRANT ALL ON SCHEMA {own_schema} TO PUBLIC")).await?;
     let public = app_session
         .admin
-        .query_one("SELECT has_schema_privilege('public', $1::text, 'USAGE, CREATE')", &[own])
+        .query_one("SELECT has_schema_privilege('public', $1::text, 'USAGE, CREATE')", &[own_schema])
         .await?;
     assert!(!public.get::<_, bool>(0), "the role granted access to its schema");
     Ok(())
@@ -95,7 +95,7 @@ async fn app_role_can_access_only_its_own_schema() -> Result<()> {
 #[tokio::test]
 async fn reset_role_gains_no_privileges() -> Result<()> {
     let app_session = open_app_session().await?;
-    let (own, other) = (&app_session.own, &app_session.other);
+    let (own_schema, other_schema) = (&app_session.own_schema, &app_session.other_schema);
     for sql in [
         "RESET ROLE",
         "SELECT set_config('role', 'none', false)",
@@ -104,14 +104,21 @@ async fn reset_role_gains_no_privileges() -> Result<()> {
     ] {
         app_session.client.batch_execute(sql).await?;
         let row = app_session.client.query_one("SELECT current_user::text, session_user::text", &[]).await?;
-        assert_eq!((row.get::<_, &str>(0), row.get::<_, &str>(1)), (own.as_str(), own.as_str()), "{sql}");
-        let refused = app_session.client.batch_execute(&format!("SELECT * FROM {other}.t")).await;
+        assert_eq!(
+            (row.get::<_, &str>(0), row.get::<_, &str>(1)),
+            (own_schema.as_str(), own_schema.as_str()),
+            "{sql}"
+        );
+        let refused = app_session.client.batch_execute(&format!("SELECT * FROM {other_schema}.t")).await;
         let refused = refused.expect_err(sql);
         assert_eq!(refused.code(), Some(&SqlState::INSUFFICIENT_PRIVILEGE), "{sql}: {refused}");
     }
     let usage = app_session
         .admin
-        .query_one("SELECT has_schema_privilege($1, $2, 'USAGE')", &[&other.as_str(), &own.as_str()])
+        .query_one(
+            "SELECT has_schema_privilege($1, $2, 'USAGE')",
+            &[&other_schema.as_str(), &own_schema.as_str()],
+        )
         .await?;
     assert!(!usage.get::<_, bool>(0), "the other role has access to this schema");
     Ok(())
@@ -121,7 +128,7 @@ async fn reset_role_gains_no_privileges() -> Result<()> {
 async fn role_cannot_connect_to_another_database() -> Result<()> {
     let app_session = open_app_session().await?;
     let mut config: tokio_postgres::Config = app_session.database.server().url("postgres").parse()?;
-    config.user(&app_session.own).password("known");
+    config.user(&app_session.own_schema).password("known");
     let refused =
         config.connect(NoTls).await.map(|_| ()).expect_err("the role must have no CONNECT privilege");
     assert_eq!(refused.code(), Some(&SqlState::INSUFFICIENT_PRIVILEGE), "{refused}");
@@ -131,7 +138,7 @@ async fn role_cannot_connect_to_another_database() -> Result<()> {
 #[tokio::test]
 async fn externally_changed_password_is_reset() -> Result<()> {
     let app_session = open_app_session().await?;
-    let slug = app_session.own.trim_start_matches("app_").replace('_', "-");
+    let slug = app_session.own_schema.trim_start_matches("app_").replace('_', "-");
     let count = json!({ "action": "count", "app": slug, "table": "t" });
     // Apps cannot be loaded while this lock is held.
     app_session.admin.batch_execute("SELECT pg_advisory_lock(hashtext('svc-gateway'))").await?;
@@ -140,7 +147,7 @@ async fn externally_changed_password_is_reset() -> Result<()> {
         .admin
         .query(
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE usename = $1",
-            &[&app_session.own],
+            &[&app_session.own_schema],
         )
         .await?;
     for _ in 0..8 {
@@ -161,7 +168,7 @@ async fn password_is_stored_as_scram_and_not_logged() -> Result<()> {
     let app_session = open_app_session().await?;
     let stored = app_session
         .admin
-        .query_one("SELECT rolpassword FROM pg_authid WHERE rolname = $1", &[&app_session.other])
+        .query_one("SELECT rolpassword FROM pg_authid WHERE rolname = $1", &[&app_session.other_schema])
         .await?;
     assert!(stored.get::<_, &str>(0).starts_with("SCRAM-SHA-256$"));
     assert!(!app_session.host.log().contains("SCRAM-SHA-256$"));

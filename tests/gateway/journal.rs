@@ -1,4 +1,4 @@
-//! The gateway's journal entries under systemd. The test receives them at the real path, over the real protocol.
+//! Tests the gateway's journal entries under systemd, which the test receives at the real path, over the real protocol.
 
 use std::collections::BTreeMap;
 use std::fs::File;

@@ -1,4 +1,4 @@
-//! The gateway's startup and shutdown, and the services to which it forwards requests.
+//! Tests the gateway's startup and shutdown, and the services to which it forwards requests.
 
 use std::io::{Read, Write};
 

@@ -1,4 +1,4 @@
-//! A host's `/metrics`: only on the Unix socket, with correct values.
+//! A host serves `/metrics` only on the Unix socket, with correct values.
 
 use anyhow::Result;
 use reqwest::{Method, StatusCode};

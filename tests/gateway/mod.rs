@@ -1,4 +1,4 @@
-//! `svc-gateway` as a separate process, with a real PostgreSQL.
+//! Tests `svc-gateway` as a separate process, with a real PostgreSQL.
 
 mod agents;
 mod app_files;

@@ -1,4 +1,4 @@
-//! Access to the machine's Unix sockets, which depends only on a process's user and token.
+//! Access to the machine's Unix sockets depends only on a process's user and token.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt, chown};

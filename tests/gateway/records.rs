@@ -1,4 +1,4 @@
-//! A machine's records as the owner reads them: pages, streams, usage and limits, over HTTP and in a terminal.
+//! Reads a machine's records as the owner does: pages, streams, usage and limits, over HTTP and in a terminal.
 
 use std::time::Duration;
 

@@ -1,5 +1,5 @@
-//! A machine's records on a full disk, in files that cannot be written, and after files disappear: the gateway keeps
-//! serving, reports the problem, and resumes recording when possible.
+//! If the disk is full, or if record files cannot be written or disappear, the gateway keeps serving, reports the
+//! problem, and resumes recording when possible.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;

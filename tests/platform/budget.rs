@@ -1,4 +1,4 @@
-//! The rate budget, which all processes share to stay within the provider's limit.
+//! The processes share a rate budget, so that together they stay within the provider's limit.
 
 use futures_util::future::join_all;
 use kit::provider::{Fault, FaultRule, RateLimit, SimulatorOptions};

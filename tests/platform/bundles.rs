@@ -1,4 +1,4 @@
-//! Bundle downloads by hosts and operators: complete, in ranges, and resumed only while the object is unchanged.
+//! Hosts and operators download bundles in full or in ranges. A download is resumed only while the object is unchanged.
 
 use reqwest::Method;
 

@@ -1,4 +1,4 @@
-//! Overlapping releases: this release with a later release's schema, operations and hosts.
+//! Runs this release with a later release's schema, operations and hosts.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! The configuration at startup: all errors are reported together, with exit code 78; risky settings log a warning; a
+//! At startup, all configuration errors are reported together, with exit code 78, and risky settings log a warning. A
 //! file can contain the settings.
 
 use std::ffi::OsStr;

@@ -1,4 +1,4 @@
-//! The confirmations that are required before a customer is added: the quoted cost and the customer's consent.
+//! Before a customer is added, the quoted cost and the customer's consent must be confirmed.
 
 use futures_util::future::join_all;
 use kit::provider::{Fault, FaultRule};

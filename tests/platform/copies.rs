@@ -16,7 +16,7 @@ fn server_name(guest: &Guest) -> String {
     format!("svc-{}", guest.machine)
 }
 
-/// Waits until the operation asks a question. Returns the code of the question.
+/// Waits until the operation has a question. Returns the question's code.
 async fn wait_for_question(stack: &Stack, process: &Process, operation: &str) -> Value {
     let find_question = || async {
         let current = stack.get(process, &format!("/vps/operations/{operation}")).await.body;
@@ -133,7 +133,7 @@ async fn newest_snapshot_is_read_from_the_store() {
     let copies = fetch_copies(&stack, &process, &guest.machine).await;
     assert!(started.elapsed() < std::time::Duration::from_secs(30), "{:?}", started.elapsed());
     assert!(stalled.hits() > 0);
-    assert_eq!(copies["snapshotProblem"], "the object store does not respond", "{copies}");
+    assert_eq!(copies["snapshotProblem"], "the object store is not responding", "{copies}");
     assert_eq!(copies["newestSnapshot"]["source"], "reported", "{copies}");
 }
 
@@ -176,7 +176,7 @@ async fn newer_unpublished_snapshot_is_shown() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn repeated_recovery_names_newer_snapshot() {
+async fn repeated_recovery_reports_newer_snapshot() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
@@ -188,7 +188,7 @@ async fn repeated_recovery_names_newer_snapshot() {
     assert_eq!(first["newerSnapshot"]["takenAt"], later, "{first}");
     // The first replacement never registers, so it has taken no snapshot.
     let replacement = first["machineId"].as_str().unwrap();
-    // The recovery asks whether to skip the final backup, and whether to restore the older snapshot.
+    // The recovery has two questions: whether to skip the final backup, and whether to restore the older snapshot.
     let path = format!("/vps/operations/{}/continue", first["operationId"].as_str().unwrap());
     let has_server = || async {
         stack.post(&process, &path, &json!({"acceptLoss": true})).await;
@@ -208,7 +208,7 @@ async fn repeated_recovery_names_newer_snapshot() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn accepted_loss_names_newer_snapshot_despite_store_error() {
+async fn accepted_loss_reports_newer_snapshot_despite_store_error() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "1")]);
     let old = start_host(&stack, &process).await;

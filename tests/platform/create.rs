@@ -1,4 +1,4 @@
-//! Failures in the provider's create call, and how the platform handles them.
+//! Tests how the platform handles failures of the provider's create call.
 
 use kit::provider::{Fault, FaultRule};
 use serde_json::json;

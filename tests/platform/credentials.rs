@@ -1,5 +1,5 @@
-//! Host credentials for the object store: only the current machine gets them, they are limited to one slot, they cannot
-//! delete, and they expire.
+//! Only a slot's current machine gets credentials for the object store. They are limited to the slot, cannot delete,
+//! and expire.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -68,12 +68,12 @@ fn list_sessions(stack: &Stack, machine: &str) -> Vec<SessionInfo> {
 }
 
 /// Asserts that nothing outside the slot can be read, written or listed, and that nothing can be deleted.
-async fn assert_confined(stack: &Stack, bucket: &Bucket, own: &str, foreign: &[&str]) {
+async fn assert_confined(stack: &Stack, bucket: &Bucket, own_slot: &str, foreign: &[&str]) {
     let store = bucket.raw();
-    let key = Path::from(format!("{own}/system/probe"));
+    let key = Path::from(format!("{own_slot}/system/probe"));
     store.put(&key, "own".into()).await.unwrap();
     assert_eq!(store.get(&key).await.unwrap().bytes().await.unwrap(), "own");
-    let listed: Vec<_> = store.list(Some(&Path::from(own))).try_collect().await.unwrap();
+    let listed: Vec<_> = store.list(Some(&Path::from(own_slot))).try_collect().await.unwrap();
     assert!(listed.iter().any(|meta| meta.location == key));
     let before = all_objects(stack);
     let assert_denied = |result: Result<(), object_store::Error>, action: &str| {
@@ -321,7 +321,7 @@ async fn static_mode_returns_the_platform_credentials() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn machine_in_its_final_backup_still_gets_credentials() {
+async fn machine_taking_final_backup_still_gets_credentials() {
     let stack = Stack::start().await;
     let long_timeouts = [("LAST_BACKUP_DEADLINE_SECONDS", "30"), ("LAST_BACKUP_STALL_SECONDS", "30")];
     let process = stack.start_platform_with(&long_timeouts);

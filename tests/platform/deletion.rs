@@ -1,4 +1,4 @@
-//! Deletion: the machine leaves its slot immediately, its server is deleted later, and its objects and record remain.
+//! A deleted machine leaves its slot immediately. Its server is deleted later; its objects and its record remain.
 
 use kit::s3::{Fault, Rule};
 use serde_json::json;
@@ -6,7 +6,7 @@ use serde_json::json;
 use super::stack::{BUCKET, Stack, heartbeat, heartbeat_of};
 
 #[tokio::test(flavor = "multi_thread")]
-async fn delete_removes_server_and_repeat_names_first_operation() {
+async fn delete_removes_server_and_retry_returns_same_operation() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
@@ -47,7 +47,7 @@ async fn delete_removes_server_and_repeat_names_first_operation() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn deletion_names_the_newest_stored_or_reported_snapshot() {
+async fn deletion_shows_newest_stored_or_reported_snapshot() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
@@ -64,12 +64,12 @@ async fn deletion_names_the_newest_stored_or_reported_snapshot() {
     };
     assert_eq!(newest().await, [json!(taken_at), json!("store"), json!(null)]);
     stack.store.add_fault(Rule::new(Fault::Delay(std::time::Duration::from_secs(60))).key("latest").always());
-    let problem = "the object store does not respond";
+    let problem = "the object store is not responding";
     assert_eq!(newest().await, [json!(reported), json!("reported"), json!(problem)]);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn deletion_logs_that_it_waits_for_the_store() {
+async fn deletion_logs_wait_for_unavailable_store() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
@@ -81,7 +81,7 @@ async fn deletion_logs_that_it_waits_for_the_store() {
         let operation = stack.get(&process, &path).await.body;
         (operation["errorCode"] == "store_unavailable").then_some(operation)
     };
-    let operation = stack.eventually("the deletion waits for the store", is_waiting).await;
+    let operation = stack.eventually("the deletion is waiting for the store", is_waiting).await;
     let last = operation["log"].as_array().unwrap().last().unwrap();
     assert_eq!((&last["step"], &last["outcome"]), (&json!("last_backup"), &json!("retry")), "{operation}");
     assert!(last["detail"].as_str().unwrap().contains("the object store is unavailable"), "{operation}");

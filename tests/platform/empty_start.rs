@@ -104,7 +104,7 @@ async fn slot_is_not_provisioned_during_a_deletion_backup() {
 
     let path = format!("/vps/operations/{operation}");
     let is_waiting = || async { (stack.get(&process, &path).await.body["state"] == "waiting").then_some(()) };
-    stack.eventually("the deletion waits", is_waiting).await;
+    stack.eventually("the deletion is waiting", is_waiting).await;
     let response = stack.post(&process, "/vps/provision", &body_allowing_empty()).await;
     response.assert_problem(409, "invalid_state");
     assert!(response.body["detail"].as_str().unwrap().contains("operator's decision"), "{response:?}");

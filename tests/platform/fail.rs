@@ -90,7 +90,7 @@ async fn failed_slot_is_provisioned_with_another_server() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn deleted_slot_restarts_from_its_snapshot_or_empty() {
+async fn slot_of_deleted_machine_restarts_from_snapshot_or_empty() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     for (user, snapshot, mode) in [("user_1", true, "required"), ("user_2", false, "empty")] {

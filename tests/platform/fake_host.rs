@@ -1,5 +1,5 @@
-//! A fake host: serves the routes that the platform calls, at its machine's address and with its registered TLS key. It
-//! accepts only proofs for its machine.
+//! A fake host, which serves the routes that the platform calls, at its machine's address and with its registered TLS
+//! key. It accepts only proofs for its machine.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! GET `/vps/fleet` on a real database: the counts, and the machines that need attention.
+//! GET `/vps/fleet` returns, from a real database, the counts and the machines that need attention.
 
 use serde_json::{Value, json};
 
@@ -136,8 +136,8 @@ async fn fleet_shows_the_keys_that_hosts_trust() {
     let configured = format!("{OLD},{NEW}");
     let process =
         stack.start_platform_with(&[("BUNDLE_PUBLIC_KEYS", &configured), ("BUNDLE_KEYS_SEQUENCE", "1")]);
-    let both = stack.start_machine(&process, "user_1").await;
-    let user_data = &both.user_data;
+    let trusts_both = stack.start_machine(&process, "user_1").await;
+    let user_data = &trusts_both.user_data;
     for line in [configured.as_str(), "SVC_BUNDLE_KEYS_SEQUENCE=\\\"1\\\""] {
         assert!(user_data.contains(line), "{line} is not in the user-data of a new machine");
     }
@@ -147,21 +147,21 @@ async fn fleet_shows_the_keys_that_hosts_trust() {
         beat["trustedKeys"] = json!({"sequence": sequence, "ids": ids});
         beat
     };
-    for (guest, sequence, ids) in [(&both, 1, json!([old, new])), (&outdated, 0, json!([old]))] {
+    for (guest, sequence, ids) in [(&trusts_both, 1, json!([old, new])), (&outdated, 0, json!([old]))] {
         assert_eq!(
             stack.send_heartbeat(&process, guest, &beat_with_keys(guest, sequence, ids)).await.status,
             200
         );
     }
     // A reported value remains if a later heartbeat omits it, because the host may run an older release again.
-    assert_eq!(stack.send_heartbeat(&process, &both, &heartbeat_of(&both)).await.status, 200);
+    assert_eq!(stack.send_heartbeat(&process, &trusts_both, &heartbeat_of(&trusts_both)).await.status, 200);
     let silent = stack.start_machine(&process, "user_3").await;
 
     let handle = async |guest: &Guest| {
         stack.get(&process, &format!("/vps/{}", guest.machine)).await.body["handle"].clone()
     };
     let (both_handle, outdated_handle, silent_handle) =
-        (handle(&both).await, handle(&outdated).await, handle(&silent).await);
+        (handle(&trusts_both).await, handle(&outdated).await, handle(&silent).await);
     let bundle_keys = stack.get(&process, "/vps/fleet").await.body["bundleKeys"].clone();
     assert_eq!(
         (&bundle_keys["notReporting"], &bundle_keys["notReportingHandles"]),

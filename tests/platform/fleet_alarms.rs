@@ -99,8 +99,8 @@ async fn released_alarm_fails_the_lost_machines() {
         .post(&process, "/vps/fleet/alarms/nothing/release", &json!({}))
         .await
         .assert_problem(404, "not_found");
-    let not_blocking = "/vps/fleet/alarms/database_behind_store/release";
-    let refused = stack.post(&process, not_blocking, &json!({})).await;
+    let unreleasable_path = "/vps/fleet/alarms/database_behind_store/release";
+    let refused = stack.post(&process, unreleasable_path, &json!({})).await;
     refused.assert_problem(409, "invalid_state");
     assert!(refused.body["detail"].as_str().unwrap().contains("cannot be released"), "{refused:?}");
     let response = stack.post(&process, path, &json!({})).await;
@@ -215,7 +215,7 @@ async fn time_without_capacity_does_not_count_toward_the_deadline() {
         let sql = "SELECT 1 FROM operations WHERE error_code = 'provider_account'";
         client.query_opt(sql, &[]).await.unwrap()
     };
-    stack.eventually("the operation waits for capacity", find_blocked).await;
+    stack.eventually("the operation is waiting for capacity", find_blocked).await;
     // The waiting operation is older than all deadlines, and one more failure would exhaust its retries.
     let age = "WITH lines AS (UPDATE operation_log SET at = at - interval '25 hours') \
                UPDATE operations SET created_at = created_at - interval '25 hours', \

@@ -1,4 +1,4 @@
-//! Idempotency keys, audit rows and lists.
+//! An idempotency key repeats only the same request, every change has an audit row, and machines are listed in pages.
 
 use futures_util::future::join_all;
 use reqwest::Method;

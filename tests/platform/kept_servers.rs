@@ -254,7 +254,7 @@ async fn replace_first_requires_confirmation_before_data_loss() {
         let operation = stack.get(&process, &path).await.body;
         (operation["state"] == "waiting").then_some(operation)
     };
-    let waiting = stack.eventually("the operation waits", is_waiting).await;
+    let waiting = stack.eventually("the operation is waiting", is_waiting).await;
     assert_eq!(waiting["question"]["code"], "replace_first_loses_data", "{waiting}");
     stack.assert_only_server(&old.machine);
     stack.post(&process, &format!("{path}/continue"), &json!({"acceptLoss": true})).await;

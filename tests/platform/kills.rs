@@ -1,4 +1,5 @@
-//! kill -9 at every fail point in a step: after a restart, the operation succeeds and leaves no orphaned server.
+//! Kills the platform with kill -9 at every fail point in a step. After a restart, the operation succeeds and leaves no
+//! orphaned server.
 
 use std::sync::Mutex;
 

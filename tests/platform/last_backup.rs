@@ -1,5 +1,5 @@
-//! The final backup of a host that is being replaced: its writers stop, and the operation waits for a later snapshot
-//! while the backup makes progress. If no backup can be made, an operator decides.
+//! Before a host is replaced, its writers stop, and the operation waits for a later snapshot while the final backup
+//! makes progress. If no backup can be made, an operator decides.
 
 use std::time::Duration;
 
@@ -292,7 +292,7 @@ async fn held_back_snapshot_waits_and_counts_after_acceptance() {
         "a machine out of service must still be able to accept its final backup: {accepted:?}"
     );
     wait_for_call(&stack, &old, "POST", "/_svc/internal/backup-accept").await;
-    // A request that names the slot's current machine applies to the machine that is being replaced.
+    // A request for the slot's current machine applies to the machine that is being replaced.
     let by_slot = format!("/vps/{}/backup-accept", recovery["machineId"].as_str().unwrap());
     let accepted = stack.post(&process, &by_slot, &json!({})).await;
     assert_eq!(
@@ -357,7 +357,7 @@ async fn host_with_unregistered_key_gets_no_request() {
 }
 
 /// Starts a host that never stops its writers, and reports one more dispatch on each request to quiesce.
-async fn start_host_that_never_stops() -> (Stack, Process, FakeHost) {
+async fn start_host_with_unstoppable_writers() -> (Stack, Process, FakeHost) {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "2")]);
     let old = start_host(&stack, &process).await;
@@ -371,7 +371,7 @@ async fn start_host_that_never_stops() -> (Stack, Process, FakeHost) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn growing_dispatch_count_does_not_delay_the_operation() {
-    let (stack, process, old) = start_host_that_never_stops().await;
+    let (stack, process, old) = start_host_with_unstoppable_writers().await;
     let recovery = recover(&stack, &process, json!({})).await;
     let waiting = wait_for_question(&stack, &process, &recovery).await;
     assert!(waiting["question"]["detail"].as_str().unwrap().contains("did not stop in time"), "{waiting}");
@@ -379,8 +379,8 @@ async fn growing_dispatch_count_does_not_delay_the_operation() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn accepted_loss_limits_wait_for_host_that_never_stops() {
-    let (stack, process, old) = start_host_that_never_stops().await;
+async fn accepted_loss_limits_wait_for_writers_that_never_stop() {
+    let (stack, process, old) = start_host_with_unstoppable_writers().await;
     let recovery = recover(&stack, &process, json!({"acceptLoss": true})).await;
     assert_eq!(wait_for_backup_detail(&stack, &process, &recovery).await, LOSS_ACCEPTED);
     assert!(old.call_count("POST", QUIESCE) > 1, "the host must be reachable");

@@ -1,4 +1,4 @@
-//! `/metrics` as a scraper sees it, before and after operations.
+//! Scrapes `/metrics` before and after operations.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! When an operation's deadlines start, and when they are reset.
+//! Tests when an operation's deadlines start and when they are reset.
 
 use std::time::Duration;
 

@@ -1,4 +1,5 @@
-//! The log of an operation with many retries: bounded in the database and in responses, with the correct step age.
+//! The log of an operation with many retries stays bounded in the database and in responses, and shows the correct step
+//! age.
 
 use std::time::Duration;
 

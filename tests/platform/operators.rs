@@ -1,4 +1,4 @@
-//! Named operators: their tokens' rights and lifetimes, and their audit rows.
+//! Tests the rights and lifetimes of named operators' tokens, and their audit rows.
 
 use std::os::unix::fs::PermissionsExt;
 use std::process::Stdio;
@@ -86,9 +86,9 @@ async fn revoked_token_is_refused_by_every_process_at_once() {
     let (first, second) = (stack.start_platform(), stack.start_platform());
     let token = add_operator(&stack, &first, "ada", &["read", "admin"]).await;
     for process in [&first, &second] {
-        let me = who_am_i(&stack, process, &token).await;
-        assert_eq!((me.status, &me.body["name"]), (200, &json!("ada")), "{me:?}");
-        assert_eq!(me.body["scopes"], json!(["read", "admin"]));
+        let identity = who_am_i(&stack, process, &token).await;
+        assert_eq!((identity.status, &identity.body["name"]), (200, &json!("ada")), "{identity:?}");
+        assert_eq!(identity.body["scopes"], json!(["read", "admin"]));
     }
     let revoked = stack.post(&first, "/operators/ada/revoke", &json!({})).await;
     assert_eq!((revoked.status, &revoked.body["state"]), (200, &json!("revoked")), "{revoked:?}");
@@ -241,8 +241,8 @@ async fn last_use_costs_one_write_for_many_requests() {
     assert_eq!(who_am_i(&stack, &process, &token).await.status, 200);
     let first = row_version().await;
     assert!(first.1);
-    for me in join_all((0..20).map(|_| who_am_i(&stack, &process, &token))).await {
-        assert_eq!(me.status, 200, "{me:?}");
+    for identity in join_all((0..20).map(|_| who_am_i(&stack, &process, &token))).await {
+        assert_eq!(identity.status, 200, "{identity:?}");
     }
     assert_eq!(row_version().await, first);
     client.execute("UPDATE operators SET last_used_at = now() - interval '6 minutes'", &[]).await.unwrap();

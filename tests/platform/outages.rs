@@ -1,5 +1,5 @@
-//! Database and store outages: readiness reports the outage, requests that need the database get 503, and the platform
-//! recovers.
+//! During a database or store outage, readiness reports the outage, and requests that need the database get 503. The
+//! platform recovers afterwards.
 
 use kit::pg::{PgBinaries, PgOptions, PgServer};
 use reqwest::Method;

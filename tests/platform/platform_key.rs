@@ -1,4 +1,4 @@
-//! `PLATFORM_KEY` rotation: with running machines, with processes that use either key, and after a kill.
+//! Rotates `PLATFORM_KEY` with running machines, with processes that use either key, and after a kill.
 
 use std::collections::BTreeMap;
 use std::process::Stdio;

@@ -70,9 +70,9 @@ async fn power_off_keeps_machine_off_until_power_on() {
 
     let ended = run_action(&stack, &process, &guest, "on").await;
     assert_eq!((&ended["kind"], &ended["state"]), (&json!("power_on"), &json!("succeeded")), "{ended}");
-    let on = fetch_record(&stack, &process, &guest).await;
+    let powered_on = fetch_record(&stack, &process, &guest).await;
     assert_eq!(
-        (&on["status"], &on["poweredOffAt"], power_state(&stack)),
+        (&powered_on["status"], &powered_on["poweredOffAt"], power_state(&stack)),
         (&json!("running"), &Value::Null, Power::Running)
     );
     let client = stack.database.connect().await.unwrap();

@@ -1,4 +1,4 @@
-//! A platform process's clock, compared with the database's.
+//! Compares a platform process's clock with the database's.
 
 use serde_json::json;
 

@@ -1,4 +1,4 @@
-//! Provisioning: permissions, rejections, responses, and a new server's user-data.
+//! Tests which provisioning requests are permitted and rejected, their responses, and a new server's user-data.
 
 use std::collections::BTreeMap;
 
@@ -124,12 +124,12 @@ async fn setting_determines_the_default_server_type() {
 async fn bundle_url_reaches_host_and_only_platform_gets_tokens() {
     let exact = ("SVC_HOST_BUNDLE_URL", "https://mirror.example/exact.tar.gz");
     let base = ("SVC_HOST_BUNDLE_BASE_URL", "https://mirror.example/base/");
-    let own = ("SVC_HOST_BUNDLE_BASE_URL", "http://platform.example/other");
+    let base_url = ("SVC_HOST_BUNDLE_BASE_URL", "http://platform.example/other");
     let bundle_url = |base: &str| format!("{base}/system-bundles/v1/svc-host-bundle.tar.gz");
     for (settings, url, is_own) in [
         (vec![exact, base], exact.1.to_owned(), false),
         (vec![base], bundle_url("https://mirror.example/base"), false),
-        (vec![own], bundle_url("http://platform.example/other"), true),
+        (vec![base_url], bundle_url("http://platform.example/other"), true),
         (vec![], bundle_url("http://platform.example"), true),
     ] {
         let (_, variables) = provision_server(&settings).await;

@@ -1,4 +1,4 @@
-//! Limits on the number of rows that statements read, as counted by the database.
+//! Limits the number of rows that statements may read, as counted by the database.
 
 use deadpool_postgres::Object;
 use kit::pg::{TestDatabase, test_database_from};

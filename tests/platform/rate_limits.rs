@@ -1,4 +1,4 @@
-//! Control API rate limits: for wrong tokens from an address, and for requests from one operator or host.
+//! The control API limits wrong tokens from an address, and requests from one operator or host.
 
 use reqwest::Method;
 use serde_json::json;

@@ -1,4 +1,5 @@
-//! The reconciler against the provider's actual state: vanished servers, orphans, stuck operations, retried deletions.
+//! Tests the reconciler against the provider's actual state: vanished servers, orphans, stuck operations and retried
+//! deletions.
 
 use std::time::Duration;
 
@@ -128,17 +129,30 @@ async fn orphans_are_deleted_once_an_operator_releases_them() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("ORPHAN_GRACE_SECONDS", "2")]);
     let guest = stack.start_machine(&process, "user_1").await;
-    let ours = fetch_installation_id(&stack).await;
+    let own_installation = fetch_installation_id(&stack).await;
     let server = stack.provider.servers().remove(0);
-    assert_eq!(server.labels["svc-installation"], ours);
+    assert_eq!(server.labels["svc-installation"], own_installation);
 
     let unknown = uuid::Uuid::now_v7().to_string();
-    create_foreign_server(&stack, "orphan", &json!({"svc-machine": unknown, "svc-installation": ours})).await;
-    create_foreign_server(&stack, "malformed", &json!({"svc-machine": "no-id", "svc-installation": ours}))
-        .await;
-    let theirs = uuid::Uuid::now_v7().to_string();
-    create_foreign_server(&stack, "theirs", &json!({"svc-machine": unknown, "svc-installation": theirs}))
-        .await;
+    create_foreign_server(
+        &stack,
+        "orphan",
+        &json!({"svc-machine": unknown, "svc-installation": own_installation}),
+    )
+    .await;
+    create_foreign_server(
+        &stack,
+        "malformed",
+        &json!({"svc-machine": "no-id", "svc-installation": own_installation}),
+    )
+    .await;
+    let other_installation = uuid::Uuid::now_v7().to_string();
+    create_foreign_server(
+        &stack,
+        "theirs",
+        &json!({"svc-machine": unknown, "svc-installation": other_installation}),
+    )
+    .await;
     create_foreign_server(&stack, "older", &json!({"svc-machine": unknown})).await;
     create_foreign_server(&stack, "unrelated", &json!({})).await;
     wait_for_listings(&stack, 1).await;

@@ -1,4 +1,4 @@
-//! Recovery: nothing changes without a usable snapshot, and a repeated request gets the same response.
+//! Without a usable snapshot, a recovery changes nothing. A repeated request gets the same response.
 
 use reqwest::Method;
 use serde_json::json;
@@ -136,11 +136,11 @@ async fn recovery_in_progress_rejects_different_options() {
     stack.start_machine(&process, "user_1").await;
     let object = stack.store_snapshot("user_1");
     let key = object.strip_prefix("user_1/primary/").unwrap();
-    let same = json!({"idpUserId": "user_1", "acceptLoss": true, "serverType": "cpx32", "location": "nbg1",
+    let same_options = json!({"idpUserId": "user_1", "acceptLoss": true, "serverType": "cpx32", "location": "nbg1",
         "fallbackLocations": ["hel1"]});
-    let first = stack.post(&process, "/vps/recover", &same).await;
+    let first = stack.post(&process, "/vps/recover", &same_options).await;
     assert_eq!(first.status, 202, "{first:?}");
-    for again in [same, json!({"idpUserId": "user_1"})] {
+    for again in [same_options, json!({"idpUserId": "user_1"})] {
         let again = stack.post(&process, "/vps/recover", &again).await;
         assert_eq!((again.status, &again.body), (202, &first.body), "{again:?}");
     }
@@ -188,9 +188,9 @@ async fn empty_start_is_refused_while_the_pointer_is_unreadable() {
     assert_eq!(response.status, 202, "{response:?}");
     let again = stack.post(&process, "/vps/recover", &empty).await;
     assert_eq!((again.status, again.body), (202, response.body.clone()));
-    let not_empty = stack.post(&process, "/vps/recover", &recovery_body()).await;
-    not_empty.assert_problem(409, "invalid_state");
-    let detail = not_empty.body["detail"].as_str().unwrap();
+    let without_allow_empty = stack.post(&process, "/vps/recover", &recovery_body()).await;
+    without_allow_empty.assert_problem(409, "invalid_state");
+    let detail = without_allow_empty.body["detail"].as_str().unwrap();
     assert!(detail.contains("differs in: `--allow-empty`."), "{detail}");
     let guest = stack.wait_for_guest(&process, response.body["machineId"].as_str().unwrap()).await;
     assert_eq!(guest.restore_mode, "empty");

@@ -1,4 +1,4 @@
-//! Registration: a token is valid once, only for its own machine, and only before its deadline.
+//! A registration token is valid once, only for its own machine, and only before its deadline.
 
 use futures_util::future::join_all;
 use reqwest::Method;

@@ -1,4 +1,4 @@
-//! Which machine gets a slot back, and how a removal that an operator has abandoned ends.
+//! Tests which machine gets a slot back, and how a removal that an operator has abandoned ends.
 
 use kit::provider::{Fault, FaultRule, Power};
 use serde_json::{Value, json};

@@ -1,4 +1,4 @@
-//! Request checks: their order and their error format.
+//! Tests the order of the checks of a request, and the error format.
 
 use reqwest::Method;
 use serde_json::json;

@@ -1,4 +1,4 @@
-//! Resizes: requests that are rejected before any change, and a resize that keeps the server and its disk.
+//! An impossible resize is rejected before any change; a successful one keeps the server and its disk.
 
 use kit::provider::{Fault, FaultRule, Power};
 use reqwest::Method;
@@ -104,10 +104,10 @@ async fn resize_to_the_current_type_changes_nothing() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
-    let same = resize(&stack, &process, &guest.machine, "cpx22").await;
+    let same_type_response = resize(&stack, &process, &guest.machine, "cpx22").await;
     let expected =
         json!({"machineId": guest.machine, "serverType": "cpx22", "status": "running", "operationId": null});
-    assert_eq!((same.status, same.body), (200, expected));
+    assert_eq!((same_type_response.status, same_type_response.body), (200, expected));
     assert_eq!(count_actions(&stack, ""), 0);
 
     let request_with_key = |server_type: &str| {

@@ -1,4 +1,4 @@
-//! Failed resizes: the server is powered on again if possible, and the machine's record shows the actual type.
+//! After a failed resize, the server is powered on again if possible, and the machine's record shows the actual type.
 
 use http::StatusCode;
 use kit::provider::{Fault, FaultRule, Power};

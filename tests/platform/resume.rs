@@ -1,4 +1,4 @@
-//! Resume: a failed machine returns to service without a replacement.
+//! `resume` returns a failed machine to service without a replacement.
 
 use serde_json::{Value, json};
 

@@ -1,4 +1,4 @@
-//! Which machines a rollout updates and in which order, and how it handles repeated commands.
+//! Tests which machines a rollout updates and in which order, and how it handles repeated commands.
 
 use serde_json::{Value, json};
 
@@ -82,9 +82,9 @@ async fn rollout_leaves_out_excluded_machines() {
     let unknown = start(json!({"except": ["h-user-0", "unknown"]})).await;
     unknown.assert_problem(404, "machine_not_found");
     assert!(unknown.body["detail"].as_str().unwrap().contains("unknown"), "{unknown:?}");
-    let both = start(json!({"handles": ["h-user-1"], "except": ["h-user-1"]})).await;
-    both.assert_problem(400, "invalid_request");
-    assert_eq!(both.body["errors"][0]["pointer"], "/except");
+    let selected_and_excluded = start(json!({"handles": ["h-user-1"], "except": ["h-user-1"]})).await;
+    selected_and_excluded.assert_problem(400, "invalid_request");
+    assert_eq!(selected_and_excluded.body["errors"][0]["pointer"], "/except");
     for invalid in [json!([]), json!(["A B"]), json!("h-user-1")] {
         start(json!({"except": invalid})).await.assert_problem(400, "invalid_request");
     }

@@ -1,4 +1,4 @@
-//! The provider's server quota: a provision request that would exceed it is rejected before anything is created.
+//! A provision request that would exceed the provider's server quota is rejected before anything is created.
 
 use futures_util::future::join_all;
 use kit::provider::{Fault, FaultRule, SimulatorOptions};

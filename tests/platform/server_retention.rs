@@ -1,5 +1,5 @@
-//! The retention rule for servers: for every combination of its inputs, the displayed time and the actual deletion
-//! match this test's own definition of the rule.
+//! For every combination of the retention rule's inputs, the displayed time and the actual deletion of a server match
+//! this test's own definition of the rule.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -76,7 +76,7 @@ const LATER_MACHINES: [LaterMachine; 12] = [
 #[derive(Debug, Clone, Copy)]
 struct Case {
     departure: Departure,
-    departed_long_ago: bool,
+    has_departed_long_ago: bool,
     is_registered: bool,
     is_unsaved: bool,
     is_discard_ordered: bool,
@@ -94,7 +94,7 @@ impl Case {
                     let bit = |n: u32| bits & (1 << n) != 0;
                     all.push(Self {
                         departure,
-                        departed_long_ago: bit(0),
+                        has_departed_long_ago: bit(0),
                         is_registered: bit(1),
                         is_unsaved: bit(2),
                         is_discard_ordered: bit(3),
@@ -120,9 +120,9 @@ impl Case {
             return RetentionEnd::Never;
         }
         let unregistered =
-            if self.is_registered { RetentionEnd::Never } else { since(self.departed_long_ago) };
+            if self.is_registered { RetentionEnd::Never } else { since(self.has_departed_long_ago) };
         let departure = match (self.departure, self.later) {
-            (Departure::Deleted | Departure::ReplacedThenDeleted, _) => since(self.departed_long_ago),
+            (Departure::Deleted | Departure::ReplacedThenDeleted, _) => since(self.has_departed_long_ago),
             (
                 Departure::Replaced,
                 LaterMachine::Proven { is_old }
@@ -143,7 +143,7 @@ impl Case {
     }
 
     fn departed_at(&self) -> &'static str {
-        if self.departed_long_ago { OLD } else { RECENT }
+        if self.has_departed_long_ago { OLD } else { RECENT }
     }
 }
 
@@ -212,7 +212,7 @@ impl Columns {
     fn insert_sql(&self, id: Uuid, slot: &str) -> String {
         let Self { epoch, registered, retired, deleted, server_deleted, proven, unsaved, .. } = self;
         let Self { discard, abandoned, failure, .. } = self;
-        // A replaced machine names its successor; which one does not matter here.
+        // A replaced machine's row contains its successor's id; which one does not matter here.
         let replaced_by = if *retired == NULL { NULL.to_owned() } else { format!("'{id}'") };
         format!(
             "INSERT INTO user_machines (machine_id, idp_user_id, slot, handle, kind, status, epoch, restore_mode, \

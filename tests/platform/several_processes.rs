@@ -1,4 +1,4 @@
-//! Several platform processes on one database, some of which are killed, paused or terminated.
+//! Runs several platform processes on one database; some of them are killed, paused or terminated.
 
 use futures_util::future::join_all;
 use nix::sys::signal::{Signal, kill};

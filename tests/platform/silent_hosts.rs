@@ -1,4 +1,4 @@
-//! Hosts that accept connections but never respond: their operations do not delay other operations.
+//! Operations on hosts that accept connections but never respond do not delay other operations.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};

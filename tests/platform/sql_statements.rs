@@ -1,4 +1,4 @@
-//! SQL statements that read many rows, that must not write an unchanged value, or that claim a prune.
+//! Tests SQL statements that read many rows, that must not write an unchanged value, or that claim a prune.
 
 use std::time::Duration;
 
@@ -134,8 +134,8 @@ async fn key_need_counts_every_signing_key() {
                 SELECT 'proof-' || n, 'proof', 'x', '\\x00' FROM generate_series(1, 10050) n";
     session.batch_execute(keys).await.unwrap();
     let seal = Seal::new(&SecretSlice::from(vec![7_u8; 32]));
-    let need = KeyNeed::find_for_signing_keys(&session, &seal).await.unwrap();
-    assert!(need.to_string().starts_with("10050 sealed signing keys ("), "{need}");
+    let key_need = KeyNeed::find_for_signing_keys(&session, &seal).await.unwrap();
+    assert!(key_need.to_string().starts_with("10050 sealed signing keys ("), "{key_need}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -163,10 +163,10 @@ async fn subscriptions_are_listed_in_pages() {
     all.sort_unstable();
     all.dedup();
     assert_eq!(all.len(), 1003);
-    let of_user = stack.get(&process, "/vps/slots?idpUserId=user_1&cursor=user_1%2Fs1").await.body;
+    let user_page = stack.get(&process, "/vps/slots?idpUserId=user_1&cursor=user_1%2Fs1").await.body;
     assert!(
-        slot_names(&of_user).iter().all(|name| name.starts_with("user_1/"))
-            && slot_names(&of_user).len() == 334
+        slot_names(&user_page).iter().all(|name| name.starts_with("user_1/"))
+            && slot_names(&user_page).len() == 334
     );
     assert_eq!(stack.get(&process, "/vps/slots?cursor=x").await.status, 400);
 }

@@ -1,4 +1,5 @@
-//! The environment of a platform test: a database, a store, a provider, and platform processes that the test may kill.
+//! Provides the environment of a platform test: a database, a store, a provider, and platform processes that the test
+//! may kill.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -208,7 +209,7 @@ impl Stack {
         let guest = self
             .wait_for_guest(
                 process,
-                provisioned["machineId"].as_str().expect("the response must name the machine"),
+                provisioned["machineId"].as_str().expect("the response must contain the machine's id"),
             )
             .await;
         let response = self.register(process, &guest).await;

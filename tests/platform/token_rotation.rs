@@ -1,4 +1,4 @@
-//! Rotation of `UPGRADE_TOKEN`: a host gets the next token in the response to its heartbeat, and the previous one
+//! When `UPGRADE_TOKEN` rotates, a host gets the next token in the response to its heartbeat, and the previous one
 //! expires.
 
 use reqwest::Method;

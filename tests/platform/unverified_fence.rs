@@ -1,4 +1,5 @@
-//! A fence that no active key verifies: it was signed with a key that a restore lost, or it was forged by a host.
+//! If no active key verifies a fence, because a restore lost the key or a host forged the fence, the slot waits for an
+//! operator.
 
 use serde_json::{Value, json};
 use svc::platform::key_change::mark;
@@ -14,8 +15,9 @@ impl RestorablePlatform {
     async fn change_key(&mut self) {
         self.save().await;
         self.stop().await;
-        let both = [("PLATFORM_KEY", NEW_KEY), ("PLATFORM_KEY_PREVIOUS", OLD_KEY)];
-        self.process = Some(self.stack.start_platform_with(&[self.settings.clone(), both.to_vec()].concat()));
+        let both_keys = [("PLATFORM_KEY", NEW_KEY), ("PLATFORM_KEY_PREVIOUS", OLD_KEY)];
+        self.process =
+            Some(self.stack.start_platform_with(&[self.settings.clone(), both_keys.to_vec()].concat()));
     }
 
     /// Restores the old database and key. Removes the mark from the store, because it would make the platform refuse

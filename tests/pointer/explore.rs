@@ -265,7 +265,7 @@ fn assert_invariants_hold(scenario: &Scenario, seeds: std::ops::Range<u64>) -> F
     let runs = seeds.end - seeds.start;
     println!("{runs} runs, {writes} pointer writes");
     assert!(writes > 3 * runs, "too few writes: {writes} in {runs} runs");
-    Figures { faults_tried: faults, ..Figures::new("interleavings of the pointer's calls") }
+    Figures { faults_injected: faults, ..Figures::new("interleavings of the pointer's calls") }
 }
 
 #[test]

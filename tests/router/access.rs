@@ -1,4 +1,4 @@
-//! Request authentication, rejection of cross-origin requests, and headers on the router's own pages.
+//! Tests request authentication, the rejection of cross-origin requests, and the headers on the router's own pages.
 
 use anyhow::Result;
 use http::StatusCode;
@@ -102,7 +102,7 @@ async fn new_keys_are_fetched_and_kept_during_issuer_outage() -> Result<()> {
     assert_eq!(
         send(router.get(APP_HOST, "/").bearer_auth(&token_1)).await.status,
         accepted,
-        "signed with the first key"
+        "a token signed with the first key must be accepted"
     );
     assert_eq!(router.idp.jwks_fetches(), 1);
     router.idp.rotate(OldKeys::Withdrawn)?;
@@ -110,12 +110,12 @@ async fn new_keys_are_fetched_and_kept_during_issuer_outage() -> Result<()> {
     assert_eq!(
         send(router.get(APP_HOST, "/").bearer_auth(&rotated)).await.status,
         accepted,
-        "signed with the new key"
+        "a token signed with the new key must be accepted"
     );
     assert_eq!(
         send(router.get(APP_HOST, "/").bearer_auth(&token_2)).await.status,
         StatusCode::UNAUTHORIZED,
-        "signed with the withdrawn key"
+        "a token signed with the withdrawn key must be refused"
     );
     // Unknown key ids cause at most one fetch every 30 s, regardless of their number.
     for kid in ["a", "b", "c"] {
@@ -185,8 +185,9 @@ async fn unsafe_cross_origin_requests_are_refused() -> Result<()> {
         assert_eq!(send(socket).await.status, StatusCode::FORBIDDEN, "{origin}");
     }
     assert_eq!(machine.requests().len(), before);
-    let own = router.post(APP_HOST, "/x").header("cookie", &cookie).header("origin", "https://app.test");
-    assert_eq!(send(own).await.body, "POST /x");
+    let same_origin =
+        router.post(APP_HOST, "/x").header("cookie", &cookie).header("origin", "https://app.test");
+    assert_eq!(send(same_origin).await.body, "POST /x");
     let safe = router.get(APP_HOST, "/").header("cookie", &cookie).header("origin", "https://evil.test");
     assert_eq!(send(safe).await.status, StatusCode::OK);
     Ok(())

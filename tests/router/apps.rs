@@ -1,4 +1,4 @@
-//! App pages: they are framed for their owner, opened only with an app token, and limited to their app.
+//! An app's page is framed for its owner, opened only with an app token, and limited to its app.
 
 use anyhow::Result;
 use http::{Method, StatusCode};
@@ -151,8 +151,9 @@ async fn app_token_opens_only_its_app_on_its_machine() -> Result<()> {
     assert_eq!(send(as_proof).await.status, StatusCode::UNAUTHORIZED);
     // An invalid token is rejected even if the cookie is valid.
     let cookie = format!("__session={}", router.token("user_1"));
-    let both = router.get(APP_HOST, "/apps/notes/x").bearer_auth("svca_a.b.c").header("cookie", cookie);
-    assert_eq!(send(both).await.status, StatusCode::UNAUTHORIZED);
+    let with_token_and_cookie =
+        router.get(APP_HOST, "/apps/notes/x").bearer_auth("svca_a.b.c").header("cookie", cookie);
+    assert_eq!(send(with_token_and_cookie).await.status, StatusCode::UNAUTHORIZED);
     assert_eq!(machine.requests().len(), before, "a request reached the machine");
     Ok(())
 }

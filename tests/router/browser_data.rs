@@ -89,7 +89,11 @@ async fn data_of_last_user_is_cleared_before_request_is_forwarded() -> Result<()
     assert_eq!(send(token).await.status, StatusCode::UNAUTHORIZED);
     let without_last_user =
         send(in_browser(router.get(APP_HOST, "/api/apps"), &provider_cookie("user_2"))).await;
-    assert_eq!(without_last_user.status, StatusCode::UNAUTHORIZED, "a script may have deleted the cookie");
+    assert_eq!(
+        without_last_user.status,
+        StatusCode::UNAUTHORIZED,
+        "a request without the cookie must be refused: a script may have deleted it"
+    );
     let again = send(page_request(&router, APP_HOST, "/", &switched)).await;
     assert_eq!(
         (again.status, clear_site_data_header(&again.headers)),
@@ -116,8 +120,9 @@ async fn sign_out_and_account_switch_clear_data() -> Result<()> {
         "__Host-svc_session={}",
         visit.cookie("__Host-svc_session").context("the response sets no session cookie")?
     );
-    let both = format!("{session}; __session={}; {}", router.token("user_2"), last_user_cookie(&first)?);
-    let choice = in_browser(router.post(APP_HOST, "/_svc/account"), &both)
+    let both_cookies =
+        format!("{session}; __session={}; {}", router.token("user_2"), last_user_cookie(&first)?);
+    let choice = in_browser(router.post(APP_HOST, "/_svc/account"), &both_cookies)
         .header("content-type", "application/x-www-form-urlencoded")
         .body("account=provider");
     let chosen = send(choice).await;
@@ -161,6 +166,10 @@ async fn machine_cannot_affect_later_users_of_the_origin() -> Result<()> {
         .get(CODE_HOST, "/worker.js")
         .header("service-worker", "script")
         .bearer_auth(router.token("user_1"));
-    assert_eq!(send(editor).await.status, StatusCode::OK, "the editor needs its service worker");
+    assert_eq!(
+        send(editor).await.status,
+        StatusCode::OK,
+        "the code host must allow the editor's service worker"
+    );
     Ok(())
 }

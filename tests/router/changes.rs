@@ -162,9 +162,9 @@ async fn stale_routes_are_served_during_database_outage() -> Result<()> {
     }
     // If a session lookup fails, the provider's cookie still identifies the session's user, and requests do not wait
     // for the lookup's timeout.
-    let both = format!("{unknown}; __session={}", router.token("user_1"));
+    let both_cookies = format!("{unknown}; __session={}", router.token("user_1"));
     let started = Instant::now();
-    assert_eq!(send(router.get(APP_HOST, "/").header("cookie", both)).await.status, StatusCode::OK);
+    assert_eq!(send(router.get(APP_HOST, "/").header("cookie", both_cookies)).await.status, StatusCode::OK);
     assert!(started.elapsed() < Duration::from_secs(2), "{:?}", started.elapsed());
     let other_user = format!("{unknown}; __session={}", router.token("user_2"));
     for cookie in [unknown, other_user] {
@@ -193,9 +193,9 @@ async fn requests_are_refused_once_routes_are_too_stale() -> Result<()> {
     router.add_machine(&machine, "user_1", "primary", "running").await?;
     router.wait_for_status("user_1", StatusCode::OK).await;
     let session = router.open_session(APP_HOST, "user_1").await;
-    let both = format!("{session}; __session={}", router.token("user_2"));
+    let both_cookies = format!("{session}; __session={}", router.token("user_2"));
     let account_page =
-        || send(router.get(APP_HOST, "/").header("accept", "text/html").header("cookie", &both));
+        || send(router.get(APP_HOST, "/").header("accept", "text/html").header("cookie", &both_cookies));
     assert_eq!(account_page().await.status, StatusCode::CONFLICT);
     proxy.refuse();
     let started = Instant::now();
@@ -214,13 +214,13 @@ async fn requests_are_refused_once_routes_are_too_stale() -> Result<()> {
     assert_eq!(
         choice.status,
         StatusCode::SERVICE_UNAVAILABLE,
-        "the router cannot check that the slot exists"
+        "the choice must be refused, because the router cannot check that the slot exists"
     );
     let page = account_page().await;
     assert_eq!(
         page.status,
         StatusCode::SERVICE_UNAVAILABLE,
-        "the router cannot look up the account names: {page:?}"
+        "the page must be unavailable, because the account names cannot be looked up: {page:?}"
     );
     assert!(page.body.contains("cannot be found right now"), "{page:?}");
     // Changes made during the outage are applied once the database is reachable again.

@@ -1,4 +1,4 @@
-//! Requests as the machine receives them, and responses as the browser receives them.
+//! Tests which requests the machine receives, and which responses the browser receives.
 
 use anyhow::Result;
 use http::StatusCode;

@@ -155,7 +155,7 @@ async fn every_documented_error_code_is_triggered() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn valid_request_to_every_route_matches_its_description() -> Result<()> {
+async fn every_route_answers_valid_request_as_described() -> Result<()> {
     let setup = RouterSetup::start().await?;
     for id in ["listOwnSlots", "chooseSlot", "mintAppToken", "signOut"] {
         let response = setup.send(valid_call(&setup, operation(id))).await;
@@ -177,10 +177,10 @@ async fn valid_request_to_every_route_matches_its_description() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn account_choice_page_matches_its_description() -> Result<()> {
     let setup = RouterSetup::start().await?;
-    let both = format!("{}; __session={}", setup.session, setup.router.token("user_2"));
+    let both_cookies = format!("{}; __session={}", setup.session, setup.router.token("user_2"));
     for id in ["listOwnSlots", "handOverSession"] {
         let request = setup.router.get(APP_HOST, operation(id).path).header("accept", "text/html");
-        let page = setup.send(request.header("cookie", &both)).await;
+        let page = setup.send(request.header("cookie", &both_cookies)).await;
         assert_eq!(page.status, 409, "{id}: {page:?}");
     }
     Ok(())
@@ -203,7 +203,7 @@ async fn trigger_state_errors(setup: &RouterSetup) {
         setup.send(setup.router.get(APP_HOST, path)).await.assert_problem(404, "not_found");
     }
     let unknown_host = setup.router.get("other.test", "/_svc/slots").send().await.unwrap();
-    assert_eq!(unknown_host.status(), StatusCode::NOT_FOUND, "an unknown host has no route");
+    assert_eq!(unknown_host.status(), StatusCode::NOT_FOUND, "an unknown host must have no route");
 }
 
 async fn trigger_missing_machine(setup: &RouterSetup) -> Result<()> {

@@ -1,4 +1,4 @@
-//! The reverse proxy in isolation, with misbehaving upstreams.
+//! Tests the reverse proxy in isolation, with misbehaving upstreams.
 
 use std::net::SocketAddr;
 use std::sync::Arc;

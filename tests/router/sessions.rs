@@ -1,4 +1,4 @@
-//! The platform's own sessions: how they are opened with the provider's token, handed over to the code host and
+//! Tests how the platform's own sessions are opened with the provider's token, handed over to the code host and
 //! revoked, and how they store the chosen slot.
 
 use std::time::{Duration, Instant};
@@ -29,16 +29,16 @@ async fn page_visit_opens_session_that_works_without_the_token() -> Result<()> {
         None,
         "a request that does not accept HTML must not open a session"
     );
-    let own = format!("svc_session={}", page.cookie("svc_session").unwrap());
-    assert_eq!(get_with_cookie(&router, APP_HOST, "/", &own).await.status, StatusCode::OK);
+    let session_cookie = format!("svc_session={}", page.cookie("svc_session").unwrap());
+    assert_eq!(get_with_cookie(&router, APP_HOST, "/", &session_cookie).await.status, StatusCode::OK);
     assert_eq!(router.verify_proof(&machine, &machine.last_request().headers).sub.as_str(), "user_1");
-    let with_other_cookie = format!("name=größe; {own}");
+    let with_other_cookie = format!("name=größe; {session_cookie}");
     assert_eq!(get_with_cookie(&router, APP_HOST, "/", &with_other_cookie).await.status, StatusCode::OK);
     // The database contains only a hash of the cookie.
     let row = router.sql.query_one("SELECT token_hash FROM sessions", &[]).await?;
-    assert!(!String::from_utf8_lossy(row.get::<_, &[u8]>(0)).contains(&own[12..]));
+    assert!(!String::from_utf8_lossy(row.get::<_, &[u8]>(0)).contains(&session_cookie[12..]));
     // The other host uses a different cookie.
-    for wrong in [own.replace("svc_session", "svc_code_session"), own.clone()] {
+    for wrong in [session_cookie.replace("svc_session", "svc_code_session"), session_cookie.clone()] {
         assert_eq!(get_with_cookie(&router, CODE_HOST, "/", &wrong).await.status, StatusCode::UNAUTHORIZED);
     }
     for wrong in ["svc_session=", "svc_session=x", &format!("svc_session={}", "A".repeat(43))] {
@@ -77,7 +77,7 @@ async fn sign_out_ends_all_sessions_of_the_user() -> Result<()> {
     assert_eq!(
         get_with_cookie(&router, APP_HOST, "/", &user_2_session).await.status,
         StatusCode::SERVICE_UNAVAILABLE,
-        "user_2 is signed in, but has no machine"
+        "user_2 must be signed in, but without a machine"
     );
     Ok(())
 }
@@ -110,30 +110,30 @@ fn choose_account(router: &TestRouter, cookie: &str, form: &'static str) -> Requ
 #[tokio::test(flavor = "multi_thread")]
 async fn planted_provider_cookie_does_not_switch_account() -> Result<()> {
     let (router, machine) = TestRouter::start_with_machine("user_1").await?;
-    let (both, session) = create_conflicting_cookies(&router).await;
-    assert_eq!(get_with_cookie(&router, APP_HOST, "/", &both).await.status, StatusCode::OK);
+    let (cookies, session) = create_conflicting_cookies(&router).await;
+    assert_eq!(get_with_cookie(&router, APP_HOST, "/", &cookies).await.status, StatusCode::OK);
     assert_eq!(router.verify_proof(&machine, &machine.last_request().headers).sub.as_str(), "user_1");
 
     let page =
         |cookie: &str| router.get(APP_HOST, "/x?a=1").header("accept", "text/html").header("cookie", cookie);
     let before = machine.requests().len();
-    let prompt = send(page(&both)).await;
+    let prompt = send(page(&cookies)).await;
     assert_eq!(prompt.status, StatusCode::CONFLICT);
     assert!(prompt.body.contains(r#"value="/x?a=1""#), "{}", prompt.body);
     assert_eq!(machine.requests().len(), before, "a request was forwarded before the decision");
 
-    let decided = send(choose_account(&router, &both, "account=session&returnTo=%2Fx")).await;
+    let decided = send(choose_account(&router, &cookies, "account=session&returnTo=%2Fx")).await;
     assert_eq!((decided.status, decided.location()), (StatusCode::SEE_OTHER, "/x"));
     let decision = format!(
         "svc_kept_account={}",
         decided.cookie("svc_kept_account").context("the response does not record the kept account")?
     );
-    assert_eq!(send(page(&format!("{both}; {decision}"))).await.status, StatusCode::OK);
+    assert_eq!(send(page(&format!("{cookies}; {decision}"))).await.status, StatusCode::OK);
     let third = format!("{session}; __session={}; {decision}", router.token("user_3"));
     assert_eq!(
         send(page(&third)).await.status,
         StatusCode::CONFLICT,
-        "the decision covers only these two users"
+        "the decision must cover only these two users"
     );
     Ok(())
 }
@@ -141,10 +141,10 @@ async fn planted_provider_cookie_does_not_switch_account() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn user_can_switch_to_the_provider_account() -> Result<()> {
     let (router, machine) = TestRouter::start_with_machine("user_1").await?;
-    let (both, old) = create_conflicting_cookies(&router).await;
-    let foreign = choose_account(&router, &both, "account=provider").header("origin", "https://evil.test");
+    let (jar, old) = create_conflicting_cookies(&router).await;
+    let foreign = choose_account(&router, &jar, "account=provider").header("origin", "https://evil.test");
     assert_eq!(send(foreign).await.status, StatusCode::FORBIDDEN);
-    assert_eq!(send(choose_account(&router, &both, "account=other")).await.status, StatusCode::BAD_REQUEST);
+    assert_eq!(send(choose_account(&router, &jar, "account=other")).await.status, StatusCode::BAD_REQUEST);
 
     let redeem = |code: String| {
         let path = format!("/_svc/session?code={code}");
@@ -165,7 +165,7 @@ async fn user_can_switch_to_the_provider_account() -> Result<()> {
     assert_eq!(get_with_cookie(&router, CODE_HOST, "/", &editor).await.status, StatusCode::OK);
     let unused = issue_code().await?;
 
-    let switched = send(choose_account(&router, &both, "account=provider&returnTo=https://evil.test")).await;
+    let switched = send(choose_account(&router, &jar, "account=provider&returnTo=https://evil.test")).await;
     assert_eq!((switched.status, switched.location()), (StatusCode::SEE_OTHER, "/"));
     let new = format!(
         "svc_session={}",
@@ -175,17 +175,17 @@ async fn user_can_switch_to_the_provider_account() -> Result<()> {
     assert_eq!(
         get_with_cookie(&router, APP_HOST, "/", &new).await.status,
         StatusCode::SERVICE_UNAVAILABLE,
-        "user_2 is signed in, but has no machine"
+        "user_2 must be signed in, but without a machine"
     );
     assert_eq!(
         get_with_cookie(&router, APP_HOST, "/", &old).await.status,
         StatusCode::UNAUTHORIZED,
-        "the old session has ended"
+        "the old session must have ended"
     );
     assert_eq!(
         send(redeem(unused)).await.status,
         StatusCode::UNAUTHORIZED,
-        "the ended session's code is invalid"
+        "the ended session's code must be invalid"
     );
     assert_eq!(machine.requests().len(), before);
     let deadline = Instant::now() + Duration::from_secs(10);
@@ -197,7 +197,7 @@ async fn user_can_switch_to_the_provider_account() -> Result<()> {
     assert_eq!(
         (again.status, again.cookie("svc_session")),
         (StatusCode::SEE_OTHER, None),
-        "no conflict remains"
+        "no session may be opened once there is no conflict"
     );
     Ok(())
 }
@@ -217,7 +217,7 @@ async fn https_cookies_have_the_host_prefix() -> Result<()> {
     };
     assert_eq!(send(browser(format!("__Host-svc_session={token}"))).await.status, StatusCode::OK);
     let planted = send(browser(format!("svc_session={token}"))).await;
-    assert_eq!(planted.status, StatusCode::UNAUTHORIZED, "another host in the domain can set this cookie");
+    assert_eq!(planted.status, StatusCode::UNAUTHORIZED, "a cookie without the prefix must be refused");
     let other_client = get_with_cookie(&router, APP_HOST, "/", &format!("svc_session={token}")).await;
     assert_eq!(other_client.status, StatusCode::OK);
     let response = send(router.get(CODE_HOST, "/").header("accept", "text/html")).await;
@@ -295,7 +295,7 @@ async fn user_rate_limit_does_not_affect_others() -> Result<()> {
     assert_eq!(
         router.fetch("user_2", "/").await.status,
         StatusCode::SERVICE_UNAVAILABLE,
-        "user_2 has no machine"
+        "user_2 must get 503 (no machine), not 429"
     );
     Ok(())
 }
@@ -306,7 +306,7 @@ async fn opening_sessions_is_rate_limited_per_user() -> Result<()> {
     let cookie = format!("__session={}", router.token("user_1"));
     let page = || router.get(APP_HOST, "/").header("accept", "text/html").header("cookie", cookie.clone());
     for _ in 0..100 {
-        assert_eq!(send(page()).await.status, StatusCode::OK, "the provider's cookie is enough");
+        assert_eq!(send(page()).await.status, StatusCode::OK, "the provider's cookie must suffice");
     }
     let opened: i64 = router.sql.query_one("SELECT count(*) FROM sessions", &[]).await?.get(0);
     assert!((1..100).contains(&opened), "{opened}");
@@ -350,7 +350,7 @@ async fn code_host_session_needs_single_use_bound_code() -> Result<()> {
     assert_eq!(get_with_cookie(&router, CODE_HOST, "/", &code).await.status, StatusCode::OK);
     assert_eq!(router.verify_proof(&machine, &machine.last_request().headers).sub.as_str(), "user_1");
     let again = send(page(CODE_HOST, redeem_path, &state)).await;
-    assert_eq!(again.status, StatusCode::UNAUTHORIZED, "a code can be redeemed only once");
+    assert_eq!(again.status, StatusCode::UNAUTHORIZED, "a code must work only once");
     Ok(())
 }
 
@@ -435,7 +435,7 @@ async fn user_can_choose_slot_of_browser_session() -> Result<()> {
     assert_eq!(wrong_method.headers["allow"], "GET, HEAD, POST");
     let wrong_method = router.request(Method::DELETE, APP_HOST, "/_svc/code-session");
     let wrong_method = send(wrong_method.header("cookie", &cookie)).await;
-    assert_eq!(wrong_method.headers["allow"], "GET", "HEAD would issue a code");
+    assert_eq!(wrong_method.headers["allow"], "GET", "HEAD must not issue a code");
     // If the chosen machine is down, the router reports this and does not switch to another machine.
     router.set_status(&studio, "recovering").await?;
     let started = Instant::now();
@@ -458,9 +458,9 @@ async fn user_can_choose_slot_of_browser_session() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn browser_can_submit_forms_of_router_pages() -> Result<()> {
     let (router, _machine) = TestRouter::start_with_machine("user_1").await?;
-    let (both, session) = create_conflicting_cookies(&router).await;
+    let (cookies, session) = create_conflicting_cookies(&router).await;
     for (page_path, cookie, form_path, form) in [
-        ("/", &both, "/_svc/account", "account=session"),
+        ("/", &cookies, "/_svc/account", "account=session"),
         ("/_svc/slots", &session, "/_svc/slots", "slot=primary"),
     ] {
         let request = router.get(APP_HOST, page_path).header("accept", "text/html").header("cookie", cookie);
@@ -485,8 +485,8 @@ async fn browser_can_submit_forms_of_router_pages() -> Result<()> {
 async fn forms_may_redirect_to_code_host_and_legacy_fallback() -> Result<()> {
     let router = TestRouter::start_with(&[("LEGACY_FALLBACK_URL", "https://old.test/base/")], None).await?;
     router.wait_for_status("user_1", StatusCode::TEMPORARY_REDIRECT).await;
-    let (both, session) = create_conflicting_cookies(&router).await;
-    for (path, cookie) in [("/", both), ("/_svc/slots", session)] {
+    let (cookies, session) = create_conflicting_cookies(&router).await;
+    for (path, cookie) in [("/", cookies), ("/_svc/slots", session)] {
         let request = router.get(APP_HOST, path).header("accept", "text/html").header("cookie", cookie);
         let page = send(request).await;
         let policy = page.headers["content-security-policy"].to_str()?;

@@ -1,5 +1,5 @@
-//! The effect of a sign-out, or of a switch to another account, on streams, WebSockets and app tokens, at the same
-//! router and at others.
+//! Tests the effect of a sign-out, or of a switch to another account, on streams, WebSockets and app tokens, at the
+//! same router and at others.
 
 use std::time::{Duration, Instant};
 
@@ -42,11 +42,11 @@ impl OpenConnections {
         let request = router.post(APP_HOST, "/_svc/app-token").header("cookie", session);
         let minted = send(request.json(&json!({ "app": "notes" }))).await;
         let token = minted.json()["token"].as_str().context("the response has no token")?.to_owned();
-        let own =
+        let session_stream =
             await_start(router.get(APP_HOST, "/endless").header("cookie", session).send().await?).await?;
         let app_stream =
             await_start(router.get(APP_HOST, "/endless").bearer_auth(&token).send().await?).await?;
-        Ok(Self { socket, streams: [own, app_stream], token })
+        Ok(Self { socket, streams: [session_stream, app_stream], token })
     }
 
     async fn assert_closed_soon(&mut self, router: &TestRouter) -> Result<()> {

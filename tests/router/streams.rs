@@ -1,4 +1,4 @@
-//! Long bodies and WebSockets.
+//! Tests long bodies and WebSockets.
 
 use std::time::{Duration, Instant};
 

@@ -1,4 +1,4 @@
-//! `CUSTOMER_VPS_TLS_VERIFY` in the router: verification of the name, chain and pin of a machine's certificate.
+//! With `CUSTOMER_VPS_TLS_VERIFY`, the router verifies the name, chain and pin of a machine's certificate.
 
 use std::path::Path;
 
@@ -30,8 +30,9 @@ fn issue_identity(ca: &Ca, names: &[&str], lifetime: SignedDuration) -> Result<I
 async fn start_verifying_router(roots: &Path, ca: &Ca, extra: &[(&str, &str)]) -> Result<TestRouter> {
     std::fs::write(roots, ca.root_pem())?;
     let roots = roots.display().to_string();
-    let own = [("CUSTOMER_VPS_TLS_VERIFY", "true"), ("HOST_DOMAIN", DOMAIN), ("SSL_CERT_FILE", &*roots)];
-    TestRouter::start_with(&[&own[..], extra].concat(), None).await
+    let verification_settings =
+        [("CUSTOMER_VPS_TLS_VERIFY", "true"), ("HOST_DOMAIN", DOMAIN), ("SSL_CERT_FILE", &*roots)];
+    TestRouter::start_with(&[&verification_settings[..], extra].concat(), None).await
 }
 
 #[tokio::test(flavor = "multi_thread")]

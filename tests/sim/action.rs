@@ -27,7 +27,7 @@ struct PlannedRequest {
     accepted_loss: AcceptedLoss,
 }
 
-/// The data whose loss an operator accepts with a request.
+/// The data that an operator agrees to lose by sending a request.
 #[derive(Debug, Clone)]
 enum AcceptedLoss {
     None,
@@ -290,7 +290,7 @@ impl Simulation<'_> {
         let _ = tokio::time::timeout(Duration::from_millis(step.wait_ms), self.wait_for_requests()).await;
     }
 
-    /// Returns the prefix of the slot whose data loss a request accepts.
+    /// Returns the prefix of the slot whose data the request is allowed to lose.
     async fn find_accepted_loss_prefix(&self, accepted_loss: &AcceptedLoss) -> Option<String> {
         match accepted_loss {
             AcceptedLoss::None => None,

@@ -1,4 +1,5 @@
-//! Three real platform processes on one database, a hundred overlapping requests, and kill -9 throughout.
+//! Runs three real platform processes on one database with a hundred overlapping requests, and kills the processes with
+//! kill -9 throughout.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -96,7 +97,7 @@ impl Fleet {
         let planned = CampaignRequest { operation, method, path, token: SECRET.to_owned(), body, key };
         let mut second_rng = Rng::new(rng.next());
         let (first, second) = match rng.below(3) {
-            // Sent twice concurrently, each time to a random process.
+            // The request is sent twice concurrently, each time to a random process.
             0 => tokio::join!(
                 self.request_until_response(rng, &planned),
                 self.request_until_response(&mut second_rng, &planned)
@@ -320,7 +321,7 @@ async fn hundred_overlapping_requests_survive_random_kills() {
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "long: ten campaigns"]
 async fn long_ten_campaigns_find_no_violation() -> Result<()> {
-    let mut figures = Figures::new("kills of platform processes");
+    let mut figures = Figures::new("killed platform processes");
     for seed in 2..12 {
         figures.kills_survived += u64::from(run_campaign(seed).await?);
     }

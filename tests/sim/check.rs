@@ -169,13 +169,13 @@ pub fn check_settled(
 }
 
 /// Returns whether deletions are suspended: the restored database lacks a server, so an operator must decide.
-pub fn deletions_are_suspended(database_state: &DatabaseState, live: &[String], ledger: &Ledger) -> bool {
+pub fn are_deletions_suspended(database_state: &DatabaseState, live: &[String], ledger: &Ledger) -> bool {
     ledger.was_restored() && live.iter().any(|id| database_state.machine(id).is_none())
 }
 
 /// Returns whether a machine's server must be deleted.
 pub fn is_orphaned(database_state: &DatabaseState, live: &[String], ledger: &Ledger, machine: &str) -> bool {
-    if deletions_are_suspended(database_state, live, ledger) {
+    if are_deletions_suspended(database_state, live, ledger) {
         return false;
     }
     database_state
@@ -234,8 +234,8 @@ fn has_one_row_per_request(audit: &[AuditRow], ledger: &Ledger) -> bool {
         let is_separate = |row: &&AuditRow| {
             matches!(row.action.as_str(), "delete.predecessor" | "reinstate" | "last_backup.loss_accepted")
         };
-        let of_requests = audit.iter().filter(|row| requests.contains(&row.request_id));
-        let rows = of_requests.filter(|row| !is_separate(row)).count();
+        let request_rows = audit.iter().filter(|row| requests.contains(&row.request_id));
+        let rows = request_rows.filter(|row| !is_separate(row)).count();
         if *is_accepted { rows == 1 } else { rows <= 1 }
     })
 }

@@ -1,4 +1,5 @@
-//! A host at the protocol level: it is configured by its user-data and backs up with the production store code.
+//! Simulates a host at the protocol level: it is configured by its user-data and backs up with the production store
+//! code.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;

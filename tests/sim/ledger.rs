@@ -1,4 +1,4 @@
-//! The requests and responses of all callers, and the violations that follow from them.
+//! Records the requests and responses of all callers, and the violations that they reveal.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

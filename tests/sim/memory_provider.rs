@@ -1,4 +1,4 @@
-//! An in-memory provider: its state, its rules, and a plan's faults.
+//! Simulates the provider in memory: its state, its rules, and a plan's faults.
 //!
 //! It replaces the adapter and the kit's simulator in most runs, because an HTTP exchange in a dev build costs as much
 //! as a whole step; with `Backends::Http`, plans run through both.

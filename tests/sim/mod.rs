@@ -1,5 +1,6 @@
-//! The control plane under concurrent faults: several platform processes on one database, old and new hosts, faults in
-//! the provider, the store and the database, crashes, duplicate requests and passing time, all chosen by seeds.
+//! Tests the control plane under concurrent faults: several platform processes on one database, old and new hosts,
+//! faults in the provider, the store and the database, crashes, duplicate requests and passing time, all chosen by
+//! seeds.
 //!
 //! The platform runs its production code: routes, lifecycle, runner, reconciler, router, database. A seed
 //! determines its plan: the actions, their order and delays, and the calls that fail. It does not determine how tasks

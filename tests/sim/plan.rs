@@ -1,4 +1,4 @@
-//! The actions of a run: a seed's plan, as data that can be printed and shortened.
+//! Generates a seed's plan: the actions of a run, as data that can be printed and shortened.
 
 use super::rng::Rng;
 

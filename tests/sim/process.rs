@@ -1,4 +1,4 @@
-//! A platform process inside the test: the production API, router, runner and reconciler over one context. The
+//! Runs a platform process inside the test: the production API, router, runner and reconciler over one context. The
 //! process's switch kills it as kill -9 would: none of its tasks continue, its transactions are rolled back, and its
 //! leases remain until they expire.
 

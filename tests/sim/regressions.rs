@@ -30,7 +30,7 @@ fn plan_running_machine(slot: usize) -> Vec<Step> {
     actions.into_iter().map(|action| step(action, None)).collect()
 }
 
-/// The response that a recovery is already in progress is also stored for its key.
+/// The response to a request during a recovery is also stored for that request's key.
 #[tokio::test(flavor = "multi_thread")]
 async fn second_key_does_not_restart_a_recovery() {
     let mut steps = plan_running_machine(0);

@@ -1,7 +1,7 @@
-//! Acknowledged rows: the disks and snapshots that contain them, and the rows whose loss an operator accepted.
+//! Tracks acknowledged rows: which disks and snapshots contain them, and which of them an operator has agreed to lose.
 //!
-//! The rule: an acknowledged row remains on a server in its slot or in a snapshot, unless an operator accepted its
-//! loss or the provider lost the disk.
+//! An acknowledged row must remain on a server in its slot or in a snapshot, unless an operator has agreed to lose it
+//! or the provider has lost the disk.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

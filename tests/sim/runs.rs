@@ -1,4 +1,4 @@
-//! The seeds that run for every change, and the larger set that runs in long mode.
+//! Runs some seeds for every change, and a larger set in long mode.
 
 use anyhow::Result;
 use kit::long_tests::Figures;
@@ -47,7 +47,7 @@ fn reached_enough_states(counts: &Counts, count: u64) -> bool {
 
 /// Counts the simulated crashes as faults.
 fn record_figures(test: &str, counts: &Counts) -> Result<()> {
-    Figures { faults_tried: u64::from(counts.crashes), ..Figures::new(test) }.record()
+    Figures { faults_injected: u64::from(counts.crashes), ..Figures::new(test) }.record()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

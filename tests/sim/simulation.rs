@@ -1,4 +1,4 @@
-//! One run: the processes, provider, store and hosts that share a database, and what the checks observed.
+//! Holds one run: the processes, provider, store and hosts that share a database, and what the checks observed.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -192,7 +192,7 @@ impl<'a> Simulation<'a> {
         self.counts.rows += u32::try_from(self.rows.acknowledged_count())?;
         self.counts.running +=
             database_state.machines.iter().filter(|machine| machine.is_running()).count() as u32;
-        let deletions_are_suspended = check::deletions_are_suspended(
+        let are_deletions_suspended = check::are_deletions_suspended(
             &database_state,
             &self.provider.machines_with_servers(),
             &self.ledger,
@@ -201,7 +201,7 @@ impl<'a> Simulation<'a> {
             let Some(machine) = database_state.machine(&host.machine) else { continue };
             let expected = Some((200, Some(!machine.is_active())));
             // A machine that may get its slot back is not notified that it is superseded; its writers remain stopped.
-            let is_kept = database_state.must_keep_server(machine) || deletions_are_suspended;
+            let is_kept = database_state.must_keep_server(machine) || are_deletions_suspended;
             let expected_while_kept = is_kept.then_some((200, Some(false)));
             let mut response = None;
             // The reconciler soon detects that a deleted machine cannot get its slot back.

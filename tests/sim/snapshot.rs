@@ -1,4 +1,4 @@
-//! The database state at one instant.
+//! Reads the database state at one instant.
 
 use anyhow::Result;
 use serde::Deserialize;

@@ -1,5 +1,5 @@
-//! An update of a running machine: verified before the switch, completed after a kill at any point, rolled back if
-//! the release is unhealthy, and then not retried.
+//! An update of a running machine is verified before the switch, is completed after a kill at any point, and is rolled
+//! back if the release is unhealthy. A release that was rolled back is not retried.
 //!
 //! A fake service manager records its calls; a release that contains `app/broken` does not start.
 

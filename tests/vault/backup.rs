@@ -1,4 +1,4 @@
-//! Failures during a backup: the pointer only ever names a verified snapshot.
+//! If a backup fails, the pointer still names a verified snapshot.
 
 use std::time::{Duration, Instant};
 
@@ -12,9 +12,9 @@ use svc::store::snapshot;
 
 use super::machine::{self, BUCKET, Machine, USER, path_str, slot, tools_with_script, wait_until};
 
-const ROWS: &str = "CREATE TABLE t (id int); INSERT INTO t SELECT * FROM generate_series(1, 1000)";
-/// A table larger than one upload part.
-const LARGE_TABLE: &str = "CREATE TABLE noise AS SELECT decode(string_agg(md5(n::text || '-' || m), ''), \
+const CREATE_ROWS: &str = "CREATE TABLE t (id int); INSERT INTO t SELECT * FROM generate_series(1, 1000)";
+/// Creates a table that is larger than one upload part.
+const CREATE_LARGE_TABLE: &str = "CREATE TABLE noise AS SELECT decode(string_agg(md5(n::text || '-' || m), ''), \
      'hex') AS bytes FROM generate_series(1, 600) n, generate_series(1, 1000) m GROUP BY n";
 
 fn snapshots(store: &S3Server) -> Vec<String> {
@@ -46,7 +46,7 @@ async fn assert_pointer_valid(store: &S3Server) -> Result<()> {
 #[tokio::test]
 async fn invalid_dump_is_never_stored() -> Result<()> {
     let store = machine::start_store()?;
-    let machine = create_machine_with_tables(&store, &format!("{ROWS}; {LARGE_TABLE}")).await?;
+    let machine = create_machine_with_tables(&store, &format!("{CREATE_ROWS}; {CREATE_LARGE_TABLE}")).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     let good = machine::pointer(&store).await?;
     let before = snapshots(&store);
@@ -86,7 +86,7 @@ async fn invalid_dump_is_never_stored() -> Result<()> {
 #[tokio::test]
 async fn snapshot_with_oversized_sidecar_is_not_stored() -> Result<()> {
     let store = machine::start_store()?;
-    let machine = create_machine_with_tables(&store, ROWS).await?;
+    let machine = create_machine_with_tables(&store, CREATE_ROWS).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     let (good, before) = (machine::pointer(&store).await?, snapshots(&store));
     let create_roles =
@@ -103,7 +103,7 @@ async fn snapshot_with_oversized_sidecar_is_not_stored() -> Result<()> {
 #[tokio::test]
 async fn password_is_not_in_arguments_or_output() -> Result<()> {
     let store = machine::start_store()?;
-    let machine = create_machine_with_tables(&store, ROWS).await?;
+    let machine = create_machine_with_tables(&store, CREATE_ROWS).await?;
     let args_dir = tempfile::tempdir()?;
     let script =
         format!("#!/bin/sh\ncat /proc/$$/cmdline > {}/args\nexec REAL \"$@\"\n", path_str(args_dir.path()));
@@ -122,7 +122,7 @@ async fn password_is_not_in_arguments_or_output() -> Result<()> {
 #[tokio::test]
 async fn transient_store_faults_are_retried() -> Result<()> {
     let store = machine::start_store()?;
-    let machine = create_machine_with_tables(&store, LARGE_TABLE).await?;
+    let machine = create_machine_with_tables(&store, CREATE_LARGE_TABLE).await?;
     let faults = [
         ("a part fails twice", Rule::new(Fault::Status(500)).query("partNumber=2").times(2)),
         ("a part's response is lost", Rule::new(Fault::LostReply).query("partNumber=1")),
@@ -154,7 +154,7 @@ async fn transient_store_faults_are_retried() -> Result<()> {
 #[tokio::test]
 async fn backup_without_store_or_database_exits_with_69() -> Result<()> {
     let store = machine::start_store()?;
-    let machine = create_machine_with_tables(&store, ROWS).await?;
+    let machine = create_machine_with_tables(&store, CREATE_ROWS).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     let good = machine::pointer(&store).await?;
     store.take_down();
@@ -182,7 +182,7 @@ async fn backup_without_store_or_database_exits_with_69() -> Result<()> {
 #[tokio::test]
 async fn replaced_machine_does_not_move_the_pointer() -> Result<()> {
     let store = machine::start_store()?;
-    let machine = create_machine_with_tables(&store, ROWS).await?;
+    let machine = create_machine_with_tables(&store, CREATE_ROWS).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     let bucket = machine::bucket(&store)?;
 
@@ -215,7 +215,7 @@ async fn replaced_machine_does_not_move_the_pointer() -> Result<()> {
 #[tokio::test]
 async fn concurrent_run_is_refused_and_requested_run_waits() -> Result<()> {
     let store = machine::start_store()?;
-    let machine = create_machine_with_tables(&store, ROWS).await?;
+    let machine = create_machine_with_tables(&store, CREATE_ROWS).await?;
     let first = machine.spawn(&["svc-db-backup"], &[("FAILPOINTS", "backup.snapshot=sleep(1500)")])?;
     wait_until("the lock", || machine.path("var/lib/svc/backup.lock").exists()).await?;
     // The lock file is created and locked in two system calls.
@@ -238,7 +238,7 @@ async fn concurrent_run_is_refused_and_requested_run_waits() -> Result<()> {
 #[tokio::test]
 async fn request_is_kept_if_run_is_stopped_waiting_for_lock() -> Result<()> {
     let store = machine::start_store()?;
-    let machine = create_machine_with_tables(&store, ROWS).await?;
+    let machine = create_machine_with_tables(&store, CREATE_ROWS).await?;
     let request = machine.path("var/lib/svc/requests/backup");
     svc::fsx::write_atomic(&request, b"", 0o600)?;
     let lock = Lock::acquire(&machine.path("var/lib/svc/backup.lock"))?;
@@ -256,7 +256,7 @@ async fn request_is_kept_if_run_is_stopped_waiting_for_lock() -> Result<()> {
 #[tokio::test]
 async fn killed_run_leaves_a_valid_pointer_and_next_run_succeeds() -> Result<()> {
     let store = machine::start_store()?;
-    let machine = create_machine_with_tables(&store, ROWS).await?;
+    let machine = create_machine_with_tables(&store, CREATE_ROWS).await?;
     for (n, point) in (1_u64..).zip(svc::host::snapshots::backup::FAILPOINTS) {
         machine.client().await?.execute(&format!("INSERT INTO t VALUES ({})", 10_000 + n), &[]).await?;
         let kill = format!("{point}=return(kill)");
@@ -275,7 +275,7 @@ async fn killed_run_leaves_a_valid_pointer_and_next_run_succeeds() -> Result<()>
 #[tokio::test]
 async fn failed_step_is_recorded_and_leaves_no_partial_snapshot() -> Result<()> {
     let store = machine::start_store()?;
-    let machine = create_machine_with_tables(&store, ROWS).await?;
+    let machine = create_machine_with_tables(&store, CREATE_ROWS).await?;
     for point in svc::host::snapshots::backup::FAILPOINTS {
         let error = format!("{point}=return(error)");
         machine.run_with(&["svc-db-backup"], &[("FAILPOINTS", &error)])?.expect(70);
@@ -289,7 +289,7 @@ async fn failed_step_is_recorded_and_leaves_no_partial_snapshot() -> Result<()> 
 #[tokio::test]
 async fn unrecorded_backup_is_reported_and_not_repeated() -> Result<()> {
     let store = machine::start_store()?;
-    let machine = create_machine_with_tables(&store, ROWS).await?;
+    let machine = create_machine_with_tables(&store, CREATE_ROWS).await?;
     // Records are never appended through a symbolic link.
     let logs = machine.path("home/svc/home/system/logs");
     std::fs::create_dir_all(&logs)?;
@@ -325,7 +325,7 @@ async fn client_encoding_of_the_database_does_not_fail_the_dump() -> Result<()> 
 #[tokio::test]
 async fn backup_refuses_to_run_before_gate_opens() -> Result<()> {
     let store = machine::start_store()?;
-    let old = create_machine_with_tables(&store, ROWS).await?;
+    let old = create_machine_with_tables(&store, CREATE_ROWS).await?;
     old.run(&["svc-db-backup"])?.expect(0);
     let good = machine::pointer(&store).await?;
     let new = Machine::new(&store, 2).await?;
@@ -337,7 +337,7 @@ async fn backup_refuses_to_run_before_gate_opens() -> Result<()> {
 #[tokio::test]
 async fn termination_aborts_the_upload() -> Result<()> {
     let store = machine::start_store()?;
-    let machine = create_machine_with_tables(&store, LARGE_TABLE).await?;
+    let machine = create_machine_with_tables(&store, CREATE_LARGE_TABLE).await?;
     let request = machine.path("var/lib/svc/requests/backup");
     svc::fsx::write_atomic(&request, b"", 0o600)?;
     // A terminated run must not wait ten minutes for its next retry.

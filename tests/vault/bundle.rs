@@ -1,4 +1,4 @@
-//! A small host bundle, and an HTTP source that serves it as the platform does: ETag, Range, If-Range.
+//! Builds a small host bundle, and serves it over HTTP as the platform does, with ETag, Range and If-Range.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};

@@ -1,5 +1,5 @@
-//! Verification and drills of stored snapshots: damage is detected, and intact snapshots are reported as such. A
-//! database that lost its data does not replace its snapshot.
+//! Verification and drills detect damaged snapshots, and report intact ones as such. A database that lost its data does
+//! not replace its snapshot.
 
 use std::time::Duration;
 
@@ -11,13 +11,13 @@ use svc::host::system::lock::Lock;
 
 use super::machine::{self, BUCKET, Machine, USER, path_str, tools_with_script, wait_until};
 
-const ROWS: &str = "CREATE ROLE app_t NOLOGIN; CREATE TABLE t (id int PRIMARY KEY, message text); ALTER TABLE t OWNER TO app_t; \
+const CREATE_ROWS: &str = "CREATE ROLE app_t NOLOGIN; CREATE TABLE t (id int PRIMARY KEY, message text); ALTER TABLE t OWNER TO app_t; \
      INSERT INTO t SELECT n, md5(n::text) FROM generate_series(1, 20000) n";
 
 /// Creates a machine with `count` snapshots. Returns the machine and the snapshots' keys.
 async fn create_machine_with_snapshots(store: &S3Server, count: usize) -> Result<(Machine, Vec<String>)> {
     let machine = Machine::in_use(store, 1).await?;
-    machine.client().await?.batch_execute(ROWS).await?;
+    machine.client().await?.batch_execute(CREATE_ROWS).await?;
     let mut keys = Vec::new();
     for _ in 0..count {
         machine.run(&["svc-db-backup"])?.expect(0);
@@ -130,21 +130,21 @@ async fn daily_share_of_snapshots_is_verified() -> Result<()> {
     for day in 1..=9 {
         old.push(store_older_copy(&store, &keys[0], &format!("2026-01-{day:02}T00-00-00.000Z"))?);
     }
-    let within = [("VERIFY_WITHIN_DAYS", "10")];
+    let verify_within = [("VERIFY_WITHIN_DAYS", "10")];
     // Each of the ten snapshots is due within ten days. After downtime, one run verifies three days' share, oldest
     // first.
-    let result = machine.run_with(&["svc-db-backup", "verify"], &within)?.expect(0);
+    let result = machine.run_with(&["svc-db-backup", "verify"], &verify_within)?.expect(0);
     assert!(result.stdout.contains(": 3 snapshots"), "{}", result.stdout);
     let dump = store.read(BUCKET, &object(&old[3])).context("the object is missing")?;
     store.remove(BUCKET, &object(&old[3]));
-    let result = machine.run_with(&["svc-db-backup", "verify"], &within)?.expect(65);
+    let result = machine.run_with(&["svc-db-backup", "verify"], &verify_within)?.expect(65);
     assert!(result.stderr.contains(&old[3]) && result.stderr.contains("1 of 3"), "{}", result.stderr);
     // The next run reads three others. It reports the damage without reading the damaged snapshot again.
-    let result = machine.run_with(&["svc-db-backup", "verify"], &within)?.expect(65);
+    let result = machine.run_with(&["svc-db-backup", "verify"], &verify_within)?.expect(65);
     assert!(result.stderr.contains(&old[3]) && result.stderr.contains("1 of 4"), "{}", result.stderr);
     store.write(BUCKET, &object(&old[3]), dump);
     machine.run(&["svc-db-backup", "verify", &old[3]])?.expect(0);
-    let result = machine.run_with(&["svc-db-backup", "verify"], &within)?.expect(0);
+    let result = machine.run_with(&["svc-db-backup", "verify"], &verify_within)?.expect(0);
     assert!(result.stdout.contains(": 0 snapshots"), "{}", result.stdout);
     for invalid in ["0", "x"] {
         machine.run_with(&["svc-db-backup", "verify"], &[("VERIFY_WITHIN_DAYS", invalid)])?.expect(78);
@@ -197,20 +197,20 @@ async fn unverifiable_snapshots_do_not_take_up_the_daily_share() -> Result<()> {
     for day in 1..=4 {
         store_older_copy(&store, &keys[0], &format!("2026-01-{day:02}T00-00-00.000Z"))?;
     }
-    let within = ("VERIFY_WITHIN_DAYS", "10");
+    let verify_within = ("VERIFY_WITHIN_DAYS", "10");
     let tools = tools_with_script("pg_restore", "#!/bin/sh\nkill -9 $$\n")?;
-    let env = [within, ("SVC_PG_BIN_DIR", path_str(tools.path()))];
+    let env = [verify_within, ("SVC_PG_BIN_DIR", path_str(tools.path()))];
     // Each run reads three of the four overdue snapshots. The second run begins with the one that the first did not
     // read.
     machine.run_with(&["svc-db-backup", "verify"], &env)?.expect(70);
-    let result = machine.run_with(&["svc-db-backup", "verify"], &[within])?.expect(70);
+    let result = machine.run_with(&["svc-db-backup", "verify"], &[verify_within])?.expect(70);
     assert!(
         result.stderr.contains("1 snapshot could not be verified at the last attempt"),
         "{}",
         result.stderr
     );
     assert_eq!(read_last_check(&machine, "verify")?["snapshots"], 3);
-    let result = machine.run_with(&["svc-db-backup", "verify"], &[within])?.expect(0);
+    let result = machine.run_with(&["svc-db-backup", "verify"], &[verify_within])?.expect(0);
     assert!(result.stdout.contains(": 1 snapshot,"), "{}", result.stdout);
     Ok(())
 }
@@ -234,7 +234,7 @@ async fn drill_restores_compares_and_cleans_up() -> Result<()> {
     let machine = Machine::in_use(&store, 1).await?;
     let result = machine.run(&["svc-db-backup", "drill"])?.expect(0);
     assert!(result.stdout.contains("no snapshot yet"), "{}", result.stdout);
-    machine.client().await?.batch_execute(ROWS).await?;
+    machine.client().await?.batch_execute(CREATE_ROWS).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     // A role in the snapshot that the machine no longer has is created only for the drill.
     machine.client().await?.batch_execute("REASSIGN OWNED BY app_t TO CURRENT_USER; DROP ROLE app_t").await?;
@@ -327,7 +327,7 @@ async fn check_run_by_root_switches_to_the_unit_user() -> Result<()> {
     }
     let store = machine::start_store()?;
     let machine = Machine::in_use(&store, 1).await?;
-    machine.client().await?.batch_execute(ROWS).await?;
+    machine.client().await?.batch_execute(CREATE_ROWS).await?;
     let mut pending = vec![machine.root.path().to_owned()];
     while let Some(path) = pending.pop() {
         std::os::unix::fs::lchown(&path, Some(USER_ID), Some(USER_ID))?;

@@ -1,5 +1,5 @@
-//! A machine whose store credentials expire: it requests new ones from the platform, even with a wrong clock, and
-//! stops if the platform refuses.
+//! A machine whose store credentials expire requests new ones from the platform, even with a wrong clock, and stops if
+//! the platform refuses.
 
 use std::os::unix::fs::PermissionsExt;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -1,4 +1,4 @@
-//! The owner's archive: it contains and lists all of the owner's data, and can be imported on another machine.
+//! The owner's archive contains and lists all of the owner's data, and can be imported on another machine.
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -53,7 +53,7 @@ fn run_import(machine: &Machine, archive: &Path, extra_args: &[&str]) -> Result<
     machine.run(&args)
 }
 
-/// Lists every path below the home directory: a link with its target, a directory with its mode, a file with its mode,
+/// Lists every path under the home directory: a link with its target, a directory with its mode, a file with its mode,
 /// modification time and content hash. Leaves out anything that an import has moved aside.
 fn list_tree(machine: &Machine) -> Result<Vec<String>> {
     let home = machine.path("home/svc/home");
@@ -108,7 +108,11 @@ async fn import_restores_the_archive_and_keeps_existing_data() -> Result<()> {
     assert_eq!(count_rows(&new_machine).await?, 5000);
     let owner = "SELECT tableowner::text FROM pg_tables WHERE tablename = 'notes'";
     let owner = new_machine.client().await?.query_one(owner, &[]).await?;
-    assert_eq!(owner.get::<_, &str>(0), "postgres", "the gateway grants the app's role its privileges");
+    assert_eq!(
+        owner.get::<_, &str>(0),
+        "postgres",
+        "the table must belong to postgres; the gateway grants the app's role its privileges"
+    );
     let mut expected = list_tree(&machine)?;
     let mut imported = list_tree(&new_machine)?;
     let is_outside_archive = |line: &String| line.contains("untouched") || line.contains("config.json");
@@ -167,7 +171,7 @@ async fn archive_is_readable_with_stock_tools() -> Result<()> {
     let client = postgres.connect("elsewhere").await?;
     assert_eq!(client.query_one("SELECT count(*) FROM app_notes.notes", &[]).await?.get::<_, i64>(0), 5000);
     let mode = fs::metadata(&archive)?.mode() & 0o777;
-    assert_eq!(mode, 0o600, "the archive contains all data, so only its owner may read it");
+    assert_eq!(mode, 0o600, "only the owner may read the archive, which contains all data");
     // An existing archive is not overwritten, and a failed export leaves no file.
     let output = archive.to_str().context("the path is not UTF-8")?;
     let before = fs::read(&archive)?;

@@ -1,4 +1,4 @@
-//! The restore gate: it opens only with a complete snapshot, or if the absence of one is confirmed and permitted.
+//! The restore gate opens only with a complete snapshot, or if the absence of one is confirmed and permitted.
 
 use std::time::Duration;
 

@@ -1,5 +1,5 @@
-//! Archives from an untrusted author: their SQL runs without privileges and leaves no code behind, and memory use does
-//! not depend on the sizes that they claim.
+//! The SQL in archives from an untrusted author runs without privileges and leaves no code behind, and memory use does
+//! not depend on the sizes that the archives claim.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;

@@ -1,5 +1,5 @@
-//! The identity of a machine's database: a substitute for the restored database is reported and not backed up, and a
-//! database with rows is never replaced automatically.
+//! A substitute for a machine's restored database is reported and not backed up, and a database with rows is never
+//! replaced automatically.
 
 use anyhow::{Context, Result};
 use kit::disk::SmallDisk;
@@ -11,14 +11,14 @@ use super::gate::{is_restored, old_and_new_machines};
 use super::machine::{self, Machine, binaries, wait_until};
 use super::platform::{Platform, ScriptedResponse, start_gateway};
 
-const ROWS: &str = "CREATE TABLE t (id int); INSERT INTO t SELECT * FROM generate_series(1, 10)";
+const CREATE_ROWS: &str = "CREATE TABLE t (id int); INSERT INTO t SELECT * FROM generate_series(1, 10)";
 
 /// Creates a new user's machine with an open gate, rows and a backup.
 async fn machine_with_backup(store: &kit::s3::S3Server) -> Result<Machine> {
     let machine = Machine::new(store, 1).await?;
     machine.write_boot_env(&[("SVC_RESTORE_MODE", "empty")])?;
     machine.run(&["svc-restore"])?.expect(0);
-    machine.client().await?.batch_execute(ROWS).await?;
+    machine.client().await?.batch_execute(CREATE_ROWS).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     Ok(machine)
 }
@@ -29,7 +29,7 @@ async fn lose_volume(machine: &mut Machine) -> Result<()> {
     replacement.create_database("svc").await?;
     machine.add_env("host.env", &[("DATABASE_URL", &replacement.url("svc"))])?;
     machine.postgres = Some(replacement);
-    machine.client().await?.batch_execute(ROWS).await?;
+    machine.client().await?.batch_execute(CREATE_ROWS).await?;
     Ok(())
 }
 
@@ -68,7 +68,10 @@ async fn backup_refuses_a_database_that_lost_its_volume() -> Result<()> {
         (serde_json::from_str(&calls[0].body)?, serde_json::from_str(&calls[1].body)?);
     assert_eq!(first["health"]["database"], "failing");
     assert_eq!(first["attention"][0]["code"], "database_mismatch", "{first}");
-    assert!(second.get("attention").is_none(), "an earlier platform rejects unknown members: {second}");
+    assert!(
+        second.get("attention").is_none(),
+        "the retry must omit `attention`, which an earlier platform rejects: {second}"
+    );
 
     machine.run(&["svc-restore", "adopt"])?.expect(0);
     machine.run(&["svc-db-backup"])?.expect(0);
@@ -94,7 +97,7 @@ async fn replace_restores_a_lost_database_and_keeps_the_substitute() -> Result<(
 async fn database_with_marker_from_old_release_is_adopted_once() -> Result<()> {
     let store = machine::start_store()?;
     let mut machine = Machine::in_use(&store, 1).await?;
-    machine.client().await?.batch_execute(ROWS).await?;
+    machine.client().await?.batch_execute(CREATE_ROWS).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     let identity = read_marker(&machine)?["databaseIdentity"].clone();
     let snapshot = machine::pointer(&store)
@@ -360,7 +363,12 @@ async fn replaced_databases_are_kept_for_seven_days() -> Result<()> {
     for number in [old, young, empty] {
         admin.batch_execute(&format!("CREATE DATABASE svc_before_{number}")).await?;
         if number != empty {
-            machine.postgres().connect(&format!("svc_before_{number}")).await?.batch_execute(ROWS).await?;
+            machine
+                .postgres()
+                .connect(&format!("svc_before_{number}"))
+                .await?
+                .batch_execute(CREATE_ROWS)
+                .await?;
         }
     }
     machine.run(&["svc-db-backup"])?.expect(0);

@@ -1,4 +1,4 @@
-//! A database of more than a gigabyte, with many kinds of objects: its plain dump is identical after a restore.
+//! The plain dump of a database of more than a gigabyte, with many kinds of objects, is identical after a restore.
 
 use std::io::{BufRead, BufReader};
 use std::process::Stdio;
@@ -10,8 +10,8 @@ use super::machine::{self, Machine};
 
 const GIGABYTE: i64 = 1_000_000_000;
 
-/// 25 apps with 12 tables and a role each, and many other kinds of objects.
-const APPS: &str = r#"
+/// Creates 25 apps with 12 tables and a role each, and many other kinds of objects.
+const CREATE_APPS: &str = r#"
 DO $$
 DECLARE app text; t int;
 BEGIN
@@ -47,7 +47,7 @@ SELECT lo_from_bytea(0, decode(repeat(md5(n::text), 4000), 'hex')) FROM generate
 GRANT SELECT ON public.parts TO app_a2; ALTER DEFAULT PRIVILEGES IN SCHEMA public GRANT SELECT ON TABLES TO app_a3;
 COMMENT ON TABLE public.parts IS 'by year';
 "#;
-const BULK: &str = "CREATE TABLE public.bulk AS SELECT n, md5(n::text) || md5((n * 7)::text) AS noise, repeat(md5(n::text), 12) AS more \
+const CREATE_BULK_TABLE: &str = "CREATE TABLE public.bulk AS SELECT n, md5(n::text) || md5((n * 7)::text) AS noise, repeat(md5(n::text), 12) AS more \
      FROM generate_series(1, 2000000) n; ALTER TABLE public.bulk ADD PRIMARY KEY (n)";
 
 /// Returns the size and hash of a plain dump, without the random anti-injection token in each dump.
@@ -73,7 +73,7 @@ fn plain_dump(machine: &Machine) -> Result<String> {
 async fn gigabyte_database_is_restored_identically() -> Result<()> {
     let store = machine::start_store()?;
     let old = Machine::in_use(&store, 1).await?;
-    for content in [APPS, BULK] {
+    for content in [CREATE_APPS, CREATE_BULK_TABLE] {
         old.client().await?.batch_execute(content).await?;
     }
     let size = old.client().await?.query_one("SELECT pg_database_size('svc')", &[]).await?.get::<_, i64>(0);

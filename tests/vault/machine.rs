@@ -217,8 +217,8 @@ impl Machine {
         Ok(fs::write(path, text)?)
     }
 
-    pub fn path(&self, below_root: &str) -> PathBuf {
-        self.root.path().join(below_root)
+    pub fn path(&self, relative: &str) -> PathBuf {
+        self.root.path().join(relative)
     }
 
     pub fn postgres(&self) -> &PgServer {

@@ -1,5 +1,5 @@
-//! `vps-meta.json` with an unreliable store: a write whose reply is lost is confirmed by a read, and no earlier machine
-//! overwrites the metadata.
+//! With an unreliable store, a write of `vps-meta.json` whose reply is lost is confirmed by a read, and no earlier
+//! machine overwrites the metadata.
 
 use anyhow::{Context, Result};
 use kit::s3::{Fault, Rule, S3Server};

@@ -1,4 +1,4 @@
-//! A machine's backup, restore, update, registration and heartbeat: the real binary with a real PostgreSQL 16, a
+//! Tests a machine's backup, restore, update, registration and heartbeat, with the real binary, a real PostgreSQL 16, a
 //! real S3 server over HTTP, and real TLS.
 
 mod apply;

@@ -1,4 +1,4 @@
-//! A machine whose platform is unreachable: its backup stores snapshots with the outage session, which grants nothing
+//! The backup of a machine whose platform is unreachable stores snapshots with the outage session, which grants nothing
 //! else.
 
 use anyhow::{Context, Result};
@@ -114,8 +114,8 @@ async fn outage_session_reads_and_changes_nothing_else() -> Result<()> {
     let latest = svc::store::snapshot::find_latest(&machine::bucket(&store)?, &slot()).await?;
     let session = platform.outage_session().await.context("no outage session")?;
     let bucket = machine::bucket_as(&store, &session)?;
-    let own = slot().snapshot(&latest.key).context("not a snapshot key")?;
-    assert!(bucket.head(&own).await?.is_some(), "the machine's own snapshot must be readable");
+    let own_snapshot = slot().snapshot(&latest.key).context("not a snapshot key")?;
+    assert!(bucket.head(&own_snapshot).await?.is_some(), "the machine's own snapshot must be readable");
     let snapshot_path = |at: Timestamp, epoch| {
         slot().snapshot(&key::snapshot_key(at, Epoch(epoch))).context("not a snapshot key")
     };
@@ -134,7 +134,7 @@ async fn outage_session_reads_and_changes_nothing_else() -> Result<()> {
         let refused = bucket.put_if(&key, &b"x"[..], Condition::Absent).await.unwrap_err();
         assert!(matches!(refused, StoreError::Denied { .. }), "{key}: {refused:?}");
     }
-    let refused = bucket.put(&own, &b"x"[..]).await.unwrap_err();
+    let refused = bucket.put(&own_snapshot, &b"x"[..]).await.unwrap_err();
     assert!(
         matches!(refused, StoreError::Denied { .. }),
         "an object must be writable only once: {refused:?}"
@@ -142,7 +142,7 @@ async fn outage_session_reads_and_changes_nothing_else() -> Result<()> {
     let entry = slot().pointer_entry(9);
     let refused = bucket.put_if(&entry, &b"x"[..], Condition::Absent).await.unwrap_err();
     assert!(matches!(refused, StoreError::Denied { .. }), "{refused:?}");
-    let refused = bucket.raw().delete(&own).await.expect_err("an object was deleted");
+    let refused = bucket.raw().delete(&own_snapshot).await.expect_err("an object was deleted");
     assert!(matches!(refused, object_store::Error::PermissionDenied { .. }), "{refused:?}");
     Ok(())
 }

@@ -1,5 +1,4 @@
-//! Registration: a machine registers once, and resends an identical body until it gets a response, even across
-//! restarts.
+//! A machine registers once, and resends an identical body until it gets a response, even across restarts.
 
 use anyhow::{Context, Result};
 use serde_json::json;
@@ -82,12 +81,12 @@ async fn registration_body_survives_lost_replies_and_kills() -> Result<()> {
 
 #[tokio::test]
 async fn refusal_is_final_and_a_lost_response_is_retried() -> Result<()> {
-    let refused = json!({ "code": "registration_rejected", "detail": "The token was used." });
+    let refused = json!({ "code": "registration_rejected", "detail": "The token has already been used." });
     let platform = Platform::start(ScriptedResponse::Json(401, refused)).await?;
     let (machine, listen) = machine_with_release(&platform).await?;
     let extra_env = [("GATEWAY_LISTEN", listen.as_str()), ("REGISTER_PLATFORM_DEADLINE_SECONDS", "1")];
     let result = register(&machine, &[], &extra_env).await?.expect(77);
-    assert!(result.stderr.contains("The token was used."), "{}", result.stderr);
+    assert!(result.stderr.contains("The token has already been used."), "{}", result.stderr);
     assert_eq!(platform.calls().len(), 1);
 
     let unresponsive = Platform::start(ScriptedResponse::Lost).await?;

@@ -5,7 +5,7 @@ use anyhow::Result;
 
 use super::machine::{self, Machine};
 
-const CONTENT: &str = "
+const CREATE_CONTENT: &str = "
     CREATE ROLE app_notes LOGIN PASSWORD 'x' CONNECTION LIMIT 5 NOINHERIT;
     CREATE ROLE team NOLOGIN CREATEROLE;
     CREATE ROLE reporting LOGIN PASSWORD 'y' BYPASSRLS CONNECTION LIMIT 2 VALID UNTIL '2030-01-02 03:04:05+00';
@@ -16,8 +16,8 @@ const CONTENT: &str = "
     ALTER DATABASE svc SET lock_timeout = '3s';
     CREATE TABLE t (id int); ALTER TABLE t OWNER TO app_notes; INSERT INTO t VALUES (1)";
 
-/// All added roles: attributes, settings for every database, memberships.
-const ROLES: &str = "
+/// Lists the attributes, settings for every database, and memberships of all added roles.
+const LIST_ROLES: &str = "
     SELECT coalesce(string_agg(rolname || ' ' || rolinherit || rolcreatedb || rolcreaterole || rolbypassrls || rolreplication
                || rolconnlimit || coalesce(rolvaliduntil::text, '-') || ' ' || coalesce((SELECT string_agg(c, ' ; ' ORDER BY c)
                     FROM pg_db_role_setting g CROSS JOIN unnest(g.setconfig) c WHERE g.setrole = r.oid AND g.setdatabase = 0), '-')
@@ -27,14 +27,14 @@ const ROLES: &str = "
       FROM pg_roles r WHERE rolname !~ '^pg_' AND rolname <> current_user";
 
 async fn roles(machine: &Machine) -> Result<String> {
-    Ok(machine.client().await?.query_one(ROLES, &[]).await?.get(0))
+    Ok(machine.client().await?.query_one(LIST_ROLES, &[]).await?.get(0))
 }
 
 #[tokio::test]
 async fn restore_keeps_roles_or_reports_differences() -> Result<()> {
     let store = machine::start_store()?;
     let old = Machine::in_use(&store, 1).await?;
-    old.client().await?.batch_execute(CONTENT).await?;
+    old.client().await?.batch_execute(CREATE_CONTENT).await?;
     old.run(&["svc-db-backup"])?.expect(0);
 
     let new = Machine::new(&store, 2).await?;
@@ -58,7 +58,7 @@ async fn restore_keeps_roles_or_reports_differences() -> Result<()> {
 async fn restore_sets_up_roles_that_killed_drill_left() -> Result<()> {
     let store = machine::start_store()?;
     let old = Machine::in_use(&store, 1).await?;
-    old.client().await?.batch_execute(CONTENT).await?;
+    old.client().await?.batch_execute(CREATE_CONTENT).await?;
     old.run(&["svc-db-backup"])?.expect(0);
 
     let new = Machine::new(&store, 2).await?;
@@ -80,7 +80,7 @@ async fn restore_sets_up_roles_that_killed_drill_left() -> Result<()> {
 async fn restore_reports_role_attributes_it_does_not_keep() -> Result<()> {
     let store = machine::start_store()?;
     let old = Machine::in_use(&store, 1).await?;
-    old.client().await?.batch_execute(CONTENT).await?;
+    old.client().await?.batch_execute(CREATE_CONTENT).await?;
     // The role of an import that is running.
     old.client().await?.batch_execute("CREATE ROLE svc_import_1 LOGIN").await?;
     old.run(&["svc-db-backup"])?.expect(0);
@@ -96,7 +96,10 @@ async fn restore_reports_role_attributes_it_does_not_keep() -> Result<()> {
     ] {
         assert!(log.contains(expected), "{expected}: {log}");
     }
-    assert!(!log.contains("the role app_notes has no LOGIN"), "the gateway enables the login: {log}");
+    assert!(
+        !log.contains("the role app_notes has no LOGIN"),
+        "a login that the gateway enables must not be reported: {log}"
+    );
     assert!(!log.contains("svc_import_1"), "{log}");
     let limit = "SELECT rolconnlimit FROM pg_roles WHERE rolname = 'team'";
     assert_eq!(new.client().await?.query_one(limit, &[]).await?.get::<_, i32>(0), 1);

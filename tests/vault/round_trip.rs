@@ -8,8 +8,9 @@ use svc::store::snapshot::Sidecar;
 
 use super::machine::{self, BUCKET, Machine, USER, slot};
 
-/// Two apps with their own schemas and roles, sequences, a partitioned table, a large table, privileges and settings.
-const CONTENT: &str = r#"
+/// Creates two apps with their own schemas and roles, sequences, a partitioned table, a large table, privileges and
+/// settings.
+const CREATE_CONTENT: &str = r#"
 CREATE ROLE "app_notes" LOGIN PASSWORD 'x';
 CREATE ROLE "app_To do" LOGIN PASSWORD 'y';
 CREATE ROLE reader NOLOGIN;
@@ -42,8 +43,8 @@ ALTER DATABASE svc SET app.name = 'it''s \ here';
 ALTER ROLE reader IN DATABASE svc SET work_mem = '7MB';
 "#;
 
-/// The database's privileges and settings, which a dump of the content does not contain.
-const DATABASE_ATTRIBUTES: &str = "\
+/// Lists the database's privileges and settings, which a dump of the content does not contain.
+const LIST_DATABASE_ATTRIBUTES: &str = "\
      SELECT coalesce((SELECT string_agg(coalesce(r.rolname, 'PUBLIC') || ' ' || a.privilege_type, ',' \
      ORDER BY r.rolname, a.privilege_type) FROM aclexplode(d.datacl) a LEFT JOIN pg_roles r ON r.oid = a.grantee), '-') \
      || ' | ' || (SELECT string_agg(coalesce(r.rolname, '*') || ' ' || c, ' ; ' ORDER BY r.rolname, c) \
@@ -63,14 +64,14 @@ fn plain_dump(machine: &Machine) -> Result<String> {
 }
 
 async fn database_attributes(machine: &Machine) -> Result<String> {
-    Ok(machine.postgres().connect("postgres").await?.query_one(DATABASE_ATTRIBUTES, &[]).await?.get(0))
+    Ok(machine.postgres().connect("postgres").await?.query_one(LIST_DATABASE_ATTRIBUTES, &[]).await?.get(0))
 }
 
 #[tokio::test]
 async fn restored_database_equals_the_backed_up_one() -> Result<()> {
     let store = machine::start_store()?;
     let old = Machine::in_use(&store, 1).await?;
-    old.client().await?.batch_execute(CONTENT).await?;
+    old.client().await?.batch_execute(CREATE_CONTENT).await?;
     old.run(&["svc-db-backup"])?.expect(0);
 
     let pointer = machine::pointer(&store).await?.context("there is no pointer")?;

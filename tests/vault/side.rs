@@ -1,4 +1,4 @@
-//! The side database: lost data is copied back from an earlier snapshot, exactly as requested.
+//! Lost data is copied back from an earlier snapshot through the side database, exactly as requested.
 
 use anyhow::{Context, Result};
 use kit::s3::S3Server;
@@ -236,7 +236,7 @@ async fn replace_restores_rows_despite_changed_constraints() -> Result<()> {
         let options = ["copy", "--mode", "replace", "--no-backup"];
         run_side(&machine, &options.iter().chain(tables).copied().collect::<Vec<&str>>())
     };
-    let both = ["app_tree.leaves", "app_tree.nodes"];
+    let both_tables = ["app_tree.leaves", "app_tree.nodes"];
     let moves = [
         "INSERT INTO app_tree.nodes VALUES (3, NULL, 3); UPDATE app_tree.nodes SET parent = 3 WHERE id = 2",
         "INSERT INTO app_tree.nodes VALUES (3, NULL, 3); UPDATE app_tree.leaves SET node = 3",
@@ -244,13 +244,13 @@ async fn replace_restores_rows_despite_changed_constraints() -> Result<()> {
     ];
     for damage in moves {
         client.batch_execute(damage).await?;
-        let before = rows(&machine, "svc", both[1]).await?;
+        let before = rows(&machine, "svc", both_tables[1]).await?;
         // Refused, because a row in app_tree.leaves refers to a row that must be deleted.
-        let result = replace(&both[1..])?.expect(65);
+        let result = replace(&both_tables[1..])?.expect(65);
         assert!(result.stderr.contains("name both tables"), "{}", result.stderr);
-        assert_eq!(rows(&machine, "svc", both[1]).await?, before);
-        replace(&both)?.expect(0);
-        assert_as_in_snapshot(&machine, &both).await?;
+        assert_eq!(rows(&machine, "svc", both_tables[1]).await?, before);
+        replace(&both_tables)?.expect(0);
+        assert_as_in_snapshot(&machine, &both_tables).await?;
     }
 
     // Two rows of the snapshot have the same value in the new key.
@@ -270,13 +270,13 @@ async fn open_selects_snapshot_by_time_and_close_cleans_up() -> Result<()> {
     let store = machine::start_store()?;
     let machine = machine_with_side_database(&store).await?;
     let first = read_state(&machine)?["key"].clone();
-    let between = jiff::Timestamp::now().to_string();
+    let time_between = jiff::Timestamp::now().to_string();
     machine.client().await?.batch_execute("DELETE FROM app_shop.orders; DROP TABLE app_shop.log").await?;
     machine.run(&["svc-db-backup", "run", "--accept-loss"])?.expect(0);
     run_side(&machine, &["open"])?.expect(0);
     assert_ne!(read_state(&machine)?["key"], first);
     assert_eq!(read_state(&machine)?["tables"].as_array().map(Vec::len), Some(2));
-    run_side(&machine, &["open", "--at", &between])?.expect(0);
+    run_side(&machine, &["open", "--at", &time_between])?.expect(0);
     assert_eq!(read_state(&machine)?["key"], first);
     let result = run_side(&machine, &["open", "--at", "2020-01-01T00:00:00Z"])?.expect(65);
     assert!(result.stderr.contains("no snapshot taken at or before 2020-01-01"), "{}", result.stderr);
@@ -308,7 +308,7 @@ async fn open_selects_snapshot_by_time_and_close_cleans_up() -> Result<()> {
 
 /// A role that the machine no longer has is created with the side database, and dropped with it.
 #[tokio::test]
-async fn drill_leaves_roles_of_the_side_database_temporary() -> Result<()> {
+async fn drill_does_not_make_side_database_roles_permanent() -> Result<()> {
     let store = machine::start_store()?;
     let machine = machine_with_side_database(&store).await?;
     let client = machine.client().await?;

@@ -113,9 +113,15 @@ async fn dependents_that_cannot_be_recreated_are_reported() -> Result<()> {
     };
     assert!(is_listed("recreated", &format!("{FOREIGN_KEY} (NOT VALID")), "{table}");
     assert_eq!(query_text(&machine, IS_FOREIGN_KEY_VALID).await?, "false");
-    assert!(is_listed("notRecreated", "view app_shop.mixed"), "its other table is missing: {table}");
+    assert!(
+        is_listed("notRecreated", "view app_shop.mixed"),
+        "a view must be reported if its other table is missing: {table}"
+    );
     assert!(is_listed("recreated", "view app_shop.best"), "{table}");
-    assert!(is_listed("notRecreated", "statistics object app_shop.moods"), "its name is in use: {table}");
+    assert!(
+        is_listed("notRecreated", "statistics object app_shop.moods"),
+        "statistics must be reported if their name is in use: {table}"
+    );
     let client = machine.client().await?;
     client
         .batch_execute("INSERT INTO app_shop.orders (customer) VALUES (88888)")

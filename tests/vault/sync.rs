@@ -1,5 +1,4 @@
-//! The sync agent: it reports the machine's state, stores what it receives, and exits when the machine has been
-//! replaced.
+//! The sync agent reports the machine's state, stores what it receives, and exits when the machine has been replaced.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -254,7 +253,7 @@ async fn writers_resume_when_response_names_no_operation() -> Result<()> {
     drop(lock);
     let running = machine.spawn(&["svc-sync-agent"], &[("HEARTBEAT_SECONDS", "1")])?;
     wait_until("three heartbeats", || platform.calls().len() >= 3).await?;
-    assert!(layout.quiesce().exists(), "the platform still names the operation");
+    assert!(layout.quiesce().exists(), "writers must stay stopped while the response names the operation");
     platform.queue([ScriptedResponse::Json(500, json!({})), ScriptedResponse::Lost]);
     let before = platform.calls().len();
     wait_until("more heartbeats", || platform.calls().len() >= before + 3).await?;

@@ -1,6 +1,6 @@
-//! A restore on a disk without space for both the database and the dump: the dump is streamed from the store, and the
-//! new database is swapped in only if the dump's SHA-256 and the row counts match the sidecar. An import on a disk
-//! without space for the owner's files is refused.
+//! If a disk lacks space for both the database and the dump, a restore streams the dump from the store, and swaps in
+//! the new database only if the dump's SHA-256 and the row counts match the sidecar. An import on a disk without space
+//! for the owner's files is refused.
 
 use std::fs;
 

@@ -1,5 +1,5 @@
-//! Rollbacks combined with a host token rotation, with a real platform, agent and updater. The host can always
-//! reach the platform, even if the previous release does not support rotation.
+//! Combines rollbacks with a host token rotation, with a real platform, agent and updater. The host can always reach
+//! the platform, even if the previous release does not support rotation.
 
 use std::fs;
 
@@ -116,7 +116,11 @@ async fn host_reaches_the_platform_after_rotation_and_rollback() -> Result<()> {
     fixture.request_rotation().await;
     fixture.run_agent_until("the token rotates", |record| generation(record) == 2).await?;
     fixture.wait_until_first_token_is_refused().await;
-    assert_eq!(fixture.token_in_host_env()?, fixture.guest.upgrade_token, "the agent cannot write host.env");
+    assert_eq!(
+        fixture.token_in_host_env()?,
+        fixture.guest.upgrade_token,
+        "the agent must not have changed host.env"
+    );
     // The manifest and the archive are downloaded with the second token; the first is already refused.
     fixture.host.apply(NEW_VERSION).await?.expect(65);
     fixture.host.assert_running(OLD_VERSION)?;

@@ -1,4 +1,4 @@
-//! The host's side of a token rotation: the next token is stored before it is used, and the previous one is kept.
+//! In a token rotation, the host stores the next token before using it, and keeps the previous one.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;

@@ -1,5 +1,5 @@
-//! A machine's first release: its download is resumed, it is verified before the switch, and it is either complete or
-//! absent.
+//! The download of a machine's first release is resumed. The release is verified before the switch, and is either
+//! complete or absent.
 
 use std::fs;
 

@@ -1,4 +1,4 @@
-//! Rotation of the release keys on a running machine: a release signed with the old key adds the new one, and a later
+//! Rotates the release keys on a running machine: a release signed with the old key adds the new one, and a later
 //! release, signed with the new key, drops the old one.
 
 use std::fs;

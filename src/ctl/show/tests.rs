@@ -318,7 +318,7 @@ fn status_shows_lost_and_reported_copies() {
         json!({"live": null, "kept": [kept, abandoned, discarded],
         "newestSnapshotAt": "2026-11-21T11:51:00.000Z", "exposedSeconds": null,
         "newestSnapshot": {"takenAt": "2026-11-21T11:51:00.000Z", "machineId": OTHER, "key": null, "source": "reported"},
-        "snapshotProblem": "the object store does not respond"}),
+        "snapshotProblem": "the object store is not responding"}),
     );
     for (line, part) in output.iter().zip([
         "none: the provider no longer has server 4711".to_owned(),
@@ -327,7 +327,7 @@ fn status_shows_lost_and_reported_copies() {
         ),
         format!("its removal was abandoned; kept until `svcctl discard {OTHER}`"),
         "being deleted".to_owned(),
-        format!("9 min ago, from machine {OTHER}, as reported by its host; the object store does not respond"),
+        format!("9 min ago, from machine {OTHER}, as reported by its host; the object store is not responding"),
     ]) {
         assert!(line.contains(&part), "{part}: {line}");
     }

@@ -1,4 +1,4 @@
-//! A program under measurement that runs to completion: wall time, CPU time, memory, and bytes written.
+//! Runs a program to completion and measures its wall time, CPU time, memory, and bytes written.
 
 use std::fs;
 use std::os::unix::process::CommandExt;
@@ -17,7 +17,7 @@ use kit::child::{self, AtExit};
 /// Interval between memory samples: short, but with negligible load. The program's end is detected immediately.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// A run's statistics.
+/// Resource usage of one run of the program.
 pub struct RunStats {
     pub wall: Duration,
     /// CPU time of the program and its children.

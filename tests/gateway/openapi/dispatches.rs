@@ -1,4 +1,4 @@
-//! Rejected dispatches.
+//! Tests the error responses to dispatches.
 
 use serde_json::json;
 

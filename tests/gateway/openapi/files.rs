@@ -1,4 +1,4 @@
-//! Requests for earlier versions of files, and for the key of their backup.
+//! Tests requests for earlier versions of files, and for the key of their backup.
 
 use reqwest::Method;
 use serde_json::json;

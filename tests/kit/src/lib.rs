@@ -16,7 +16,7 @@
 //! | [`ca`] | a certificate authority |
 //! | [`pebble`] | a certificate authority that speaks ACME |
 //! | [`net`] | free ports, and a TCP proxy that delays, cuts and resets connections |
-//! | [`unfinished_heads`] | HTTPS connections with unfinished request heads, and their memory cost |
+//! | [`incomplete_requests`] | HTTPS connections with incomplete request heads, and their memory cost |
 //! | [`fetch`] | tools fetched once into `target/tools` |
 //! | [`story`] | the main scenario, run on all of these |
 //! | [`mod@bundle`] | host bundles, in their published form |
@@ -49,6 +49,7 @@ pub mod fail_points;
 pub mod fetch;
 pub mod hcloud;
 pub mod idp;
+pub mod incomplete_requests;
 pub mod long_tests;
 pub mod model_stub;
 pub mod moto;
@@ -65,7 +66,6 @@ pub mod seaweed;
 pub mod skip;
 pub mod stores;
 pub mod story;
-pub mod unfinished_heads;
 pub mod vm;
 
 mod runtime;

@@ -19,7 +19,7 @@ pub const LONG_REPORT_VAR: &str = "SVC_LONG_REPORT";
 pub struct Figures {
     pub test: String,
     /// Number of store, network, database and disk faults, and of corrupted objects.
-    pub faults_tried: u64,
+    pub faults_injected: u64,
     /// Number of kills with SIGKILL after which all invariants held.
     pub kills_survived: u64,
     pub snapshots_taken: u64,
@@ -51,7 +51,7 @@ impl Figures {
 #[derive(Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Sums {
-    pub faults_tried: u64,
+    pub faults_injected: u64,
     pub kills_survived: u64,
     pub snapshots_taken: u64,
     pub lost: u64,
@@ -72,7 +72,7 @@ impl Sums {
     }
 
     fn add(&mut self, figures: Figures) {
-        self.faults_tried += figures.faults_tried;
+        self.faults_injected += figures.faults_injected;
         self.kills_survived += figures.kills_survived;
         self.snapshots_taken += figures.snapshots_taken;
         self.lost += figures.lost;
@@ -84,7 +84,7 @@ impl Sums {
     pub fn summary(&self) -> String {
         format!(
             "faults injected: {}, kills survived: {}, snapshots taken: {}, lost: {}, fuzz cases: {}",
-            self.faults_tried, self.kills_survived, self.snapshots_taken, self.lost, self.fuzz_cases
+            self.faults_injected, self.kills_survived, self.snapshots_taken, self.lost, self.fuzz_cases
         )
     }
 
@@ -113,7 +113,7 @@ mod tests {
     #[test]
     fn parse_adds_up_lines_and_rejects_malformed_ones() {
         let kills = Figures { kills_survived: 200, snapshots_taken: 70, ..Figures::new("kills") };
-        let faults = Figures { kills_survived: 5, faults_tried: 3, ..Figures::new("faults") };
+        let faults = Figures { kills_survived: 5, faults_injected: 3, ..Figures::new("faults") };
         let lines = format!(
             "{}\n{}\n{{\"test\":\"fuzz\",\"fuzzCases\":9}}\n",
             serde_json::to_string(&kills).expect("figures serialize"),

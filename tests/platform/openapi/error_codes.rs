@@ -19,7 +19,7 @@ const NOT_TRIGGERED: [(&str, &str); 3] = [
     ("whoAmI", "forbidden"),
     // An internal error that no request can cause.
     ("*", "internal"),
-    // This needs a directory as the store, which has no credentials; no test covers it.
+    // Only a store that is a local directory has no credentials; no test uses one here.
     ("renewStorageCredentials", "disabled"),
 ];
 

@@ -49,7 +49,7 @@ impl TestPlatform {
         env.push(("PLATFORM_OPERATOR_REQUESTS_PER_SECOND", "0"));
         let process = stack.start_platform_with(&env);
         let running = stack.start_machine(&process, "user_1").await;
-        // The slot has a key for its file backups.
+        // The file routes need the slot's file backup key, so create it.
         let path = format!("/vps/{}/files-key", running.machine);
         let key = stack.request(&process, Method::POST, &path).bearer_auth(&running.upgrade_token);
         assert_eq!(stack.send(key.json(&json!({}))).await.status, 200);
@@ -72,7 +72,7 @@ impl TestPlatform {
         Self { stack, process, running, booting, operation, rollout, operators }
     }
 
-    /// Returns the machine that a valid request for the operation names.
+    /// Returns the machine whose id belongs in a valid request for the operation.
     fn guest(&self, operation: &Operation) -> &Guest {
         if accepts_credential(operation, "registration") { &self.booting } else { &self.running }
     }
@@ -109,8 +109,8 @@ impl ApiUnderTest for TestPlatform {
 
     fn path(&self, operation: &Operation) -> String {
         match operation.id {
-            _ if names_operation(operation) => self.path_of(operation, &self.operation),
-            _ if names_rollout(operation) => self.path_of(operation, &self.rollout),
+            _ if has_operation_id(operation) => self.path_of(operation, &self.operation),
+            _ if has_rollout_id(operation) => self.path_of(operation, &self.rollout),
             _ => self.path_of(operation, &self.guest(operation).machine),
         }
     }
@@ -208,7 +208,7 @@ impl ApiUnderTest for TestPlatform {
             "allowEmpty" | "empty" => json!(false),
             "verify" if operation.id == "deploy" => json!(false),
             // A decision either names a snapshot or accepts the loss.
-            "acceptLoss" if names_operation(operation) => json!(false),
+            "acceptLoss" if has_operation_id(operation) => json!(false),
             "currentPeriodEnd" => json!("2099-01-02T03:04:05Z"),
             _ => return None,
         })
@@ -220,12 +220,12 @@ fn accepts_credential(operation: &Operation, name: &str) -> bool {
 }
 
 /// Whether the operation's path contains a rollout id.
-fn names_rollout(operation: &Operation) -> bool {
+fn has_rollout_id(operation: &Operation) -> bool {
     operation.path.starts_with("/vps/deploy/{id}")
 }
 
 /// Whether the operation's path contains the id of a machine's operation.
-fn names_operation(operation: &Operation) -> bool {
+fn has_operation_id(operation: &Operation) -> bool {
     operation.path.starts_with("/vps/operations/{id}")
 }
 
@@ -274,14 +274,14 @@ async fn assert_rejects_invalid_ids(platform: &TestPlatform, operation: &Operati
         platform.send(call(id)).await.assert_problem(400, "invalid_request");
     }
     if accepts_credential(operation, "operator") {
-        let names_no_machine = names_operation(operation) || names_rollout(operation);
-        let code = if names_no_machine { "not_found" } else { "machine_not_found" };
+        let has_no_machine_id = has_operation_id(operation) || has_rollout_id(operation);
+        let code = if has_no_machine_id { "not_found" } else { "machine_not_found" };
         platform.send(call(&unknown.to_string())).await.assert_problem(404, code);
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn database_outage_is_reported_by_every_route_that_needs_it() {
+async fn every_route_that_needs_database_reports_its_outage() {
     let server = start_database_server().await;
     let platform = TestPlatform::start(&[("PLATFORM_DATABASE_URL", &server.url("svc"))]).await;
     server.kill9().await.unwrap();
@@ -322,7 +322,7 @@ async fn assert_reports_database_outage(platform: &TestPlatform) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn store_outage_is_reported_by_every_route_that_needs_it() {
+async fn every_route_that_needs_store_reports_its_outage() {
     let platform = TestPlatform::start(&[]).await;
     platform.stack.store.take_down();
     assert_reports_store_outage(&platform).await;
@@ -349,9 +349,9 @@ async fn assert_reports_store_outage(platform: &TestPlatform) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn valid_request_to_every_route_matches_its_description() {
+async fn every_route_answers_valid_request_as_described() {
     let platform = TestPlatform::start(&[]).await;
-    // Operations that end a machine come last.
+    // Operations that take a machine out of service come last.
     let mut all: Vec<&Operation> = operations().collect();
     all.sort_by_key(|operation| match operation.id {
         // Only one rollout can be open, so the first one is aborted earlier.
@@ -363,7 +363,7 @@ async fn valid_request_to_every_route_matches_its_description() {
     });
     for operation in all {
         let response = platform.send(valid_call(&platform, operation)).await;
-        // The machine's host does not respond, and its slot has no usable snapshot.
+        // The machine's host is not responding, and its slot has no usable snapshot.
         let refused = match operation.id {
             "backUp" | "drill" | "getUsage" | "verifyFiles" => Some((502, "host_unreachable")),
             "showFileBackup" | "listFileVersions" | "listFilesAt" | "showFileRestore" | "restoreFile" => {

@@ -1,5 +1,5 @@
-//! Faults of the PostgreSQL server, such as a restart, exhausted connections or a locked table: the run ends with a
-//! clear error, and the next run succeeds.
+//! During a fault of the PostgreSQL server, such as a restart, exhausted connections or a locked table, the run ends
+//! with a clear error, and the next run succeeds.
 
 use std::time::{Duration, Instant};
 
@@ -12,8 +12,8 @@ use super::super::gate::{SHORT_DEADLINE, assert_untouched, is_restored, old_and_
 use super::super::machine::{self, BUCKET, Machine, RunResult, RunningApplet, wait_until};
 use super::snapshot_checker::SnapshotChecker;
 
-/// A table larger than one upload part.
-const CONTENT: &str = "CREATE TABLE noise AS SELECT decode(string_agg(md5(n::text || '-' || m), ''), 'hex') AS bytes \
+/// Creates a table that is larger than one upload part.
+const CREATE_LARGE_TABLE: &str = "CREATE TABLE noise AS SELECT decode(string_agg(md5(n::text || '-' || m), ''), 'hex') AS bytes \
      FROM generate_series(1, 360) n, generate_series(1, 1000) m GROUP BY n";
 
 async fn wait_for_exit(running: RunningApplet) -> Result<RunResult> {
@@ -45,7 +45,7 @@ fn assert_failed(machine: &Machine, stages: &[&str], expected_error: &str) -> Re
 async fn database_restart_during_a_backup_fails_that_run() -> Result<()> {
     let store = machine::start_store()?;
     let machine = Machine::in_use(&store, 1).await?;
-    machine.client().await?.batch_execute(CONTENT).await?;
+    machine.client().await?.batch_execute(CREATE_LARGE_TABLE).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     let mut checker = SnapshotChecker::new(&store);
     checker.check()?;
@@ -74,7 +74,7 @@ async fn database_restart_during_a_backup_fails_that_run() -> Result<()> {
     }
     machine.run(&["svc-db-backup"])?.expect(0);
     checker.check()?;
-    Figures { faults_tried: 3, snapshots_taken: 2, ..Figures::new("database restarts during backups") }
+    Figures { faults_injected: 3, snapshots_taken: 2, ..Figures::new("database restarts during backups") }
         .record()
 }
 
@@ -108,7 +108,7 @@ async fn database_restart_during_restore_leaves_complete_database() -> Result<()
         ensure!(!names.iter().any(|name| name.starts_with("svc_restore_")), "{point}: {names:?}");
         reset(&new).await?;
     }
-    Figures { faults_tried: points.len() as u64, ..Figures::new("database restarts during restores") }
+    Figures { faults_injected: points.len() as u64, ..Figures::new("database restarts during restores") }
         .record()
 }
 
@@ -160,7 +160,7 @@ async fn exhausted_connections_fail_the_run_with_a_message() -> Result<()> {
     let store = machine::start_store()?;
     let machine = machine_with_few_connections(&store, 1).await?;
     svc::fsx::write_atomic(&machine.path("opt/svc/restore-complete"), b"", 0o644)?;
-    machine.client().await?.batch_execute(CONTENT).await?;
+    machine.client().await?.batch_execute(CREATE_LARGE_TABLE).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     let before = machine::pointer(&store).await?;
     let mut sessions = occupy_connections(&machine, 0).await?;
@@ -187,7 +187,8 @@ async fn exhausted_connections_fail_the_run_with_a_message() -> Result<()> {
     assert_untouched(&new, "no free connection").await?;
     new.run(&["svc-restore"])?.expect(0);
     assert!(new.has_marker());
-    Figures { faults_tried: 3, snapshots_taken: 2, ..Figures::new("exhausted database connections") }.record()
+    Figures { faults_injected: 3, snapshots_taken: 2, ..Figures::new("exhausted database connections") }
+        .record()
 }
 
 /// A backup waits a minute for a lock; `VACUUM FULL` or a migration, for example, may hold one for longer.
@@ -208,5 +209,5 @@ async fn backup_of_a_long_locked_table_fails_and_is_recorded() -> Result<()> {
     assert_eq!(store.uploads(BUCKET), Vec::<String>::new());
     client.batch_execute("ROLLBACK").await?;
     machine.run(&["svc-db-backup"])?.expect(0);
-    Figures { faults_tried: 1, snapshots_taken: 2, ..Figures::new("locked tables") }.record()
+    Figures { faults_injected: 1, snapshots_taken: 2, ..Figures::new("locked tables") }.record()
 }

@@ -1,5 +1,5 @@
-//! A full disk for each kind of write: a small file system is mounted at the written path. The run ends with a clear
-//! error and leaves no database or release half-switched; once there is free space, the next run succeeds.
+//! Fills the disk for each kind of write, by mounting a small file system at the written path. The run ends with a
+//! clear error and leaves no database or release half-switched; once there is free space, the next run succeeds.
 
 use std::fs;
 use std::time::Duration;
@@ -71,7 +71,7 @@ async fn backup_on_full_disk_succeeds_and_reports_its_result() -> Result<()> {
         checker.check()?;
     }
     Figures {
-        faults_tried: 2,
+        faults_injected: 2,
         snapshots_taken: checker.complete_count(),
         ..Figures::new("full disks during backups")
     }
@@ -94,7 +94,7 @@ async fn verify_on_full_disk_reports_damage() -> Result<()> {
     assert!(result.stderr.contains(key), "{}", result.stderr);
     let last: Value = serde_json::from_slice(&fs::read(machine.path("var/lib/svc/last-verify.json"))?)?;
     assert_eq!((&last["status"], &last["damaged"]), (&json!("error"), &json!([key])), "{last}");
-    Figures { faults_tried: 1, ..Figures::new("full disks during verifications") }.record()
+    Figures { faults_injected: 1, ..Figures::new("full disks during verifications") }.record()
 }
 
 /// Fills the disk while the restore pauses at `point`, and waits for the restore to end. A database whose name starts
@@ -166,7 +166,7 @@ async fn restore_on_full_disk_keeps_old_database_and_resumes() -> Result<()> {
     svc::fsx::remove_if_exists(&marker)?;
     svc::fsx::remove_if_exists(&new.path("opt/svc/restore-complete"))?;
     reset(&new).await?;
-    Figures { faults_tried: 4, ..Figures::new("full disks during restores") }.record()
+    Figures { faults_injected: 4, ..Figures::new("full disks during restores") }.record()
 }
 
 /// Applies an update, fills the disk once the condition holds, and returns the result.
@@ -212,7 +212,7 @@ async fn release_is_unpacked_only_with_free_space() -> Result<()> {
 
     fixture.apply(NEW_VERSION).await?.expect(0);
     fixture.assert_running(NEW_VERSION)?;
-    Figures { faults_tried: 2, ..Figures::new("full disks while unpacking releases") }.record()
+    Figures { faults_injected: 2, ..Figures::new("full disks while unpacking releases") }.record()
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -237,7 +237,7 @@ async fn update_with_full_journal_disk_completes_later() -> Result<()> {
     fixture.run(&["resume"], None).await?.expect(0);
     fixture.assert_running(NEW_VERSION)?;
     assert_eq!(fixture.last_update()?["outcome"], "updated");
-    Figures { faults_tried: 2, ..Figures::new("full disks for update journals") }.record()
+    Figures { faults_injected: 2, ..Figures::new("full disks for update journals") }.record()
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -258,5 +258,5 @@ async fn full_disk_for_units_rolls_the_update_back() -> Result<()> {
     assert!(current.ends_with(OLD_VERSION), "{}", current.display());
     fixture.run(&["apply", "--version", NEW_VERSION, "--allow-quarantined"], None).await?.expect(0);
     assert_eq!(fixture.last_update()?["outcome"], "updated");
-    Figures { faults_tried: 1, ..Figures::new("full disks for units") }.record()
+    Figures { faults_injected: 1, ..Figures::new("full disks for units") }.record()
 }

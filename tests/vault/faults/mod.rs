@@ -1,5 +1,5 @@
-//! Fault-injection tests for snapshots, restores, updates and registration: processes killed at any moment, failures of
-//! the store, the database and the disk, and tampered objects.
+//! Fault-injection tests for snapshots, restores, updates and registration: processes are killed at any moment, the
+//! store, the database or the disk fails, and objects are tampered with.
 //!
 //! The invariants are defined once: in [`snapshot_checker`] for a slot's objects, in `kills` for a machine's state
 //! after a kill. The kill tests have a short run for every commit and a long one. `cargo xtask test --long` runs both,

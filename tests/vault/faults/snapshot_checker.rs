@@ -1,5 +1,5 @@
-//! An independent check of a slot's objects: no complete snapshot may disappear or change, and the pointer names a
-//! complete snapshot.
+//! Checks a slot's objects independently of the product: no complete snapshot may disappear or change, and the pointer
+//! must name a complete snapshot.
 
 use std::collections::BTreeMap;
 

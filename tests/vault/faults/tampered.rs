@@ -1,5 +1,5 @@
-//! Tampered pointers, sidecars and dumps: the restore rejects inconsistent ones and leaves the machine unchanged, and a
-//! backup never overwrites an unreadable pointer. `gate` covers corrupt, missing and truncated objects.
+//! A restore rejects inconsistent pointers, sidecars and dumps, and leaves the machine unchanged. A backup never
+//! overwrites an unreadable pointer. `gate` covers corrupt, missing and truncated objects.
 
 use anyhow::{Context, Result, ensure};
 use kit::long_tests::Figures;
@@ -196,10 +196,10 @@ async fn every_tampered_object_is_refused() -> Result<()> {
     }
     new.run(&["svc-restore"])?.expect(0);
     assert!(new.has_marker() && is_restored(&new).await?);
-    Figures { faults_tried: case_count, ..Figures::new("tampered objects") }.record()
+    Figures { faults_injected: case_count, ..Figures::new("tampered objects") }.record()
 }
 
-/// Returns the files below a directory whose names have the given prefix.
+/// Returns the files under a directory whose names have the given prefix.
 fn find_files(dir: &std::path::Path, prefix: &str) -> Result<Vec<std::path::PathBuf>> {
     let (mut files, mut pending_dirs) = (Vec::new(), vec![dir.to_owned()]);
     while let Some(dir) = pending_dirs.pop() {

@@ -1,4 +1,4 @@
-//! Verifies the checksums that an upload's sender provides in headers or after the body.
+//! Verifies the checksums that a client sends with an upload, in headers or trailers.
 //!
 //! s3s verifies the SHA-256 in the signature.
 

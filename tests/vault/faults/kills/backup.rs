@@ -1,4 +1,4 @@
-//! Backups killed at any point: no stored object is lost, the pointer is always valid, and the next run succeeds.
+//! When a backup is killed at any point, no stored object is lost, the pointer is valid, and the next run succeeds.
 
 use anyhow::{Context, Result, ensure};
 use kit::long_tests::Figures;
@@ -6,10 +6,10 @@ use kit::s3::S3Server;
 
 use super::super::super::machine::{self, BUCKET, Machine};
 use super::super::snapshot_checker::SnapshotChecker;
-use super::{Killer, LONG_KILLS, SHORT_KILLS, assert_no_temporary_file};
+use super::{Killer, MIN_KILLS_LONG_RUN, MIN_KILLS_SHORT_RUN, assert_no_temporary_file};
 
-/// A table whose rows are counted, and one that is larger than an upload part.
-const CONTENT: &str = "CREATE TABLE t AS SELECT generate_series(1, 1000) AS id; \
+/// Creates a table whose rows are counted, and one that is larger than an upload part.
+const CREATE_TABLES: &str = "CREATE TABLE t AS SELECT generate_series(1, 1000) AS id; \
      CREATE TABLE noise AS SELECT decode(string_agg(md5(n::text || '-' || m), ''), 'hex') AS bytes \
      FROM generate_series(1, 360) n, generate_series(1, 1000) m GROUP BY n";
 const BACKUP: [&str; 1] = ["svc-db-backup"];
@@ -72,7 +72,7 @@ impl Campaign<'_> {
 async fn run_campaign(kills: u64, seed: u64) -> Result<()> {
     let store = machine::start_store()?;
     let machine = Machine::in_use(&store, 1).await?;
-    machine.client().await?.batch_execute(CONTENT).await?;
+    machine.client().await?.batch_execute(CREATE_TABLES).await?;
     let killer = Killer::new("backups", seed);
     let mut campaign =
         Campaign { store: &store, machine, checker: SnapshotChecker::new(&store), killer, rows: 1000 };
@@ -88,7 +88,7 @@ async fn run_campaign(kills: u64, seed: u64) -> Result<()> {
         kills_survived: campaign.killer.kills,
         snapshots_taken: campaign.checker.complete_count(),
         lost: u64::from(campaign.checker.check().is_err()),
-        ..Figures::new("kills of backups")
+        ..Figures::new("killed backups")
     };
     figures.record()?;
     result
@@ -96,11 +96,11 @@ async fn run_campaign(kills: u64, seed: u64) -> Result<()> {
 
 #[tokio::test]
 async fn backups_survive_random_kills() -> Result<()> {
-    run_campaign(SHORT_KILLS, 1).await
+    run_campaign(MIN_KILLS_SHORT_RUN, 1).await
 }
 
 #[tokio::test]
 #[ignore = "long: 200 kills"]
 async fn backups_survive_200_kills() -> Result<()> {
-    run_campaign(LONG_KILLS, Killer::new_seed()).await
+    run_campaign(MIN_KILLS_LONG_RUN, Killer::new_seed()).await
 }

@@ -1,5 +1,5 @@
-//! Repeated `kill -9` of the real applets after a random fraction of their run time, and the invariants after each
-//! kill.
+//! Repeatedly kills the real applets with `kill -9` after a random fraction of their run time, and checks the
+//! invariants after each kill.
 
 mod backup;
 mod register;
@@ -16,9 +16,9 @@ use super::super::machine::{RunResult, RunningApplet};
 use crate::sim::rng::Rng;
 
 /// Minimum number of kills in a short run.
-const SHORT_KILLS: u64 = 8;
+const MIN_KILLS_SHORT_RUN: u64 = 8;
 /// Minimum number of kills in a long run.
-const LONG_KILLS: u64 = 200;
+const MIN_KILLS_LONG_RUN: u64 = 200;
 /// Maximum number of consecutive kills before a complete run; fewer than the number after which an update is abandoned.
 const MAX_CONSECUTIVE_KILLS: usize = 3;
 

@@ -1,4 +1,5 @@
-//! Registrations killed at any point: the platform accepts one body per machine, and never receives a different one.
+//! When registrations are killed at any point, the platform accepts one body per machine, and never receives a
+//! different one.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -17,9 +18,9 @@ use svc::machine::id::MachineId;
 use super::super::super::bundle;
 use super::super::super::machine::{Machine, RunningApplet};
 use super::super::super::platform::start_gateway;
-use super::{Killer, LONG_KILLS, SHORT_KILLS};
+use super::{Killer, MIN_KILLS_LONG_RUN, MIN_KILLS_SHORT_RUN};
 
-/// The platform's rule: one body is accepted per machine, and a repeated request gets the same response.
+/// The state of a fake platform, which accepts one body per machine, and repeats its response if that body is resent.
 #[derive(Default)]
 struct Registrations {
     /// By machine id.
@@ -43,7 +44,7 @@ async fn respond(State(registrations): State<SharedRegistrations>, body: String)
         state.accepted.entry(machine).or_insert_with(|| Registration { body: body.clone(), responses: 0 });
     if entry.body != body {
         state.refused += 1;
-        let problem = json!({"code": "registration_rejected", "detail": "The token was used."});
+        let problem = json!({"code": "registration_rejected", "detail": "The token has already been used."});
         return (StatusCode::UNAUTHORIZED, Json(problem)).into_response();
     }
     entry.responses += 1;
@@ -147,19 +148,19 @@ async fn run_campaign(kills: u64, seed: u64) -> Result<()> {
         anyhow::Ok(())
     };
     let result = result.await;
-    Figures { kills_survived: campaign.killer.kills, ..Figures::new("kills of registrations") }.record()?;
+    Figures { kills_survived: campaign.killer.kills, ..Figures::new("killed registrations") }.record()?;
     result
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn registrations_survive_random_kills() -> Result<()> {
-    run_campaign(SHORT_KILLS, 1).await
+    run_campaign(MIN_KILLS_SHORT_RUN, 1).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "long: 200 kills"]
 async fn registrations_survive_200_kills() -> Result<()> {
-    run_campaign(LONG_KILLS, Killer::new_seed()).await
+    run_campaign(MIN_KILLS_LONG_RUN, Killer::new_seed()).await
 }
 
 /// Tests [`Campaign::check_state`] itself.

@@ -1,5 +1,5 @@
-//! Restores killed at any point: the old database exists until the new one is complete, and the marker is written
-//! last.
+//! When a restore is killed at any point, the old database exists until the new one is complete, and the marker is
+//! written last.
 
 use anyhow::{Context, Result, ensure};
 use kit::long_tests::Figures;
@@ -7,7 +7,7 @@ use kit::long_tests::Figures;
 use super::super::super::gate::{old_and_new_machines, reset};
 use super::super::super::machine::Machine;
 use super::super::snapshot_checker::SnapshotChecker;
-use super::{Killer, LONG_KILLS, SHORT_KILLS, assert_no_temporary_file};
+use super::{Killer, MIN_KILLS_LONG_RUN, MIN_KILLS_SHORT_RUN, assert_no_temporary_file};
 
 const RESTORE: [&str; 1] = ["svc-restore"];
 
@@ -143,19 +143,19 @@ async fn run_campaign(kills: u64, seed: u64) -> Result<()> {
     let result = result.await;
     let kills_survived = campaign.killer.kills;
     println!("{} restores", campaign.restored);
-    Figures { kills_survived, snapshots_taken: 1, ..Figures::new("kills of restores") }.record()?;
+    Figures { kills_survived, snapshots_taken: 1, ..Figures::new("killed restores") }.record()?;
     result
 }
 
 #[tokio::test]
 async fn restores_survive_random_kills() -> Result<()> {
-    run_campaign(SHORT_KILLS, 1).await
+    run_campaign(MIN_KILLS_SHORT_RUN, 1).await
 }
 
 #[tokio::test]
 #[ignore = "long: 200 kills"]
 async fn restores_survive_200_kills() -> Result<()> {
-    run_campaign(LONG_KILLS, Killer::new_seed()).await
+    run_campaign(MIN_KILLS_LONG_RUN, Killer::new_seed()).await
 }
 
 /// Tests [`database_content`] itself.

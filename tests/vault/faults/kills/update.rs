@@ -1,5 +1,4 @@
-//! Updates killed at any point: at every moment, one complete release is current, and the next run finishes an
-//! interrupted update.
+//! When an update is killed at any point, one complete release is current, and the next run finishes the update.
 
 use std::fs;
 
@@ -7,7 +6,7 @@ use anyhow::{Context, Result, bail, ensure};
 use kit::long_tests::Figures;
 
 use super::super::super::update_fixture::{OLD_VERSION, PublishedRelease, UpdateFixture};
-use super::{Killer, LONG_KILLS, SHORT_KILLS, assert_no_temporary_file};
+use super::{Killer, MIN_KILLS_LONG_RUN, MIN_KILLS_SHORT_RUN, assert_no_temporary_file};
 
 const APPLY: [&str; 2] = ["apply", "--request"];
 
@@ -99,19 +98,19 @@ async fn run_campaign(kills: u64, seed: u64) -> Result<()> {
     };
     let result = result.await;
     println!("{} updates", campaign.updates);
-    Figures { kills_survived: campaign.killer.kills, ..Figures::new("kills of updates") }.record()?;
+    Figures { kills_survived: campaign.killer.kills, ..Figures::new("killed updates") }.record()?;
     result
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn updates_survive_random_kills() -> Result<()> {
-    run_campaign(SHORT_KILLS, 1).await
+    run_campaign(MIN_KILLS_SHORT_RUN, 1).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "long: 200 kills"]
 async fn updates_survive_200_kills() -> Result<()> {
-    run_campaign(LONG_KILLS, Killer::new_seed()).await
+    run_campaign(MIN_KILLS_LONG_RUN, Killer::new_seed()).await
 }
 
 /// Tests [`current_version`] itself.

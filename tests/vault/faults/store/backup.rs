@@ -1,4 +1,5 @@
-//! `svc-db-backup` with a failing store: the exit code, the line in `backup.jsonl`, the pointer, and no loss of data.
+//! Runs `svc-db-backup` with a failing store, and checks the exit code, the line in `backup.jsonl` and the pointer, and
+//! that no data is lost.
 
 use std::time::Duration;
 
@@ -13,8 +14,8 @@ use super::{
     Disruption, FaultFixture, expire_without_renewal, revoke_sessions, rule, single_rule, supersede_machine,
 };
 
-/// A table larger than one upload part.
-const CONTENT: &str = "CREATE TABLE noise AS SELECT decode(string_agg(md5(n::text || '-' || m), ''), 'hex') AS bytes \
+/// Creates a table that is larger than one upload part.
+const CREATE_LARGE_TABLE: &str = "CREATE TABLE noise AS SELECT decode(string_agg(md5(n::text || '-' || m), ''), 'hex') AS bytes \
      FROM generate_series(1, 360) n, generate_series(1, 1000) m GROUP BY n";
 
 /// The expected result of a run.
@@ -195,7 +196,7 @@ async fn fault_fixture() -> Result<FaultFixture> {
     let store = machine::start_store()?;
     let platform = CredentialPlatform::start(&store).await?;
     let machine = Machine::in_use(&store, 1).await?;
-    machine.client().await?.batch_execute(CONTENT).await?;
+    machine.client().await?.batch_execute(CREATE_LARGE_TABLE).await?;
     let fixture = FaultFixture { store, platform, machine };
     fixture.restore_normal_operation().await?;
     Ok(fixture)
@@ -232,7 +233,7 @@ async fn store_faults_end_backups_as_expected_without_data_loss() -> Result<()> 
     fixture.machine.run(&["svc-db-backup"])?.expect(0);
     checker.check()?;
     Figures {
-        faults_tried: case_count,
+        faults_injected: case_count,
         snapshots_taken: checker.complete_count(),
         ..Figures::new("store faults during backups")
     }

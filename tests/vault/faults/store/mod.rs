@@ -1,4 +1,5 @@
-//! Failures of an object store, as tables: each row names the failure and the expected exit code and result of the run.
+//! Table-driven tests of object-store failures: each row names the failure and the expected exit code and result of the
+//! run.
 
 mod backup;
 mod restore;

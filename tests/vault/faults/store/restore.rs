@@ -1,4 +1,4 @@
-//! `svc-restore` with a failing store: it opens the gate with the complete snapshot, or not at all.
+//! With a failing store, `svc-restore` opens the gate with the complete snapshot, or not at all.
 
 use std::time::Duration;
 
@@ -107,7 +107,7 @@ async fn store_faults_never_open_the_gate_on_a_partial_restore() -> Result<()> {
     fixture.machine.run(&["svc-restore"])?.expect(0);
     assert!(is_restored(&fixture.machine).await?);
     assert_eq!((checker.seq(), checker.complete_count()), (1, 1), "a restore must never write to the store");
-    Figures { faults_tried: case_count, ..Figures::new("store faults during restores") }.record()
+    Figures { faults_injected: case_count, ..Figures::new("store faults during restores") }.record()
 }
 
 /// A missing `latest` does not prove that there is no snapshot, and the pointer log shows that `latest` is stale.

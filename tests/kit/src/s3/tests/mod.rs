@@ -58,7 +58,7 @@ impl Fixture {
         Ok(self.client.get(&Key::from(key)).await?.bytes().await?.to_vec())
     }
 
-    fn blob_files(&self) -> usize {
+    fn count_blob_files(&self) -> usize {
         let dirs = std::fs::read_dir(self.dir.path()).expect("the server's directory is readable");
         let dirs = dirs.map(|dir| dir.expect("the entry is readable").path());
         dirs.map(|dir| std::fs::read_dir(dir).expect("the blobs' directory is readable").count()).sum()

@@ -70,7 +70,7 @@ async fn multipart_object_concatenates_its_parts() -> Result<()> {
     fixture.client.delete(&Key::from("big")).await?;
     fixture.server.write("fleet", "big", "x");
     fixture.server.remove("fleet", "big");
-    assert_eq!(fixture.blob_files(), 0, "a file outlived its object");
+    assert_eq!(fixture.count_blob_files(), 0, "a file outlived its object");
     Ok(())
 }
 
@@ -89,7 +89,7 @@ async fn multipart_rules_are_enforced() -> Result<()> {
     }
     assert!(fixture.server.uploads("fleet").is_empty(), "an aborted upload was not removed");
     assert!(fixture.server.objects("fleet", "").is_empty());
-    assert_eq!(fixture.blob_files(), 0, "a file outlived its upload");
+    assert_eq!(fixture.count_blob_files(), 0, "a file outlived its upload");
     Ok(())
 }
 

@@ -1,11 +1,11 @@
-//! Clients that open many connections to :443 without completing a request head: the gateway and the router use no
-//! more memory per connection than the connection limit assumes.
+//! Many clients open connections to :443 and never complete a request head. The gateway and the router must use no more
+//! memory per connection than the connection limit assumes.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
 
 use anyhow::Result;
-use kit::unfinished_heads::{OpenConnections, wait_for_settled_memory};
+use kit::incomplete_requests::{OpenConnections, wait_for_settled_memory};
 use svc::http::tls::{ChainCheck, Identity, generate_self_signed, pinned_client_config};
 
 use super::gateway::host::Machine;
@@ -24,12 +24,12 @@ fn measure_bytes_per_connection(pid: u32, address: SocketAddr, identity: &Identi
     drop(OpenConnections::open(address, &config, 20)?);
     let before = wait_for_settled_memory(pid)?;
     let mut connections = OpenConnections::open(address, &config, CONNECTIONS)?;
-    connections.send_unfinished_heads(HEAD_BYTES)?;
+    connections.send_incomplete_requests(HEAD_BYTES)?;
     let after = wait_for_settled_memory(pid)?;
     connections.ensure_open()?;
     let increase = after.saturating_sub(before);
     let per_connection = increase / CONNECTIONS as u64;
-    println!("{CONNECTIONS} unfinished heads: {} MiB, {} KiB each", increase >> 20, per_connection >> 10);
+    println!("{CONNECTIONS} incomplete requests: {} MiB, {} KiB each", increase >> 20, per_connection >> 10);
     Ok(per_connection)
 }
 
@@ -42,7 +42,7 @@ fn assert_within_bounds(bytes: u64) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn gateway_holds_unfinished_heads_in_bounded_memory() -> Result<()> {
+async fn gateway_bounds_memory_of_incomplete_requests() -> Result<()> {
     let host = Machine::new("postgres://postgres:x@127.0.0.1:1/svc")?.start()?;
     let file = |name: &str| host.machine.path("var/lib/svc/tls").join(name);
     let identity = Identity::read(&file("cert.pem"), &file("key.pem"))?;
@@ -54,7 +54,7 @@ async fn gateway_holds_unfinished_heads_in_bounded_memory() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn router_holds_unfinished_heads_in_bounded_memory() -> Result<()> {
+async fn router_bounds_memory_of_incomplete_requests() -> Result<()> {
     let stack = Stack::start().await;
     let identity = generate_self_signed(&["app.test".to_owned()])?;
     let dir = tempfile::tempdir()?;

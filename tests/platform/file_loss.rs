@@ -119,7 +119,7 @@ async fn servers_of_all_earlier_machines_are_kept() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn operation_shows_that_it_waits_for_files_until_skipped() {
+async fn operation_reports_waiting_for_files_until_skipped() {
     let (stack, process, old) = start().await;
     let recovery = recover(&stack, &process).await;
     old.wait_for_backup_request(&stack).await;
@@ -130,7 +130,7 @@ async fn operation_shows_that_it_waits_for_files_until_skipped() {
         let operation = stack.get(&process, &path).await.body;
         (operation["errorCode"] == "files_unsaved").then_some(operation)
     };
-    let waiting = stack.eventually("the operation shows that it waits", is_waiting).await;
+    let waiting = stack.eventually("the operation reports that it is waiting", is_waiting).await;
     let last = waiting["log"].as_array().unwrap().last().unwrap()["detail"].as_str().unwrap();
     assert!(last.starts_with("the owner's files are not saved yet: the disk is full; after 3 min"), "{last}");
 
@@ -141,7 +141,7 @@ async fn operation_shows_that_it_waits_for_files_until_skipped() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn loss_without_final_backup_includes_unsaved_files() {
+async fn skipped_final_backup_records_unsaved_files() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let old = stack.start_machine(&process, "user_1").await;

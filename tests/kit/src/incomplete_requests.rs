@@ -1,4 +1,4 @@
-//! HTTPS connections with unfinished request heads, for measuring their cost to the server.
+//! Opens HTTPS connections with incomplete request heads, and measures the memory of the server.
 
 use std::io::{ErrorKind, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -33,8 +33,8 @@ impl OpenConnections {
         Ok(Self { streams })
     }
 
-    /// Sends an unfinished head with this many bytes on each connection.
-    pub fn send_unfinished_heads(&mut self, bytes: usize) -> Result<()> {
+    /// Sends an incomplete request head with this many bytes on each connection.
+    pub fn send_incomplete_requests(&mut self, bytes: usize) -> Result<()> {
         let mut head = b"GET / HTTP/1.1\r\nhost: app.test\r\nx-padding: ".to_vec();
         head.resize(bytes, b'x');
         self.streams.iter_mut().try_for_each(|tls| {
