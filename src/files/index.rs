@@ -59,6 +59,10 @@ pub(crate) struct ListedPacks {
 }
 
 impl ListedPacks {
+    pub(crate) fn pack_count(&self) -> usize {
+        self.first_files.len()
+    }
+
     /// Removes the packs that an earlier file lists with the same marking, and counts the blobs of the others.
     pub(crate) fn remove_repeats(&mut self, id: Id, file: &mut IndexFile) {
         for (packs, is_marked) in [(&mut file.packs, false), (&mut file.packs_to_delete, true)] {

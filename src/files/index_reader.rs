@@ -3,8 +3,8 @@
 use std::collections::HashSet;
 use std::time::Duration;
 
-use futures_util::{StreamExt, stream};
 use jiff::Timestamp;
+use tokio::task::JoinSet;
 
 use svc_store::StoreError;
 
@@ -18,6 +18,9 @@ use crate::repository::{ObjectKind, Repository};
 
 /// Maximum number of index files read concurrently.
 const MAX_CONCURRENT_READS: usize = 4;
+/// Minimum mean number of blobs in a pack of an index with the maximum number of blobs. A pack takes more memory than a
+/// blob, so their number is limited, too.
+const MIN_MEAN_PACK_BLOBS: usize = 5;
 /// Maximum number of attempts to read an index that pruning changes, and maximum delay between two attempts.
 const MAX_INDEX_READ_ATTEMPTS: u32 = 12;
 const MAX_INDEX_BACKOFF: Duration = Duration::from_secs(5);
@@ -70,17 +73,24 @@ impl Repository {
     ) -> Result<(T, ListedPacks), FilesError> {
         let mut content = T::default();
         let mut listed = ListedPacks::default();
-        // Owned values, because the compiler cannot prove that futures of borrowing closures are `Send`.
-        let read = |id: Id| {
-            let repository = self.clone();
-            async move { repository.read_json::<IndexFile>(ObjectKind::Index, id).await.map(|file| (id, file)) }
-        };
-        let mut reads = stream::iter(files.to_vec()).map(read).buffer_unordered(MAX_CONCURRENT_READS);
-        while let Some(read) = reads.next().await {
-            let (id, mut file) = read?;
+        let mut unread = files.iter().copied();
+        // Tasks, because parsing a large file would delay the other reads until they time out.
+        let mut reads = JoinSet::new();
+        loop {
+            while reads.len() < MAX_CONCURRENT_READS
+                && let Some(id) = unread.next()
+            {
+                let repository = self.clone();
+                reads.spawn(
+                    async move { (id, repository.read_json::<IndexFile>(ObjectKind::Index, id).await) },
+                );
+            }
+            let Some(read) = reads.join_next().await else { break };
+            let (id, file) = read.map_err(|_| FilesError::Stopped)?;
+            let mut file = file?;
             listed.remove_repeats(id, &mut file);
-            if listed.blobs > max_blobs {
-                return Err(FilesError::corrupt("index", &"it has too many blobs"));
+            if listed.blobs > max_blobs || listed.pack_count() > max_blobs / MIN_MEAN_PACK_BLOBS {
+                return Err(FilesError::corrupt("index", &"it has too many blobs or packs"));
             }
             add(&mut content, id, file);
         }

@@ -126,12 +126,12 @@ impl Repository {
             Err(error @ StoreError::NotFound { .. }) => return Err(error.into()),
             Err(error) => {
                 // The store rejects a range beyond the end of the pack. Such a pack is damaged; a retry would fail too.
-                let head = async {
-                    let meta = self.bucket.raw().head(&path).await;
-                    meta.map_err(|error| StoreError::classify(&path, error))
-                };
-                let meta = self.bucket.run_with_timeout(&path, REQUEST_TIMEOUT, head).await;
-                if meta.is_ok_and(|meta| meta.size < end) {
+                // It also refuses a missing one with 403 if the credentials may list only a part of the bucket.
+                let meta = self.bucket.head(&path).await;
+                if let Ok(None) = meta {
+                    return Err(StoreError::NotFound { key: path.to_string() }.into());
+                }
+                if meta.is_ok_and(|meta| meta.is_some_and(|meta| meta.size < end)) {
                     return Err(FilesError::corrupt(
                         format!("pack {id}"),
                         &"it is shorter than the index says",

@@ -332,7 +332,7 @@ impl Repository {
         Ok((snapshots, damaged))
     }
 
-    /// Like [`Self::list_snapshots`], but without tags and paths, and with their upload times, by the store's clock.
+    /// Like [`Self::list_snapshots`], but without tags, paths and names, and with their upload times, by the store's clock.
     pub(crate) async fn list_uploaded_snapshots(&self) -> Result<Vec<(Id, Snapshot, Timestamp)>, FilesError> {
         let folder = self.root.clone().join(ObjectKind::Snapshot.folder());
         let uploads = self.list_uploads(&folder).await?;
@@ -342,6 +342,7 @@ impl Repository {
                 let mut snapshot = repository.read_snapshot(id).await?;
                 // Tags and paths are not needed, and may be long.
                 (snapshot.tags, snapshot.paths) = (Vec::new(), Vec::new());
+                (snapshot.hostname, snapshot.username) = (String::new(), String::new());
                 Ok::<_, FilesError>((id, snapshot, uploaded))
             }
         };

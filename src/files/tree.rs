@@ -74,6 +74,10 @@ pub struct Node {
     /// The number of bytes in a file.
     #[serde(default)]
     pub size: u64,
+    /// The space that a sparse file took when it was saved, if that is much less than its size. `restic` has no such
+    /// member and ignores it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub allocated_bytes: Option<u64>,
     /// The number of hard links.
     #[serde(default)]
     pub links: u64,
@@ -157,6 +161,7 @@ impl Node {
             inode: 0,
             device_id: 0,
             size: 0,
+            allocated_bytes: None,
             links: 0,
             linktarget: String::new(),
             linktarget_raw: None,

@@ -52,7 +52,8 @@ pub struct DamagedPack {
     pub blobs: Vec<Id>,
 }
 
-/// Checks that the index and the latest snapshot can be read. The repository must have been opened without a cache,
+/// Checks that the index and the latest snapshot can be read, and that the index has the root directory of each snapshot.
+/// The repository must have been opened without a cache,
 /// which would hide damage.
 ///
 /// # Errors
@@ -61,6 +62,15 @@ pub struct DamagedPack {
 pub async fn verify_index(repository: &Repository, latest: Option<Id>) -> Result<(), FilesError> {
     if let Some(latest) = latest {
         repository.read_snapshot(latest).await?;
+    }
+    // Snapshots are listed first, so that the index, which is read later, contains their trees.
+    let (snapshots, _) = repository.list_sound_snapshots().await?;
+    let locations = repository.load_tree_locations().await?;
+    for (id, snapshot) in snapshots {
+        locations.find(BlobType::Tree, snapshot.tree).map_err(|error| {
+            let remedy = "restore its pack, or remove the snapshot with `restic forget`";
+            FilesError::corrupt(format!("snapshot {id}"), &format!("{error}; {remedy}"))
+        })?;
     }
     repository.load_known_blobs(&HashSet::new()).await.map(drop)
 }
@@ -176,13 +186,20 @@ async fn verify_pack(
     Ok((length, run_blocking(move || Ok(find_damage(&key, &pack, &bytes))).await?))
 }
 
+/// Sorts blobs, because other programs list them in another order than that of the pack.
+fn sorted_by_offset(blobs: &[PackedBlob]) -> Vec<PackedBlob> {
+    let mut sorted = blobs.to_vec();
+    sorted.sort_by_key(|blob| blob.offset);
+    sorted
+}
+
 fn find_damage(key: &crate::key::MasterKey, pack: &IndexedPack, bytes: &[u8]) -> Option<Damage> {
     let mut why = None;
     if Id::of(bytes) != pack.id {
         why = Some("its content does not match its hash".to_owned());
     }
     match parse_header(key, pack.id, bytes) {
-        Ok(blobs) if blobs == pack.blobs => {}
+        Ok(blobs) if sorted_by_offset(&blobs) == sorted_by_offset(&pack.blobs) => {}
         Ok(_) => drop(why.get_or_insert_with(|| "its header differs from the index".to_owned())),
         Err(error) => drop(why.get_or_insert_with(|| error.to_string())),
     }

@@ -189,7 +189,11 @@ async fn keep_needed_packs(
         };
         for blob in blobs {
             if used.contains(&blob) {
-                needed.entry((blob.blob_type, blob.id)).or_default().push(id);
+                let packs = needed.entry((blob.blob_type, blob.id)).or_default();
+                // A forged pack may list a blob millions of times.
+                if packs.last() != Some(&id) {
+                    packs.push(id);
+                }
             }
         }
     }

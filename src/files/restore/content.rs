@@ -25,6 +25,8 @@ const MAX_GAP_BYTES: u64 = 256 << 10;
 /// Bounds the memory for one request. A single chunk may be larger.
 const MAX_READ_BYTES: u64 = 4 << 20;
 const MAX_CONCURRENT_READS: usize = 4;
+/// The smallest hole that common file systems support.
+const BLOCK_BYTES: u64 = 4096;
 
 /// One request, and the placements that it serves.
 struct RangeRead {
@@ -154,17 +156,41 @@ fn write_chunks(
             .unwrap_or_default();
         let content = open_blob(key, &location.to_packed(BlobType::Data, id), sealed)?;
         written += content.len() as u64 * placements.len() as u64;
-        // The file already has its full size, so zeros that are not written become a hole.
-        if content.iter().all(|byte| *byte == 0) {
-            continue;
-        }
         for placement in placements {
+            // The file already has its full size, so zeros that are not written become a hole.
+            let mut ranges = nonzero_ranges(&content, placement.file_offset).peekable();
+            if ranges.peek().is_none() {
+                continue;
+            }
             let path = &files[placement.file as usize].path;
             let file = target.open_for_writing(path).map_err(FilesError::io("open", path))?;
-            file.write_all_at(&content, placement.file_offset).map_err(FilesError::io("write", path))?;
+            for range in ranges {
+                let offset = placement.file_offset + range.start as u64;
+                file.write_all_at(&content[range], offset).map_err(FilesError::io("write", path))?;
+            }
         }
     }
     Ok(written)
+}
+
+/// Returns the ranges of `content` that are not zero, in whole blocks of the file, in which it is at `file_offset`.
+fn nonzero_ranges(content: &[u8], file_offset: u64) -> impl Iterator<Item = Range<usize>> {
+    let mut position = 0;
+    std::iter::from_fn(move || {
+        let next_block = |position: usize| {
+            let to_boundary = BLOCK_BYTES - (file_offset + position as u64) % BLOCK_BYTES;
+            content.len().min(position + to_boundary as usize)
+        };
+        let is_zero = |range: Range<usize>| content[range].iter().all(|byte| *byte == 0);
+        while position < content.len() && is_zero(position..next_block(position)) {
+            position = next_block(position);
+        }
+        let start = position;
+        while position < content.len() && !is_zero(position..next_block(position)) {
+            position = next_block(position);
+        }
+        (start < position).then_some(start..position)
+    })
 }
 
 #[cfg(test)]
@@ -196,5 +222,21 @@ mod tests {
         let reads = plan_reads(&locations, &placements);
         let counts: Vec<usize> = reads.iter().map(|read| read.placements.len()).collect();
         assert_eq!(counts, [2, 1]);
+    }
+
+    #[test]
+    fn nonzero_ranges_are_whole_blocks_of_the_file() {
+        let mut content = vec![0; 5 * 4096];
+        let ranges = |content: &[u8], offset| -> Vec<(usize, usize)> {
+            nonzero_ranges(content, offset).map(|range| (range.start, range.end)).collect()
+        };
+        assert!(ranges(&content, 0).is_empty());
+        assert!(ranges(&[], 7).is_empty());
+        content[4096] = 1;
+        content[3 * 4096 - 1] = 1;
+        assert_eq!(ranges(&content, 0), [(4096, 3 * 4096)]);
+        // The file's blocks begin 96 bytes before the content's.
+        assert_eq!(ranges(&content, 96), [(4000, 8096), (12192, 16288)]);
+        assert_eq!(ranges(&[1; 10], 4090), [(0, 10)]);
     }
 }

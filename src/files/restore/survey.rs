@@ -5,7 +5,7 @@ use super::space::FreeSpace;
 use super::walk::Walk;
 use crate::error::FilesError;
 use crate::index::{BlobLocation, BlobLocations};
-use crate::pack::BlobType;
+use crate::pack::{BlobType, MAX_BLOB_BYTES};
 use crate::tree::{Node, NodeType};
 
 /// A chunk counts as a hole if it is more than this many times as long as its stored form. All but the shortest chunks
@@ -74,6 +74,12 @@ impl Survey {
         let (mut bytes, mut stored_bytes) = (0, 0);
         for id in node.content.as_deref().unwrap_or_default() {
             let location = locations.find(BlobType::Data, *id)?;
+            if location.content_length() > MAX_BLOB_BYTES as u64 {
+                return Err(FilesError::corrupt(
+                    format!("chunk {id}"),
+                    &"its length in the index is implausible",
+                ));
+            }
             bytes += location.content_length();
             if !is_hole(location) {
                 stored_bytes += location.content_length();
@@ -82,6 +88,7 @@ impl Survey {
         self.files += 1;
         self.bytes += bytes;
         self.inodes += 1;
+        let stored_bytes = stored_bytes.min(node.allocated_bytes.unwrap_or(u64::MAX));
         self.needed_bytes += stored_bytes.next_multiple_of(space.block_bytes);
         Ok(())
     }

@@ -88,6 +88,9 @@ impl Walker<'_> {
             }
             let mut node = self.new_node(name, NodeType::File, &stat);
             node.extended_attributes = read_xattrs(&file)?;
+            let allocated = stat.stx_blocks.saturating_mul(BLOCK_BYTES);
+            let is_sparse = stat.stx_size.saturating_sub(allocated) >= MIN_HOLE_BYTES;
+            node.allocated_bytes = is_sparse.then_some(allocated);
             let fingerprint = StatFingerprint::from_stat(&stat);
             if let Some((content, size)) = self.take_linked(stat.stx_ino, fingerprint) {
                 (node.content, node.size) = (Some(content), size);

@@ -126,7 +126,7 @@ pub async fn save_now(layout: &Layout) -> Result<(), Failure> {
         error => Failure::new(Exit::Unavailable, error),
     })?;
     let at = status.saved_until.map_or_else(String::new, clock::rfc3339_ms);
-    println!("{} saved as of {at}", pluralize(status.files, "file"));
+    println!("files saved as of {at}");
     Ok(())
 }
 

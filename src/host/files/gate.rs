@@ -41,6 +41,7 @@ use super::staging::{HOME_STAGING, Staging};
 use crate::system::activity;
 use crate::system::boot_progress::BootReporter;
 use crate::system::layout::Layout;
+use crate::system::lock::Lock;
 use crate::system::progress::Progress;
 
 /// How long transient errors of the store or the platform are retried before the boot fails. systemd then restarts the
@@ -48,6 +49,7 @@ use crate::system::progress::Progress;
 const OUTAGE_TIMEOUT: Duration = Duration::from_secs(3600);
 const RESTORE_PHASE: &str = "restoring the owner's files";
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
+const LOCK_FILE: &str = "home-restore.lock";
 const OUTCOME_FILE: &str = "restored.json";
 const FORMAT: u32 = 1;
 
@@ -164,8 +166,11 @@ impl RestoreOutcome {
 /// # Errors
 /// `Refused` if the disk is too small, or if the backup is damaged and the restore was repeated; at the first boot,
 /// damage is only recorded. `Unavailable` if the store or the platform is unreachable; `Permission` if the platform
-/// refuses the key; `Config` if the configuration is invalid; `Internal` if the outcome cannot be read or written.
+/// refuses the key; `TryAgain` if another process restores the files; `Config` if the configuration is invalid; `Internal` if the outcome cannot be read or written.
 pub async fn run(layout: Layout, should_retry: bool, should_skip_damaged: bool) -> Result<(), Failure> {
+    let state = layout.files_state();
+    fs::create_dir_all(&state).map_err(FileError::wrap("create", &state)).or_exit(Exit::Internal)?;
+    let _lock = Lock::acquire(&state.join(LOCK_FILE)).or_exit(Exit::TryAgain)?;
     let outcome = RestoreOutcome::read(&layout).or_exit(Exit::Internal)?;
     let is_done = match &outcome {
         Some(RestoreOutcome { error: None, .. }) => true,

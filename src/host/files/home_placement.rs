@@ -28,6 +28,10 @@ use super::restore_entry::Directory;
 /// records and the apps.
 const FIRST_NAMES: [&[u8]; 3] = [b"home", b"system", b"apps"];
 
+/// Directories that belong to the services, relative to the destination. They keep their owner and mode, and no other
+/// entry takes their place: a forged snapshot must not redirect what the services write, or give it to the owner.
+const SERVICE_DIRECTORIES: [&str; 4] = ["home", "home/apps", "home/system", "home/system/logs"];
+
 /// Moves everything in `from` to `to`, on the same file system, and gives existing directories the owner and mode of
 /// the restored ones. An existing entry that a restored one replaces is moved to the same path in `replaced`, which is
 /// created if it is missing and must be empty. Directories created in it belong to `owner`. Returns the number of
@@ -91,6 +95,10 @@ fn list_in_move_order(directory: &OwnedFd) -> Result<Vec<CString>, Errno> {
     Ok(names)
 }
 
+fn is_service_directory(path: &Path) -> bool {
+    SERVICE_DIRECTORIES.iter().any(|directory| path == Path::new(directory))
+}
+
 fn is_directory(stat: &Stat) -> bool {
     FileType::from_raw_mode(stat.st_mode) == FileType::Directory
 }
@@ -116,6 +124,12 @@ fn move_between(
             replaced += merge(from, to, path, &name, destination)?;
             continue;
         }
+        if !is_directory(&source) && is_service_directory(&path.join(OsStr::from_bytes(name.as_bytes()))) {
+            tracing::error!(path = %target.display(), "the snapshot has another entry in place of a service's directory");
+            destination.set_aside(from, path, &name)?;
+            replaced += 1;
+            continue;
+        }
         if is_existing_directory.is_some() {
             destination.set_aside(to, path, &name)?;
             replaced += 1;
@@ -139,6 +153,10 @@ fn merge(
     let inner_from = open_directory(from, name_text).map_err(wrap("open", target))?;
     let inner_to = open_directory(to, name_text).map_err(wrap("open", target))?;
     let replaced = move_between(&inner_from, &inner_to, &inner_path, destination)?;
+    if is_service_directory(&inner_path) {
+        unlinkat(from, name, AtFlags::REMOVEDIR).map_err(wrap("remove", target))?;
+        return Ok(replaced);
+    }
     let (restored, existing) =
         (fstat(&inner_from).map_err(wrap("read", target))?, fstat(&inner_to).map_err(wrap("read", target))?);
     if (restored.st_uid, restored.st_gid) != (existing.st_uid, existing.st_gid) {
@@ -210,5 +228,26 @@ mod tests {
         assert_eq!(fs::read_link(replaced.join("notes")).unwrap(), root.path().join("outside"));
         let repeated = move_contents(&from, &to, &replaced, None).unwrap();
         assert_eq!(repeated, 0, "a repeated call moves nothing");
+    }
+
+    #[test]
+    fn service_directories_keep_their_place_owner_and_mode() {
+        for path in SERVICE_DIRECTORIES {
+            let root = tempfile::tempdir().unwrap();
+            let [from, to, replaced] = ["from", "to", "replaced"].map(|name| root.path().join(name));
+            fs::create_dir_all(to.join(path)).unwrap();
+            fs::set_permissions(to.join(path), Permissions::from_mode(0o2750)).unwrap();
+            let link = from.join(path);
+            fs::create_dir_all(link.parent().unwrap()).unwrap();
+            std::os::unix::fs::symlink(root.path(), &link).unwrap();
+            assert_eq!(move_contents(&from, &to, &replaced, None).unwrap(), 1);
+            assert!(fs::symlink_metadata(replaced.join(path)).unwrap().is_symlink(), "{path}");
+            fs::create_dir_all(&link).unwrap();
+            fs::set_permissions(&link, Permissions::from_mode(0o777)).unwrap();
+            fs::write(link.join("file"), "restored").unwrap();
+            assert_eq!(move_contents(&from, &to, &replaced, None).unwrap(), 0);
+            assert_eq!(fs::metadata(to.join(path)).unwrap().mode() & 0o7777, 0o2750, "{path}");
+            assert_eq!(fs::read_to_string(to.join(path).join("file")).unwrap(), "restored");
+        }
     }
 }

@@ -131,7 +131,7 @@ cannot be repaired: the damaged files are left out, damaged directories are rest
 activity.log name the first 20. The machine then saves files again. The new snapshots do not contain what was left out, as if it had \
 been deleted; earlier snapshots still do.\n\nExample: svc-sync-agent restore-home --retry\n\n\
 Exit codes: 0 restored, or nothing to restore; 65 the backup is damaged and --retry is set, or the disk is too small; \
-69 the store or the platform is unreachable."
+69 the store or the platform is unreachable; 75 another restore is still running."
     )]
     RestoreHome {
         /// Run a restore that failed or never ran, even though the machine is in use
