@@ -43,3 +43,4 @@ pub use id::Id;
 pub use key::RepositoryKey;
 pub use repository::Repository;
 pub use snapshot::{Snapshot, SnapshotOrigin};
+pub use xattrs::copy_xattrs;

@@ -77,6 +77,14 @@ pub(crate) fn write_xattrs(file: &impl AsFd, attributes: &[ExtendedAttribute]) -
     result
 }
 
+/// Copies the attributes that a backup contains from one file or directory to another.
+///
+/// # Errors
+/// If they cannot be read; see also [`write_xattrs`].
+pub fn copy_xattrs(from: &impl AsFd, to: &impl AsFd) -> io::Result<()> {
+    write_xattrs(to, &read_xattrs(from)?)
+}
+
 fn write_xattr(file: &impl AsFd, attribute: &ExtendedAttribute) -> io::Result<()> {
     let invalid = || {
         io::Error::new(io::ErrorKind::InvalidData, format!("invalid extended attribute {}", attribute.name))

@@ -16,8 +16,8 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::Path;
 
 use rustix::fs::{
-    AtFlags, CWD, Dir, FileType, Gid, Mode, OFlags, Stat, Uid, fchmod, fchown, fstat, openat, renameat,
-    statat, unlinkat,
+    AtFlags, CWD, Dir, FileType, Gid, Mode, OFlags, Stat, Timespec, Timestamps, Uid, fchmod, fchown, fstat,
+    futimens, openat, renameat, statat, unlinkat,
 };
 use rustix::io::Errno;
 use svc_base::fsx::FileError;
@@ -28,12 +28,15 @@ use super::restore_entry::Directory;
 /// records and the apps.
 const FIRST_NAMES: [&[u8]; 3] = [b"home", b"system", b"apps"];
 
-/// Directories that belong to the services, relative to the destination. They keep their owner and mode, and no other
-/// entry takes their place: a forged snapshot must not redirect what the services write, or give it to the owner.
-const SERVICE_DIRECTORIES: [&str; 4] = ["home", "home/apps", "home/system", "home/system/logs"];
+/// Directories that belong to the services, relative to the destination. They keep their owner and mode: a forged
+/// snapshot must not give them to the owner.
+const SERVICE_DIRECTORIES: [&str; 3] = ["home", "home/system", "home/system/logs"];
+/// The owner's apps, to which the gateway writes the bundled ones. As for [`SERVICE_DIRECTORIES`], no other entry takes the
+/// directory's place: a forged snapshot must not redirect what the services write.
+const APPS_DIRECTORY: &str = "home/apps";
 
-/// Moves everything in `from` to `to`, on the same file system, and gives existing directories the owner and mode of
-/// the restored ones. An existing entry that a restored one replaces is moved to the same path in `replaced`, which is
+/// Moves everything in `from` to `to`, on the same file system, and gives existing directories the owner, mode, attributes
+/// and times of the restored ones. An existing entry that a restored one replaces is moved to the same path in `replaced`, which is
 /// created if it is missing and must be empty. Directories created in it belong to `owner`. Returns the number of
 /// entries that were replaced.
 ///
@@ -95,8 +98,9 @@ fn list_in_move_order(directory: &OwnedFd) -> Result<Vec<CString>, Errno> {
     Ok(names)
 }
 
-fn is_service_directory(path: &Path) -> bool {
-    SERVICE_DIRECTORIES.iter().any(|directory| path == Path::new(directory))
+/// Whether services write to this directory.
+fn is_written_by_services(path: &Path) -> bool {
+    SERVICE_DIRECTORIES.iter().chain([&APPS_DIRECTORY]).any(|directory| path == Path::new(directory))
 }
 
 fn is_directory(stat: &Stat) -> bool {
@@ -124,7 +128,7 @@ fn move_between(
             replaced += merge(from, to, path, &name, destination)?;
             continue;
         }
-        if !is_directory(&source) && is_service_directory(&path.join(OsStr::from_bytes(name.as_bytes()))) {
+        if !is_directory(&source) && is_written_by_services(&path.join(OsStr::from_bytes(name.as_bytes()))) {
             tracing::error!(path = %target.display(), "the snapshot has another entry in place of a service's directory");
             destination.set_aside(from, path, &name)?;
             replaced += 1;
@@ -152,21 +156,31 @@ fn merge(
     let target = &destination.root.join(&inner_path);
     let inner_from = open_directory(from, name_text).map_err(wrap("open", target))?;
     let inner_to = open_directory(to, name_text).map_err(wrap("open", target))?;
+    // Moving the entries changes the modification time.
+    let restored = fstat(&inner_from).map_err(wrap("read", target))?;
     let replaced = move_between(&inner_from, &inner_to, &inner_path, destination)?;
-    if is_service_directory(&inner_path) {
-        unlinkat(from, name, AtFlags::REMOVEDIR).map_err(wrap("remove", target))?;
-        return Ok(replaced);
+    if !SERVICE_DIRECTORIES.iter().any(|directory| inner_path == Path::new(directory)) {
+        copy_metadata(&restored, &inner_from, &inner_to, target)?;
     }
-    let (restored, existing) =
-        (fstat(&inner_from).map_err(wrap("read", target))?, fstat(&inner_to).map_err(wrap("read", target))?);
-    if (restored.st_uid, restored.st_gid) != (existing.st_uid, existing.st_gid) {
-        let (uid, gid) = (Uid::from_raw(restored.st_uid), Gid::from_raw(restored.st_gid));
-        fchown(&inner_to, Some(uid), Some(gid)).map_err(wrap("change the owner of", target))?;
-    }
-    // Set the mode after the owner, because changing the owner can clear mode bits.
-    fchmod(&inner_to, Mode::from_raw_mode(restored.st_mode)).map_err(wrap("change the mode of", target))?;
     unlinkat(from, name, AtFlags::REMOVEDIR).map_err(wrap("remove", target))?;
     Ok(replaced)
+}
+
+/// Gives an existing directory the metadata of the restored one.
+fn copy_metadata(restored: &Stat, from: &OwnedFd, to: &OwnedFd, target: &Path) -> Result<(), FileError> {
+    let existing = fstat(to).map_err(wrap("read", target))?;
+    if (restored.st_uid, restored.st_gid) != (existing.st_uid, existing.st_gid) {
+        let (uid, gid) = (Uid::from_raw(restored.st_uid), Gid::from_raw(restored.st_gid));
+        fchown(to, Some(uid), Some(gid)).map_err(wrap("change the owner of", target))?;
+    }
+    // Set the mode after the owner, because changing the owner can clear mode bits.
+    fchmod(to, Mode::from_raw_mode(restored.st_mode)).map_err(wrap("change the mode of", target))?;
+    if let Err(error) = svc_files::copy_xattrs(from, to) {
+        tracing::warn!(path = %target.display(), %error, "cannot restore the attributes of a directory");
+    }
+    let modified = Timespec { tv_sec: restored.st_mtime, tv_nsec: restored.st_mtime_nsec.cast_signed() };
+    let times = Timestamps { last_access: modified, last_modification: modified };
+    futimens(to, &times).map_err(wrap("change the times of", target))
 }
 
 #[cfg(test)]
@@ -201,6 +215,8 @@ mod tests {
         write(&from.join("was-a-file/inside"), "restored");
         write(&from.join("system/logs/.svc-replaced-1"), "an owner's file");
         fs::set_permissions(from.join("system"), Permissions::from_mode(0o2750)).unwrap();
+        let modified = std::time::SystemTime::UNIX_EPOCH + std::time::Duration::new(1_234_567, 89);
+        fs::File::open(from.join("system")).unwrap().set_modified(modified).unwrap();
         std::os::unix::fs::symlink("/etc", from.join("link")).unwrap();
         write(&to.join("system/logs/a.log"), "new");
         write(&to.join("system/logs/b.log"), "new");
@@ -216,7 +232,8 @@ mod tests {
             assert_eq!(read(path), "restored", "{path}");
         }
         assert_eq!(read("system/logs/b.log"), "new");
-        assert_eq!(fs::metadata(to.join("system")).unwrap().mode() & 0o7777, 0o2750);
+        let system = fs::metadata(to.join("system")).unwrap();
+        assert_eq!((system.mode() & 0o7777, system.modified().unwrap()), (0o2750, modified));
         assert_eq!(fs::read_link(to.join("link")).unwrap(), Path::new("/etc"));
         assert_eq!(fs::read_dir(root.path().join("outside")).unwrap().count(), 0);
         assert_eq!(read("system/logs/.svc-replaced-1"), "an owner's file");
@@ -231,8 +248,8 @@ mod tests {
     }
 
     #[test]
-    fn service_directories_keep_their_place_owner_and_mode() {
-        for path in SERVICE_DIRECTORIES {
+    fn directories_of_services_keep_their_place() {
+        for path in SERVICE_DIRECTORIES.into_iter().chain([APPS_DIRECTORY]) {
             let root = tempfile::tempdir().unwrap();
             let [from, to, replaced] = ["from", "to", "replaced"].map(|name| root.path().join(name));
             fs::create_dir_all(to.join(path)).unwrap();
@@ -246,7 +263,8 @@ mod tests {
             fs::set_permissions(&link, Permissions::from_mode(0o777)).unwrap();
             fs::write(link.join("file"), "restored").unwrap();
             assert_eq!(move_contents(&from, &to, &replaced, None).unwrap(), 0);
-            assert_eq!(fs::metadata(to.join(path)).unwrap().mode() & 0o7777, 0o2750, "{path}");
+            let expected = if path == APPS_DIRECTORY { 0o777 } else { 0o2750 };
+            assert_eq!(fs::metadata(to.join(path)).unwrap().mode() & 0o7777, expected, "{path}");
             assert_eq!(fs::read_to_string(to.join(path).join("file")).unwrap(), "restored");
         }
     }

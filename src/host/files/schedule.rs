@@ -81,6 +81,12 @@ impl Schedule {
         self.is_requested = true;
     }
 
+    /// Like [`Self::request`], but for a full save.
+    pub fn request_everything(&mut self) {
+        self.is_requested = true;
+        self.last_full = None;
+    }
+
     pub fn is_requested(&self) -> bool {
         self.is_requested
     }
@@ -190,6 +196,17 @@ mod tests {
         assert_eq!(schedule.decide(Observation::Unchanged, after(now, 3600)), SaveScope::Everything);
         assert_eq!(schedule.decide(Observation::WatcherUnavailable, after(now, 599)), SaveScope::Nothing);
         assert_eq!(schedule.decide(Observation::WatcherUnavailable, after(now, 600)), SaveScope::Everything);
+    }
+
+    #[test]
+    fn requested_full_save_is_repeated_until_it_succeeds() {
+        let (mut schedule, now) = started();
+        schedule.request_everything();
+        assert_eq!(schedule.decide(Observation::Unchanged, after(now, 1)), SaveScope::Everything);
+        schedule.record_failure(after(now, 1));
+        assert_eq!(schedule.decide(Observation::Unchanged, after(now, 60)), SaveScope::Everything);
+        schedule.record_success(SaveScope::Everything, Duration::ZERO, after(now, 60));
+        assert_eq!(schedule.decide(Observation::Unchanged, after(now, 70)), SaveScope::Nothing);
     }
 
     #[test]

@@ -159,9 +159,7 @@ impl FileBackup {
         if self.settings.layout.superseded().exists() {
             return Err(superseded());
         }
-        if self.take_request() {
-            self.schedule.request();
-        }
+        self.take_requests();
         // A save that starts now includes everything written before this time.
         let checked_at = clock::now_ms();
         if self.status.correct_future_times(checked_at) {
@@ -207,14 +205,19 @@ impl FileBackup {
         Ok(())
     }
 
-    /// Removes the request for a save, if any. Returns whether there was one, or whether a save is needed because this
-    /// machine's writers have just been stopped.
-    fn take_request(&mut self) -> bool {
+    /// Passes a request for a save to the schedule, and removes it. Once this machine's writers have been stopped, requests
+    /// a full save: the snapshot may be the machine's last, and the watcher does not report a write to a file in the home
+    /// directory through another name outside it.
+    fn take_requests(&mut self) {
         let layout = &self.settings.layout;
         let quiesced_at = Quiesce::read(layout).ok().flatten().and_then(|quiesce| quiesce.quiesced_at);
-        let is_newly_quiesced = quiesced_at.is_some() && quiesced_at != self.last_quiesced_at;
+        if quiesced_at.is_some() && quiesced_at != self.last_quiesced_at {
+            self.schedule.request_everything();
+        }
         self.last_quiesced_at = quiesced_at;
-        std::fs::remove_file(layout.request(SAVE_REQUEST)).is_ok() || is_newly_quiesced
+        if std::fs::remove_file(layout.request(SAVE_REQUEST)).is_ok() {
+            self.schedule.request();
+        }
     }
 
     /// Saves, and moves the pointer to the snapshot. Returns the time for which the upload limit may have delayed it.
@@ -234,12 +237,13 @@ impl FileBackup {
         let options = open.saver.options_mut();
         options.origin = self.settings.origin();
         let rules = self.rules.clone().unwrap_or_default();
-        let is_measured = self
-            .measured_excluded
-            .as_ref()
-            .is_some_and(|(at, measured)| *measured == rules && at.elapsed() < EXCLUDED_MEASURE_INTERVAL);
-        // A caller waits for a requested save, so the measurement is postponed.
-        options.should_measure_excluded = !is_measured && !self.schedule.is_requested();
+        // A caller waits for a requested save, so the measurement is postponed, unless the rules have changed.
+        let is_due = !self.schedule.is_requested();
+        options.should_measure_excluded = match &self.measured_excluded {
+            Some((_, measured)) if *measured != rules => true,
+            Some((at, _)) => is_due && at.elapsed() >= EXCLUDED_MEASURE_INTERVAL,
+            None => is_due,
+        };
         self.status.invalid_rules = set_rules(&mut options.exclusions, &rules);
         // The save writes content again if it is only in damaged packs.
         let checks = FileChecks::read(&self.settings.layout).map_err(AccessError::File)?;
