@@ -1,13 +1,16 @@
 //! Reads the index of a repository, in the forms that saves, restores and pruning need.
 
 use std::collections::HashSet;
+use std::sync::Arc;
 use std::time::Duration;
 
 use jiff::Timestamp;
+use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 
 use svc_store::StoreError;
 
+use crate::blocking::run_blocking;
 use crate::error::FilesError;
 use crate::id::Id;
 use crate::index::{
@@ -74,19 +77,25 @@ impl Repository {
         let mut content = T::default();
         let mut listed = ListedPacks::default();
         let mut unread = files.iter().copied();
-        // Tasks, because parsing a large file would delay the other reads until they time out.
+        // Tasks, because parsing a large file would delay the other reads until they time out. Machines write the files,
+        // so only one is in memory in parsed form.
+        let parsing = Arc::new(Semaphore::new(1));
         let mut reads = JoinSet::new();
         loop {
             while reads.len() < MAX_CONCURRENT_READS
                 && let Some(id) = unread.next()
             {
-                let repository = self.clone();
-                reads.spawn(
-                    async move { (id, repository.read_json::<IndexFile>(ObjectKind::Index, id).await) },
-                );
+                let (repository, parsing) = (self.clone(), Arc::clone(&parsing));
+                reads.spawn(async move {
+                    let sealed = repository.read_sealed(ObjectKind::Index, id).await;
+                    // Fails only if the semaphore is closed.
+                    let permit = parsing.acquire_owned().await.ok();
+                    let parse = move || repository.open_json::<IndexFile>(ObjectKind::Index, id, &sealed?);
+                    (id, run_blocking(parse).await, permit)
+                });
             }
             let Some(read) = reads.join_next().await else { break };
-            let (id, file) = read.map_err(|_| FilesError::Stopped)?;
+            let (id, file, _permit) = read.map_err(|_| FilesError::Stopped)?;
             let mut file = file?;
             listed.remove_repeats(id, &mut file);
             if listed.blobs > max_blobs || listed.pack_count() > max_blobs / MIN_MEAN_PACK_BLOBS {
@@ -109,7 +118,7 @@ impl Repository {
         };
         let IndexReadResult { content: mut known, files, listed } =
             self.read_index(MAX_INDEX_BLOBS, add).await?;
-        known.finish_loading(listed.blobs);
+        known.finish_loading(listed.blobs.max(listed.pack_count() * MIN_MEAN_PACK_BLOBS));
         Ok((known, files))
     }
 
@@ -125,7 +134,7 @@ impl Repository {
         };
         let IndexReadResult { content: mut known, listed, .. } =
             self.read_index(MAX_INDEX_BLOBS, add).await?;
-        known.finish_loading(listed.blobs);
+        known.finish_loading(listed.blobs.max(listed.pack_count() * MIN_MEAN_PACK_BLOBS));
         Ok(known)
     }
 

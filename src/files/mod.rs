@@ -43,4 +43,4 @@ pub use id::Id;
 pub use key::RepositoryKey;
 pub use repository::Repository;
 pub use snapshot::{Snapshot, SnapshotOrigin};
-pub use xattrs::copy_xattrs;
+pub use xattrs::replace_xattrs;

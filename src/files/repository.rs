@@ -176,8 +176,14 @@ impl Repository {
         kind: ObjectKind,
         id: Id,
     ) -> Result<T, FilesError> {
+        let sealed = self.read_sealed(kind, id).await?;
+        self.open_json(kind, id, &sealed)
+    }
+
+    /// Reads an encrypted object, from the cache if it is there.
+    pub(crate) async fn read_sealed(&self, kind: ObjectKind, id: Id) -> Result<Bytes, FilesError> {
         let what = || format!("{} {id}", kind.noun());
-        let sealed = if let Some(cached) = self.cache.read(kind.folder(), id) {
+        Ok(if let Some(cached) = self.cache.read(kind.folder(), id) {
             Bytes::from(cached)
         } else {
             let path = self.path(kind, id);
@@ -192,9 +198,19 @@ impl Repository {
             }
             self.cache.write(kind.folder(), id, &sealed);
             sealed
-        };
+        })
+    }
+
+    /// Decrypts and parses an object.
+    pub(crate) fn open_json<T: DeserializeOwned>(
+        &self,
+        kind: ObjectKind,
+        id: Id,
+        sealed: &[u8],
+    ) -> Result<T, FilesError> {
+        let what = || format!("{} {id}", kind.noun());
         let plain =
-            self.key.decrypt(&sealed).ok_or_else(|| FilesError::corrupt(what(), &"decryption failed"))?;
+            self.key.decrypt(sealed).ok_or_else(|| FilesError::corrupt(what(), &"decryption failed"))?;
         let json = match plain.split_first() {
             Some((&COMPRESSED, compressed)) => decompress(compressed, kind.max_json_bytes())
                 .map_err(|error| FilesError::corrupt(what(), &error))?,

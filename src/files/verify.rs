@@ -52,8 +52,7 @@ pub struct DamagedPack {
     pub blobs: Vec<Id>,
 }
 
-/// Checks that the index and the latest snapshot can be read, and that the index has the root directory of each snapshot.
-/// The repository must have been opened without a cache,
+/// Checks that the index and the latest snapshot can be read. The repository must have been opened without a cache,
 /// which would hide damage.
 ///
 /// # Errors
@@ -63,16 +62,27 @@ pub async fn verify_index(repository: &Repository, latest: Option<Id>) -> Result
     if let Some(latest) = latest {
         repository.read_snapshot(latest).await?;
     }
-    // Snapshots are listed first, so that the index, which is read later, contains their trees.
-    let (snapshots, _) = repository.list_sound_snapshots().await?;
-    let locations = repository.load_tree_locations().await?;
-    for (id, snapshot) in snapshots {
-        locations.find(BlobType::Tree, snapshot.tree).map_err(|error| {
-            let remedy = "restore its pack, or remove the snapshot with `restic forget`";
-            FilesError::corrupt(format!("snapshot {id}"), &format!("{error}; {remedy}"))
-        })?;
-    }
     repository.load_known_blobs(&HashSet::new()).await.map(drop)
+}
+
+/// Finds a snapshot that cannot be restored, because it is damaged or the index lacks its root directory. Until it is
+/// removed, the repository cannot be pruned. Other snapshots are not affected.
+///
+/// # Errors
+/// See [`verify_index`].
+pub async fn find_unusable_snapshot(repository: &Repository) -> Result<Option<FilesError>, FilesError> {
+    // Snapshots are listed first, so that the index, which is read later, contains their trees.
+    let (snapshots, damaged) = repository.list_sound_snapshots().await?;
+    if damaged > 0 {
+        let why = "they are damaged; restore the objects, or remove them";
+        return Ok(Some(FilesError::corrupt(format!("{damaged} snapshots"), &why)));
+    }
+    let locations = repository.load_tree_locations().await?;
+    Ok(snapshots.into_iter().find_map(|(id, snapshot)| {
+        let error = locations.find(BlobType::Tree, snapshot.tree).err()?;
+        let remedy = "restore its pack, or remove the snapshot with `restic forget`";
+        Some(FilesError::corrupt(format!("snapshot {id}"), &format!("{error}; {remedy}")))
+    }))
 }
 
 /// Verifies a share of the packs, and reports the damaged ones.

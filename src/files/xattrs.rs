@@ -77,11 +77,16 @@ pub(crate) fn write_xattrs(file: &impl AsFd, attributes: &[ExtendedAttribute]) -
     result
 }
 
-/// Copies the attributes that a backup contains from one file or directory to another.
+/// Gives a file or directory the attributes of another one, of those that a backup contains.
 ///
 /// # Errors
-/// If they cannot be read; see also [`write_xattrs`].
-pub fn copy_xattrs(from: &impl AsFd, to: &impl AsFd) -> io::Result<()> {
+/// If they cannot be read or removed; see also [`write_xattrs`].
+pub fn replace_xattrs(from: &impl AsFd, to: &impl AsFd) -> io::Result<()> {
+    for attribute in read_xattrs(to)? {
+        if let Some(name) = attribute.raw_name().and_then(|name| CString::new(name).ok()) {
+            rustix::fs::fremovexattr(to, &name)?;
+        }
+    }
     write_xattrs(to, &read_xattrs(from)?)
 }
 

@@ -14,7 +14,10 @@ use jiff::Timestamp;
 use kit::disk::SmallDisk;
 use kit::s3::S3Server;
 use svc::host::files::{gate, service};
+use svc::host::system::layout::Layout;
+use svc::host::system::quiesce::{self, Quiesce};
 use svc::machine::epoch::Epoch;
+use svc::machine::id::OperationId;
 use svc::store::files_pointer;
 
 use self::machine::{FilesPlatform, Host, describe_tree};
@@ -319,6 +322,32 @@ async fn slow_save_without_watcher_includes_moved_files() -> Result<()> {
     let next = Host::new(&store, &platform, 2)?;
     next.machine.run(&["svc-sync-agent", "restore-home"])?.expect(0);
     assert_eq!(describe_tree(&next.home())?, describe_tree(&first.home())?);
+    Ok(())
+}
+
+/// The watcher does not report a write through a hard link outside `home`, so the final backup reads everything.
+#[tokio::test(flavor = "multi_thread")]
+async fn final_backup_contains_writes_through_other_links() -> Result<()> {
+    let store = start_store()?;
+    let platform = FilesPlatform::start().await?;
+    let first = Host::new(&store, &platform, 1)?;
+    populate_home(&first)?;
+    first.write(".settings", "old")?;
+    fs::hard_link(first.home().join(".settings"), first.home().join("home/linked"))?;
+    let _watcher = first.start_watcher()?;
+    let _service = first.start_and_save().await?;
+    first.write(".settings", "new content")?;
+    fs::remove_file(first.home().join(".settings"))?;
+    let layout = Layout::new(first.machine.path(""));
+    let lock = quiesce::acquire_lock(&layout).await?;
+    let quiesced_at = svc::clock::now_ms();
+    let mut quiesce = Quiesce::new(OperationId::new());
+    quiesce.quiesced_at = Some(quiesced_at);
+    quiesce.write(&layout, &lock)?;
+    first.wait_until_saved_up_to(quiesced_at).await?;
+    let next = Host::new(&store, &platform, 2)?;
+    next.machine.run(&["svc-sync-agent", "restore-home"])?.expect(0);
+    assert_eq!(fs::read_to_string(next.home().join("home/linked"))?, "new content");
     Ok(())
 }
 

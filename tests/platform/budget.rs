@@ -6,7 +6,7 @@ use kit::provider::{Fault, FaultRule, RateLimit, SimulatorOptions};
 use super::stack::Stack;
 
 #[tokio::test(flavor = "multi_thread")]
-async fn processes_share_the_provider_rate_without_refusals() {
+async fn processes_share_provider_rate_limit_without_429() {
     let limit = RateLimit { limit: 16, per_second: 8.0 };
     let stack =
         Stack::start_with_provider(|_| SimulatorOptions { rate_limit: limit, ..SimulatorOptions::record() })
@@ -42,7 +42,7 @@ async fn processes_share_the_provider_rate_without_refusals() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn rate_refusal_for_one_process_applies_to_all() {
+async fn rate_limit_hit_by_one_process_applies_to_all() {
     let stack = Stack::start().await;
     let quiet = [("RECONCILE_SECONDS", "600")];
     let first = stack.start_platform_with(&quiet);

@@ -30,7 +30,7 @@ async fn recovery_keeps_the_release_of_the_slot() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn recovery_installs_the_release_after_a_host_rollback() {
+async fn recovery_installs_release_host_rolled_back_to() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
@@ -52,7 +52,7 @@ async fn recovery_installs_the_release_after_a_host_rollback() {
     report("v3", "ok", true).await;
     assert_eq!(slot_release().await, "v2", "a release that no heartbeat has confirmed must not be recorded");
     report("v1", "ok", false).await;
-    assert_eq!(slot_release().await, "v1", "the release after a host's rollback must be recorded");
+    assert_eq!(slot_release().await, "v1", "the release that the host rolled back to must be recorded");
     stack.store_snapshot("user_1");
     let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
     let path = format!("/vps/{}", recovery["machineId"].as_str().unwrap());

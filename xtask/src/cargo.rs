@@ -16,8 +16,8 @@ pub fn command(args: &[&str]) -> Command {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut command = Command::new(cargo);
     command.args(args).current_dir(root());
-    // Cargo describes the current package in these variables. Build scripts of dependencies that read them would run
-    // again, and all dependent crates would be rebuilt, whenever cargo is started directly after xtask, or vice versa.
+    // Cargo describes the current package in these variables. If they were set, switching between plain cargo and xtask
+    // would run the build scripts that read them again, and rebuild all crates that depend on theirs.
     for (name, _) in std::env::vars_os() {
         let package_prefixes = ["CARGO_MANIFEST_", "CARGO_PKG_", "CARGO_BIN_", "CARGO_CRATE_"];
         if name.to_str().is_some_and(|name| package_prefixes.iter().any(|prefix| name.starts_with(prefix))) {

@@ -14,7 +14,7 @@ pub enum OperatorCommand {
     /// Add a named operator with a token
     #[command(
         after_help = "Scopes: read (machines, operations, rollouts, slots, the audit log), operate (changes to machines, rollouts \
-and pointers; snapshots; the files that owners have saved), billing (subscriptions, usage), metrics (the platform's \
+and pointers; snapshots; file backups), billing (subscriptions, usage), metrics (the platform's \
 metrics), admin (operators, the audit log, the keys of file backups). No scope implies another, and you can grant only \
 scopes that you have. The token is shown once.\n\n\
 Example: svcctl operator add ada --scope read,operate --token-file ada.token"

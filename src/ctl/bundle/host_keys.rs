@@ -1,5 +1,6 @@
-//! The keys that hosts trust, as configured. `bundle publish` first checks that hosts accept the sequence of the
-//! release's keys, because a published manifest can be replaced only with one that is valid for longer.
+//! The keys that hosts trust, as configured. `bundle publish` checks the sequence number of the release's key set before
+//! it uploads anything: a published manifest can be replaced only by one that is valid for longer, so a mistake could
+//! not be undone.
 
 use super::PublishError;
 use crate::vars;
@@ -32,10 +33,10 @@ impl HostKeys {
         env.finish(Some(Self { keys, sequence }))
     }
 
-    /// Checks that hosts would not reject the key set because its sequence is too high.
+    /// Checks that the key set's sequence number is within what hosts accept.
     ///
     /// # Errors
-    /// [`PublishError::SequenceTooHigh`] if they would.
+    /// [`PublishError::SequenceTooHigh`] if it is too high.
     pub fn check_sequence(&self, set: Option<&KeySet>) -> Result<(), PublishError> {
         let (base, max) = (self.sequence, max_sequence_after(self.sequence));
         match set.map(|set| set.sequence).filter(|found| *found > max) {

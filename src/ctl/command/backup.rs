@@ -166,9 +166,9 @@ async fn accept(api: &ApiClient, target: &MachineTarget, yes: bool, out: &Output
     })
 }
 
-/// Finds the machine to name in the request to accept the target's held-back snapshot. This is the active machine; if
-/// that is replacing another one, the platform finds the replaced machine itself. Without an active machine, it is the
-/// former machine whose operation is waiting because its final backup is held back.
+/// Returns the machine whose id goes into the request to accept a held-back snapshot. Normally, this is the active
+/// machine; while it is replacing another machine, the platform finds the replaced machine itself. Without an active
+/// machine, it is the former machine whose operation is waiting because its final backup is held back.
 async fn find_machine_with_held_snapshot(
     api: &ApiClient,
     target: &MachineTarget,

@@ -51,7 +51,12 @@ impl Walker<'_> {
         earlier: Option<&Node>,
     ) -> Result<Option<Node>, EntryError> {
         let node = match earlier.filter(|earlier| self.is_saved(earlier, stat)) {
-            Some(earlier) => earlier.clone(),
+            Some(earlier) => {
+                let mut node = earlier.clone();
+                // Earlier releases did not record the space.
+                node.allocated_bytes = node.allocated_bytes.or_else(|| sparse_allocation(stat));
+                node
+            }
             None => self.read_file(directory, name, stat)?,
         };
         self.counts.files += 1;
@@ -88,9 +93,7 @@ impl Walker<'_> {
             }
             let mut node = self.new_node(name, NodeType::File, &stat);
             node.extended_attributes = read_xattrs(&file)?;
-            let allocated = stat.stx_blocks.saturating_mul(BLOCK_BYTES);
-            let is_sparse = stat.stx_size.saturating_sub(allocated) >= MIN_HOLE_BYTES;
-            node.allocated_bytes = is_sparse.then_some(allocated);
+            node.allocated_bytes = sparse_allocation(&stat);
             let fingerprint = StatFingerprint::from_stat(&stat);
             if let Some((content, size)) = self.take_linked(stat.stx_ino, fingerprint) {
                 (node.content, node.size) = (Some(content), size);
@@ -199,6 +202,12 @@ impl Walker<'_> {
 fn wait_for_writes(file: &File) {
     // The seek takes the lock that a writer holds; on XFS, every read takes it. The seek fails for a file without data.
     let _ = rustix::fs::seek(file, rustix::fs::SeekFrom::Data(0));
+}
+
+/// Returns the space that a sparse file takes; `None` if that is not much less than its size.
+fn sparse_allocation(stat: &Statx) -> Option<u64> {
+    let allocated = stat.stx_blocks.saturating_mul(BLOCK_BYTES);
+    (stat.stx_size.saturating_sub(allocated) >= MIN_HOLE_BYTES).then_some(allocated)
 }
 
 /// Returns the next range with data at or after `from`. Holes in it are shorter than `MIN_HOLE_BYTES`.

@@ -3,6 +3,8 @@
 use super::*;
 use crate::history::History;
 use crate::pack::BlobType;
+use crate::repository::ObjectKind;
+use crate::verify::{find_unusable_snapshot, verify_index};
 
 /// Flips a bit of a blob in the store.
 pub(super) async fn damage(fixture: &Fixture, blob_type: BlobType, id: Id) {
@@ -57,4 +59,18 @@ async fn restore_leaves_out_only_damaged_entries() {
     let options = RestoreOptions { target: target.path().to_owned(), ..options };
     let error = restore(&repository, &saved.snapshot, &options, &progress).await.unwrap_err();
     assert!(error.is_damage(), "{error}");
+}
+
+#[tokio::test]
+async fn snapshot_whose_root_directory_is_lost_is_found() {
+    let mut fixture = Fixture::new().await;
+    fixture.write("file", "x");
+    let saved = fixture.save().await;
+    let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
+    assert!(find_unusable_snapshot(&repository).await.unwrap().is_none());
+    let lost = Snapshot { tree: Id::of(b"lost"), ..saved.snapshot };
+    let id = repository.write_json(ObjectKind::Snapshot, &lost).await.unwrap();
+    let error = find_unusable_snapshot(&repository).await.unwrap().unwrap().to_string();
+    assert!(error.contains(&id.to_string()) && error.contains("restic forget"), "{error}");
+    verify_index(&repository, Some(saved.id)).await.expect("the latest snapshot is sound");
 }

@@ -12,6 +12,7 @@ mod merging;
 mod pruning;
 mod randomized;
 mod restic;
+mod sparse;
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, Permissions};

@@ -12,7 +12,7 @@
 use std::ffi::OsStr;
 use std::fs;
 use std::io::ErrorKind;
-use std::os::unix::fs::chown;
+use std::os::unix::fs::lchown;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -41,7 +41,7 @@ use super::staging::{HOME_STAGING, Staging};
 use crate::system::activity;
 use crate::system::boot_progress::BootReporter;
 use crate::system::layout::Layout;
-use crate::system::lock::Lock;
+use crate::system::lock::{Lock, LockError};
 use crate::system::progress::Progress;
 
 /// How long transient errors of the store or the platform are retried before the boot fails. systemd then restarts the
@@ -168,25 +168,16 @@ impl RestoreOutcome {
 /// damage is only recorded. `Unavailable` if the store or the platform is unreachable; `Permission` if the platform
 /// refuses the key; `TryAgain` if another process restores the files; `Config` if the configuration is invalid; `Internal` if the outcome cannot be read or written.
 pub async fn run(layout: Layout, should_retry: bool, should_skip_damaged: bool) -> Result<(), Failure> {
-    let state = layout.files_state();
-    fs::create_dir_all(&state).map_err(FileError::wrap("create", &state)).or_exit(Exit::Internal)?;
-    let _lock = Lock::acquire(&state.join(LOCK_FILE)).or_exit(Exit::TryAgain)?;
-    let outcome = RestoreOutcome::read(&layout).or_exit(Exit::Internal)?;
-    let is_done = match &outcome {
-        Some(RestoreOutcome { error: None, .. }) => true,
-        Some(RestoreOutcome { error: Some(_), .. }) => !should_retry,
-        // An earlier release did not restore files.
-        None => layout.restore_complete().exists() && !should_retry,
-    };
-    if let Some(RestoreOutcome { error: Some(error), .. }) = outcome.as_ref().filter(|_| is_done) {
-        tracing::warn!(
-            error,
-            "an earlier restore failed; as root, run `svc-sync-agent restore-home --retry` to repeat it"
-        );
+    if is_done(&layout, should_retry)? {
         return Ok(());
     }
-    if is_done {
-        tracing::info!("the files have already been restored, or the machine is in use; nothing to restore");
+    let lock = Lock::acquire(&layout.files_state().join(LOCK_FILE));
+    let _lock = lock.map_err(|error| {
+        let exit = if matches!(error, LockError::Held) { Exit::TryAgain } else { Exit::Internal };
+        Failure::new(exit, error)
+    })?;
+    // Another process may have restored the files in the meantime.
+    if is_done(&layout, should_retry)? {
         return Ok(());
     }
     let settings = FilesSettings::read(layout)?;
@@ -219,6 +210,26 @@ pub async fn run(layout: Layout, should_retry: bool, should_skip_damaged: bool) 
             if should_retry { Err(Failure::new(Exit::Refused, error)) } else { Ok(()) }
         }
     }
+}
+
+/// Whether nothing is to be restored, and logs why.
+fn is_done(layout: &Layout, should_retry: bool) -> Result<bool, Failure> {
+    match RestoreOutcome::read(layout).or_exit(Exit::Internal)? {
+        Some(RestoreOutcome { error: Some(error), .. }) if !should_retry => {
+            tracing::warn!(
+                error,
+                "an earlier restore failed; as root, run `svc-sync-agent restore-home --retry` to repeat it"
+            );
+            return Ok(true);
+        }
+        Some(RestoreOutcome { error: Some(_), .. }) => return Ok(false),
+        Some(RestoreOutcome { error: None, .. }) => {}
+        // An earlier release did not restore files.
+        None if layout.restore_complete().exists() && !should_retry => {}
+        None => return Ok(false),
+    }
+    tracing::info!("the files have already been restored, or the machine is in use; nothing to restore");
+    Ok(true)
 }
 
 fn describe(outcome: &RestoreOutcome) -> String {
@@ -309,7 +320,8 @@ fn keep_replaced(layout: &Layout, staging: &Staging) -> Result<(), FileError> {
     }
     let owner = owner_ids(layout);
     if let Some((uid, gid)) = owner {
-        chown(&replaced, Some(uid), Some(gid)).map_err(FileError::wrap("change the owner of", &replaced))?;
+        // Does not follow a link: on a retry, the owner's programs are running.
+        lchown(&replaced, Some(uid), Some(gid)).map_err(FileError::wrap("change the owner of", &replaced))?;
     }
     let wrap = |errno: Errno| FileError::wrap("move", &replaced)(errno.into());
     let home = Directory::open(&layout.user_home(), Path::new("home"), owner)?;

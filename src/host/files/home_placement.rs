@@ -23,6 +23,7 @@ use rustix::io::Errno;
 use svc_base::fsx::FileError;
 
 use super::restore_entry::Directory;
+use super::staging::STAGING_NAMES;
 
 /// Entries with these names are moved before the others in their directory: the owner's `home`, and in it the machine's
 /// records and the apps.
@@ -124,12 +125,15 @@ fn move_between(
             Err(Errno::NOENT) => None,
             Err(error) => return Err(wrap("read", &target)(error)),
         };
-        if is_directory(&source) && is_existing_directory == Some(true) {
+        let inner_path = path.join(OsStr::from_bytes(name.as_bytes()));
+        // Only a forged snapshot has such entries. They must not reach the directories of restores.
+        let is_staging = STAGING_NAMES.iter().any(|staging| inner_path == Path::new(staging));
+        if is_directory(&source) && is_existing_directory == Some(true) && !is_staging {
             replaced += merge(from, to, path, &name, destination)?;
             continue;
         }
-        if !is_directory(&source) && is_written_by_services(&path.join(OsStr::from_bytes(name.as_bytes()))) {
-            tracing::error!(path = %target.display(), "the snapshot has another entry in place of a service's directory");
+        if is_staging || !is_directory(&source) && is_written_by_services(&inner_path) {
+            tracing::error!(path = %target.display(), "the snapshot has an entry in place of a service's directory");
             destination.set_aside(from, path, &name)?;
             replaced += 1;
             continue;
@@ -175,7 +179,7 @@ fn copy_metadata(restored: &Stat, from: &OwnedFd, to: &OwnedFd, target: &Path) -
     }
     // Set the mode after the owner, because changing the owner can clear mode bits.
     fchmod(to, Mode::from_raw_mode(restored.st_mode)).map_err(wrap("change the mode of", target))?;
-    if let Err(error) = svc_files::copy_xattrs(from, to) {
+    if let Err(error) = svc_files::replace_xattrs(from, to) {
         tracing::warn!(path = %target.display(), %error, "cannot restore the attributes of a directory");
     }
     let modified = Timespec { tv_sec: restored.st_mtime, tv_nsec: restored.st_mtime_nsec.cast_signed() };
@@ -266,6 +270,31 @@ mod tests {
             let expected = if path == APPS_DIRECTORY { 0o777 } else { 0o2750 };
             assert_eq!(fs::metadata(to.join(path)).unwrap().mode() & 0o7777, expected, "{path}");
             assert_eq!(fs::read_to_string(to.join(path).join("file")).unwrap(), "restored");
+        }
+    }
+
+    #[test]
+    fn forged_staging_entries_are_set_aside() {
+        for name in STAGING_NAMES {
+            for is_dir in [true, false] {
+                let root = tempfile::tempdir().unwrap();
+                let staging = root.path().join(".svc-restore");
+                let [from, replaced] = ["files", "replaced"].map(|name| staging.join(name));
+                fs::create_dir_all(&from).unwrap();
+                fs::write(from.join("file"), "restored").unwrap();
+                fs::set_permissions(&staging, Permissions::from_mode(0o700)).unwrap();
+                if is_dir {
+                    fs::create_dir_all(from.join(name).join("files")).unwrap();
+                    fs::set_permissions(from.join(name), Permissions::from_mode(0o777)).unwrap();
+                } else {
+                    std::os::unix::fs::symlink("/etc", from.join(name)).unwrap();
+                }
+                assert_eq!(move_contents(&from, root.path(), &replaced, None).unwrap(), 1, "{name}");
+                assert!(fs::symlink_metadata(replaced.join(name)).is_ok());
+                assert_eq!(fs::metadata(&staging).unwrap().mode() & 0o7777, 0o700);
+                assert_eq!(fs::read_to_string(root.path().join("file")).unwrap(), "restored");
+                assert_eq!(fs::read_dir(&from).unwrap().count(), 0);
+            }
         }
     }
 }

@@ -4,39 +4,33 @@
 //! store. A change is forgotten only after a save that contains it. `save_passes.rs` states the limitation for files
 //! that are moved during a save.
 
-use std::path::Path;
 use std::time::{Duration, Instant};
 
-use jiff::Timestamp;
+use jiff::{SignedDuration, Timestamp};
 use sd_notify::NotifyState;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::clock;
 use svc_base::error_chain::format_chain;
 use svc_base::failpoint;
 use svc_base::fsx;
-use svc_base::untrusted_text::truncate_printable;
-use svc_files::save::{
-    ChangeSet, ExcludedEntry, ExcludedSizes, Exclusions, SaveOptions, SaveResult, Saver,
-    estimate_pending_bytes,
-};
+use svc_files::save::{ChangeSet, Exclusions, SaveOptions, SaveResult, Saver, estimate_pending_bytes};
 use svc_files::{FilesError, Id, Repository, Snapshot};
 use svc_store::StoreError;
 use svc_store::files_pointer::{self, FilesSnapshotRef};
 use svc_store::pointer_io::PointerError;
-use svc_wire::files::{ExcludedFile, ExcludedFiles};
 use tokio::signal::unix::{SignalKind, signal};
 
 use super::access::{AccessError, FilesSettings};
 use super::changes;
 use super::checks::FileChecks;
 use super::gate::RestoreOutcome;
-use super::home_path::{DISPLAY_HOME, HomePath};
+use super::home_path::DISPLAY_HOME;
 use super::rules::{OwnerRules, read_rules, set_rules};
 use super::save_error::SaveError;
 use super::save_passes::SavePasses;
 use super::save_request::SAVE_REQUEST;
 use super::schedule::{SaveScope, Schedule};
-use super::status::FilesStatus;
+use super::status::{FilesStatus, to_excluded_files};
 use super::verify;
 use crate::audit::file_changes::ChangesReply;
 use crate::system::layout::Layout;
@@ -97,12 +91,21 @@ struct FileBackup {
     last_warning: Option<(String, Instant)>,
     /// When the writers were stopped, as of the last check. A new value requests a save.
     last_quiesced_at: Option<Timestamp>,
+    /// Whether a full save must follow, because the writers were stopped.
+    is_full_save_due: bool,
     key_offered_at: Option<Instant>,
     /// The owner's rules, as of the last save.
     rules: Option<OwnerRules>,
     /// When the sizes of the excluded files were last measured, and the rules at that time.
     measured_excluded: Option<(Instant, OwnerRules)>,
     measured_pending_at: Option<Instant>,
+}
+
+/// What the schedule needs to know about a successful save.
+struct FinishedSave {
+    /// The time for which the upload limit may have delayed it.
+    throttled: Duration,
+    is_full: bool,
 }
 
 struct OpenSaver {
@@ -127,6 +130,7 @@ impl FileBackup {
             retry: ChangeSet::default(),
             last_warning: None,
             last_quiesced_at: None,
+            is_full_save_due: false,
             key_offered_at: None,
             rules: None,
             measured_excluded: None,
@@ -182,12 +186,16 @@ impl FileBackup {
         let save = if self.rules.as_ref() == Some(&rules) { save } else { SaveScope::Everything };
         self.rules = Some(rules);
         match self.save(save, reply.ok(), checked_at).await {
-            Ok(throttled) => {
+            Ok(FinishedSave { throttled, is_full }) => {
                 // Only the work counts: a save that mostly waits for the upload limit is not slow.
                 let duration = began.elapsed().saturating_sub(throttled);
                 self.schedule.record_success(save, duration, Instant::now());
                 if save == SaveScope::Everything {
                     self.offer_key().await;
+                }
+                self.is_full_save_due &= !is_full;
+                if self.is_full_save_due {
+                    self.schedule.request_everything();
                 }
             }
             // The reason may be that another machine has replaced this one. Retry until a heartbeat confirms this, or
@@ -206,13 +214,14 @@ impl FileBackup {
     }
 
     /// Passes a request for a save to the schedule, and removes it. Once this machine's writers have been stopped, requests
-    /// a full save: the snapshot may be the machine's last, and the watcher does not report a write to a file in the home
-    /// directory through another name outside it.
+    /// a save, and then a full one: the snapshot may be the machine's last, and the watcher does not report a write to a
+    /// file in the home directory through another name outside it.
     fn take_requests(&mut self) {
         let layout = &self.settings.layout;
         let quiesced_at = Quiesce::read(layout).ok().flatten().and_then(|quiesce| quiesce.quiesced_at);
         if quiesced_at.is_some() && quiesced_at != self.last_quiesced_at {
-            self.schedule.request_everything();
+            self.schedule.request();
+            self.is_full_save_due = true;
         }
         self.last_quiesced_at = quiesced_at;
         if std::fs::remove_file(layout.request(SAVE_REQUEST)).is_ok() {
@@ -220,13 +229,13 @@ impl FileBackup {
         }
     }
 
-    /// Saves, and moves the pointer to the snapshot. Returns the time for which the upload limit may have delayed it.
+    /// Saves, and moves the pointer to the snapshot.
     async fn save(
         &mut self,
         save: SaveScope,
         reply: Option<ChangesReply>,
         checked_at: Timestamp,
-    ) -> Result<Duration, SaveError> {
+    ) -> Result<FinishedSave, SaveError> {
         self.ensure_home_is_complete()?;
         let open = match self.saver.take() {
             Some(open) => open,
@@ -286,7 +295,7 @@ impl FileBackup {
             self.record_repair(checks.damage_found_at);
         }
         self.record_saved(&saved, is_full, checked_at);
-        Ok(saved.throttled)
+        Ok(FinishedSave { throttled: saved.throttled, is_full })
     }
 
     /// Records that a save has read all files again because of damage, and requests a verification of the result.
@@ -426,7 +435,14 @@ impl FileBackup {
         (status.unreadable, status.unstable) = (counts.unreadable, counts.unstable);
         status.first_unreadable.clone_from(&counts.first_unreadable);
         status.snapshot = Some(saved.id.to_string());
-        status.saved_until = Some(checked_at);
+        // While the writers are stopped, only a full save is certain to contain everything that they wrote.
+        let quiesced_at =
+            Quiesce::read(&self.settings.layout).ok().flatten().and_then(|quiesce| quiesce.quiesced_at);
+        let saved_until = match quiesced_at {
+            Some(quiesced_at) if !is_full => checked_at.min(quiesced_at - SignedDuration::from_millis(1)),
+            _ => checked_at,
+        };
+        status.saved_until = Some(saved_until);
         (status.changed_since, status.pending_bytes) = (None, None);
         (status.error, status.failing_since) = (None, None);
         self.write_status();
@@ -460,23 +476,6 @@ impl FileBackup {
         if let Err(error) = self.status.write(&self.settings.layout) {
             tracing::warn!(error = %format_chain(&error), "cannot write the status of the file backup");
         }
-    }
-}
-
-fn to_excluded_files(sizes: &ExcludedSizes, measured_at: Timestamp) -> ExcludedFiles {
-    let display_path =
-        |path: &Path| truncate_printable(&HomePath::from_relative(path.to_owned()).to_string());
-    let to_file = |entry: &ExcludedEntry| ExcludedFile {
-        path: display_path(&entry.path),
-        entries: entry.entries,
-        bytes: entry.bytes,
-    };
-    ExcludedFiles {
-        measured_at: measured_at.into(),
-        entries: sizes.entries,
-        bytes: sizes.bytes,
-        complete: !sizes.is_partial,
-        largest: sizes.largest.iter().map(to_file).collect(),
     }
 }
 

@@ -1,15 +1,20 @@
 //! The state of the file backup. The service writes it; the heartbeat, the gateway, `svcctl doctor` and
 //! `svc-sync-agent status` read it.
 
+use std::path::Path;
+
 use jiff::{SignedDuration, Timestamp};
 use serde::{Deserialize, Serialize};
 
 use super::checks::FileChecks;
+use super::home_path::HomePath;
 use crate::system::layout::Layout;
 use svc_base::clock;
 use svc_base::fsx::{self, FileError};
+use svc_base::untrusted_text::truncate_printable;
+use svc_files::save::{ExcludedEntry, ExcludedSizes};
 use svc_http::openapi::MAX_SAFE_INTEGER;
-use svc_wire::files::{ExcludedFiles, FileBackupStatus};
+use svc_wire::files::{ExcludedFile, ExcludedFiles, FileBackupStatus};
 
 const FORMAT: u32 = 1;
 const STATUS_FILE: &str = "status.json";
@@ -148,6 +153,24 @@ impl FilesStatus {
         let text = serde_json::to_vec(self).expect("plain fields serialize to JSON");
         // Files are saved even while the disk is full, and the status must show that.
         fsx::write_atomic_or_in_place(&dir.join(STATUS_FILE), &text, 0o644)
+    }
+}
+
+/// Describes the excluded entries for the status.
+pub(super) fn to_excluded_files(sizes: &ExcludedSizes, measured_at: Timestamp) -> ExcludedFiles {
+    let display_path =
+        |path: &Path| truncate_printable(&HomePath::from_relative(path.to_owned()).to_string());
+    let to_file = |entry: &ExcludedEntry| ExcludedFile {
+        path: display_path(&entry.path),
+        entries: entry.entries,
+        bytes: entry.bytes,
+    };
+    ExcludedFiles {
+        measured_at: measured_at.into(),
+        entries: sizes.entries,
+        bytes: sizes.bytes,
+        complete: !sizes.is_partial,
+        largest: sizes.largest.iter().map(to_file).collect(),
     }
 }
 

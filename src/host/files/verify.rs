@@ -16,7 +16,7 @@ use svc_base::fsx::{self, FileError};
 use svc_base::quantity::{format_bytes, pluralize};
 use svc_base::untrusted_text::truncate_printable;
 use svc_files::affected::{AffectedFiles, AffectedPath, find_affected_files};
-use svc_files::verify::{PackShare, verify, verify_index};
+use svc_files::verify::{PackShare, find_unusable_snapshot, verify, verify_index};
 use svc_files::{FilesError, Id};
 use svc_store::StoreError;
 
@@ -47,6 +47,9 @@ enum CheckError {
     Store(#[from] StoreError),
     #[error("no files have been saved yet")]
     NothingSaved,
+    /// Only this snapshot cannot be restored.
+    #[error("an earlier snapshot is lost")]
+    UnusableSnapshot(#[source] FilesError),
 }
 
 /// Verifies the shares that are due, or every share with `should_verify_all`. If the verification is completed, runs a
@@ -72,21 +75,23 @@ pub async fn run(layout: Layout, should_verify_all: bool) -> Result<(), Failure>
     let days = u16::try_from(days).unwrap_or(u16::MAX);
     let shares =
         if should_verify_all { checks.select_all_shares(days) } else { checks.select_shares(days, now) };
-    let mut result = verify_and_record(&settings, &mut checks, &shares, now).await.or_exit(Exit::Internal)?;
+    let (mut result, is_readable) =
+        verify_and_record(&settings, &mut checks, &shares, now).await.or_exit(Exit::Internal)?;
     let mut error = result.error.clone();
-    if error.is_none()
+    if is_readable
         && checks.is_drill_due(now)
         && let Some(drill) = drill(&settings, now).await
     {
         // A failed drill is repeated each day, but only the first one that finds damage causes a full verification.
         let was_damaged = checks.drill.as_ref().is_some_and(|drill| drill.is_damaged);
         let should_locate_damage = drill.is_damaged && !was_damaged && !should_verify_all;
-        error.clone_from(&drill.error);
+        error = error.or_else(|| drill.error.clone());
         checks.record_drill(drill, now);
         checks.write(layout).or_exit(Exit::Internal)?;
         if should_locate_damage {
             let shares = checks.select_all_shares(days);
-            result = verify_and_record(&settings, &mut checks, &shares, now).await.or_exit(Exit::Internal)?;
+            (result, _) =
+                verify_and_record(&settings, &mut checks, &shares, now).await.or_exit(Exit::Internal)?;
         }
     }
     if !checks.damaged.is_empty() {
@@ -113,7 +118,7 @@ pub async fn run(layout: Layout, should_verify_all: bool) -> Result<(), Failure>
     Ok(())
 }
 
-/// Verifies shares, and records the result.
+/// Verifies shares, and records the result. Also returns whether the latest snapshot can be restored, as far as is known.
 ///
 /// # Errors
 /// If the result cannot be written. Other errors are part of the result.
@@ -122,7 +127,7 @@ async fn verify_and_record(
     checks: &mut FileChecks,
     shares: &[PackShare],
     now: Timestamp,
-) -> Result<VerifyResult, FileError> {
+) -> Result<(VerifyResult, bool), FileError> {
     let mut result = VerifyResult { at: Some(now), ..VerifyResult::default() };
     let verified = verify_shares(settings, checks, shares, &mut result).await;
     result.error = verified.as_ref().err().map(|error| format_chain(error));
@@ -133,7 +138,7 @@ async fn verify_and_record(
     }
     checks.record_verification(result.clone(), now);
     checks.write(&settings.layout)?;
-    Ok(result)
+    Ok((result, matches!(verified, Ok(()) | Err(CheckError::UnusableSnapshot(_)))))
 }
 
 async fn verify_shares(
@@ -180,5 +185,9 @@ async fn verify_shares(
         last: file.last,
     };
     checks.affected = Some(affected.paths.into_iter().map(describe).collect());
-    Ok(())
+    // The last check, because it must not prevent the others for as long as nobody removes the snapshot.
+    match find_unusable_snapshot(&repository).await? {
+        Some(error) => Err(CheckError::UnusableSnapshot(error)),
+        None => Ok(()),
+    }
 }

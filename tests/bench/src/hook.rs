@@ -1,7 +1,7 @@
 //! Hook benchmark: an agent's program runs `svc-hook` through a shell before and after each tool call, in a home
 //! directory with 200,000 files. The measured time is how long the program waits, from the start of the shell to its
-//! end; the lower bound is a shell that runs `true`. While the processors are idle, every write must be in the audit
-//! log, because a hook that gave up early would be fast.
+//! end; the lower bound is a shell that runs `true`. The rounds with idle processors also require an audit entry for every
+//! write; otherwise, a hook that gave up early would look fast.
 
 use std::fs;
 use std::io::Write;
@@ -218,7 +218,7 @@ fn time_command(command: &mut Command, input: &[u8]) -> Result<Duration> {
         // Fails if the process ended without reading its input.
         stdin.write_all(input).ok();
     }
-    // Without a timeout, because its polling would be part of the measured time.
+    // Wait without a timeout: polling would distort the measurement.
     let status = process.wait()?;
     ensure!(status.success(), "the command ended with {status}");
     Ok(started.elapsed())

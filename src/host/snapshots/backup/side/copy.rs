@@ -198,7 +198,7 @@ pub async fn copy(
     let recreates_tables = !missing_tables.is_empty() || !recreated.is_empty();
     let should_add_dependents = recreates_tables && !request.dry_run;
     let added = match should_add_dependents {
-        true => dependents.add(settings, &side, &mut live, results).await,
+        true => dependents.recreate(settings, &side, &mut live, results).await,
         false => Ok(()),
     };
     results.extend(copied?);

@@ -1,9 +1,9 @@
 //! The dependents that were dropped with a table: other tables' foreign keys, views and extended statistics. They are
 //! recreated after the table. Other dependents, such as functions and policies, are only listed.
 //!
-//! Definitions come from the side database. If the views cannot be recreated together, each is recreated separately, so
-//! that a view that the current database does not allow affects only the recreated tables whose policies or rules read
-//! it. Foreign keys and statistics are added in one transaction. A run that was killed can be repeated.
+//! Definitions come from the side database. If recreating the views together fails, each is recreated separately. A view
+//! that the current database rejects then affects only the tables whose policies or rules read it. Foreign keys and
+//! statistics are added in one transaction. A run that was killed can be repeated.
 
 use std::collections::BTreeSet;
 
@@ -246,7 +246,7 @@ impl Dependents {
     }
 
     /// Marks the tables' foreign keys to other tables as `NOT VALID` in the side database, so that the tables' dump
-    /// adds them without a check: the rows to which they refer may be copied later. [`Self::add`] validates them.
+    /// adds them without a check: the rows to which they refer may be copied later. [`Self::recreate`] validates them.
     ///
     /// # Errors
     /// If the statement fails.
@@ -282,9 +282,10 @@ impl Dependents {
     /// the current database does not allow are listed with the reason.
     ///
     /// # Errors
-    /// If the transaction that adds foreign keys and statistics cannot be begun or committed, or the connection fails;
-    /// these are then listed as not recreated. A statement that the server rejects is listed instead.
-    pub async fn add(
+    /// If the transaction that adds foreign keys and statistics cannot start or commit, or the connection fails. Those
+    /// foreign keys and statistics are then listed as not recreated. A statement that the server rejects is not an error:
+    /// its dependent is listed with the reason.
+    pub async fn recreate(
         &self,
         settings: &BackupSettings,
         side: &Client,
