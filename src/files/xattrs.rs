@@ -80,7 +80,7 @@ pub(crate) fn write_xattrs(file: &impl AsFd, attributes: &[ExtendedAttribute]) -
 /// Gives a file or directory the attributes of another one, of those that a backup contains.
 ///
 /// # Errors
-/// If they cannot be read or removed; see also [`write_xattrs`].
+/// If they cannot be read, removed or set. If one cannot be set, the others still are.
 pub fn replace_xattrs(from: &impl AsFd, to: &impl AsFd) -> io::Result<()> {
     for attribute in read_xattrs(to)? {
         if let Some(name) = attribute.raw_name().and_then(|name| CString::new(name).ok()) {
