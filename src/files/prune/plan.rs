@@ -341,6 +341,17 @@ mod tests {
     use super::*;
     use crate::retention::RetentionPolicy;
 
+    /// Returns the options of a run `days` after `uploaded`.
+    fn options_after(uploaded: Timestamp, days: i64) -> PruneOptions {
+        PruneOptions {
+            policy: RetentionPolicy::default(),
+            protected: Vec::new(),
+            grace_period: SignedDuration::from_hours(72),
+            now: uploaded + SignedDuration::from_hours(24 * days),
+            is_dry_run: false,
+        }
+    }
+
     /// Plans a run `days` days after the upload of an unused pack and of an orphan. The latest snapshot was uploaded
     /// `last_snapshot` seconds after them. Returns whether the pack is marked, and whether the orphan is deleted.
     fn plan_for_uploads(index_blobs: usize, last_snapshot: Option<i64>, days: i64) -> (bool, bool) {
@@ -359,13 +370,7 @@ mod tests {
             blobs: index_blobs,
         };
         let uploaded = Timestamp::from_second(1_000_000).unwrap();
-        let options = PruneOptions {
-            policy: RetentionPolicy::default(),
-            protected: Vec::new(),
-            grace_period: SignedDuration::from_hours(72),
-            now: uploaded + SignedDuration::from_hours(24 * days),
-            is_dry_run: false,
-        };
+        let options = options_after(uploaded, days);
         let uploads = HashMap::from([(pack, uploaded), (orphan, uploaded)]);
         let last_snapshot = last_snapshot.map(|seconds| uploaded + SignedDuration::from_secs(seconds));
         let plan = PrunePlan::create(&index, &UsedBlobs::default(), &uploads, last_snapshot, &options);
@@ -422,13 +427,7 @@ mod tests {
                 files_with_repeats: HashSet::new(),
                 blobs: index_blobs,
             };
-            let options = PruneOptions {
-                policy: RetentionPolicy::default(),
-                protected: Vec::new(),
-                grace_period: SignedDuration::from_hours(72),
-                now: uploaded + SignedDuration::from_hours(24 * days),
-                is_dry_run: false,
-            };
+            let options = options_after(uploaded, days);
             let mut plan = PrunePlan::create(&index, &used, &uploads, Some(uploaded), &options);
             assert_eq!((plan.limit_work(usize::MAX), plan.reclaimable_bytes), (0, 0));
             assert_eq!(plan.marked.len(), plan.rewritten.len());

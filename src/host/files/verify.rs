@@ -185,7 +185,7 @@ async fn verify_shares(
         last: file.last,
     };
     checks.affected = Some(affected.paths.into_iter().map(describe).collect());
-    // The last check, because it must not prevent the others for as long as nobody removes the snapshot.
+    // Checked last: an unusable earlier snapshot must not prevent the other checks until an operator removes it.
     match find_unusable_snapshot(&repository).await? {
         Some(error) => Err(CheckError::UnusableSnapshot(error)),
         None => Ok(()),
