@@ -106,7 +106,7 @@ packages=$(missing_packages)
 [ -z "$packages" ] || retry install_packages || fail 'the missing packages could not be installed'
 { systemctl enable nftables.service && systemctl restart nftables.service && nft list table inet svc >/dev/null; } ||
   fail 'the network rules could not be loaded'
-enable_swap || say 'swap could not be created; the boot continues without it'
+enable_swap || say 'swap could not be created; the boot continues'
 sysctl --quiet --system || say 'some sysctls could not be set; the boot continues'
 # These units may not read host.env, so they get the machine's id for their log lines here.
 for unit in svc-postgres svc-apps svc-shell svc-code svc-agent@; do

@@ -23,7 +23,8 @@ use svc_store::key::{self, SlotPrefix};
 use svc_store::newer_snapshot;
 use svc_store::pointer::SnapshotRef;
 use svc_store::snapshot::{self, Sidecar, SnapshotUnusable};
-use svc_wire::copies::{self as wire, KeptReason, SnapshotSource};
+use svc_wire::copies::{self as wire, KeptReason, SnapshotSource, UnsavedData};
+use svc_wire::text::WireString;
 
 /// Timeout for finding the newest snapshot in the store.
 const STORE_TIMEOUT: Duration = Duration::from_secs(2);
@@ -197,6 +198,12 @@ fn to_live_server(machine: &MachineRow) -> wire::LiveServer {
     }
 }
 
+/// Returns what may exist only on a server; `is_files_only` is whether that is only the owner's files.
+pub fn to_unsaved_data(since: Option<Timestamp>, is_files_only: bool) -> Option<WireString<UnsavedData>> {
+    let data = if is_files_only { UnsavedData::Files } else { UnsavedData::Changes };
+    since.map(|_| data.into())
+}
+
 fn to_kept_server(row: &KeptServerRow) -> wire::KeptServer {
     let reason = if row.is_deleted { KeptReason::Deleted } else { KeptReason::Replaced };
     wire::KeptServer {
@@ -207,6 +214,7 @@ fn to_kept_server(row: &KeptServerRow) -> wire::KeptServer {
         until: row.until.filter(|_| row.deleted_by.is_none()).map(Into::into),
         deleted_by: row.deleted_by.map(Into::into),
         unsaved_since: row.unsaved_since.map(Into::into),
+        unsaved_data: to_unsaved_data(row.unsaved_since, row.unsaved_files),
         missing_since: row.missing_since.map(Into::into),
         removal_abandoned_at: row.removal_abandoned_at.map(Into::into),
     }

@@ -52,6 +52,8 @@ pub struct MachineRequest {
     pub preview_ttl: Option<Duration>,
     /// The key of the snapshot to restore; `None` means the snapshot that the pointer names.
     pub restore_snapshot: Option<String>,
+    /// Whether the machine restores the owner's files at its first boot.
+    pub restore_files: bool,
 }
 
 /// Event data that the transition itself does not read.
@@ -374,6 +376,7 @@ async fn insert_machine(
         upgrade_token_hash: mint.hash(id, Purpose::Upgrade, Generation::FIRST),
         preview_ttl: request.preview_ttl,
         restore_snapshot: request.restore_snapshot.clone(),
+        restore_files: request.restore_files,
     };
     machine_changes::insert(tx, &machine).await?;
     Ok(create_operation(tx, id, kind, options).await?)

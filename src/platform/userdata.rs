@@ -186,6 +186,9 @@ fn boot_env(machine: &MachineRow, mint: &TokenMint) -> String {
     if let Some(key) = &machine.restore_snapshot {
         text.push_str(&format_env_line("SVC_RESTORE_SNAPSHOT", key));
     }
+    if !machine.restore_files {
+        text.push_str(&format_env_line("SVC_RESTORE_FILES", "false"));
+    }
     text
 }
 

@@ -19,6 +19,15 @@ string_enum!(
     /// Why the machine of a kept server left its slot.
     KeptReason { Replaced = "replaced", Deleted = "deleted" }
 );
+string_enum!(
+    /// What may exist only on a machine's server.
+    UnsavedData {
+        /// Changes that are in no snapshot of the database or of the files.
+        Changes = "changes",
+        /// The owner's files: a later machine could not restore them from the file backup.
+        Files = "files",
+    }
+);
 
 /// The copies of a slot's data, and what would be lost with the live server.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
@@ -65,8 +74,11 @@ pub struct KeptServer {
     pub until: Option<Time>,
     /// The running operation that deletes the server.
     pub deleted_by: Option<WireString<OperationId>>,
-    /// Changes since this time exist only on this server.
+    /// Data written since this time may exist only on this server.
     pub unsaved_since: Option<Time>,
+    /// What that data is; `null` if `unsavedSince` is. Older platforms omit it.
+    #[serde(default)]
+    pub unsaved_data: Option<WireString<UnsavedData>>,
     /// When the server was first found missing at the provider.
     pub missing_since: Option<Time>,
     /// When an operator abandoned the server's removal.

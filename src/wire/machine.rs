@@ -6,7 +6,7 @@ use std::ops::Deref;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::copies::Copies;
+use crate::copies::{Copies, UnsavedData};
 use crate::host::{
     ComponentStatus, FileBackupReport, HostCertificate, LastBackup, LastUpdate, SnapshotChecks,
 };
@@ -75,8 +75,11 @@ pub struct Machine {
     pub proven_at: Option<Time>,
     /// When the final backup was taken, after the writers had stopped.
     pub final_backup_at: Option<Time>,
-    /// Changes since this time exist only on the machine's server.
+    /// Data written since this time may exist only on the machine's server.
     pub unsaved_since: Option<Time>,
+    /// What that data is; `null` if `unsavedSince` is. Older platforms omit it.
+    #[serde(default)]
+    pub unsaved_data: Option<WireString<UnsavedData>>,
     /// When an operator powered off its server.
     pub powered_off_at: Option<Time>,
     /// The problems that its host last reported.

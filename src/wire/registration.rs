@@ -35,6 +35,10 @@ string_enum!(
         NewerPostgres = "newer_postgres",
         /// The object store could not be read.
         StoreUnavailable = "store_unavailable",
+        /// The disk is too small for the owner's files.
+        FilesNoSpace = "files_no_space",
+        /// The owner's files could not be restored for another reason.
+        Files = "files",
     }
 );
 

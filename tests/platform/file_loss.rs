@@ -56,6 +56,7 @@ async fn server_is_kept_if_its_file_backup_is_damaged() {
     let record = stack.fetch_record(&process, &old.guest.machine).await;
     assert_eq!(record["unsavedSince"], record["registeredAt"], "{record}");
     assert!(record["unsavedSince"].is_string(), "{record}");
+    assert_eq!(record["unsavedData"], "changes", "{record}");
     let path = format!("/vps/{}/discard", old.guest.machine);
     stack.post(&process, &path, &json!({})).await.assert_problem(409, "invalid_state");
 }
@@ -80,8 +81,16 @@ async fn server_is_kept_if_its_successor_cannot_restore_files() {
     assert!(fetch_unsaved().await.is_string());
     let copies = stack.fetch_record(&process, &new.machine).await["copies"].clone();
     assert_eq!((&copies["kept"][0]["until"], copies["kept"].as_array().unwrap().len()), (&Value::Null, 1));
+    let record = stack.fetch_record(&process, &old.guest.machine).await;
+    assert_eq!(
+        (&copies["kept"][0]["unsavedData"], &record["unsavedData"]),
+        (&json!("files"), &json!("files"))
+    );
     let path = format!("/vps/{}/discard", old.guest.machine);
-    stack.post(&process, &path, &json!({})).await.assert_problem(409, "invalid_state");
+    let refused = stack.post(&process, &path, &json!({})).await;
+    refused.assert_problem(409, "invalid_state");
+    let detail = refused.body["detail"].as_str().unwrap();
+    assert!(detail.contains("could not restore the owner's files"), "{detail}");
 
     let accepted = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
     assert_eq!(accepted.status, 202, "{accepted:?}");

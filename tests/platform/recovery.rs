@@ -152,6 +152,7 @@ async fn recovery_in_progress_rejects_different_options() {
         ("fallbackLocations", json!([]), "the fallback locations"),
         ("imageVersion", json!("v0"), "the image version"),
         ("replaceFirst", json!(true), "`--replace-first`"),
+        ("withoutFiles", json!(true), "`--without-files`"),
     ] {
         let refused =
             stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1", member: value})).await;
@@ -160,6 +161,26 @@ async fn recovery_in_progress_rejects_different_options() {
         assert!(refused.body["detail"].as_str().unwrap().contains(&differs), "{refused:?}");
         assert_eq!(refused.body["operationId"], first.body["operationId"], "{refused:?}");
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn recovery_without_files_tells_the_new_machine() {
+    let stack = Stack::start().await;
+    let process = stack.start_platform();
+    stack.start_machine(&process, "user_1").await;
+    stack.store_snapshot("user_1");
+    let mut body =
+        json!({"idpUserId": "user_1", "acceptLoss": true, "withoutFiles": true, "replaceFirst": true});
+    let refused = stack.post(&process, "/vps/recover", &body).await;
+    refused.assert_problem(400, "invalid_request");
+    assert_eq!(refused.body["errors"][0]["pointer"], "/withoutFiles", "{refused:?}");
+    body["replaceFirst"] = json!(false);
+    let accepted = stack.post(&process, "/vps/recover", &body).await;
+    assert_eq!(accepted.status, 202, "{accepted:?}");
+    let new = stack.wait_for_guest(&process, accepted.body["machineId"].as_str().unwrap()).await;
+    assert_eq!(new.setting("SVC_RESTORE_FILES"), "false");
+    let again = stack.post(&process, "/vps/recover", &body).await;
+    assert_eq!((again.status, &again.body), (202, &accepted.body), "{again:?}");
 }
 
 /// The machine has data that is not saved anywhere else, so a start without a snapshot is rejected.

@@ -193,6 +193,10 @@ pub struct Recover {
     /// not start, there is no server to fall back to: the snapshot is the only copy
     #[arg(long)]
     pub replace_first: bool,
+    /// Start without the owner's files if they cannot be restored: they stay in the file backup, and nothing is saved
+    /// until they are restored
+    #[arg(long)]
+    pub without_files: bool,
     /// Use another server type, such as one with a larger disk; it must be in the slot's plan
     #[arg(long)]
     pub server_type: Option<ServerType>,

@@ -39,6 +39,7 @@ pub async fn recover(api: &ApiClient, args: Recover, out: &Output) -> Result<(),
     insert_flag(&mut body, "allowEmpty", args.allow_empty);
     insert_flag(&mut body, "acceptLoss", args.accept_loss);
     insert_flag(&mut body, "replaceFirst", args.replace_first);
+    insert_flag(&mut body, "withoutFiles", args.without_files);
     let response = api.send(Method::POST, &["vps", "recover"], Some(&body.into())).await?;
     print_outcome::<RecoveredMachine>(api, response, args.wait, out).await
 }

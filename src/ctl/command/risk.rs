@@ -27,6 +27,11 @@ pub fn recovery_risk(args: &Recover) -> String {
          that, the old machine serves again."
             .to_owned()
     });
+    lines.extend(args.without_files.then(|| {
+        "--without-files: the new machine starts without the owner's files, and saves no files until `svc-sync-agent \
+         restore-home` has been run on it."
+            .to_owned()
+    }));
     lines.join("\n")
 }
 

@@ -6,9 +6,9 @@ use super::failure;
 use super::human::{format_span, format_time, seconds_between};
 use super::table::Cell;
 use super::{Color, View};
-use svc_wire::copies::{Copies, KeptServer, NewerSnapshot, UnrestoredSnapshot};
+use svc_wire::copies::{Copies, KeptServer, NewerSnapshot, UnrestoredSnapshot, UnsavedData};
 use svc_wire::machine::{Machine, MachineDetail};
-use svc_wire::text::Time;
+use svc_wire::text::{Time, WireString};
 
 /// Backups are hourly, so two missed ones are shown as a problem.
 const MAX_NORMAL_EXPOSURE_SECONDS: u64 = 2 * 3600 + 600;
@@ -79,7 +79,10 @@ fn kept_cell(view: &View, copies: &Copies, kept: &KeptServer, left_slot_at: Opti
     let server =
         format!("{} of {} machine {id}", format_server_id(kept.provider_server_id.as_ref()), kept.reason);
     let bad = |line: String| Cell::painted(Some(Color::Bad), format!("{server}: {line}"));
-    let unsaved = kept.unsaved_since.as_ref().map(|since| format_unsaved(view, since, left_slot_at));
+    let unsaved = kept
+        .unsaved_since
+        .as_ref()
+        .map(|since| format_unsaved(view, since, kept.unsaved_data.as_ref(), left_slot_at));
     if let Some(since) = &kept.missing_since {
         let missing = format_missing(view, since);
         return bad(match unsaved {
@@ -221,8 +224,16 @@ fn unrestored_cell(view: &View, snapshot: &UnrestoredSnapshot, machine: &Machine
 }
 
 /// Formats unsaved changes as `43 min of changes that are in no snapshot`, or with their start if it is not known when
-/// the machine left its slot.
-pub fn format_unsaved(view: &View, since: &str, left_slot_at: Option<&Time>) -> String {
+/// the machine left its slot. If only the owner's files are unsaved, says so instead.
+pub fn format_unsaved(
+    view: &View,
+    since: &str,
+    data: Option<&WireString<UnsavedData>>,
+    left_slot_at: Option<&Time>,
+) -> String {
+    if data.is_some_and(|data| data.is(UnsavedData::Files)) {
+        return "the owner's files, which a later machine could not restore".to_owned();
+    }
     let length = left_slot_at.and_then(|left| seconds_between(since, left)).filter(|length| *length >= 0.0);
     match length {
         Some(length) => format!("{} of changes that are in no snapshot", format_span(length as u64)),

@@ -109,6 +109,10 @@ pub fn restore_next_step(failure: &Failure, machine: &MachineDetail) -> Option<S
         machine.machine_id
     );
     let larger = format!("run `svcctl recover {slot} --server-type TYPE` with a type that has a larger disk");
+    let without_files = format!(
+        "start the machine without the owner's files, which stay in the file backup, with `svcctl recover {slot} \
+         --without-files`"
+    );
     Some(match failure.message.as_deref().and_then(RestoreFailureCode::find) {
         Some(RestoreFailureCode::NoSpace) => format!("{larger}; or {another}"),
         Some(RestoreFailureCode::NewerPostgres) => format!(
@@ -118,6 +122,11 @@ pub fn restore_next_step(failure: &Failure, machine: &MachineDetail) -> Option<S
         Some(RestoreFailureCode::StoreUnavailable) => format!(
             "run `svcctl doctor` to see what is wrong with the object store; once the store works, run `svcctl recover \
              {slot}`"
+        ),
+        Some(RestoreFailureCode::FilesNoSpace) => format!("{larger}; or {without_files}"),
+        Some(RestoreFailureCode::Files) => format!(
+            "run `svcctl doctor` to see what is wrong with the object store; once the cause is fixed, run `svcctl recover \
+             {slot}`; or {without_files}"
         ),
         None => format!(
             "the same snapshot may fail again: run `svcctl pointer show {slot}` to see whether the latest is complete; \
@@ -139,8 +148,25 @@ fn slot_arguments(machine: &MachineDetail) -> String {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+    use svc_wire::registration::RestoreFailureCode;
+
     use crate::show::machine;
     use crate::show::test_data::{failed_machine, from_json, plain_view};
+
+    #[test]
+    fn failed_file_restore_advises_no_other_database_snapshot() {
+        for (code, is_too_large) in
+            [(RestoreFailureCode::FilesNoSpace, true), (RestoreFailureCode::Files, false)]
+        {
+            let mut machine = failed_machine();
+            let message = format!("svc-files-restore.service: svc-sync-agent: no room ({})", code.marker());
+            machine["failure"] = json!({"cause": "boot_reported", "stage": "restore", "message": message});
+            let text = machine::details(&plain_view(), &from_json(machine));
+            assert!(text.contains("--without-files`") && !text.contains("--snapshot"), "{text}");
+            assert_eq!(text.contains("--server-type TYPE"), is_too_large, "{text}");
+        }
+    }
 
     #[test]
     fn failed_reinstatement_advises_recovery() {

@@ -68,7 +68,8 @@ fn power_cell(view: &View, machine: &Machine) -> Cell {
 
 /// Describes the changes that exist only on the machine's server, if known.
 pub fn unsaved_changes(view: &View, machine: &Machine) -> Option<String> {
-    Some(format_unsaved(view, machine.unsaved_since.as_deref()?, machine.left_slot_at()))
+    let since = machine.unsaved_since.as_deref()?;
+    Some(format_unsaved(view, since, machine.unsaved_data.as_ref(), machine.left_slot_at()))
 }
 
 /// Whether the machine's last backup failed because the slot's pointer cannot be used.

@@ -185,7 +185,7 @@ fn machine() -> Value {
         "checks": {"verify": check, "drill": check},
         "boot": {"stage": "restore", "at": AT, "stages": [{"stage": "restore", "at": AT}]},
         "bootProgress": {"stage": "restore", "bytes": 1, "totalBytes": 2, "rows": 3, "totalRows": 4},
-        "provenAt": AT, "finalBackupAt": AT, "unsavedSince": AT, "poweredOffAt": AT,
+        "provenAt": AT, "finalBackupAt": AT, "unsavedSince": AT, "unsavedData": "files", "poweredOffAt": AT,
         "attention": [{"code": "snapshot_held", "detail": "d"}], "fallbackLocations": ["fsn1"],
         "upgradeToken": {"generation": 2, "rotatedAt": AT, "requestedAt": AT}, "replacedBy": ID, "retiredAt": AT,
         "deletedAt": AT, "createdAt": AT, "updatedAt": AT,
@@ -196,7 +196,7 @@ fn copies() -> Value {
     json!({
         "live": {"machineId": ID, "providerServerId": "4711", "missingSince": AT},
         "kept": [{"machineId": ID, "providerServerId": "4700", "reason": "replaced", "until": AT, "deletedBy": ID,
-            "unsavedSince": AT, "missingSince": AT, "removalAbandonedAt": AT}],
+            "unsavedSince": AT, "unsavedData": "files", "missingSince": AT, "removalAbandonedAt": AT}],
         "newestSnapshotAt": AT,
         "newestSnapshot": {"takenAt": AT, "machineId": ID, "key": "k", "source": "store"},
         "snapshotProblem": "p", "exposedSeconds": 9,

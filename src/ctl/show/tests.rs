@@ -184,6 +184,11 @@ fn status_shows_unsaved_changes_and_expiry_of_kept_servers() {
         unsaved.ends_with(&format!("--accept-loss`; `svcctl undelete {OTHER}` restores it")),
         "{unsaved}"
     );
+    let mut files = kept("replaced", Value::Null, json!("2026-11-21T10:17:00.000Z"));
+    files["unsavedData"] = json!("files");
+    let held = "holds the owner's files, which a later machine could not restore; kept until `svcctl discard";
+    let files = kept_server_line(Value::Null, files);
+    assert!(files.contains(held), "{files}");
     let expired =
         kept_server_line(Value::Null, kept("deleted", json!("2026-11-21T11:59:00.000Z"), Value::Null));
     assert!(expired.ends_with("being deleted"), "{expired}");

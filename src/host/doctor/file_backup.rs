@@ -15,7 +15,7 @@ const NEXT_STEP: &str =
 const VERIFY_STEP: &str = "run `svc-sync-agent verify`";
 
 const RETRY_STEP: &str = "repair the store, then run `svc-sync-agent restore-home --retry`; as the last resort, add \
-                          `--skip-damaged` to leave out what is damaged";
+                          `--skip-damaged` to leave out what is damaged, or use `--give-up` to keep the machine's own files";
 
 pub fn check(layout: &Layout) -> Findings {
     let findings = Findings::new("file-backup");

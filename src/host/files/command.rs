@@ -92,6 +92,9 @@ fn describe(status: Option<&FilesStatus>, outcome: Option<&RestoreOutcome>, now:
                 format!("no: {error}; run `svc-sync-agent restore-home --retry` as root"),
             ));
         }
+        Some(RestoreOutcome { is_given_up: true, .. }) => {
+            rows.push(("restored", "no: an operator decided to keep the machine's own files".to_owned()));
+        }
         Some(RestoreOutcome { taken_at: Some(at), files, .. }) => {
             rows.push((
                 "restored",

@@ -6,7 +6,7 @@
 //!
 //! If the backup is damaged, the machine starts without the files, because the owner still needs the database. The
 //! outcome is recorded, and the machine then saves no files, so that the snapshot remains the latest one. An operator
-//! can repeat the restore without the damaged files. After any other error, the boot fails. systemd retries it, unless
+//! can repeat the restore, also without the damaged files, or give it up. After any other error, the boot fails. systemd retries it, unless
 //! the disk is too small, the platform has refused the key, or the configuration is invalid.
 
 use std::ffi::OsStr;
@@ -17,6 +17,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use anyhow::anyhow;
 use jiff::Timestamp;
 use rustix::io::Errno;
 use rustix::thread::CapabilitySet;
@@ -31,6 +32,7 @@ use svc_files::restore::{RestoreOptions, RestoreProgress, RestoreReport, restore
 use svc_files::{FilesError, Id};
 use svc_store::StoreError;
 use svc_store::files_pointer::{self, FilesSnapshotRef};
+use svc_wire::registration::RestoreFailureCode;
 
 use super::access::{AccessError, FilesSettings, retry};
 use super::home_path::HomePath;
@@ -40,9 +42,11 @@ use super::restore_entry::Directory;
 use super::staging::{HOME_STAGING, Staging};
 use crate::system::activity;
 use crate::system::boot_progress::BootReporter;
+use crate::system::config;
 use crate::system::layout::Layout;
 use crate::system::lock::{Lock, LockError};
 use crate::system::progress::Progress;
+use crate::system::vars;
 
 /// How long transient errors of the store or the platform are retried before the boot fails. systemd then restarts the
 /// unit.
@@ -52,6 +56,9 @@ const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
 const LOCK_FILE: &str = "home-restore.lock";
 const OUTCOME_FILE: &str = "restored.json";
 const FORMAT: u32 = 1;
+const SKIPPED: &str = "an operator started the machine without them (`svcctl recover --without-files`)";
+const GIVEN_UP: &str = "the previous machine's files are not restored, as an operator decided; this machine saves its own \
+                        files again, and the earlier snapshots stay in the backup";
 
 /// The capabilities of `svc-files-restore.service`: to restore the owners and modes of the files.
 pub const CAPABILITIES: CapabilitySet = CapabilitySet::CHOWN
@@ -109,6 +116,15 @@ impl GateError {
             _ => Exit::Unavailable,
         }
     }
+
+    /// Returns the failure, with its code in the last line: a failed boot reports only the last line of the log.
+    fn into_failure(self) -> Failure {
+        let code = match &self {
+            Self::Files(error) if error.is_no_space() => RestoreFailureCode::FilesNoSpace,
+            _ => RestoreFailureCode::Files,
+        };
+        Failure::new(self.exit_code(), anyhow!("{} ({})", format_chain(&self), code.marker()))
+    }
 }
 
 fn is_damaged_object(error: &StoreError) -> bool {
@@ -137,11 +153,19 @@ pub struct RestoreOutcome {
     pub damaged: u64,
     #[serde(default)]
     pub damaged_paths: Vec<String>,
-    /// Why the snapshot could not be restored.
+    /// Why the snapshot was not restored.
     pub error: Option<String>,
+    /// Whether an operator decided that the snapshot is not to be restored.
+    #[serde(default)]
+    pub is_given_up: bool,
 }
 
 impl RestoreOutcome {
+    /// The files were not restored, for the reason in `error`.
+    fn failed(error: String) -> Self {
+        Self { version: FORMAT, ended_at: clock::now_ms(), error: Some(error), ..Self::default() }
+    }
+
     /// Reads the outcome; `None` if this machine has recorded none, or if the file is invalid.
     ///
     /// # Errors
@@ -163,6 +187,8 @@ impl RestoreOutcome {
 /// restored files, this requires `should_retry`. After a successful restore, does nothing. With `should_skip_damaged`,
 /// damaged files are left out, and the restore then counts as successful.
 ///
+/// With `SVC_RESTORE_FILES=false`, the first boot only records that the files were not restored.
+///
 /// # Errors
 /// `Refused` if the disk is too small, or if the backup is damaged and the restore was repeated; at the first boot,
 /// damage is only recorded. `Unavailable` if the store or the platform is unreachable; `Permission` if the platform
@@ -171,14 +197,13 @@ pub async fn run(layout: Layout, should_retry: bool, should_skip_damaged: bool) 
     if is_done(&layout, should_retry)? {
         return Ok(());
     }
-    let lock = Lock::acquire(&layout.files_state().join(LOCK_FILE));
-    let _lock = lock.map_err(|error| {
-        let exit = if matches!(error, LockError::Held) { Exit::TryAgain } else { Exit::Internal };
-        Failure::new(exit, error)
-    })?;
+    let _lock = acquire_lock(&layout)?;
     // Another process may have restored the files in the meantime.
     if is_done(&layout, should_retry)? {
         return Ok(());
+    }
+    if !should_retry && !is_restore_requested(&layout)? {
+        return record_skipped(&layout);
     }
     let settings = FilesSettings::read(layout)?;
     let progress = Arc::new(Progress::default());
@@ -191,25 +216,75 @@ pub async fn run(layout: Layout, should_retry: bool, should_skip_damaged: bool) 
             println!("{text}");
             Ok(())
         }
-        Err(error) if !error.is_damage() => Err(Failure::new(error.exit_code(), error)),
+        Err(error) if !error.is_damage() => Err(error.into_failure()),
         Err(error) => {
             let text = format_chain(&error);
             tracing::error!(
                 error = text,
                 "the owner's files cannot be restored; the machine starts without them"
             );
-            let outcome = RestoreOutcome {
-                version: FORMAT,
-                ended_at: clock::now_ms(),
-                error: Some(text.clone()),
-                ..RestoreOutcome::default()
-            };
-            outcome.write(&settings.layout).or_exit(Exit::Internal)?;
+            RestoreOutcome::failed(text.clone()).write(&settings.layout).or_exit(Exit::Internal)?;
             activity::note(&settings.layout, &format!("the owner's files could not be restored: {text}"));
             // At the first boot, the unit must not fail, so that the machine starts.
             if should_retry { Err(Failure::new(Exit::Refused, error)) } else { Ok(()) }
         }
     }
+}
+
+/// Records that this machine keeps the files that it has, instead of restoring its predecessor's. It then saves files:
+/// its next snapshot becomes the latest, and the earlier ones stay in the backup.
+///
+/// # Errors
+/// `Refused` if the files have been restored, or were not to be restored; `TryAgain` if another process restores them;
+/// `Internal` if the outcome cannot be read or written.
+pub fn give_up(layout: &Layout) -> Result<(), Failure> {
+    let _lock = acquire_lock(layout)?;
+    let has_failed = match RestoreOutcome::read(layout).or_exit(Exit::Internal)? {
+        Some(outcome) => outcome.error.is_some(),
+        // An earlier release did not restore files.
+        None => layout.restore_complete().exists(),
+    };
+    if !has_failed {
+        let why = anyhow!("no restore has failed on this machine, so there is nothing to give up");
+        return Err(Failure::new(Exit::Refused, why));
+    }
+    let staging = Staging::new(layout, HOME_STAGING);
+    staging.verify_if_exists().or_exit(Exit::Internal)?;
+    // An interrupted restore may have replaced some entries.
+    keep_replaced(layout, &staging).or_exit(Exit::Internal)?;
+    staging.remove().or_exit(Exit::Internal)?;
+    let outcome = RestoreOutcome {
+        version: FORMAT,
+        ended_at: clock::now_ms(),
+        is_given_up: true,
+        ..RestoreOutcome::default()
+    };
+    outcome.write(layout).or_exit(Exit::Internal)?;
+    activity::note(layout, GIVEN_UP);
+    println!("{GIVEN_UP}");
+    Ok(())
+}
+
+fn acquire_lock(layout: &Layout) -> Result<Lock, Failure> {
+    Lock::acquire(&layout.files_state().join(LOCK_FILE)).map_err(|error| {
+        let exit = if matches!(error, LockError::Held) { Exit::TryAgain } else { Exit::Internal };
+        Failure::new(exit, error)
+    })
+}
+
+/// Whether the first boot is to restore the owner's files.
+fn is_restore_requested(layout: &Layout) -> Result<bool, Failure> {
+    let mut env = config::environment(layout);
+    let flag = env.flag(&vars::SVC_RESTORE_FILES);
+    Ok(env.finish(Some(flag))?.is_on())
+}
+
+/// Records that the operator chose to start the machine without its files.
+fn record_skipped(layout: &Layout) -> Result<(), Failure> {
+    RestoreOutcome::failed(SKIPPED.to_owned()).write(layout).or_exit(Exit::Internal)?;
+    tracing::warn!("the owner's files are not restored: SVC_RESTORE_FILES is off");
+    activity::note(layout, &format!("the owner's files were not restored: {SKIPPED}"));
+    Ok(())
 }
 
 /// Whether nothing is to be restored, and logs why.
@@ -382,6 +457,7 @@ async fn download(
         damaged: restored.damaged.count,
         damaged_paths: restored.damaged.first.into_iter().map(to_line).collect(),
         error: None,
+        is_given_up: false,
     };
     staging.mark_complete(&outcome)?;
     Ok(outcome)

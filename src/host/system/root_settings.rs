@@ -33,7 +33,7 @@ pub enum AcceptReason {
 }
 
 /// The settings that root accepts from other users' files.
-pub const ALLOWED_FROM_OTHERS: [(&Variable, AcceptReason); 29] = [
+pub const ALLOWED_FROM_OTHERS: [(&Variable, AcceptReason); 30] = [
     (&vars::SVC_MACHINE_ID, AcceptReason::Identifier),
     (&vars::SVC_USER_ID, AcceptReason::Identifier),
     (&vars::SVC_HANDLE, AcceptReason::Identifier),
@@ -42,6 +42,7 @@ pub const ALLOWED_FROM_OTHERS: [(&Variable, AcceptReason); 29] = [
     (&vars::SVC_IMAGE_VERSION, AcceptReason::Identifier),
     (&vars::SVC_RESTORE_SNAPSHOT, AcceptReason::Identifier),
     (&vars::SVC_RESTORE_MODE, AcceptReason::Choice),
+    (&vars::SVC_RESTORE_FILES, AcceptReason::Choice),
     (&vars::BACKUP_COMPRESSION, AcceptReason::Choice),
     (&vars::BACKUP_RETRY_SECONDS, AcceptReason::Choice),
     (&vars::VERIFY_WITHIN_DAYS, AcceptReason::Choice),

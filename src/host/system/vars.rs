@@ -58,6 +58,8 @@ svc_base::variables! {
         /// `required`: there must be a snapshot to restore. `empty`: if it is confirmed that there is no
         /// snapshot, the machine starts without one.
         SVC_RESTORE_MODE: "`required` or `empty`" = required, in "`boot.env`", by ["svc-restore"];
+        /// Whether the first boot restores the owner's files. `svcctl recover --without-files` sets `false`.
+        SVC_RESTORE_FILES: "`true` or `false`" = "true", in "`boot.env`", by ["svc-sync-agent"];
     }
 
     "host.settings", in "process environment or the files above", by ["svc-gateway"] {

@@ -114,8 +114,12 @@ fn ensure_left_slot(machine: &MachineRow) -> Result<(), Problem> {
 /// registered has no data.
 async fn ensure_data_saved(tx: &Transaction<'_>, machine: &MachineRow) -> Result<(), Problem> {
     if let Some(since) = machine.unsaved_since {
-        let why =
-            format!("No snapshot contains the data written on this machine since {}.", rfc3339_ms(since));
+        let why = if machine.unsaved_files {
+            "A later machine could not restore the owner's files, which may exist only on this server."
+                .to_owned()
+        } else {
+            format!("No snapshot contains the data written on this machine since {}.", rfc3339_ms(since))
+        };
         return Err(kept_problem(machine, &why));
     }
     if let Some(operation) = db::slot_operations::find_operation_needing_server(tx, machine).await? {

@@ -49,6 +49,8 @@ struct RecoveryRequest {
     /// The snapshot to restore; `None` means the latest.
     snapshot_key: Option<SnapshotKey>,
     options: OperationOptions,
+    /// The new machine starts without the owner's files, which stay in the file backup.
+    without_files: bool,
     /// `None` means the current machine's type.
     server_type: Option<ServerType>,
     locations: RequestedLocations,
@@ -77,6 +79,12 @@ fn parse_request(call: &ApiCall) -> Result<RecoveryRequest, Problem> {
         replace_first: fields.boolean("replaceFirst").unwrap_or(false),
         ..OperationOptions::default()
     };
+    let without_files = fields.boolean("withoutFiles").unwrap_or(false);
+    if without_files && options.replace_first {
+        let detail = "cannot be combined with `--replace-first`: the old server may hold the only usable copy of the owner's \
+                      files";
+        fields.add_error("withoutFiles", detail);
+    }
     let server_type = fields.optional("serverType");
     let locations = RequestedLocations::read(&mut fields);
     let image_version = fields.optional("imageVersion");
@@ -86,6 +94,7 @@ fn parse_request(call: &ApiCall) -> Result<RecoveryRequest, Problem> {
         empty,
         snapshot_key,
         options,
+        without_files,
         server_type,
         locations,
         image_version,
@@ -214,6 +223,7 @@ async fn recover(
             https_port: platform.config.hosts.https_port,
             preview_ttl: preview_ttl(platform, &machine),
             restore_snapshot: plan.snapshot,
+            restore_files: !request.without_files,
         };
         let event = Event::RecoverRequested { restore: plan.restore };
         let context = EventContext {
@@ -385,6 +395,7 @@ fn differing_options(
         ("`--allow-empty`", request.empty == EmptyStart::Refused && machine.restore == RestoreMode::Empty),
         ("`--accept-loss`", request.options.accept_loss && !options.accept_loss),
         ("`--replace-first`", request.options.replace_first && !options.replace_first),
+        ("`--without-files`", request.without_files && machine.restore_files),
     ]
     .into_iter()
     .filter_map(|(name, differs)| differs.then_some(name))
@@ -422,6 +433,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
                     ("snapshotKey", text_matching(SnapshotKey::PATTERN)),
                     ("acceptLoss", boolean()),
                     ("replaceFirst", boolean()),
+                    ("withoutFiles", boolean()),
                     ("serverType", server_type()),
                     ("location", location()),
                     ("fallbackLocations", fallback_locations()),

@@ -37,6 +37,8 @@ pub struct KeptServerRow {
     pub until: Option<Timestamp>,
     /// Changes made after this time are not in any snapshot.
     pub unsaved_since: Option<Timestamp>,
+    /// Whether `unsaved_since` is set only because a later machine could not restore the owner's files.
+    pub unsaved_files: bool,
     /// When an operator abandoned the server's removal.
     pub removal_abandoned_at: Option<Timestamp>,
     /// The time since which the provider has reported the server missing.
@@ -89,7 +91,7 @@ pub async fn list_in_slot(
 ) -> Result<Vec<KeptServerRow>, DbError> {
     let sql = format!(
         "SELECT m.machine_id, m.provider_server_id, m.deleted_at IS NOT NULL AS is_deleted, \
-             {KEPT_UNTIL} AS kept_until, m.unsaved_since, m.removal_abandoned_at, m.server_missing_since, \
+             {KEPT_UNTIL} AS kept_until, m.unsaved_since, m.unsaved_files, m.removal_abandoned_at, m.server_missing_since, \
              (SELECT o.operation_id FROM operations o WHERE o.machine_id = m.machine_id AND o.kind = 'delete' \
                 AND o.state = 'running' AND (o.options ->> 'now')::boolean LIMIT 1) AS deleted_by \
          FROM user_machines m WHERE m.idp_user_id = $4 AND m.slot = $5 AND {LEFT_SLOT} \
@@ -104,6 +106,7 @@ pub async fn list_in_slot(
         is_deleted: row.get("is_deleted"),
         until: row.get("kept_until"),
         unsaved_since: row.get("unsaved_since"),
+        unsaved_files: row.get("unsaved_files"),
         removal_abandoned_at: row.get("removal_abandoned_at"),
         missing_since: row.get("server_missing_since"),
         deleted_by: row.get::<_, Option<_>>("deleted_by").map(OperationId),

@@ -30,6 +30,8 @@ pub struct NewMachine {
     pub restore: RestoreMode,
     /// The key of the snapshot to restore; `None` means the snapshot that the pointer names.
     pub restore_snapshot: Option<String>,
+    /// Whether the machine restores the owner's files at its first boot.
+    pub restore_files: bool,
     pub server_type: ServerType,
     pub location: Location,
     pub fallback_locations: Vec<Location>,
@@ -49,9 +51,10 @@ pub struct NewMachine {
 pub async fn insert(tx: &Transaction<'_>, new: &NewMachine) -> Result<(), DbError> {
     let sql = "INSERT INTO user_machines (machine_id, idp_user_id, slot, handle, kind, status, epoch, \
                restore_mode, server_type, location, image_version, bundle_sha256, https_port, \
-               registration_token_hash, upgrade_token_hash, preview_expires_at, restore_snapshot, fallback_locations) \
+               registration_token_hash, upgrade_token_hash, preview_expires_at, restore_snapshot, fallback_locations, \
+               restore_files) \
                VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, \
-               now() + make_interval(secs => $16), $17, $18)";
+               now() + make_interval(secs => $16), $17, $18, $19)";
     let epoch = to_stored_epoch(new.epoch)?;
     let fallback_locations: Vec<&str> = new.fallback_locations.iter().map(Location::as_str).collect();
     let preview_ttl = new.preview_ttl.map(|time| time.as_secs_f64());
@@ -77,6 +80,7 @@ pub async fn insert(tx: &Transaction<'_>, new: &NewMachine) -> Result<(), DbErro
             &preview_ttl,
             &new.restore_snapshot,
             &fallback_locations,
+            &new.restore_files,
         ],
     )
     .await
@@ -219,7 +223,7 @@ pub async fn record_unsaved(
     id: MachineId,
     since: Option<Timestamp>,
 ) -> Result<(), DbError> {
-    let sql = "UPDATE user_machines SET unsaved_since = $2 WHERE machine_id = $1";
+    let sql = "UPDATE user_machines SET unsaved_since = $2, unsaved_files = false WHERE machine_id = $1";
     execute(tx, sql, &[&id.0, &since]).await.map(drop)
 }
 
@@ -321,8 +325,8 @@ pub async fn record_registration(
 /// machine that left its slot or never registered, but turned out to have a server or to be serving; has no effect on
 /// others.
 pub async fn mark_unsaved(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
-    let sql = "UPDATE user_machines SET unsaved_since = coalesce(unsaved_since, backup_taken_at, registered_at, now()) \
-               WHERE machine_id = $1 AND server_deleted_at IS NULL \
+    let sql = "UPDATE user_machines SET unsaved_since = coalesce(unsaved_since, backup_taken_at, registered_at, now()), \
+               unsaved_files = unsaved_files AND unsaved_since IS NOT NULL WHERE machine_id = $1 AND server_deleted_at IS NULL \
                AND (registered_at IS NULL OR retired_at IS NOT NULL OR deleted_at IS NOT NULL)";
     execute(client, sql, &[&id.0]).await.map(drop)
 }
@@ -331,7 +335,7 @@ pub async fn mark_unsaved(client: &impl GenericClient, id: MachineId) -> Result<
 /// owner's files, because this machine could not restore them. All of those machines are marked, because the newest of
 /// them may also have failed to restore the files. Has no effect on servers whose deletion was ordered.
 pub async fn mark_predecessors_unsaved(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
-    let sql = "UPDATE user_machines SET unsaved_since = registered_at WHERE machine_id IN (\
+    let sql = "UPDATE user_machines SET unsaved_since = registered_at, unsaved_files = true WHERE machine_id IN (\
                    SELECT earlier.machine_id FROM user_machines earlier JOIN user_machines mine \
                    ON mine.idp_user_id = earlier.idp_user_id AND mine.slot = earlier.slot \
                    AND mine.epoch > earlier.epoch \

@@ -20,11 +20,11 @@ use svc_wire::machine::MachineKind;
 
 /// The columns that [`MachineRow::parse`] reads.
 pub const COLUMNS: &str = "machine_id, idp_user_id, slot, handle, kind, status, failure_cause, failure_stage, \
-    failure_message, epoch, restore_mode, restore_snapshot, unrestored_snapshot, server_type, resize_to, location, image_version, bundle_sha256, \
+    failure_message, epoch, restore_mode, restore_snapshot, restore_files, unrestored_snapshot, server_type, resize_to, location, image_version, bundle_sha256, \
     provider_server_id, public_ipv4, https_port, tls_spki_sha256, registration_token_hash, \
     registration_expires_at, registration_body_hash, registered_at, upgrade_token_hash, heartbeat_at, health, \
     last_backup, backup_taken_at, last_update, checks, proof_kids, certificate, files, replaced_by, retired_at, deleted_at, create_ordered_at, server_deleted_at, \
-    power_ordered_at, power_off_ordered_at, proven_at, final_backup_at, unsaved_since, discard_ordered_at, \
+    power_ordered_at, power_off_ordered_at, proven_at, final_backup_at, unsaved_since, unsaved_files, discard_ordered_at, \
     removal_abandoned_at, server_missing_since, boot_stages, boot_progress, preview_expires_at, powered_off_at, attention, fallback_locations, created_at, updated_at, \
     upgrade_token_generation, upgrade_token_rotated_at, upgrade_token_requested_at, previous_token_hash, previous_token_until";
 
@@ -57,6 +57,8 @@ pub struct MachineRow {
     pub restore: RestoreMode,
     /// The key of the snapshot to restore; `None` means the snapshot that the pointer names.
     pub restore_snapshot: Option<String>,
+    /// Whether the machine restores the owner's files at its first boot.
+    pub restore_files: bool,
     /// An earlier machine's snapshot that is newer than the restored one.
     pub unrestored_snapshot: Option<String>,
     pub server_type: ServerType,
@@ -103,6 +105,8 @@ pub struct MachineRow {
     /// If set, changes made after this time may exist only on the server, because the machine left its slot without a
     /// final backup.
     pub unsaved_since: Option<Timestamp>,
+    /// Whether `unsaved_since` is set only because a later machine could not restore the owner's files.
+    pub unsaved_files: bool,
     /// When the server's retention period was ended early, so that the server is deleted.
     pub discard_ordered_at: Option<Timestamp>,
     /// When an operator abandoned the server's removal.
@@ -172,6 +176,7 @@ impl MachineRow {
             epoch: Epoch(parse_number_column(row, "epoch")?),
             restore: parse_column(row, "restore_mode")?,
             restore_snapshot: row.get("restore_snapshot"),
+            restore_files: row.get("restore_files"),
             unrestored_snapshot: row.get("unrestored_snapshot"),
             server_type: parse_column(row, "server_type")?,
             resize_to: parse_optional_column(row, "resize_to")?,
@@ -206,6 +211,7 @@ impl MachineRow {
             proven_at: row.get("proven_at"),
             final_backup_at: row.get("final_backup_at"),
             unsaved_since: row.get("unsaved_since"),
+            unsaved_files: row.get("unsaved_files"),
             discard_ordered_at: row.get("discard_ordered_at"),
             removal_abandoned_at: row.get("removal_abandoned_at"),
             server_missing_since: row.get("server_missing_since"),

@@ -51,6 +51,7 @@ const MIGRATIONS: &[(&str, &str)] = embed_migrations![
     "V33__operation_deadlines",
     "V34__registration_start",
     "V35__operator_names",
+    "V36__recovery_without_files",
 ];
 
 /// The advisory lock's key: `svc_migr` in ASCII. No other code uses this key.

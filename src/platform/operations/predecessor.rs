@@ -239,9 +239,13 @@ pub async fn delete_predecessor(leased: &LeasedOperation<'_>) -> Result<StepOutc
         ));
     }
     if let Some(since) = machine.unsaved_since.filter(|_| !options.accept_loss) {
+        let data = if machine.unsaved_files {
+            "the owner's files, which a later machine could not restore".to_owned()
+        } else {
+            format!("data written since {since:.0} that no snapshot contains")
+        };
         let detail = format!(
-            "The predecessor's server, which would be deleted first, holds data written since {since:.0} that no snapshot \
-             contains: `svcctl operation continue {operation} --accept-loss` deletes the server, `svcctl operation abandon \
+            "The predecessor's server, which would be deleted first, holds {data}: `svcctl operation continue {operation} --accept-loss` deletes the server, `svcctl operation abandon \
              {operation}` returns the slot to the predecessor.",
             operation = leased.operation.id
         );

@@ -3,6 +3,7 @@
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
+use crate::copies;
 use crate::db::machine_row::MachineRow;
 use crate::token_rotation::UpgradeToken;
 use svc_wire::machine::{self as wire, Boot, BootStage, Failure, Machine};
@@ -51,6 +52,7 @@ impl From<&MachineRow> for Machine {
             proven_at: row.proven_at.map(Into::into),
             final_backup_at: row.final_backup_at.map(Into::into),
             unsaved_since: row.unsaved_since.map(Into::into),
+            unsaved_data: copies::to_unsaved_data(row.unsaved_since, row.unsaved_files),
             powered_off_at: row.powered_off_at.map(Into::into),
             attention: parse_report(Some(&row.attention)).unwrap_or_default(),
             fallback_locations: row.fallback_locations.iter().map(Into::into).collect(),

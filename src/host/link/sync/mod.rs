@@ -129,8 +129,10 @@ first boot failed or never ran, --retry runs it now; files from the snapshot the
 and the replaced ones are kept in /home/svc/home/home.replaced-TIME.\n\n--skip-damaged is the last resort if damaged content \
 cannot be repaired: the damaged files are left out, damaged directories are restored empty, and the output and \
 activity.log name the first 20. The machine then saves files again. The new snapshots do not contain what was left out, as if it had \
-been deleted; earlier snapshots still do.\n\nExample: svc-sync-agent restore-home --retry\n\n\
-Exit codes: 0 restored, or nothing to restore; 65 the backup is damaged and --retry is set, or the disk is too small; \
+been deleted; earlier snapshots still do.\n\n--give-up restores nothing: the machine keeps the files that it has and saves them again. Files in \
+earlier snapshots can still be restored one by one.\n\nExample: svc-sync-agent restore-home --retry\n\n\
+Exit codes: 0 restored, or nothing to restore; 65 the backup is damaged and --retry is set, the disk is too small, or there is no \
+failed restore to give up; \
 69 the store or the platform is unreachable; 75 another restore is still running."
     )]
     RestoreHome {
@@ -140,6 +142,9 @@ Exit codes: 0 restored, or nothing to restore; 65 the backup is damaged and --re
         /// Leave out damaged files and the content of damaged directories, and restore everything else
         #[arg(long, requires = "retry")]
         skip_damaged: bool,
+        /// Keep the files that the machine has, and save them again, instead of repeating a failed restore
+        #[arg(long, conflicts_with_all = ["retry", "skip_damaged"])]
+        give_up: bool,
     },
 }
 
@@ -200,7 +205,10 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
             let restore = request_id::run_with_new_id(files::restore_entry::serve(layout));
             applet::block_on("svc-sync-agent", restore)
         }
-        Some(Command::RestoreHome { retry, skip_damaged }) => {
+        Some(Command::RestoreHome { give_up: true, .. }) => {
+            applet::block_on("svc-sync-agent", async { files::gate::give_up(&layout) })
+        }
+        Some(Command::RestoreHome { retry, skip_damaged, give_up: false }) => {
             let restore = request_id::run_with_new_id(files::gate::run(layout, retry, skip_damaged));
             applet::block_on("svc-sync-agent", restore)
         }
