@@ -7,14 +7,13 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use futures_util::TryStreamExt;
 use jiff::Timestamp;
 use kit::s3::S3Server;
 use serde_json::{Value, json};
 use svc::host::files::restore_entry;
 
 use super::machine::{FilesPlatform, Host, describe_tree};
-use crate::vault::machine::{BUCKET, RunningApplet, bucket, slot, start_store};
+use crate::vault::machine::{BUCKET, RunningApplet, slot, start_store};
 
 /// A machine with saved files, and the processes that save them and serve their history.
 pub struct HistoryFixture {
@@ -40,6 +39,15 @@ impl HistoryFixture {
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
         Ok(Self { host, store, _platform: platform, _services: [saver, listener] })
+    }
+
+    /// Damages all objects of a kind, such as `data` (packs) or `index`, in the store.
+    pub fn damage(&self, kind: &str) {
+        for object in self.store.objects(BUCKET, &format!("{}/{kind}/", slot().files())) {
+            let mut damaged = self.store.read(BUCKET, &object.key).expect("the pack exists");
+            damaged.iter_mut().for_each(|byte| *byte ^= 1);
+            self.store.write(BUCKET, &object.key, damaged);
+        }
     }
 
     /// Saves the files, and returns a time that is after this save and before any later one.
@@ -164,7 +172,7 @@ async fn archives_contain_the_snapshot_files() -> Result<()> {
     history.host.write("home/projects/app/tool", &"x".repeat(3 << 20))?;
     fs::set_permissions(home.join("home/projects/app/tool"), fs::Permissions::from_mode(0o750))?;
     fs::hard_link(home.join("home/projects/app/tool"), home.join("home/projects/app/tool-2"))?;
-    std::os::unix::fs::symlink("main.rs", home.join("home/projects/app/link"))?;
+    std::os::unix::fs::symlink("./main.rs", home.join("home/projects/app/link"))?;
     history.save().await?;
     let expected = describe_tree(&home.join("home/projects/app"))?;
     let contents = |tree: &std::collections::BTreeMap<String, String>| -> Vec<(String, String)> {
@@ -188,14 +196,7 @@ async fn archives_contain_the_snapshot_files() -> Result<()> {
     }
 
     // A client must not mistake an incomplete archive for a complete one.
-    let prefix = format!("{}/data", slot().files()).into();
-    let objects: Vec<_> = bucket(&history.store)?.raw().list(Some(&prefix)).try_collect().await?;
-    for object in objects {
-        let key = object.location.to_string();
-        let mut damaged = history.store.read(BUCKET, &key).context("no pack")?;
-        damaged.iter_mut().for_each(|byte| *byte ^= 1);
-        history.store.write(BUCKET, &key, damaged);
-    }
+    history.damage("data");
     for query in ["path=projects/app&format=tar", "path=projects/app/tool"] {
         assert!(history.get(&format!("download?{query}")).await.is_err(), "{query}");
     }

@@ -117,6 +117,9 @@ fn move_between(
 ) -> Result<u64, FileError> {
     let mut replaced = 0;
     let full_path = destination.root.join(path);
+    let times = modification_time(&fstat(from).map_err(wrap("read", &full_path))?);
+    // Each removal of an entry changes the time of `from`, which a repeated call must still find after a kill.
+    let keep_times = || futimens(from, &times).map_err(wrap("change the times of", &full_path));
     for name in list_in_move_order(from).map_err(wrap("list", &full_path))? {
         let target = full_path.join(OsStr::from_bytes(name.as_bytes()));
         let source = statat(from, &name, AtFlags::SYMLINK_NOFOLLOW).map_err(wrap("read", &target))?;
@@ -130,11 +133,13 @@ fn move_between(
         let is_staging = STAGING_NAMES.iter().any(|staging| inner_path == Path::new(staging));
         if is_directory(&source) && is_existing_directory == Some(true) && !is_staging {
             replaced += merge(from, to, path, &name, destination)?;
+            keep_times()?;
             continue;
         }
         if is_staging || !is_directory(&source) && is_written_by_services(&inner_path) {
             tracing::error!(path = %target.display(), "the snapshot has an entry in place of a service's directory");
             destination.set_aside(from, path, &name)?;
+            keep_times()?;
             replaced += 1;
             continue;
         }
@@ -143,6 +148,7 @@ fn move_between(
             replaced += 1;
         }
         renameat(from, &name, to, &name).map_err(wrap("move", &target))?;
+        keep_times()?;
     }
     Ok(replaced)
 }
@@ -160,7 +166,6 @@ fn merge(
     let target = &destination.root.join(&inner_path);
     let inner_from = open_directory(from, name_text).map_err(wrap("open", target))?;
     let inner_to = open_directory(to, name_text).map_err(wrap("open", target))?;
-    // Moving the entries changes the modification time.
     let restored = fstat(&inner_from).map_err(wrap("read", target))?;
     let replaced = move_between(&inner_from, &inner_to, &inner_path, destination)?;
     if !SERVICE_DIRECTORIES.iter().any(|directory| inner_path == Path::new(directory)) {
@@ -182,9 +187,13 @@ fn copy_metadata(restored: &Stat, from: &OwnedFd, to: &OwnedFd, target: &Path) -
     if let Err(error) = svc_files::replace_xattrs(from, to) {
         tracing::warn!(path = %target.display(), %error, "cannot restore the attributes of a directory");
     }
-    let modified = Timespec { tv_sec: restored.st_mtime, tv_nsec: restored.st_mtime_nsec.cast_signed() };
-    let times = Timestamps { last_access: modified, last_modification: modified };
-    futimens(to, &times).map_err(wrap("change the times of", target))
+    futimens(to, &modification_time(restored)).map_err(wrap("change the times of", target))
+}
+
+/// Returns the modification time, which is also used as the access time.
+fn modification_time(stat: &Stat) -> Timestamps {
+    let modified = Timespec { tv_sec: stat.st_mtime, tv_nsec: stat.st_mtime_nsec.cast_signed() };
+    Timestamps { last_access: modified, last_modification: modified }
 }
 
 #[cfg(test)]
@@ -249,6 +258,28 @@ mod tests {
         assert_eq!(fs::read_link(replaced.join("notes")).unwrap(), root.path().join("outside"));
         let repeated = move_contents(&from, &to, &replaced, None).unwrap();
         assert_eq!(repeated, 0, "a repeated call moves nothing");
+    }
+
+    /// A killed or failed run must not replace the restored time with its own.
+    #[test]
+    fn interrupted_move_keeps_times_of_directories() {
+        let root = tempfile::tempdir().unwrap();
+        let [from, to, replaced] = ["from", "to", "replaced"].map(|name| root.path().join(name));
+        for dir in [&from, &to] {
+            fs::create_dir_all(dir.join("projects")).unwrap();
+            fs::write(dir.join("projects/b"), "b").unwrap();
+        }
+        fs::write(from.join("projects/a"), "a").unwrap();
+        let modified = std::time::SystemTime::UNIX_EPOCH + std::time::Duration::new(1_234_567, 89);
+        fs::File::open(from.join("projects")).unwrap().set_modified(modified).unwrap();
+        // `b` cannot be set aside.
+        fs::create_dir(&replaced).unwrap();
+        fs::write(replaced.join("projects"), "in the way").unwrap();
+        move_contents(&from, &to, &replaced, None).unwrap_err();
+        assert!(to.join("projects/a").exists() && from.join("projects/b").exists());
+        fs::remove_file(replaced.join("projects")).unwrap();
+        move_contents(&from, &to, &replaced, None).unwrap();
+        assert_eq!(fs::metadata(to.join("projects")).unwrap().modified().unwrap(), modified);
     }
 
     #[test]

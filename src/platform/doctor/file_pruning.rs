@@ -36,8 +36,8 @@ fn assess(mut findings: Findings, problems: &PruningProblems, is_scheduled: bool
     for (slot, error) in &problems.failures {
         findings = findings.warning(
             format!("the file backups of {slot} could not be pruned: {error}"),
-            "the platform retries automatically; run `svcctl files usage USER` to see their size and the last \
-             result",
+            "the platform retries automatically; remove a damaged snapshot that the error names with `restic forget`, and \
+             run `svcctl files usage USER` to see the backups' size and the last result",
         );
     }
     let unlisted = problems.failed.saturating_sub(problems.failures.len() as u64);

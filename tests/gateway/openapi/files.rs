@@ -55,7 +55,16 @@ pub async fn check_files(gateway: &TestGateway) {
     let again = repeat("projects/plan.md").await;
     assert_eq!((first.status, again.status, &first.body), (202, 202, &again.body));
     repeat("projects/other.md").await.assert_problem(422, "idempotency_mismatch");
-    gateway.history.as_ref().unwrap().store.take_down();
+    let history = gateway.history.as_ref().unwrap();
+    for kind in ["data", "index"] {
+        history.damage(kind);
+    }
+    std::fs::remove_dir_all(history.host.machine.path("var/lib/svc/files/cache")).unwrap();
+    for operation in reads() {
+        let problem = get(&format!("{}?path=projects/plan.md", operation.path)).await;
+        problem.assert_problem(409, "conflict");
+    }
+    history.store.take_down();
     for operation in reads() {
         let problem = get(&format!("{}?path=projects/plan.md", operation.path)).await;
         problem.assert_problem(503, "store_unavailable");

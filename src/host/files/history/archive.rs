@@ -163,7 +163,12 @@ impl<W: Write> Writer<W> {
         match self {
             Self::Tar(tar, _) => {
                 let mut header = tar_header(entry, tar::EntryType::Symlink);
-                tar.append_link(&mut header, path, target)
+                // `append_link` would normalize the target: `./a` and `a/` would become `a`.
+                match header.set_link_name_literal(target.as_bytes()) {
+                    Ok(()) => tar.append_data(&mut header, path, io::empty()),
+                    // A longer target has an entry of its own, which is not normalized.
+                    Err(_) => tar.append_link(&mut header, path, target),
+                }
             }
             Self::Zip(zip) => {
                 Ok(zip.add_symlink(zip_name(path), zip_name(Path::new(target)), zip_options(entry))?)

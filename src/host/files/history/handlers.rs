@@ -18,6 +18,7 @@ use svc_files::history::{Entry, EntryKind, History, Version, VersionQuery};
 use svc_files::{FilesError, Id, Repository, Snapshot};
 use svc_http::fields::Fields;
 use svc_http::problem::{Code, Problem, format_chain};
+use svc_machine::choice::must_be_one_of;
 use svc_store::StoreError;
 use svc_wire::files::{
     DEFAULT_ENTRIES, DEFAULT_VERSIONS, FileEntry, FileKind, FileListing, FileVersion, FileVersions,
@@ -37,13 +38,17 @@ const RETRY_SECONDS: u64 = 5;
 
 /// The format in which a file or directory is sent.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, EnumString, VariantNames)]
-#[strum(serialize_all = "lowercase")]
+#[strum(serialize_all = "lowercase", parse_err_ty = String, parse_err_fn = unknown_format)]
 pub enum DownloadFormat {
     /// The content of a file.
     #[default]
     Raw,
     Tar,
     Zip,
+}
+
+fn unknown_format(_: &str) -> String {
+    must_be_one_of(DownloadFormat::VARIANTS)
 }
 
 /// `GET /api/files/versions`
@@ -220,7 +225,7 @@ fn to_problem(error: FilesError) -> Problem {
         | FilesError::Corrupt { .. } => {
             let detail =
                 "The part of the file backup that this request needs is damaged; try another snapshot.";
-            Problem::new(Code::StoreUnavailable, detail)
+            Problem::new(Code::Conflict, detail)
         }
         FilesError::Store(_) | FilesError::IndexChanging => {
             Problem::new(Code::StoreUnavailable, "The file backup is currently unreadable; try again.")

@@ -194,7 +194,8 @@ pub static KEY: Endpoint = Endpoint {
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
 };
 
-const READ_PROBLEMS: &[Code] = &[Code::Forbidden, Code::NotFound, Code::StoreUnavailable, Code::Unavailable];
+const READ_PROBLEMS: &[Code] =
+    &[Code::Forbidden, Code::NotFound, Code::Conflict, Code::StoreUnavailable, Code::Unavailable];
 
 pub static VERSIONS: Endpoint = Endpoint {
     operation: Operation {
