@@ -210,7 +210,7 @@ async fn calls_on_a_vanished_server_return_not_found() {
     let simulator = start_simulator().await;
     let provider = adapter(&simulator);
     let id = create_running_server(&simulator, &provider, "svc-1").await.id;
-    simulator.vanish_server("svc-1").await.unwrap();
+    simulator.lose_server("svc-1").await.unwrap();
     assert_eq!(provider.get(id).await.unwrap(), None);
     assert_eq!(provider.power_on(id).await.unwrap_err().kind(), ErrorKind::NotFound);
     assert_eq!(provider.action(svc::provider::ActionId(1)).await.unwrap_err().kind(), ErrorKind::NotFound);

@@ -29,8 +29,8 @@ pub struct DirFd {
 }
 
 impl DirFd {
-    /// Opens a directory by its path. Every component of the path must be changeable only by users that this process
-    /// trusts.
+    /// Opens a directory by its path. No component of the path may be writable by a user that this process does not
+    /// trust.
     ///
     /// # Errors
     /// `NotADirectory` if a component is not a directory, or if the last one is a link; other file system errors.
@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn read_refuses_larger_file() {
+    fn read_refuses_file_above_limit() {
         let (_dir, directory) = create_home();
         assert_eq!(refusal_kind(directory.read(Path::new("app/dist/page"), 3)), io::ErrorKind::FileTooLarge);
     }

@@ -17,7 +17,7 @@ const MAX_XATTR_BYTES: usize = 65_536;
 /// Maximum total size of a file's values. Some file systems permit hundreds of MB.
 const MAX_TOTAL_BYTES: usize = 1 << 20;
 
-/// Reads the attributes; none on a file system that does not support them.
+/// Reads the attributes. Returns an empty list if the file system does not support them.
 pub(crate) fn read_xattrs(file: &impl AsFd) -> io::Result<Vec<ExtendedAttribute>> {
     // Most files have none.
     let size = match rustix::fs::flistxattr_query(file) {
@@ -77,7 +77,7 @@ pub(crate) fn write_xattrs(file: &impl AsFd, attributes: &[ExtendedAttribute]) -
     result
 }
 
-/// Gives a file or directory the attributes of another one, of those that a backup contains.
+/// Replaces the attributes of `to` with those of `from`, in the namespaces that a backup contains.
 ///
 /// # Errors
 /// If they cannot be read, removed or set. If one cannot be set, the others still are.

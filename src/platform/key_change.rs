@@ -183,7 +183,7 @@ async fn finish_rotation(platform: &Platform, seal: &Seal) -> Result<(), KeyChan
     let max_gap = platform.config.timing.keys.max_heartbeat_gap;
     // The first check takes no lock, because starting processes wait for the lock. Every pass ends here until the
     // tokens of all machines that send heartbeats have rotated and all processes use the current key.
-    let need = need::KeyNeed::find(
+    let need = need::KeyDependents::find(
         &session,
         &this_process.ids.current,
         &platform.mint,
@@ -201,9 +201,15 @@ async fn finish_rotation(platform: &Platform, seal: &Seal) -> Result<(), KeyChan
     let tx = db::begin(&mut session).await?;
     // No process can start until the transaction ends.
     db::lock(&tx, PLATFORM_KEYS_LOCK).await?;
-    let need =
-        need::KeyNeed::find(&tx, &this_process.ids.current, &platform.mint, seal, max_gap, this_process.ttl)
-            .await?;
+    let need = need::KeyDependents::find(
+        &tx,
+        &this_process.ids.current,
+        &platform.mint,
+        seal,
+        max_gap,
+        this_process.ttl,
+    )
+    .await?;
     if !need.is_empty() || !this_process.is_settled(&tx).await? {
         return Ok(());
     }

@@ -1,7 +1,7 @@
 //! Finds text that a response must not contain: secrets and internal details.
 
 /// Lower-case words that no correct response contains.
-const FORBIDDEN_WORDS: [&str; 34] = [
+const FORBIDDEN_SUBSTRINGS: [&str; 34] = [
     "svcu_",
     "svcr_",
     "svca_",
@@ -42,7 +42,7 @@ const FORBIDDEN_WORDS: [&str; 34] = [
 pub fn find_leak(text: &str, secrets: &[String]) -> Option<String> {
     // An owner may see the path of the home directory.
     let lower = text.to_lowercase().replace("/home/svc/home", "").replace("/home/svc", "");
-    let word = FORBIDDEN_WORDS.iter().find(|word| lower.contains(**word)).map(|word| (*word).to_owned());
+    let word = FORBIDDEN_SUBSTRINGS.iter().find(|word| lower.contains(**word)).map(|word| (*word).to_owned());
     word.or_else(|| secrets.iter().find(|secret| text.contains(secret.as_str())).cloned())
         .or_else(|| find_address(text))
 }

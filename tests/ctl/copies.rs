@@ -265,7 +265,7 @@ async fn lose_server_after_outage(operator: &Operator) -> (Guest, String) {
         operator.stack.store_snapshot_by(USER, &guest.machine, taken_at);
     }
     let server = format!("svc-{}", guest.machine);
-    operator.stack.provider.vanish_server(&server).await.unwrap();
+    operator.stack.provider.lose_server(&server).await.unwrap();
     let has_failed = || async {
         (operator.stack.status(&operator.process, &guest.machine).await == "failed").then_some(())
     };
@@ -330,7 +330,7 @@ async fn status_shows_the_newer_snapshot_that_was_not_restored() {
 
     // The new machine is lost before its first backup: a recovery waits for a snapshot choice again.
     let server = operator.stack.provider.servers().pop().unwrap();
-    operator.stack.provider.vanish_server(&server.name).await.unwrap();
+    operator.stack.provider.lose_server(&server.name).await.unwrap();
     let output = operator.run(75, &["recover", USER, "--yes", "--wait=60"]).await;
     assert_contains(&output, &[&format!("--snapshot {newer}`")]);
 }

@@ -97,7 +97,7 @@ fn run_long(name: &str) -> Result<()> {
         result = target.run_cases(CASES_PER_ROUND);
         fuzz_cases += u64::from(CASES_PER_ROUND);
     }
-    Figures { fuzz_cases, ..Figures::new(&format!("fuzz of {name}")) }.record()?;
+    Figures { fuzz_cases, ..Figures::new(&format!("fuzzing {name}")) }.record()?;
     result.map_err(anyhow::Error::msg)
 }
 

@@ -67,7 +67,7 @@ async fn quote_shows_cost_quota_and_environment_and_changes_nothing() {
     assert_eq!(quote["costs"], locations);
     assert_eq!(
         quote["monthlyCost"], "12.1142 EUR",
-        "the quote must cover the case that only the most expensive location has capacity"
+        "the quote must cover the case where only the most expensive location has capacity"
     );
 
     assert_eq!(count_machines(&stack, &process).await, 0);
@@ -75,7 +75,7 @@ async fn quote_shows_cost_quota_and_environment_and_changes_nothing() {
     let calls = stack.provider.calls();
     assert!(calls.iter().all(|call| call.method == "GET"), "{calls:?}");
 
-    // A request that a provision would reject is rejected by the quote, before anything is confirmed.
+    // The quote rejects any request that provisioning would reject, before anything is confirmed.
     stack.post(&process, QUOTE, &provision_body("user_2")).await.assert_problem(402, "subscription_required");
     body["serverType"] = json!("cpx42");
     stack.post(&process, QUOTE, &body).await.assert_problem(403, "server_type_not_allowed");
@@ -202,7 +202,7 @@ async fn quotes_share_provider_data_but_provision_reads_it_again() {
     body["confirmedMonthlyCost"] = json!("11.0432 EUR");
     assert_eq!(stack.post(&process, PROVISION, &body).await.status, 202);
     assert_eq!(calls().0, 3);
-    assert_eq!(calls().1, 2, "a provision must count the servers again");
+    assert_eq!(calls().1, 2, "provisioning must count the servers again");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -62,7 +62,7 @@ async fn kept_server_that_the_provider_lost_is_shown_as_missing() {
     stack.eventually("the server is missing", || is_missing(true)).await;
     stack.provider.hide_servers(&[]);
     stack.eventually("the server is listed again", || is_missing(false)).await;
-    stack.provider.vanish_server(&server_name(&old)).await.unwrap();
+    stack.provider.lose_server(&server_name(&old)).await.unwrap();
     stack.eventually("the server is lost", || is_missing(true)).await;
     assert_eq!(stack.status(&process, &new.machine).await, "running");
 }
@@ -73,7 +73,7 @@ async fn lost_server_is_not_shown_as_an_intact_copy() {
     let process = stack.start_platform();
     let (lost, failed) =
         (stack.start_machine(&process, "user_1").await, stack.start_machine(&process, "user_2").await);
-    stack.provider.vanish_server(&server_name(&lost)).await.unwrap();
+    stack.provider.lose_server(&server_name(&lost)).await.unwrap();
     let is_failed = || async { (stack.status(&process, &lost.machine).await == "failed").then_some(()) };
     stack.eventually("the machine fails", is_failed).await;
     let copies = fetch_copies(&stack, &process, &lost.machine).await;
@@ -84,7 +84,7 @@ async fn lost_server_is_not_shown_as_an_intact_copy() {
     stack.post(&process, &path, &json!({"reason": "test"})).await;
     let live = fetch_copies(&stack, &process, &failed.machine).await["live"].clone();
     assert_eq!((&live["machineId"], &live["missingSince"]), (&json!(failed.machine), &Value::Null));
-    stack.provider.vanish_server(&server_name(&failed)).await.unwrap();
+    stack.provider.lose_server(&server_name(&failed)).await.unwrap();
     let is_missing = || async {
         let live = fetch_copies(&stack, &process, &failed.machine).await["live"].clone();
         live["missingSince"].is_string().then_some(())

@@ -48,7 +48,7 @@ async fn vanished_server_fails_its_machine_without_replacement() {
     let process = stack.start_platform();
     let (guest, other_guest) =
         (stack.start_machine(&process, "user_1").await, stack.start_machine(&process, "user_2").await);
-    stack.provider.vanish_server(&format!("svc-{}", guest.machine)).await.unwrap();
+    stack.provider.lose_server(&format!("svc-{}", guest.machine)).await.unwrap();
     assert_fails_with(&stack, &process, &guest, "server_gone").await;
     wait_for_listings(&stack, 2).await;
     assert_eq!(stack.status(&process, &other_guest.machine).await, "running");

@@ -19,7 +19,7 @@ async fn start_third_machine(stack: &Stack, process: &Process, second_columns: &
     stack.store_snapshot("user_1");
     let second = recover(stack, process).await;
     stack.register(process, &second).await;
-    stack.provider.vanish_server(&format!("svc-{}", second.machine)).await.unwrap();
+    stack.provider.lose_server(&format!("svc-{}", second.machine)).await.unwrap();
     let client = stack.database.connect().await.unwrap();
     let lost = format!(
         "UPDATE user_machines SET status = 'failed', failure_cause = 'server_gone'{second_columns} \

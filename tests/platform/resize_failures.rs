@@ -196,7 +196,7 @@ async fn machine_fails_if_its_server_vanishes_during_a_resize() {
     let (stack, process, guest) = start_with_machine().await;
     stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
     let response = resize(&stack, &process, &guest.machine, "cpx32").await;
-    stack.provider.vanish_server(&format!("svc-{}", guest.machine)).await.unwrap();
+    stack.provider.lose_server(&format!("svc-{}", guest.machine)).await.unwrap();
     let ended = stack
         .wait_until_ended_with_heartbeats(&process, response.body["operationId"].as_str().unwrap())
         .await;

@@ -9,7 +9,7 @@ use serde_json::Value;
 use svc::machine::id::{MachineId, OperationId};
 use svc::machine::name::ImageVersion;
 use svc::platform::db::{self, Db, file_keys, slots, upgrade_token};
-use svc::platform::key_change::need::KeyNeed;
+use svc::platform::key_change::need::KeyDependents;
 use svc::platform::keys::Seal;
 use svc::platform::tokens::Generation;
 
@@ -134,7 +134,7 @@ async fn key_need_counts_every_signing_key() {
                 SELECT 'proof-' || n, 'proof', 'x', '\\x00' FROM generate_series(1, 10050) n";
     session.batch_execute(keys).await.unwrap();
     let seal = Seal::new(&SecretSlice::from(vec![7_u8; 32]));
-    let key_need = KeyNeed::find_for_signing_keys(&session, &seal).await.unwrap();
+    let key_need = KeyDependents::find_for_signing_keys(&session, &seal).await.unwrap();
     assert!(key_need.to_string().starts_with("10050 sealed signing keys ("), "{key_need}");
 }
 

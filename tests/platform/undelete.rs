@@ -264,7 +264,7 @@ async fn deletion_after_the_loss_of_a_server_offers_no_undelete() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("DELETE_GRACE_SECONDS", "60")]);
     let guest = stack.start_machine(&process, "user_1").await;
-    stack.provider.vanish_server(&format!("svc-{}", guest.machine)).await.unwrap();
+    stack.provider.lose_server(&format!("svc-{}", guest.machine)).await.unwrap();
     let has_failed = || async {
         let record = stack.fetch_record(&process, &guest.machine).await;
         (record["failure"]["cause"] == "server_gone").then_some(())

@@ -146,7 +146,7 @@ async fn each_host_failure_is_reported_and_audited() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn machine_out_of_service_has_no_usage() {
+async fn usage_read_fails_for_unavailable_machine() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let ada = add_operator(&stack, &process, "ada", "billing").await;

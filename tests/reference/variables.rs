@@ -99,7 +99,7 @@ fn programs(names: &[&str]) -> String {
 
 /// Host settings that root reads only from its own environment and `update.env`, or that only other users' services
 /// read.
-const NOT_FROM_OTHERS: [&Variable; 27] = [
+const DENIED_FROM_OTHERS: [&Variable; 27] = [
     &host::ACME_RETRY_SECONDS,
     &host::BRIDGE_CHANGES_KEEP_SECONDS,
     &host::BRIDGE_STATEMENT_TIMEOUT_MS,
@@ -134,11 +134,12 @@ const NOT_FROM_OTHERS: [&Variable; 27] = [
 #[test]
 fn every_host_setting_is_classified_for_root() {
     let accepted = ALLOWED_FROM_OTHERS.iter().map(|(variable, _)| *variable);
-    let listed: Vec<_> = accepted.chain(NOT_FROM_OTHERS).map(|variable| variable.name).collect();
+    let listed: Vec<_> = accepted.chain(DENIED_FROM_OTHERS).map(|variable| variable.name).collect();
     let host_sections = host::SECTIONS.iter().chain(svc::store::vars::SECTIONS);
     let wrong = host_sections.flat_map(|section| section.variables).map(|variable| variable.name);
     let wrong = wrong.filter(|name| listed.iter().filter(|listed| listed == &name).count() != 1);
-    let rule = "must be either in ALLOWED_FROM_OTHERS in root_settings.rs or in NOT_FROM_OTHERS in this file";
+    let rule =
+        "must be either in ALLOWED_FROM_OTHERS in root_settings.rs or in DENIED_FROM_OTHERS in this file";
     assert_no_problems(&wrong.map(|name| format!("{name} {rule}")).collect::<Vec<_>>());
 }
 

@@ -105,7 +105,7 @@ impl RunProvider {
         match self {
             Self::InMemory(provider) => provider.lose_server(name),
             // The server may already have disappeared.
-            Self::Http { simulator, .. } => drop(simulator.vanish_server(name).await),
+            Self::Http { simulator, .. } => drop(simulator.lose_server(name).await),
         }
     }
 

@@ -56,8 +56,8 @@ pub(super) fn stat_open(file: &impl AsFd) -> Result<Statx, Errno> {
     rustix::fs::statx(file, "", AtFlags::EMPTY_PATH, StatxFlags::BASIC_STATS)
 }
 
-/// Returns the state of a file, and whether any later change is certain to change its times. If the file changed less
-/// than [`TIME_GRANULARITY`] ago, waits first.
+/// Returns the metadata of a file, and whether any later change is certain to change its times. If the file changed
+/// less than [`TIME_GRANULARITY`] ago, waits first.
 pub(super) fn stat_settled(file: &File) -> Result<(Statx, bool), Errno> {
     let is_settled = |stat: &Statx| {
         let changed = SystemTime::from(to_timestamp(stat.stx_ctime));
@@ -79,7 +79,7 @@ pub(super) fn has_cache_tag(directory: &OwnedFd) -> bool {
         .is_ok_and(|tag| File::from(tag).read_exact(&mut start).is_ok() && start == CACHE_TAG_START)
 }
 
-/// Returns the time, limited to the years that RFC 3339 can represent.
+/// Returns the time, clamped to the range that RFC 3339 can represent.
 pub(super) fn to_timestamp(time: StatxTimestamp) -> Timestamp {
     /// 0000-01-01T00:00:00Z.
     const MIN_SECONDS: i64 = -62_167_219_200;

@@ -5,8 +5,8 @@ use std::process::{Child, Command, Output, Stdio};
 
 use super::*;
 
-/// Commits repeatedly: moves an amount between two accounts in different tables, and appends to a log. The sum of the
-/// accounts is always 1000.
+/// Commits repeatedly: moves an amount between two accounts in different tables, and adds and deletes filler rows. The
+/// sum of the accounts is always 1000.
 const WRITER: &str = r#"
 import sqlite3, sys, time
 path, mode, pause, filler_mib = sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4])

@@ -57,7 +57,7 @@ impl AccessError {
 
 /// Everything that `restic` needs to open the repository, except credentials for the store.
 pub struct ResticAccess {
-    /// Such as `s3:https://store.example/bucket/user_1/primary/files`.
+    /// For example, `s3:https://store.example/bucket/user_1/primary/files`.
     pub repository: String,
     pub password: SecretString,
 }

@@ -6,8 +6,8 @@
 //!
 //! If the backup is damaged, the machine starts without the files, because the owner still needs the database. The
 //! outcome is recorded, and the machine then saves no files, so that the snapshot remains the latest one. An operator
-//! can repeat the restore, also without the damaged files, or give it up. After any other error, the boot fails. systemd retries it, unless
-//! the disk is too small, the platform has refused the key, or the configuration is invalid.
+//! can retry the restore, optionally without the damaged files, or abandon it. After any other error, the boot fails.
+//! systemd retries it, unless the disk is too small, the platform has refused the key, or the configuration is invalid.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -57,10 +57,10 @@ const LOCK_FILE: &str = "home-restore.lock";
 const OUTCOME_FILE: &str = "restored.json";
 const FORMAT: u32 = 1;
 const SKIPPED: &str = "an operator started the machine without them (`svcctl recover --without-files`)";
-const GIVEN_UP: &str = "the previous machine's files are not restored, as an operator decided; this machine saves its own \
-                        files again, and the earlier snapshots stay in the backup";
+const GIVEN_UP: &str = "an operator chose not to restore the previous machine's files; this machine now saves its own \
+                        files, and the earlier snapshots remain in the backup";
 
-/// The capabilities of `svc-files-restore.service`: to restore the owners and modes of the files.
+/// The capabilities that `svc-files-restore.service` needs to restore the files' owners and modes.
 pub const CAPABILITIES: CapabilitySet = CapabilitySet::CHOWN
     .union(CapabilitySet::DAC_OVERRIDE)
     .union(CapabilitySet::FOWNER)
@@ -147,10 +147,10 @@ pub struct RestoreOutcome {
     pub bytes: u64,
     /// Entries whose owner, mode, times or attributes could not be set.
     pub incomplete: u64,
-    /// The number of damaged files that were left out and of damaged directories that were restored empty, and the
-    /// first paths.
+    /// The number of damaged files that were left out, and of damaged directories that were restored empty.
     #[serde(default)]
     pub damaged: u64,
+    /// The first of their paths.
     #[serde(default)]
     pub damaged_paths: Vec<String>,
     /// Why the snapshot was not restored.
@@ -190,9 +190,10 @@ impl RestoreOutcome {
 /// With `SVC_RESTORE_FILES=false`, the first boot only records that the files were not restored.
 ///
 /// # Errors
-/// `Refused` if the disk is too small, or if the backup is damaged and the restore was repeated; at the first boot,
-/// damage is only recorded. `Unavailable` if the store or the platform is unreachable; `Permission` if the platform
-/// refuses the key; `TryAgain` if another process restores the files; `Config` if the configuration is invalid; `Internal` if the outcome cannot be read or written.
+/// `Refused` if the disk is too small, or if the backup is damaged and `should_retry` is set; at the first boot, damage
+/// is only recorded. `Unavailable` if the store or the platform is unreachable; `Permission` if the platform refuses
+/// the key; `TryAgain` if another process is already restoring the files; `Config` if the configuration is invalid;
+/// `Internal` if the outcome cannot be read or written.
 pub async fn run(layout: Layout, should_retry: bool, should_skip_damaged: bool) -> Result<(), Failure> {
     if is_done(&layout, should_retry)? {
         return Ok(());
@@ -235,17 +236,17 @@ pub async fn run(layout: Layout, should_retry: bool, should_skip_damaged: bool) 
 /// its next snapshot becomes the latest, and the earlier ones stay in the backup.
 ///
 /// # Errors
-/// `Refused` if the files have been restored, or were not to be restored; `TryAgain` if another process restores them;
+/// `Refused` if no restore has failed on this machine; `TryAgain` if another process is already restoring the files;
 /// `Internal` if the outcome cannot be read or written.
 pub fn give_up(layout: &Layout) -> Result<(), Failure> {
     let _lock = acquire_lock(layout)?;
     let has_failed = match RestoreOutcome::read(layout).or_exit(Exit::Internal)? {
         Some(outcome) => outcome.error.is_some(),
-        // An earlier release did not restore files.
+        // A release that did not restore files set this machine up, so there is no recorded outcome.
         None => layout.restore_complete().exists(),
     };
     if !has_failed {
-        let why = anyhow!("no restore has failed on this machine, so there is nothing to give up");
+        let why = anyhow!("no restore has failed on this machine, so there is nothing to abandon");
         return Err(Failure::new(Exit::Refused, why));
     }
     let staging = Staging::new(layout, HOME_STAGING);
@@ -287,7 +288,7 @@ fn record_skipped(layout: &Layout) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Whether nothing is to be restored, and logs why.
+/// Returns whether there is nothing to restore, and logs the reason.
 fn is_done(layout: &Layout, should_retry: bool) -> Result<bool, Failure> {
     match RestoreOutcome::read(layout).or_exit(Exit::Internal)? {
         Some(RestoreOutcome { error: Some(error), .. }) if !should_retry => {
@@ -299,7 +300,7 @@ fn is_done(layout: &Layout, should_retry: bool) -> Result<bool, Failure> {
         }
         Some(RestoreOutcome { error: Some(_), .. }) => return Ok(false),
         Some(RestoreOutcome { error: None, .. }) => {}
-        // An earlier release did not restore files.
+        // A release that did not restore files set this machine up, so there is no recorded outcome.
         None if layout.restore_complete().exists() && !should_retry => {}
         None => return Ok(false),
     }
@@ -380,7 +381,7 @@ async fn restore_files(
 }
 
 /// Moves the replaced entries from the staging directory to a new directory among the owner's files. On a machine that
-/// is not in use yet, they are only the first records of its services, and are deleted.
+/// is not in use yet, they are only records that its services wrote during the boot, and are deleted.
 ///
 /// Call this before each removal of the staging directory.
 fn keep_replaced(layout: &Layout, staging: &Staging) -> Result<(), FileError> {

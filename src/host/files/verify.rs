@@ -118,7 +118,8 @@ pub async fn run(layout: Layout, should_verify_all: bool) -> Result<(), Failure>
     Ok(())
 }
 
-/// Verifies shares, and records the result. Also returns whether the latest snapshot can be restored, as far as is known.
+/// Verifies shares, and records the result. Also returns whether the latest snapshot can be restored, as far as is
+/// known.
 ///
 /// # Errors
 /// If the result cannot be written. Other errors are part of the result.
@@ -185,7 +186,7 @@ async fn verify_shares(
         last: file.last,
     };
     checks.affected = Some(affected.paths.into_iter().map(describe).collect());
-    // Checked last: an unusable earlier snapshot must not prevent the other checks until an operator removes it.
+    // Checked last: an unusable earlier snapshot must not block the other checks.
     match find_unusable_snapshot(&repository).await? {
         Some(error) => Err(CheckError::UnusableSnapshot(error)),
         None => Ok(()),

@@ -165,8 +165,8 @@ impl Writers {
             tracing::warn!("cannot flush the records of ended dispatches; the final backup may lack them");
         }
         let layout = self.layout.clone();
-        let side_state = run_blocking(move || side_database::SideState::read(&layout)).await;
-        if !side_state
+        let side_database_state = run_blocking(move || side_database::SideState::read(&layout)).await;
+        if !side_database_state
             .is_ok_and(|state| state.is_none_or(|state| state.status != side_database::SideStatus::Copying))
         {
             return false;

@@ -152,7 +152,8 @@ pub struct CopyResult {
     pub at: Timestamp,
     pub mode: CopyMode,
     pub dry_run: bool,
-    /// Why the copy failed. If set, `tables` contains only missing tables that were recreated; all others are unchanged.
+    /// Why the copy failed. If set, `tables` contains only missing tables that were recreated; all others are
+    /// unchanged.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
     pub tables: Vec<CopiedTable>,
@@ -203,7 +204,7 @@ impl SideState {
 
     /// Reads the last written state; `None` if the file does not exist, does not parse, or has another version.
     pub fn read(layout: &Layout) -> Result<Option<Self>, FileError> {
-        let text = fsx::read_if_exists(&layout.side_state())?;
+        let text = fsx::read_if_exists(&layout.side_database_state())?;
         let state = text.and_then(|text| serde_json::from_slice::<Self>(&text).ok());
         Ok(state.filter(|state| state.version == Self::VERSION))
     }
@@ -211,7 +212,7 @@ impl SideState {
     pub fn write(&mut self, layout: &Layout) -> Result<(), FileError> {
         self.updated_at = clock::now_ms();
         let text = serde_json::to_vec(self).expect("plain fields serialize to JSON");
-        fsx::write_atomic(&layout.side_state(), &text, 0o600)
+        fsx::write_atomic(&layout.side_database_state(), &text, 0o600)
     }
 }
 

@@ -48,7 +48,7 @@ impl Layout {
         self.opt("env/boot.env")
     }
 
-    /// The environment for the database container; owned by root and read only by podman.
+    /// The environment for the database container; owned by root; only podman reads it.
     pub fn postgres_env(&self) -> PathBuf {
         self.opt("env/postgres.env")
     }
@@ -119,7 +119,7 @@ impl Layout {
         self.opt("runtime")
     }
 
-    /// The owner's settings: cost limits, their time zone, agents, prices and storage quotas.
+    /// The owner's settings: cost limits, time zone, agents, prices and storage quotas.
     pub fn settings(&self) -> PathBuf {
         self.home().join("system/config.json")
     }
@@ -216,7 +216,7 @@ impl Layout {
     }
 
     /// The side database's state.
-    pub fn side_state(&self) -> PathBuf {
+    pub fn side_database_state(&self) -> PathBuf {
         self.state("side.json")
     }
 

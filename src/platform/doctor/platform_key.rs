@@ -2,8 +2,8 @@
 
 use crate::config::PlatformConfig;
 use crate::db::{Db, DbError, platform_keys};
-use crate::key_change::mark::{self, MarkError, NamedKey};
-use crate::key_change::{self, need::KeyNeed};
+use crate::key_change::mark::{self, MarkError, MarkerKey};
+use crate::key_change::{self, need::KeyDependents};
 use crate::keys::{self, KeyError, Seal};
 use crate::platform_key::KeyIds;
 use crate::tokens::TokenMint;
@@ -13,12 +13,13 @@ use svc_store::StoreError;
 
 /// The database state that the check assesses.
 struct KeyUsage {
-    need: KeyNeed,
+    need: KeyDependents,
     /// Whether the rotation to the current key is complete, so that `svc-platform` starts without the previous key.
     is_rotation_complete: bool,
     /// Whether the database has a record of the previous key. If not, that key is set in preparation for a rotation.
     is_previous_recorded: bool,
-    /// The number of running processes, and the number of those that have the previous key as either of their keys.
+    /// The number of running processes, and the number of those that have the previous key configured, as their current
+    /// or as their previous key.
     processes: (i64, i64),
     /// The error for an active signing key, or the key of a slot's file backups, that neither platform key decrypts.
     undecryptable: Option<KeyError>,
@@ -53,7 +54,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
 }
 
 /// Reads which of the keys the store names as the current one; `None` if the store cannot be opened.
-async fn load_named_key(config: &PlatformConfig, ids: &KeyIds) -> Result<Option<NamedKey>, MarkError> {
+async fn load_named_key(config: &PlatformConfig, ids: &KeyIds) -> Result<Option<MarkerKey>, MarkError> {
     match config.store.open() {
         Ok(bucket) => mark::check(&bucket, ids).await.map(Some),
         // The check `store` reports this error.
@@ -62,7 +63,7 @@ async fn load_named_key(config: &PlatformConfig, ids: &KeyIds) -> Result<Option<
 }
 
 /// Assesses the keys. `named` is `None` if the store could not be read.
-fn assess(findings: Findings, ids: &KeyIds, usage: &KeyUsage, named: Option<NamedKey>) -> Findings {
+fn assess(findings: Findings, ids: &KeyIds, usage: &KeyUsage, named: Option<MarkerKey>) -> Findings {
     if let Some(error) = &usage.undecryptable {
         return findings.problem(
             format!("svc-platform cannot start: {error}"),
@@ -94,7 +95,7 @@ fn assess(findings: Findings, ids: &KeyIds, usage: &KeyUsage, named: Option<Name
                 ids.current
             ))
         }
-        Some(previous) if usage.need.is_empty() && named == Some(NamedKey::Previous) => findings.warning(
+        Some(previous) if usage.need.is_empty() && named == Some(MarkerKey::Previous) => findings.warning(
             format!("PLATFORM_KEY_PREVIOUS {previous} is still needed: the object store names it as the current key"),
             "keep PLATFORM_KEY_PREVIOUS until a running svc-platform has recorded the new key in the store, \
              and run this check again",
@@ -156,8 +157,8 @@ async fn read_usage(
     let (ids, ttl) = (config.keys.ids(), key_change::row_ttl(&config.timing));
     let mint = TokenMint::new(&config.keys.current).with_previous(config.keys.previous.as_ref());
     let max_gap = config.timing.keys.max_heartbeat_gap;
-    let need =
-        KeyNeed::find(client, &ids.current, &mint, &Seal::from_keys(&config.keys), max_gap, ttl).await?;
+    let need = KeyDependents::find(client, &ids.current, &mint, &Seal::from_keys(&config.keys), max_gap, ttl)
+        .await?;
     let is_rotation_complete = platform_keys::load_progress(client, &ids.current).await?.is_rotation_complete;
     let (is_previous_recorded, processes) = match &ids.previous {
         Some(previous) => (
@@ -170,7 +171,7 @@ async fn read_usage(
 }
 
 /// Returns the error that prevents `svc-platform` from starting, if any. With a single key, this check is unnecessary,
-/// because [`KeyNeed`] then lists the stored keys that this key does not decrypt.
+/// because [`KeyDependents`] then lists the stored keys that this key does not decrypt.
 async fn find_undecryptable_key_error(
     config: &PlatformConfig,
     client: &impl deadpool_postgres::GenericClient,
@@ -195,16 +196,16 @@ mod tests {
         let id = |byte: u8| KeyId::from_key(&vec![byte; 32].into());
         let ids = KeyIds { current: id(2), previous: Some(id(1)) };
         let usage = KeyUsage {
-            need: KeyNeed::default(),
+            need: KeyDependents::default(),
             is_rotation_complete: true,
             is_previous_recorded: true,
             processes: (1, 1),
             undecryptable: None,
         };
         let cases = [
-            (Some(NamedKey::Current), "can be dropped"),
-            (Some(NamedKey::NoMark), "can be dropped"),
-            (Some(NamedKey::Previous), "is still needed"),
+            (Some(MarkerKey::Current), "can be dropped"),
+            (Some(MarkerKey::NoMark), "can be dropped"),
+            (Some(MarkerKey::Previous), "is still needed"),
             (None, "may still be needed"),
         ];
         for (named, expected) in cases {

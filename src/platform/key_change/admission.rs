@@ -9,7 +9,7 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep};
 
 use super::PLATFORM_KEYS_LOCK;
-use super::need::KeyNeed;
+use super::need::KeyDependents;
 use crate::db::platform_keys::{self, ProcessKeys};
 use crate::db::{self, Db, DbError};
 use crate::keys::{self, KeyError, Seal};
@@ -28,7 +28,7 @@ pub enum AdmissionError {
         "PLATFORM_KEY is not sufficient: another key is needed by {0}. Set PLATFORM_KEY_PREVIOUS to that key (the earlier \
          PLATFORM_KEY), and remove it once `svcctl doctor platform` reports that it can be dropped"
     )]
-    Needed(KeyNeed),
+    Needed(KeyDependents),
     #[error(
         "a platform process with different keys is running ({processes}): each must have the PLATFORM_KEY of every other as \
          PLATFORM_KEY or PLATFORM_KEY_PREVIOUS. First restart the running processes with the new key as \
@@ -99,11 +99,11 @@ async fn refuse_if_other_key_needed(
     let key = &this_process.ids.current;
     let need = if is_first {
         // In a database from an earlier release, only the signing keys show which key was used.
-        KeyNeed::find_for_signing_keys(tx, seal).await?
+        KeyDependents::find_for_signing_keys(tx, seal).await?
     } else if platform_keys::load_progress(tx, key).await?.is_rotation_complete {
         return Ok(());
     } else {
-        KeyNeed::find(tx, key, mint, seal, max_heartbeat_gap, this_process.ttl).await?
+        KeyDependents::find(tx, key, mint, seal, max_heartbeat_gap, this_process.ttl).await?
     };
     if need.is_empty() { Ok(()) } else { Err(AdmissionError::Needed(need)) }
 }

@@ -45,7 +45,7 @@ struct Mark {
 
 /// Which of this process's keys the mark names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum NamedKey {
+pub enum MarkerKey {
     Current,
     Previous,
     /// No mark exists yet.
@@ -105,7 +105,7 @@ impl MarkError {
 }
 
 /// Returns which of this process's keys the mark names.
-pub async fn check(bucket: &Bucket, ids: &KeyIds) -> Result<NamedKey, MarkError> {
+pub async fn check(bucket: &Bucket, ids: &KeyIds) -> Result<MarkerKey, MarkError> {
     classify(read(bucket).await?.as_ref(), ids)
 }
 
@@ -113,7 +113,7 @@ pub async fn check(bucket: &Bucket, ids: &KeyIds) -> Result<NamedKey, MarkError>
 pub async fn write(bucket: &Bucket, ids: &KeyIds) -> Result<(), MarkError> {
     for _ in 0..MAX_WRITE_ATTEMPTS {
         let stored = read(bucket).await?;
-        if classify(stored.as_ref(), ids)? == NamedKey::Current {
+        if classify(stored.as_ref(), ids)? == MarkerKey::Current {
             return Ok(());
         }
         let condition = stored.map_or(Condition::Absent, |stored| Condition::Unchanged(stored.version));
@@ -168,14 +168,14 @@ async fn read(bucket: &Bucket) -> Result<Option<VersionedValue<Mark>>, StoreErro
     }
 }
 
-fn classify(stored: Option<&VersionedValue<Mark>>, ids: &KeyIds) -> Result<NamedKey, MarkError> {
-    let Some(stored) = stored else { return Ok(NamedKey::NoMark) };
+fn classify(stored: Option<&VersionedValue<Mark>>, ids: &KeyIds) -> Result<MarkerKey, MarkError> {
+    let Some(stored) = stored else { return Ok(MarkerKey::NoMark) };
     let key_id = &stored.value.key_id;
     if key_id == ids.current.as_str() {
-        return Ok(NamedKey::Current);
+        return Ok(MarkerKey::Current);
     }
     if ids.previous.as_ref().is_some_and(|previous| key_id == previous.as_str()) {
-        return Ok(NamedKey::Previous);
+        return Ok(MarkerKey::Previous);
     }
     Err(MarkError::UnknownKey(Box::new(UnknownKey { named: key_id.clone(), ids: ids.clone() })))
 }
@@ -194,9 +194,9 @@ mod tests {
     #[tokio::test]
     async fn write_replaces_previous_key_but_keeps_unknown_key() {
         let bucket = Bucket::new(Arc::new(InMemory::new()));
-        assert_eq!(check(&bucket, &key_ids(1, None)).await.unwrap(), NamedKey::NoMark);
+        assert_eq!(check(&bucket, &key_ids(1, None)).await.unwrap(), MarkerKey::NoMark);
         write(&bucket, &key_ids(1, None)).await.unwrap();
-        assert_eq!(check(&bucket, &key_ids(2, Some(1))).await.unwrap(), NamedKey::Previous);
+        assert_eq!(check(&bucket, &key_ids(2, Some(1))).await.unwrap(), MarkerKey::Previous);
         write(&bucket, &key_ids(2, Some(1))).await.unwrap();
         write(&bucket, &key_ids(2, None)).await.unwrap();
 
@@ -211,7 +211,7 @@ mod tests {
         }
         assert_eq!(
             check(&bucket, &key_ids(2, None)).await.unwrap(),
-            NamedKey::Current,
+            MarkerKey::Current,
             "the mark was not overwritten"
         );
     }

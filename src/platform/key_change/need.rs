@@ -20,7 +20,7 @@ const MAX_NAMED: usize = 5;
 
 /// The secrets and processes that need a platform key other than the current one.
 #[derive(Debug, Default)]
-pub struct KeyNeed {
+pub struct KeyDependents {
     /// Signing keys that only another key opens.
     signing_keys: CountedNames,
     /// Slots whose file key is sealed with another key.
@@ -52,7 +52,7 @@ impl CountedNames {
     }
 }
 
-impl KeyNeed {
+impl KeyDependents {
     /// Returns whether nothing except machines' tokens needs a different key.
     pub fn has_only_tokens(&self) -> bool {
         let Self { signing_keys, file_keys, machines: _, silent: _, fences, processes } = self;
@@ -152,7 +152,7 @@ impl KeyNeed {
     }
 }
 
-impl fmt::Display for KeyNeed {
+impl fmt::Display for KeyDependents {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let parts = [
             ("sealed signing key", &self.signing_keys),
@@ -205,7 +205,7 @@ mod tests {
 
     #[test]
     fn display_counts_all_and_names_first_five() {
-        let mut need = KeyNeed::default();
+        let mut need = KeyDependents::default();
         assert!(need.is_empty());
         need.silent.add("quiet");
         assert!(need.is_empty(), "silent machines do not count");

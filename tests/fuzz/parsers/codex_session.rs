@@ -79,7 +79,9 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
     // A line may count even if this test's parser rejects it because of an ignored member, so the rule does not apply
     // if that parser finds no calls.
     if is_own && count > 0 && (usage.tokens_in > tokens_in || usage.tokens_out > tokens_out) {
-        return Err(format!("{usage:?} for {count} calls with {tokens_in} and {tokens_out} tokens"));
+        return Err(format!(
+            "reported {usage:?}, but {count} calls used {tokens_in} input and {tokens_out} output tokens"
+        ));
     }
     Ok(())
 }

@@ -60,7 +60,7 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
             if !(400..500).contains(&status) {
                 return Err(format!("response status {status}"));
             }
-            // An error response quotes at most field names, which JSON may escape.
+            // An error response quotes only field names, which JSON may escape.
             if response.len() > 8192 + 16 * bytes.len() {
                 Err(format!("an error response of {} bytes", response.len()))
             } else {

@@ -84,7 +84,7 @@ pub async fn reboot(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
 /// Cuts the machine's power, and removes its server from the provider.
 pub async fn lose_machine(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     invariants::save_journal(stack, machine).await;
-    stack.provider.vanish_server(&machine.server).await?;
+    stack.provider.lose_server(&machine.server).await?;
     ensure!(stack.provider.servers().is_empty(), "the provider still has {:?}", stack.provider.servers());
     Ok(((), "power cut, and no server at the provider".to_owned()))
 }

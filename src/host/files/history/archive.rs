@@ -166,7 +166,7 @@ impl<W: Write> Writer<W> {
                 // `append_link` would normalize the target: `./a` and `a/` would become `a`.
                 match header.set_link_name_literal(target.as_bytes()) {
                     Ok(()) => tar.append_data(&mut header, path, io::empty()),
-                    // A longer target has an entry of its own, which is not normalized.
+                    // A target that is too long for the header is written verbatim, to an entry of its own.
                     Err(_) => tar.append_link(&mut header, path, target),
                 }
             }
@@ -219,7 +219,7 @@ fn zip_time(time: Timestamp) -> Option<zip::DateTime> {
 }
 
 /// Returns a path as text. Each byte that is not valid UTF-8, and each byte of U+FFFD itself, is written as U+FFFD and
-/// two hexadecimal digits. So is `\`, because on Windows it could lead out of the target directory. The path can be
+/// two hexadecimal digits. So is `\`, because on Windows it could escape the target directory. The path can be
 /// decoded from the text, so two paths never have the same text: [`ZipWriter`] refuses duplicate names.
 /// Percent-encoding would have to change valid names that contain `%`, too.
 fn zip_name(path: &Path) -> String {

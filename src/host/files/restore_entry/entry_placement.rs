@@ -1,8 +1,8 @@
 //! Moves a restored entry into place, beneath the user's home directory.
 //!
 //! The owner's programs run at the same time and could create symbolic links, and this process can write to directories
-//! to which they cannot. Directories are therefore opened one name at a time without following links, and entries are
-//! named only relative to open directories.
+//! that they cannot write to. Directories are therefore opened one name at a time without following links, and entries
+//! are named only relative to open directories.
 
 use std::ffi::{CStr, OsStr, OsString};
 use std::os::fd::OwnedFd;
@@ -44,7 +44,7 @@ impl Directory {
                 Err(Errno::NOENT) => create_directory(&directory, name).map_err(wrap.clone()("create"))?,
                 opened => opened.map_err(wrap.clone()("open"))?,
             };
-            chown_new_directory(&directory, owner).map_err(wrap.clone()("change the owner of"))?;
+            finish_new_directory(&directory, owner).map_err(wrap.clone()("change the owner of"))?;
         }
         Ok(Self(directory))
     }
@@ -114,8 +114,8 @@ fn create_directory(parent: &OwnedFd, name: &OsStr) -> Result<OwnedFd, Errno> {
     openat(parent, name, directory_flags(), Mode::empty())
 }
 
-/// Gives a directory to `owner` if this process, or an interrupted run, has created it.
-fn chown_new_directory(directory: &OwnedFd, owner: Option<(u32, u32)>) -> Result<(), Errno> {
+/// Sets the owner and the mode of a directory that this process, or an interrupted run, has created.
+fn finish_new_directory(directory: &OwnedFd, owner: Option<(u32, u32)>) -> Result<(), Errno> {
     let stat = fstat(directory)?;
     let mode = Mode::from_raw_mode(stat.st_mode);
     // A directory inherits this bit, and then also the group, from the directory in which it is created.
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn move_in_never_replaces_existing_entry() {
+    fn exchange_and_move_in_lose_no_entry() {
         let home = home();
         fs::write(home.path().join("staged"), "restored").unwrap();
         fs::write(home.path().join("taken"), "present").unwrap();

@@ -107,7 +107,7 @@ impl RestoreRequest {
             written_bytes: 0,
             incomplete: 0,
             error: None,
-            // Clients compare the state with the last one to detect a restore that makes no progress.
+            // Not the current time: to clients, an unchanged state means that the restore makes no progress.
             updated_at: self.requested_at.into(),
         }
     }

@@ -106,7 +106,7 @@ Exit codes: 0 restored, 64 invalid path or time, 65 refused, 69 not restored, 77
         #[arg(long)]
         listen: bool,
     },
-    /// Serve the requested restore of a file or directory
+    /// Perform the requested restore of a file or directory
     #[command(
         after_help = "Used by svc-files-request.service. If root starts this command, it switches to that service's user."
     )]
@@ -132,17 +132,17 @@ activity.log name the first 20. The machine then saves files again. The new snap
 been deleted; earlier snapshots still do.\n\n--give-up restores nothing: the machine keeps the files that it has and saves them again. Files in \
 earlier snapshots can still be restored one by one.\n\nExample: svc-sync-agent restore-home --retry\n\n\
 Exit codes: 0 restored, or nothing to restore; 65 the backup is damaged and --retry is set, the disk is too small, or there is no \
-failed restore to give up; \
+failed restore to abandon; \
 69 the store or the platform is unreachable; 75 another restore is still running."
     )]
     RestoreHome {
-        /// Run a restore that failed or never ran, even though the machine is in use
+        /// Run the restore if it failed or never ran, even if the machine is already in use
         #[arg(long)]
         retry: bool,
         /// Leave out damaged files and the content of damaged directories, and restore everything else
         #[arg(long, requires = "retry")]
         skip_damaged: bool,
-        /// Keep the files that the machine has, and save them again, instead of repeating a failed restore
+        /// Keep the machine's current files and save them again, instead of repeating a failed restore
         #[arg(long, conflicts_with_all = ["retry", "skip_damaged"])]
         give_up: bool,
     },

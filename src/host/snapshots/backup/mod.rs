@@ -98,7 +98,7 @@ enum Command {
     Verify(VerifyArgs),
     /// Restore the latest snapshot into a scratch database, compare it with its record, and drop it
     Drill {
-        /// Serve the request file: wait for a running check, and remove the file when done
+        /// Process the request file: wait for a running check, and remove the file when done
         #[arg(long)]
         request: bool,
     },
@@ -167,7 +167,7 @@ enum SideCommand {
 
 #[derive(clap::Args)]
 struct RunArgs {
-    /// Serve the request file: wait for a running backup, and remove the file when done
+    /// Process the request file: wait for a running backup, and remove the file when done
     #[arg(long)]
     request: bool,
     /// If the backup fails, retry it for up to 45 minutes, unless the failure is permanent

@@ -45,7 +45,7 @@ pub async fn measure(round: &Round<'_>, tally: &mut Tally) -> Result<()> {
     let seconds = round.options.seconds;
     let busy = |app| AppLoad { app, connections: CONNECTIONS_PER_BUSY_APP, delay: Duration::ZERO, seconds };
     let loads: Vec<_> = (0..BUSY_APPS).map(busy).collect();
-    let results = load_at_once(round.wrk, &gateway, &machine, &loads)?;
+    let results = run_concurrent_loads(round.wrk, &gateway, &machine, &loads)?;
     let rates: Vec<f64> = results.iter().map(LoadResult::per_second).collect();
     let (slowest, fastest) =
         rates.iter().fold((f64::MAX, 0.0_f64), |(low, high), rate| (low.min(*rate), high.max(*rate)));
@@ -55,7 +55,7 @@ pub async fn measure(round: &Round<'_>, tally: &mut Tally) -> Result<()> {
 
     let greedy = AppLoad { app: 0, connections: 64, delay: Duration::ZERO, seconds: seconds + 1 };
     let quiet = AppLoad { app: 1, connections: 1, delay: HEAD_START, seconds };
-    let results = load_at_once(round.wrk, &gateway, &machine, &[greedy, quiet])?;
+    let results = run_concurrent_loads(round.wrk, &gateway, &machine, &[greedy, quiet])?;
     add(tally, QUIET_P99, results.last().context("no result")?.p99 / 1000.0);
     Ok(())
 }
@@ -72,8 +72,8 @@ struct AppLoad {
     seconds: u32,
 }
 
-/// Drives several apps at the same time.
-fn load_at_once(
+/// Runs all loads concurrently.
+fn run_concurrent_loads(
     wrk: &Wrk,
     gateway: &Gateway,
     machine: &Machine,

@@ -165,7 +165,7 @@ impl Simulator {
     }
 
     /// Cuts the power to a server, and removes it from the provider. The disk is kept.
-    pub async fn vanish_server(&self, name: &str) -> Result<()> {
+    pub async fn lose_server(&self, name: &str) -> Result<()> {
         self.cloud.vanish(name).await
     }
 

@@ -13,7 +13,7 @@ use crate::s3::{Fault, Rule};
 
 pub async fn lose_machine(stack: &Stack, first: &MachineRecord) -> Result<((), String)> {
     stack.provider.kill_server(&first.server).await?;
-    stack.provider.vanish_server(&first.server).await?;
+    stack.provider.lose_server(&first.server).await?;
     ensure!(stack.provider.servers().is_empty(), "the provider still has {:?}", stack.provider.servers());
     let owner = stack.owner_token();
     let response = stack.web.get("/", Some(&owner), "text/html").await?;

@@ -122,7 +122,7 @@ async fn lost_server_restarts_from_disk() -> Result<()> {
     let address = testbed.simulator.server_by_name("a").map(|server| server.ipv4);
     assert!(testbed.simulator.start_from_disk("a").is_err(), "the provider lists it");
 
-    testbed.simulator.vanish_server("a").await?;
+    testbed.simulator.lose_server("a").await?;
     assert_eq!(testbed.api.get(&format!("/servers/{id}")).await?.status, 404);
     let url = testbed.simulator.start_database_only("a").await?;
     assert_eq!(query(&url, "SELECT n FROM numbers").await?, "7");
