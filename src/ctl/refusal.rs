@@ -264,7 +264,8 @@ fn advice(code: &str) -> Option<&'static str> {
              by the id in the USER column, not by the handle"
         }
         "not_found" => {
-            "check the id: `svcctl list`, `svcctl status <machine>` and `svcctl deploy list` show the existing ids"
+            "check the path or the id: `svcctl files versions <machine> <path>` shows the versions of a file, `svcctl list`, `svcctl \
+             status <machine>` and `svcctl deploy list` show the existing ids"
         }
         "bundle_not_found" => {
             "run `svcctl bundle publish <dir> --image-version <version>`, and then try again"

@@ -315,18 +315,18 @@ impl BlobLocation {
 impl BlobLocations {
     /// Adds the packs of an index file. Packs that are marked for deletion are used only for blobs that no other pack
     /// has. [`Self::finish_loading`] must follow.
-    pub(crate) fn load(&mut self, file: IndexFile) {
-        self.add_packs(file.packs, false);
-        self.add_packs(file.packs_to_delete, true);
+    pub(crate) fn load(&mut self, file: &IndexFile) {
+        self.add_packs(&file.packs, false);
+        self.add_packs(&file.packs_to_delete, true);
     }
 
-    fn add_packs(&mut self, packs: Vec<IndexedPack>, is_marked: bool) {
+    fn add_packs(&mut self, packs: &[IndexedPack], is_marked: bool) {
         for pack in packs {
             // A repository cannot have 2^32 packs: each is an object with at least one blob.
             let Ok(number) = u32::try_from(self.packs.len()) else { return };
             let end = pack.blobs.iter().map(|blob| u64::from(blob.offset) + u64::from(blob.length)).max();
             self.packs.push(PackExtent { id: pack.id, end: end.unwrap_or(0), is_marked });
-            for PackedBlob { id, blob_type, offset, length, uncompressed_length } in pack.blobs {
+            for &PackedBlob { id, blob_type, offset, length, uncompressed_length } in &pack.blobs {
                 let location = BlobLocation { pack: number, offset, length, uncompressed_length };
                 let locations = match blob_type {
                     BlobType::Data => &mut self.data,
@@ -458,8 +458,8 @@ mod tests {
             pack
         };
         let mut locations = BlobLocations::default();
-        locations.load(IndexFile { packs: vec![], packs_to_delete: vec![pack(100, &[1, 2])] });
-        locations.load(IndexFile { packs: vec![pack(101, &[2, 3])], packs_to_delete: vec![] });
+        locations.load(&IndexFile { packs: vec![], packs_to_delete: vec![pack(100, &[1, 2])] });
+        locations.load(&IndexFile { packs: vec![pack(101, &[2, 3])], packs_to_delete: vec![] });
         let locations = locations.finish_loading();
         let pack_of = |location| locations.pack(location).id;
         let find = |n| locations.find(BlobType::Data, id(n)).map(pack_of).ok();

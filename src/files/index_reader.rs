@@ -154,7 +154,7 @@ impl Repository {
     }
 
     pub(crate) async fn load_locations(&self) -> Result<BlobLocations, FilesError> {
-        let add = |all: &mut BlobLocations, _: Id, file: IndexFile| all.load(file);
+        let add = |all: &mut BlobLocations, _: Id, file: IndexFile| all.load(&file);
         Ok(self.read_index(MAX_INDEX_BLOBS, add).await?.content.finish_loading())
     }
 
@@ -162,7 +162,7 @@ impl Repository {
     pub(crate) async fn load_tree_locations(&self) -> Result<BlobLocations, FilesError> {
         let add = |all: &mut BlobLocations, _: Id, mut file: IndexFile| {
             file.retain_blobs(BlobType::Tree);
-            all.load(file);
+            all.load(&file);
         };
         Ok(self.read_index(MAX_INDEX_BLOBS, add).await?.content.finish_loading())
     }

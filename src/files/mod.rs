@@ -21,6 +21,7 @@ mod index_reader;
 mod key;
 mod pack;
 mod pack_reader;
+pub mod path_stack;
 pub mod prune;
 mod random;
 mod repository;

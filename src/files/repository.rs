@@ -408,13 +408,23 @@ async fn put_if_absent(bucket: &Bucket, path: &Path, content: impl Into<Bytes>) 
 
 /// Lists all objects below a path.
 pub(crate) async fn list_objects(bucket: &Bucket, folder: &Path) -> Result<Vec<ObjectMeta>, FilesError> {
-    let mut listing = bucket.raw().list(Some(folder));
     let mut objects = Vec::new();
+    for_each_object(bucket, folder, |object| objects.push(object)).await?;
+    Ok(objects)
+}
+
+/// Calls `add` for each object below a path.
+pub(crate) async fn for_each_object(
+    bucket: &Bucket,
+    folder: &Path,
+    mut add: impl FnMut(ObjectMeta),
+) -> Result<(), FilesError> {
+    let mut listing = bucket.raw().list(Some(folder));
     loop {
         let next = async { listing.try_next().await.map_err(|error| StoreError::classify(folder, error)) };
         match bucket.run_with_timeout(folder, REQUEST_TIMEOUT, next).await? {
-            Some(meta) => objects.push(meta),
-            None => return Ok(objects),
+            Some(meta) => add(meta),
+            None => return Ok(()),
         }
     }
 }

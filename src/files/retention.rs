@@ -1,11 +1,15 @@
 //! The retention of snapshots: by default, all are kept for a day, one per hour for a week, one per day for 90 days,
-//! and one per month after that.
+//! and one per month after that. The last snapshot of each machine is kept for 90 days, too.
 
 use std::cmp::Reverse;
+use std::collections::{HashMap, HashSet};
 
 use jiff::{SignedDuration, Timestamp, tz::TimeZone};
 
 use crate::id::Id;
+
+/// Number of machines whose last snapshots are kept: a slot has far fewer, unless its snapshots are forged.
+const MAX_MACHINES: usize = 100;
 
 /// How long snapshots are kept. Periods are UTC hours, days and months, so that repeated pruning keeps the same
 /// snapshots as pruning once.
@@ -19,6 +23,9 @@ pub struct RetentionPolicy {
     pub daily: SignedDuration,
     /// How long the last snapshot of each month is kept; `None` for no limit.
     pub monthly: Option<SignedDuration>,
+    /// How long the last snapshot of each machine is kept. A new machine that starts without the files of the one
+    /// before it must not make these files expire within a day.
+    pub last_of_machine: SignedDuration,
     /// How many of the newest snapshots are kept, regardless of their age.
     pub newest: usize,
 }
@@ -30,6 +37,7 @@ impl Default for RetentionPolicy {
             hourly: SignedDuration::from_hours(7 * 24),
             daily: SignedDuration::from_hours(90 * 24),
             monthly: None,
+            last_of_machine: SignedDuration::from_hours(90 * 24),
             newest: 3,
         }
     }
@@ -67,6 +75,24 @@ impl RetentionPolicy {
             newer >= self.newest && (period.is_none() || next_period == period)
         };
         candidates.iter().filter(|candidate| is_expired(**candidate)).map(|(id, _)| *id).collect()
+    }
+
+    /// Returns the last snapshot of each machine, which is given by any name, for as long as it is kept.
+    pub fn select_last_of_machines<'a>(
+        &self,
+        snapshots: impl IntoIterator<Item = (&'a str, Id, Timestamp)>,
+        now: Timestamp,
+    ) -> HashSet<Id> {
+        let mut last: HashMap<&str, (Timestamp, Id)> = HashMap::new();
+        for (machine, id, time) in snapshots {
+            if now.duration_since(time) <= self.last_of_machine {
+                let newest = last.entry(machine).or_insert((time, id));
+                *newest = (*newest).max((time, id));
+            }
+        }
+        let mut newest_first: Vec<(Timestamp, Id)> = last.into_values().collect();
+        newest_first.sort_unstable_by_key(|last| Reverse(*last));
+        newest_first.into_iter().take(MAX_MACHINES).map(|(_, id)| id).collect()
     }
 
     /// Returns the period of a snapshot; `None` if no rule keeps a snapshot of this age.
@@ -129,6 +155,23 @@ mod tests {
         assert_eq!(kept_times(policy, &old, now).len(), 3);
         let future = snapshots([now + SignedDuration::from_hours(9000)]);
         assert_eq!(kept_times(RetentionPolicy { newest: 0, ..policy }, &future, now).len(), 1);
+    }
+
+    #[test]
+    fn last_snapshot_of_each_machine_is_kept() {
+        let now: Timestamp = "2026-11-27T12:00:00Z".parse().unwrap();
+        let hours_ago = |hours: i64| now - SignedDuration::from_hours(hours);
+        let all = snapshots([300, 200, 190, 100, 0].map(hours_ago));
+        let machines = ["a", "a", "b", "b", "c"];
+        let taken = || machines.into_iter().zip(&all).map(|(machine, (id, time))| (machine, *id, *time));
+        let policy = RetentionPolicy::default();
+        let kept = policy.select_last_of_machines(taken(), now);
+        assert_eq!(kept, [1, 3, 4].map(|n: usize| all[n].0).into());
+        let later = now + SignedDuration::from_hours(90 * 24 - 150);
+        assert_eq!(policy.select_last_of_machines(taken(), later), [3, 4].map(|n: usize| all[n].0).into());
+        let names: Vec<String> = (0..300).map(|n| format!("forged-{n}")).collect();
+        let forged = names.iter().map(|name| (name.as_str(), Id::of(name.as_bytes()), now));
+        assert_eq!(policy.select_last_of_machines(forged, now).len(), MAX_MACHINES);
     }
 
     proptest! {

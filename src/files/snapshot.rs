@@ -8,6 +8,8 @@ use svc_machine::id::MachineId;
 
 use crate::id::Id;
 
+const MACHINE_TAG: &str = "machine=";
+
 /// A snapshot, as `restic` stores it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Snapshot {
@@ -25,6 +27,13 @@ pub struct Snapshot {
     pub tags: Vec<String>,
 }
 
+impl Snapshot {
+    /// Returns the tag of the machine that took the snapshot; `None` if another program did.
+    pub fn machine_tag(&self) -> Option<&str> {
+        self.tags.iter().map(String::as_str).find(|tag| tag.starts_with(MACHINE_TAG))
+    }
+}
+
 /// The machine that took a snapshot. It is stored in tags, because `restic` shows them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SnapshotOrigin {
@@ -34,6 +43,6 @@ pub struct SnapshotOrigin {
 
 impl SnapshotOrigin {
     pub(crate) fn to_tags(self) -> Vec<String> {
-        vec![format!("machine={}", self.machine), format!("epoch={}", self.epoch)]
+        vec![format!("{MACHINE_TAG}{}", self.machine), format!("epoch={}", self.epoch)]
     }
 }

@@ -8,6 +8,8 @@ use base64::prelude::BASE64_STANDARD;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
+use svc_base::untrusted_text::truncate_printable;
+
 use crate::error::FilesError;
 use crate::escape::{escape_name, unescape_name};
 use crate::id::Id;
@@ -20,6 +22,10 @@ mod go_mode {
     pub(super) const SETGID: u32 = 1 << 22;
     pub(super) const STICKY: u32 = 1 << 20;
 }
+
+/// Maximum length of a name and of the target of a symbolic link on Linux.
+const MAX_NAME_BYTES: usize = 255;
+const MAX_TARGET_BYTES: usize = 4095;
 
 const UNIX_SETUID: u32 = 0o4000;
 const UNIX_SETGID: u32 = 0o2000;
@@ -171,16 +177,23 @@ impl Node {
         }
     }
 
+    /// Returns the node with another name.
+    #[must_use]
+    pub(crate) fn with_name(self, name: &OsStr) -> Self {
+        Self { name: escape_name(name), ..self }
+    }
+
     pub fn set_times(&mut self, mtime: Timestamp, ctime: Timestamp) {
         (self.mtime, self.atime, self.ctime) = (mtime, mtime, ctime);
     }
 
-    /// The name; `None` if its escapes are invalid, or if it cannot name an entry, like `..` or `a/b`.
+    /// The name; `None` if its escapes are invalid, or if it cannot name an entry, like `..`, `a/b` or a name that is too
+    /// long.
     pub fn file_name(&self) -> Option<OsString> {
         let name = unescape_name(&self.name)?;
         let bytes = name.as_bytes();
         let is_plain = !matches!(bytes, b"" | b"." | b"..") && !bytes.contains(&b'/') && !bytes.contains(&0);
-        is_plain.then_some(name)
+        (is_plain && bytes.len() <= MAX_NAME_BYTES).then_some(name)
     }
 
     /// Identifies a file with several names: the entries of a snapshot with the same key are hard links to one file.
@@ -216,13 +229,13 @@ impl Node {
         self.linktarget_raw = target.to_str().is_none().then(|| BASE64_STANDARD.encode(target.as_bytes()));
     }
 
-    /// The target of a symbolic link; `None` if it is empty, contains a NUL or is invalid base64.
+    /// The target of a symbolic link; `None` if it is empty or too long, contains a NUL or is invalid base64.
     pub fn link_target(&self) -> Option<OsString> {
         let target = match &self.linktarget_raw {
             Some(raw) => OsString::from_vec(BASE64_STANDARD.decode(raw).ok()?),
             None => OsString::from(&self.linktarget),
         };
-        let is_valid = !target.is_empty() && !target.as_bytes().contains(&0);
+        let is_valid = (1..=MAX_TARGET_BYTES).contains(&target.len()) && !target.as_bytes().contains(&0);
         is_valid.then_some(target)
     }
 }
@@ -255,12 +268,12 @@ impl Tree {
     pub(crate) fn parse(id: Id, json: &[u8]) -> Result<Self, FilesError> {
         let corrupt = |why: &dyn std::fmt::Display| FilesError::corrupt(format!("tree {id}"), &why);
         let tree: Self = serde_json::from_slice(json).map_err(|error| corrupt(&error))?;
+        let invalid = |what: &str, name: &str| format!("{what} entry name {:?}", truncate_printable(name));
         let mut names = std::collections::HashSet::with_capacity(tree.nodes.len());
         for node in &tree.nodes {
-            let name =
-                node.file_name().ok_or_else(|| corrupt(&format!("invalid entry name {:?}", node.name)))?;
+            let name = node.file_name().ok_or_else(|| corrupt(&invalid("invalid", &node.name)))?;
             if !names.insert(name) {
-                return Err(corrupt(&format!("duplicate entry name {:?}", node.name)));
+                return Err(corrupt(&invalid("duplicate", &node.name)));
             }
         }
         Ok(tree)
@@ -278,7 +291,9 @@ mod tests {
 
     #[test]
     fn parse_refuses_unsafe_and_duplicate_names() {
-        for names in [&[".."][..], &["."], &[""], &["a/b"], &["/etc"], &["a\0"], &["a", "b", "a"]] {
+        for names in
+            [&[".."][..], &["."], &[""], &["a/b"], &["/etc"], &["a\0"], &["a", "b", "a"], &[&"n".repeat(256)]]
+        {
             let json = tree_with_names(names);
             assert!(Tree::parse(Id::of(&json), &json).is_err(), "{names:?}");
         }

@@ -5,7 +5,7 @@ use object_store::path::Path;
 use svc_store::Bucket;
 
 use crate::error::FilesError;
-use crate::repository::list_objects;
+use crate::repository::for_each_object;
 
 /// The sizes and counts of a repository's objects. Times are upload times, by the store's clock.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -25,7 +25,7 @@ pub struct StoreUsage {
 /// If the store fails.
 pub async fn measure(bucket: &Bucket, root: &Path) -> Result<StoreUsage, FilesError> {
     let mut usage = StoreUsage::default();
-    for object in list_objects(bucket, root).await? {
+    for_each_object(bucket, root, |object| {
         usage.total_bytes += object.size;
         let mut names = object.location.prefix_match(root).into_iter().flatten();
         match names.next().as_ref().map(AsRef::as_ref) {
@@ -41,6 +41,7 @@ pub async fn measure(bucket: &Bucket, root: &Path) -> Result<StoreUsage, FilesEr
             }
             _ => {}
         }
-    }
+    })
+    .await?;
     Ok(usage)
 }

@@ -42,6 +42,9 @@ pub struct Machine {
     pub epoch: u64,
     #[serde(default)]
     pub restore_mode: WireString<RestoreMode>,
+    /// Whether it restores the owner's files at its first boot. Older platforms omit it.
+    #[serde(default = "default_true")]
+    pub restore_files: bool,
     #[serde(default)]
     pub server_type: WireString<ServerType>,
     #[serde(default)]
@@ -257,4 +260,8 @@ impl Machine {
     pub fn left_slot_at(&self) -> Option<&Time> {
         self.retired_at.as_ref().or(self.deleted_at.as_ref())
     }
+}
+
+fn default_true() -> bool {
+    true
 }

@@ -173,6 +173,8 @@ async fn archives_contain_the_snapshot_files() -> Result<()> {
     fs::set_permissions(home.join("home/projects/app/tool"), fs::Permissions::from_mode(0o750))?;
     fs::hard_link(home.join("home/projects/app/tool"), home.join("home/projects/app/tool-2"))?;
     std::os::unix::fs::symlink("./main.rs", home.join("home/projects/app/link"))?;
+    let long_target = format!("{}main.rs", "./".repeat(60));
+    std::os::unix::fs::symlink(long_target, home.join("home/projects/app/long-link"))?;
     history.save().await?;
     let expected = describe_tree(&home.join("home/projects/app"))?;
     let contents = |tree: &std::collections::BTreeMap<String, String>| -> Vec<(String, String)> {

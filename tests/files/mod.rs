@@ -3,6 +3,7 @@
 pub mod history;
 mod machine;
 mod verification;
+mod without_files;
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -212,54 +213,6 @@ async fn damaged_snapshot_is_not_replaced_by_empty_home() -> Result<()> {
     assert_eq!(restored, expected);
     let _service = next.start_and_save().await?;
     ensure!(latest().await? != id, "the machine has not saved again");
-    Ok(())
-}
-
-/// A snapshot that fits on no server, or that cannot be repaired, must not keep the owner from the database, or the
-/// machine from saving files again.
-#[tokio::test(flavor = "multi_thread")]
-async fn machine_can_start_without_files_and_restore_or_give_up_later() -> Result<()> {
-    let store = start_store()?;
-    let platform = FilesPlatform::start().await?;
-    let expected = save_once(&store, &platform).await?;
-    let restore =
-        |arguments: &'static [&'static str]| [&["svc-sync-agent", "restore-home"], arguments].concat();
-    for gives_up in [false, true] {
-        let next = Host::new(&store, &platform, 2)?;
-        next.machine.run(&restore(&["--give-up"]))?.expect(65);
-        next.machine.write_boot_env(&[("SVC_RESTORE_FILES", "false")])?;
-        next.machine.run(&restore(&[]))?.expect(0);
-        assert!(!next.home().join("home/projects").exists());
-        let outcome = next.read_outcome()?;
-        assert!(
-            outcome["error"].as_str().is_some_and(|error| error.contains("--without-files")),
-            "{outcome}"
-        );
-        fs::write(next.machine.path("opt/svc/restore-complete"), "")?;
-        next.machine.run(&restore(&[]))?.expect(0);
-        next.write("home/own", "written on this machine")?;
-        let service = next.start_service("")?;
-        next.wait_for_error("restore-home --retry").await?;
-        drop(service);
-        if gives_up {
-            next.machine.run(&restore(&["--give-up"]))?.expect(0);
-            next.machine.run(&restore(&["--give-up"]))?.expect(65);
-            next.machine.run(&restore(&["--retry"]))?.expect(0);
-            assert!(!next.home().join("home/projects").exists(), "restored although it was given up");
-            let status = next.machine.run(&["svc-sync-agent", "status"])?.expect(0);
-            assert!(status.stdout.contains("an operator decided"), "{}", status.stdout);
-            let _service = next.start_and_save().await?;
-            let last = Host::new(&store, &platform, 3)?;
-            last.machine.run(&restore(&[]))?.expect(0);
-            assert_eq!(fs::read_to_string(last.home().join("home/own"))?, "written on this machine");
-        } else {
-            next.machine.run(&restore(&["--retry"]))?.expect(0);
-            let restored = describe_tree(&next.home())?;
-            for (path, entry) in &expected {
-                ensure!(path.ends_with("home") || restored.get(path) == Some(entry), "{path} differs");
-            }
-        }
-    }
     Ok(())
 }
 

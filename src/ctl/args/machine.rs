@@ -193,8 +193,8 @@ pub struct Recover {
     /// not start, there is no server to fall back to: the snapshot is the only copy
     #[arg(long)]
     pub replace_first: bool,
-    /// Start without the owner's files if they cannot be restored: they stay in the file backup, and nothing is saved
-    /// until they are restored
+    /// Start without the owner's files, without trying to restore them: they stay in the file backup, and the machine
+    /// saves no files until they are restored or given up
     #[arg(long)]
     pub without_files: bool,
     /// Use another server type, such as one with a larger disk; it must be in the slot's plan

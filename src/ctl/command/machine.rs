@@ -22,6 +22,7 @@ use crate::{confirm, wait};
 use svc_base::applet::{Exit, Failure};
 use svc_machine::name::{IdpUserId, Location, Slot};
 use svc_wire::change::{self, DeletedMachine, RecoveredMachine};
+use svc_wire::copies::{KeptServer, UnsavedData};
 use svc_wire::machine::{MachineDetail, MachinePage};
 
 pub async fn recover(api: &ApiClient, args: Recover, out: &Output) -> Result<(), Failure> {
@@ -189,7 +190,12 @@ pub async fn status(api: &ApiClient, machine: &MachineTarget, out: &Output) -> R
 async fn fetch_slot_exit_times(api: &ApiClient, machine: &MachineDetail) -> Result<SlotExitTimes, Failure> {
     let mut times = SlotExitTimes::new();
     let kept = machine.copies.iter().flat_map(|copies| &copies.kept);
-    for server in kept.filter(|kept| kept.unsaved_since.is_some() && kept.machine_id != machine.machine_id) {
+    let is_shown = |kept: &&KeptServer| {
+        kept.unsaved_since.is_some()
+            && !kept.unsaved_data.as_ref().is_some_and(|data| data.is(UnsavedData::Files))
+            && kept.machine_id != machine.machine_id
+    };
+    for server in kept.filter(is_shown) {
         let former: MachineDetail = api.get(&["vps", &server.machine_id], &[]).await?.parse()?;
         times.extend(former.left_slot_at().map(|at| (server.machine_id.to_string(), at.clone())));
     }

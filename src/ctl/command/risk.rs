@@ -29,7 +29,7 @@ pub fn recovery_risk(args: &Recover) -> String {
     });
     lines.extend(args.without_files.then(|| {
         "--without-files: the new machine starts without the owner's files, and saves no files until `svc-sync-agent \
-         restore-home` has been run on it."
+         restore-home --retry` (or `--give-up`) has been run on it."
             .to_owned()
     }));
     lines.join("\n")

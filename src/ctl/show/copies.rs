@@ -232,7 +232,7 @@ pub fn format_unsaved(
     left_slot_at: Option<&Time>,
 ) -> String {
     if data.is_some_and(|data| data.is(UnsavedData::Files)) {
-        return "the owner's files, which a later machine could not restore".to_owned();
+        return "the owner's files, which a later machine has not restored".to_owned();
     }
     let length = left_slot_at.and_then(|left| seconds_between(since, left)).filter(|length| *length >= 0.0);
     match length {

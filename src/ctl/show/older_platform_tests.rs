@@ -172,7 +172,7 @@ fn machine() -> Value {
     json!({
         "machineId": ID, "idpUserId": "user_1", "slot": "primary", "handle": "ada", "kind": "customer",
         "status": "running", "failure": {"cause": "boot_reported", "stage": "restore", "message": "m"},
-        "epoch": 2, "restoreMode": "required", "serverType": "cpx22", "location": "nbg1",
+        "epoch": 2, "restoreMode": "required", "restoreFiles": false, "serverType": "cpx22", "location": "nbg1",
         "imageVersion": "2026.11.1", "providerServerId": "4711", "publicIpv4": "203.0.113.9", "httpsPort": 443,
         "tlsSpkiSha256": "00",
         "certificate": {"hostName": "a.hosts.example", "source": "acme", "issuedAt": AT, "expiresAt": AT,

@@ -10,6 +10,7 @@
 //! An index file is deleted only after its replacement has been written, and a pack only once no index file lists it.
 
 mod plan;
+mod providers;
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -151,7 +152,10 @@ fn select_expired(snapshots: &[(Id, Snapshot, Timestamp)], options: &PruneOption
     let mut late = find_plausible(MAX_SAVE_DURATION + MAX_CLOCK_SKEW);
     late.retain(|(id, _)| !on_time_ids.contains(id));
     expired.extend(options.policy.select_expired_among(&late, &on_time, options.now));
-    expired.into_iter().filter(|id| !options.protected.contains(id)).collect()
+    let taken =
+        snapshots.iter().filter_map(|(id, snapshot, _)| Some((snapshot.machine_tag()?, *id, snapshot.time)));
+    let last = options.policy.select_last_of_machines(taken, options.now);
+    expired.into_iter().filter(|id| !options.protected.contains(id) && !last.contains(id)).collect()
 }
 
 /// Unmarks packs that have the only sound copy of a blob that a snapshot needs. The index lists another copy of the
@@ -292,7 +296,9 @@ async fn rewrite_packs(
         };
         for blob in &pack.blobs {
             let key = (blob.blob_type, blob.id);
-            if !used.contains(blob) || !plan.provides(pack.id, blob) || written.contains(&key) {
+            let is_provided =
+                used.position(blob).is_some_and(|position| plan.providers.provides(pack.id, position));
+            if !is_provided || written.contains(&key) {
                 continue;
             }
             let range = blob.offset as usize..(blob.offset as usize).saturating_add(blob.length as usize);

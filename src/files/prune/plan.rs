@@ -6,6 +6,7 @@ use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
 use jiff::Timestamp;
 
+use super::providers::Providers;
 use super::{MAX_SAVE_DURATION, PruneOptions};
 use crate::error::FilesError;
 use crate::id::Id;
@@ -55,7 +56,7 @@ impl UsedBlobs {
     ) -> Result<Self, FilesError> {
         let mut locations = BlobLocations::default();
         for (_, file) in index {
-            locations.load(file.clone());
+            locations.load(file);
         }
         let locations = locations.finish_loading();
         let mut is_used = vec![false; locations.len()];
@@ -123,13 +124,18 @@ impl UsedBlobs {
         self.position(blob).is_some()
     }
 
-    fn position(&self, blob: &PackedBlob) -> Option<usize> {
+    /// The number of positions.
+    pub(super) fn len(&self) -> usize {
+        self.is_used.len()
+    }
+
+    pub(super) fn position(&self, blob: &PackedBlob) -> Option<usize> {
         let position = self.locations.position(blob.blob_type, blob.id).ok()?;
         self.is_used[position].then_some(position)
     }
 
     /// Whether a snapshot needs the blob, and several packs that are not marked for deletion list it.
-    fn has_copies(&self, blob: &PackedBlob) -> bool {
+    pub(super) fn has_copies(&self, blob: &PackedBlob) -> bool {
         // If any location is in such a pack, the first one is.
         self.contains(blob) && self.locations.has_other_unmarked(blob.blob_type, blob.id)
     }
@@ -153,7 +159,7 @@ pub(super) struct PrunePlan {
     /// Marked packs, which are removed from the index as well, and orphans.
     pub(super) deleted: HashSet<Id>,
     /// The pack that provides the blob, for each blob that several packs have.
-    providers: HashMap<(BlobType, Id), Id>,
+    pub(super) providers: Providers,
 }
 
 impl PrunePlan {
@@ -187,9 +193,9 @@ impl PrunePlan {
         for pack in files.iter().flat_map(|(_, file)| &file.packs_to_delete) {
             marked.entry(pack.id).or_default().push(pack);
         }
-        plan.find_providers(active.values().copied(), used, uploads);
+        plan.providers = Providers::select(active.values().copied(), used, uploads);
         // A blob counts as used in only one pack.
-        let mut counted = vec![false; used.is_used.len()];
+        let mut counted = vec![false; used.len()];
         // A pack that is not in the store provides no blob.
         let mut packs: Vec<&IndexedPack> =
             active.values().copied().filter(|pack| uploads.contains_key(&pack.id)).collect();
@@ -199,7 +205,7 @@ impl PrunePlan {
             let (mut used_blobs, mut used_bytes) = (0, 0);
             for blob in &pack.blobs {
                 if let Some(position) = used.position(blob)
-                    && plan.provides(pack.id, blob)
+                    && plan.providers.provides(pack.id, position)
                     && !counted[position]
                 {
                     counted[position] = true;
@@ -250,33 +256,6 @@ impl PrunePlan {
         let orphans = uploads.iter().filter(|(id, time)| is_orphan(id) && is_settled(**time));
         plan.deleted.extend(orphans.map(|(id, _)| *id));
         plan
-    }
-
-    /// Selects a pack for each blob that several packs have: the newest one, because a save writes a damaged blob
-    /// again, to a new pack. Among packs of the same age, selects the one with the most blobs, so that small packs
-    /// become unused.
-    fn find_providers<'a>(
-        &mut self,
-        packs: impl Iterator<Item = &'a IndexedPack>,
-        used: &UsedBlobs,
-        uploads: &HashMap<Id, Timestamp>,
-    ) {
-        let mut ranks = HashMap::new();
-        for pack in packs {
-            let Some(time) = uploads.get(&pack.id) else { continue };
-            let rank = (*time, pack.blobs.len(), pack.id);
-            for blob in pack.blobs.iter().filter(|blob| used.has_copies(blob)) {
-                let key = (blob.blob_type, blob.id);
-                if ranks.get(&key).is_none_or(|best| rank > *best) {
-                    ranks.insert(key, rank);
-                }
-            }
-        }
-        self.providers = ranks.into_iter().map(|(key, (_, _, pack))| (key, pack)).collect();
-    }
-
-    pub(super) fn provides(&self, pack: Id, blob: &PackedBlob) -> bool {
-        self.providers.get(&(blob.blob_type, blob.id)).is_none_or(|provider| *provider == pack)
     }
 
     /// Defers deletions and rewrites to later runs if they would take too long. Rewrites add at most `max_new_blobs`
@@ -418,7 +397,7 @@ mod tests {
             };
             let file = IndexFile { packs: (0..packs).map(pack).collect(), ..IndexFile::default() };
             let mut locations = BlobLocations::default();
-            locations.load(file.clone());
+            locations.load(&file);
             let used = UsedBlobs { locations: locations.finish_loading(), is_used: vec![true; packs] };
             let uploaded = Timestamp::from_second(1_000_000).unwrap();
             let uploads = file.packs.iter().map(|pack| (pack.id, uploaded)).collect();

@@ -156,15 +156,15 @@ fn write_chunks(
             .unwrap_or_default();
         let content = open_blob(key, &location.to_packed(BlobType::Data, id), sealed)?;
         written += content.len() as u64 * placements.len() as u64;
+        // The file already has its full size, so zeros that are not written become a hole. A large hole has thousands of
+        // placements of one chunk, which is checked only once.
+        if content.iter().all(|byte| *byte == 0) {
+            continue;
+        }
         for placement in placements {
-            // The file already has its full size, so zeros that are not written become a hole.
-            let mut ranges = nonzero_ranges(&content, placement.file_offset).peekable();
-            if ranges.peek().is_none() {
-                continue;
-            }
             let path = &files[placement.file as usize].path;
             let file = target.open_for_writing(path).map_err(FilesError::io("open", path))?;
-            for range in ranges {
+            for range in nonzero_ranges(&content, placement.file_offset) {
                 let offset = placement.file_offset + range.start as u64;
                 file.write_all_at(&content[range], offset).map_err(FilesError::io("write", path))?;
             }
@@ -211,7 +211,7 @@ mod tests {
         let blobs = vec![blob(b"first", 0), blob(b"second", 5 << 20)];
         let mut locations = BlobLocations::default();
         let packs = vec![IndexedPack { id: Id::of(b"pack"), blobs, time: None }];
-        locations.load(IndexFile { packs, ..IndexFile::default() });
+        locations.load(&IndexFile { packs, ..IndexFile::default() });
         let locations = locations.finish_loading();
         let placement = |name: &[u8], file| {
             let id = Id::of(name);

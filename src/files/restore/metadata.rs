@@ -3,7 +3,7 @@
 use std::fs::{File, Permissions};
 use std::io;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, fchown};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use jiff::Timestamp;
 use rustix::fs::{AtFlags, Gid, Timespec, Timestamps, Uid};
@@ -15,6 +15,7 @@ use super::RestoreReport;
 use super::batch::{Batch, PlannedEntry};
 use super::target::Target;
 use crate::error::FilesError;
+use crate::path_stack::PathStack;
 use crate::tree::{ExtendedAttribute, Node, NodeType};
 use crate::xattrs::write_xattrs;
 
@@ -61,13 +62,20 @@ pub(super) struct AttributeWriter {
     owners: Owners,
     /// A directory's times change when its entries do, and its mode may forbid their creation, so its attributes are
     /// set at the end. Parents come before their subdirectories.
-    directories: Vec<(PathBuf, Attributes)>,
+    directories: Vec<Attributes>,
+    /// Their paths.
+    directory_paths: PathStack,
     report: RestoreReport,
 }
 
 impl AttributeWriter {
     pub(super) fn new(owners: Owners) -> Self {
-        Self { owners, directories: Vec::new(), report: RestoreReport::default() }
+        Self {
+            owners,
+            directories: Vec::new(),
+            directory_paths: PathStack::default(),
+            report: RestoreReport::default(),
+        }
     }
 
     /// Sets the attributes of a batch's files and symbolic links, and keeps those of its directories for
@@ -90,7 +98,8 @@ impl AttributeWriter {
         }
         for PlannedEntry { path, node } in batch.directories {
             let attributes = self.owners.resolve(node);
-            self.directories.push((path, attributes));
+            self.directory_paths.push(&path);
+            self.directories.push(attributes);
         }
         Ok(())
     }
@@ -101,7 +110,7 @@ impl AttributeWriter {
     /// [`FilesError::Io`] if the target cannot be opened or written to the disk.
     pub(super) fn finish(mut self, path: &Path) -> Result<RestoreReport, FilesError> {
         let mut target = Target::open(path).map_err(FilesError::io("open", path))?;
-        for (path, attributes) in std::mem::take(&mut self.directories).into_iter().rev() {
+        while let (Some(path), Some(attributes)) = (self.directory_paths.pop(), self.directories.pop()) {
             let result = apply_to_open(&mut target, &path, &attributes);
             self.count_failure(&path, result);
         }

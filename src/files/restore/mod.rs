@@ -16,6 +16,7 @@ mod target;
 mod walk;
 
 use std::collections::HashSet;
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -152,7 +153,7 @@ pub async fn restore_entries(
     options: &RestoreOptions,
     progress: &RestoreProgress,
 ) -> Result<RestoreReport, FilesError> {
-    let entries = entries.into_iter().map(|(entry, name)| (PathBuf::from(name), entry.node.clone()));
+    let entries = entries.into_iter().map(|(entry, name)| entry.node.clone().with_name(OsStr::new(&name)));
     restore_from(repository, WalkStart::Entries(entries.collect()), options, progress).await
 }
 
@@ -188,8 +189,8 @@ async fn restore_from(
     };
     walk.start(start);
     let (mut batch, mut first_names) = (Batch::default(), FirstNames::default());
-    while let Some(entries) = walk.next().await? {
-        for (path, node) in entries {
+    while let Some(directory) = walk.next().await? {
+        for (path, node) in directory.into_entries() {
             batch.add(path, node, &mut first_names, &locations, should_skip_damaged)?;
             if batch.is_full() {
                 restore = restore.restore_batch(std::mem::take(&mut batch)).await?;

@@ -37,8 +37,8 @@ impl Survey {
     ) -> Result<Self, FilesError> {
         let mut survey = Self::default();
         let mut linked = LinkedFiles::default();
-        while let Some(entries) = walk.next().await? {
-            for (_, node) in &entries {
+        while let Some(directory) = walk.next().await? {
+            for node in &directory.nodes {
                 match node.node_type {
                     NodeType::File if !linked.is_additional_name(node) => {
                         match survey.add_file(node, locations, space) {

@@ -2,10 +2,13 @@
 
 use std::path::{Path, PathBuf};
 
+use svc_base::untrusted_text::truncate_printable;
+
 use super::DamagedEntries;
 use crate::error::FilesError;
 use crate::id::Id;
 use crate::index::BlobLocations;
+use crate::path_stack::PathStack;
 use crate::repository::Repository;
 use crate::tree::{Node, NodeType};
 use crate::tree_reader::TreeReader;
@@ -15,16 +18,32 @@ use crate::tree_reader::TreeReader;
 pub(super) enum WalkStart {
     /// Everything in a tree.
     Tree(Id),
-    /// These entries, with their paths relative to the target.
-    Entries(Vec<(PathBuf, Node)>),
+    /// These entries, with their names in the target.
+    Entries(Vec<Node>),
+}
+
+/// A directory with its entries. The entries have no full paths, because those of a deep directory take much memory.
+pub(super) struct WalkedDirectory {
+    /// Relative to the target.
+    pub(super) path: PathBuf,
+    pub(super) nodes: Vec<Node>,
+}
+
+impl WalkedDirectory {
+    /// Returns the entries, each with its path relative to the target.
+    pub(super) fn into_entries(self) -> impl Iterator<Item = (PathBuf, Node)> {
+        let Self { path, nodes } = self;
+        nodes.into_iter().filter_map(move |node| Some((path.join(node.file_name()?), node)))
+    }
 }
 
 pub(super) struct Walk<'a> {
     trees: TreeReader<'a>,
     /// The entries with which the walk starts.
-    start_entries: Vec<(PathBuf, Node)>,
-    /// Directories whose entries have not been returned yet.
-    pending: Vec<(PathBuf, Id)>,
+    start_entries: Vec<Node>,
+    /// Directories whose entries have not been returned yet: their paths, and their trees.
+    pending_paths: PathStack,
+    pending: Vec<Id>,
     /// Whether a damaged directory counts as empty, unless the walk starts with it.
     pub(super) should_skip_damaged: bool,
     /// The number of names in the paths of the directories with which the walk starts.
@@ -42,6 +61,7 @@ impl<'a> Walk<'a> {
         Self {
             trees: TreeReader::new(repository, locations),
             start_entries: Vec::new(),
+            pending_paths: PathStack::default(),
             pending: Vec::new(),
             should_skip_damaged,
             start_depth: 0,
@@ -52,54 +72,69 @@ impl<'a> Walk<'a> {
     /// Starts or restarts the walk. At a restart, the most recently read trees are still in memory.
     pub(super) fn start(&mut self, start: WalkStart) {
         self.damaged = DamagedEntries::default();
-        (self.start_entries, self.pending, self.start_depth) = match start {
-            WalkStart::Tree(root) => (Vec::new(), vec![(PathBuf::new(), root)], 0),
-            WalkStart::Entries(entries) => (entries, Vec::new(), 1),
+        (self.pending_paths, self.pending) = (PathStack::default(), Vec::new());
+        (self.start_entries, self.start_depth) = match start {
+            WalkStart::Tree(root) => {
+                self.push(Path::new(""), root);
+                (Vec::new(), 0)
+            }
+            WalkStart::Entries(entries) => (entries, 1),
         };
     }
 
-    /// Returns the entries of the next directory, with their paths relative to the target. A directory is returned
-    /// before its entries. `None` at the end.
+    fn push(&mut self, path: &Path, tree: Id) {
+        self.pending_paths.push(path);
+        self.pending.push(tree);
+    }
+
+    fn pop(&mut self) -> Option<(PathBuf, Id)> {
+        Some((self.pending_paths.pop()?, self.pending.pop()?))
+    }
+
+    /// Returns the entries of the next directory. A directory is returned before its entries. `None` at the end.
     ///
     /// # Errors
     /// If the store fails; [`FilesError::Corrupt`] if a tree is damaged and not skipped, or an entry is invalid.
-    pub(super) async fn next(&mut self) -> Result<Option<Vec<(PathBuf, Node)>>, FilesError> {
-        let mut entries = std::mem::take(&mut self.start_entries);
-        if entries.is_empty() {
-            let Some((directory, tree)) = self.pending.pop() else { return Ok(None) };
+    pub(super) async fn next(&mut self) -> Result<Option<WalkedDirectory>, FilesError> {
+        let (mut path, mut nodes) = (PathBuf::new(), std::mem::take(&mut self.start_entries));
+        if nodes.is_empty() {
+            let Some((directory, tree)) = self.pop() else { return Ok(None) };
             // Damage to a directory with which the walk starts is an error, because nothing in it would be restored.
             let may_skip = self.should_skip_damaged && directory.components().count() > self.start_depth;
-            entries = match self.read_entries(&directory, tree).await {
+            nodes = match self.trees.read(tree).await {
                 Err(error) if may_skip && error.is_damage() => {
-                    tracing::warn!(path = %directory.display(), %error, "a directory is damaged");
-                    self.damaged.add(directory);
+                    tracing::warn!(tree = %tree, %error, "a directory is damaged");
+                    self.damaged.add(directory.clone());
                     Vec::new()
                 }
-                entries => entries?,
+                tree => tree?.nodes,
             };
+            path = directory;
         }
-        for (path, node) in &entries {
-            let corrupt = |why: &str| FilesError::corrupt(format!("entry {}", path.display()), &why);
-            match node.node_type {
-                NodeType::Dir => {
-                    let tree = node.subtree.ok_or_else(|| corrupt("it has no tree"))?;
-                    self.pending.push((path.clone(), tree));
-                }
-                NodeType::Symlink if node.link_target().is_none() => return Err(corrupt("it has no target")),
-                NodeType::Symlink | NodeType::File | NodeType::Special => {}
-            }
-        }
-        Ok(Some(entries))
-    }
-
-    async fn read_entries(&mut self, directory: &Path, tree: Id) -> Result<Vec<(PathBuf, Node)>, FilesError> {
-        let nodes = self.trees.read(tree).await?.nodes;
-        let mut entries = Vec::with_capacity(nodes.len());
+        let mut valid = Vec::with_capacity(nodes.len());
         for node in nodes {
-            let invalid = || FilesError::corrupt(format!("tree {tree}"), &"an entry has an invalid name");
-            let name = node.file_name().ok_or_else(invalid)?;
-            entries.push((directory.join(name), node));
+            // Tree::parse has checked the names.
+            let Some(name) = node.file_name() else { continue };
+            let why = match (node.node_type, node.subtree) {
+                (NodeType::Dir, None) => "it has no tree",
+                (NodeType::Symlink, _) if node.link_target().is_none() => "it has no valid target",
+                (NodeType::Dir, Some(tree)) => {
+                    self.push(&path.join(name), tree);
+                    valid.push(node);
+                    continue;
+                }
+                _ => {
+                    valid.push(node);
+                    continue;
+                }
+            };
+            let path = path.join(name);
+            if !self.should_skip_damaged {
+                let entry = truncate_printable(&path.display().to_string());
+                return Err(FilesError::corrupt(format!("entry {entry}"), &why));
+            }
+            self.damaged.add(path);
         }
-        Ok(entries)
+        Ok(Some(WalkedDirectory { path, nodes: valid }))
     }
 }

@@ -10,6 +10,7 @@ mod entry_stat;
 mod excluded;
 mod exclusions;
 mod file;
+mod git;
 mod listing;
 mod pending;
 mod save_database;

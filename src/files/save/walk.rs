@@ -23,6 +23,7 @@ use super::changes::{ChangeSet, Scope};
 use super::database::DatabaseFiles;
 use super::entry_stat::{CACHE_TAG, open_in, stat_in, stat_open, to_timestamp};
 use super::file::HardLinkedContent;
+use super::git;
 use super::workers::Workers;
 use super::write_back::WriteBack;
 use super::{ExcludedSizes, SaveCounts, SaveOptions};
@@ -86,6 +87,8 @@ impl Walk {
             linked: HashMap::new(),
             path: PathBuf::new(),
             has_read_database: false,
+            is_in_git_objects: false,
+            has_vanished: false,
             write_back: WriteBack::default(),
         };
         if walker.options.should_measure_excluded && matches!(scope, Scope::All) {
@@ -128,6 +131,10 @@ pub(super) struct Walker<'a> {
     pub(super) path: PathBuf,
     /// Whether a database was read in the current directory.
     pub(super) has_read_database: bool,
+    /// Whether the current directory contains the objects of a git repository.
+    is_in_git_objects: bool,
+    /// Whether an entry of the current directory vanished before it was saved.
+    has_vanished: bool,
     pub(super) write_back: WriteBack,
 }
 
@@ -193,8 +200,16 @@ impl Walker<'_> {
         mut earlier: BTreeMap<OsString, Node>,
         scope: Scope<'_>,
     ) -> Result<Vec<Node>, EntryError> {
+        if self.is_in_git_objects {
+            return self.save_git_objects(directory, earlier);
+        }
         let mut nodes = Vec::new();
         let mut names = self.list(directory)?;
+        let is_git_repository =
+            git::is_repository(|name| names.binary_search_by(|found| found.as_os_str().cmp(name)).is_ok());
+        if is_git_repository {
+            git::sort_for_save(&mut names);
+        }
         let databases = DatabaseFiles::extract_from(&mut names);
         for database in &databases {
             nodes.extend(self.save_database(directory, database, &mut earlier, scope)?);
@@ -202,7 +217,12 @@ impl Walker<'_> {
         let parent_has_read_database = std::mem::take(&mut self.has_read_database);
         for name in names {
             let earlier = earlier.remove(&name);
-            nodes.extend(self.save_entry(directory, &name, earlier, scope)?);
+            let node = if is_git_repository && name == git::OBJECTS {
+                self.save_new_git_objects(directory, earlier)?
+            } else {
+                self.save_entry(directory, &name, earlier, scope)?
+            };
+            nodes.extend(node);
         }
         if std::mem::replace(&mut self.has_read_database, parent_has_read_database) {
             self.save_newly_opened_databases(directory, &databases, &mut nodes, scope)?;
@@ -218,11 +238,52 @@ impl Walker<'_> {
         scope: Scope<'_>,
     ) -> Result<Vec<Node>, FilesError> {
         let mut nodes = Vec::new();
-        for name in scope.marked_names() {
+        let is_git_repository = git::is_repository(|name| earlier.contains_key(name));
+        for name in scope.marked_names().filter(|name| !is_git_repository || *name != git::OBJECTS) {
             let earlier = earlier.remove(name);
             nodes.extend(self.save_entry(directory, name, earlier, scope)?);
         }
+        if is_git_repository {
+            let objects = earlier.remove(OsStr::new(git::OBJECTS));
+            nodes.extend(self.save_new_git_objects(directory, objects)?);
+        }
         nodes.extend(earlier.into_values());
+        Ok(nodes)
+    }
+
+    /// Saves all objects of a git repository whose references have just been saved. The watcher may not have reported
+    /// the newest objects yet.
+    fn save_new_git_objects(
+        &mut self,
+        repository: &OwnedFd,
+        earlier: Option<Node>,
+    ) -> Result<Option<Node>, FilesError> {
+        let is_nested = std::mem::replace(&mut self.is_in_git_objects, true);
+        let saved = self.save_entry(repository, OsStr::new(git::OBJECTS), earlier, Scope::All);
+        self.is_in_git_objects = is_nested;
+        saved
+    }
+
+    /// Saves a directory of git objects. Git replaces packs: the directory is listed again if a listed file vanished.
+    fn save_git_objects(
+        &mut self,
+        directory: &OwnedFd,
+        mut earlier: BTreeMap<OsString, Node>,
+    ) -> Result<Vec<Node>, EntryError> {
+        let mut nodes = Vec::new();
+        let mut listed: HashSet<OsString> = HashSet::new();
+        for _ in 0..MAX_READ_ATTEMPTS {
+            let parent_has_vanished = std::mem::take(&mut self.has_vanished);
+            for name in self.list(directory)? {
+                if listed.insert(name.clone()) {
+                    let earlier = earlier.remove(&name);
+                    nodes.extend(self.save_entry(directory, &name, earlier, Scope::All)?);
+                }
+            }
+            if !std::mem::replace(&mut self.has_vanished, parent_has_vanished) {
+                break;
+            }
+        }
         Ok(nodes)
     }
 
@@ -265,7 +326,10 @@ impl Walker<'_> {
         };
         let saved = match saved {
             Ok(node) => Ok(node),
-            Err(EntryError::Vanished) => Ok(None),
+            Err(EntryError::Vanished) => {
+                self.has_vanished = true;
+                Ok(None)
+            }
             Err(EntryError::Replaced) => {
                 Ok(self.keep_unreadable(&"it was replaced during every attempt to read it", earlier))
             }

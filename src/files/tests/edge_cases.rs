@@ -20,7 +20,7 @@ fn changes_in(directories: &[&str]) -> ChangeSet {
 }
 
 impl Fixture {
-    async fn save_changes(&mut self, changes: ChangeSet) -> SaveResult {
+    pub(super) async fn save_changes(&mut self, changes: ChangeSet) -> SaveResult {
         let saved = self.saver.save_changes(self.last.clone().unwrap(), changes).await.unwrap();
         self.last = Some((saved.id, saved.snapshot.clone()));
         saved

@@ -4,6 +4,7 @@ mod damage;
 mod databases;
 mod edge_cases;
 mod faulty_store;
+mod git;
 mod history;
 mod kills;
 mod large_index;

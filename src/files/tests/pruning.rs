@@ -22,6 +22,7 @@ const NEWEST: RetentionPolicy = RetentionPolicy {
     hourly: SignedDuration::ZERO,
     daily: SignedDuration::ZERO,
     monthly: Some(SignedDuration::ZERO),
+    last_of_machine: SignedDuration::ZERO,
     newest: 1,
 };
 const GRACE_PERIOD: SignedDuration = SignedDuration::from_hours(48);

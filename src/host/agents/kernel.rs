@@ -191,6 +191,7 @@ impl Kernel {
         let (logs, seals) = (self.layout.logs(), self.layout.usage_seals());
         match UsageStore::open(self.records.clone(), logs, seals) {
             Ok(store) => {
+                let store = store.with_restore_marker(self.layout.files_restore_outcome());
                 let is_first = self.usage_store.set(store).is_ok();
                 self.usage_store_opened.cancel();
                 is_first

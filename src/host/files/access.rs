@@ -34,6 +34,11 @@ pub enum AccessError {
     #[error("the platform refused to send the key of the file backup to this machine: {0}")]
     KeyRefused(String),
     #[error(
+        "neither the platform nor this machine has the key of the file backup: copy /var/lib/svc/files/key from a machine \
+         that still has it ({0})"
+    )]
+    KeyLost(String),
+    #[error(
         "the previous machine's files were not restored, so nothing is saved: a new snapshot without them would become \
          the latest; as root, run `svc-sync-agent restore-home --retry` to restore them"
     )]
@@ -50,7 +55,7 @@ impl AccessError {
         match self {
             Self::KeyUnavailable(_) => true,
             Self::Files(error) => error.is_transient(),
-            Self::KeyRefused(_) | Self::NotRestored | Self::File(_) => false,
+            Self::KeyRefused(_) | Self::KeyLost(_) | Self::NotRestored | Self::File(_) => false,
         }
     }
 }
@@ -271,6 +276,8 @@ impl FilesSettings {
             let is_final = status == StatusCode::FORBIDDEN && problem.code == "superseded";
             return Err(if is_final {
                 AccessError::KeyRefused(text)
+            } else if status == StatusCode::CONFLICT && problem.code == "conflict" {
+                AccessError::KeyLost(text)
             } else {
                 AccessError::KeyUnavailable(text)
             });

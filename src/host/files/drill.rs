@@ -11,6 +11,7 @@ use svc_base::error_chain::format_chain;
 use svc_base::fsx::FileError;
 use svc_base::untrusted_text::truncate_printable;
 use svc_files::history::{Entry, EntryKind, History};
+use svc_files::path_stack::PathStack;
 use svc_files::restore::{RestoreOptions, RestoreProgress, available_bytes, restore_entries};
 use svc_files::{FilesError, Repository};
 use svc_store::StoreError;
@@ -203,12 +204,17 @@ fn hash(file: &mut File, size: u64) -> Option<[u8; 32]> {
 async fn draw_sample(history: &History, root: Entry) -> Result<Vec<(PathBuf, Entry)>, FilesError> {
     let mut sample: Vec<(PathBuf, Entry)> = Vec::new();
     let mut file_count = 0_u128;
-    let mut pending = vec![(PathBuf::new(), root)];
-    while let Some((directory, entry)) = pending.pop() {
+    // Full paths of deep directories would take much memory.
+    let (mut pending_paths, mut pending) = (PathStack::default(), vec![root]);
+    pending_paths.push(Path::new(""));
+    while let (Some(directory), Some(entry)) = (pending_paths.pop(), pending.pop()) {
         for entry in history.list(&entry).await? {
             let path = directory.join(entry.name());
             match entry.kind() {
-                EntryKind::Directory => pending.push((path, entry)),
+                EntryKind::Directory => {
+                    pending_paths.push(&path);
+                    pending.push(entry);
+                }
                 EntryKind::File => {
                     file_count += 1;
                     // Reservoir sampling: the n-th file replaces one of the sample with probability size / n.

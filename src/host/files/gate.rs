@@ -28,6 +28,7 @@ use svc_base::error_chain::format_chain;
 use svc_base::failpoint::{self, InjectedFailure};
 use svc_base::fsx::{self, FileError};
 use svc_base::quantity::pluralize;
+use svc_base::untrusted_text::truncate_printable;
 use svc_files::restore::{RestoreOptions, RestoreProgress, RestoreReport, restore};
 use svc_files::{FilesError, Id};
 use svc_store::StoreError;
@@ -39,6 +40,7 @@ use super::home_path::HomePath;
 use super::home_placement;
 use super::owner::owner_ids;
 use super::restore_entry::Directory;
+use super::save_request::SAVE_REQUEST;
 use super::staging::{HOME_STAGING, Staging};
 use crate::system::activity;
 use crate::system::boot_progress::BootReporter;
@@ -54,11 +56,10 @@ const OUTAGE_TIMEOUT: Duration = Duration::from_secs(3600);
 const RESTORE_PHASE: &str = "restoring the owner's files";
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
 const LOCK_FILE: &str = "home-restore.lock";
-const OUTCOME_FILE: &str = "restored.json";
 const FORMAT: u32 = 1;
 const SKIPPED: &str = "an operator started the machine without them (`svcctl recover --without-files`)";
 const GIVEN_UP: &str = "an operator chose not to restore the previous machine's files; this machine now saves its own \
-                        files, and the earlier snapshots remain in the backup";
+                        files, and the previous machine's last snapshot is kept for another 90 days";
 
 /// The capabilities that `svc-files-restore.service` needs to restore the files' owners and modes.
 pub const CAPABILITIES: CapabilitySet = CapabilitySet::CHOWN
@@ -80,6 +81,11 @@ enum GateError {
     NoRepository(String),
     #[error("the pointer of the file backup names an invalid snapshot")]
     InvalidSnapshot,
+    #[error(
+        "the pointer of the file backup (`files/latest`) names no snapshot of an earlier machine, although there are \
+         snapshots: restore an earlier version of it with the store's tools"
+    )]
+    NotNamed,
     #[error(transparent)]
     Files(#[from] FilesError),
     #[error(transparent)]
@@ -95,7 +101,8 @@ impl GateError {
     /// would help.
     fn is_damage(&self) -> bool {
         match self {
-            Self::NoRepository(_) | Self::InvalidSnapshot => true,
+            Self::NoRepository(_) | Self::InvalidSnapshot | Self::NotNamed => true,
+            Self::Access(AccessError::KeyLost(_)) => true,
             Self::Pointer(error) => is_damaged_object(error),
             Self::Files(error) | Self::Access(AccessError::Files(error)) => match error {
                 FilesError::Corrupt { .. } | FilesError::WrongKey | FilesError::UnsupportedVersion(_) => true,
@@ -123,7 +130,9 @@ impl GateError {
             Self::Files(error) if error.is_no_space() => RestoreFailureCode::FilesNoSpace,
             _ => RestoreFailureCode::Files,
         };
-        Failure::new(self.exit_code(), anyhow!("{} ({})", format_chain(&self), code.marker()))
+        // The code comes first, and the text is limited: it may contain a path from a forged snapshot.
+        let text = truncate_printable(&format_chain(&self));
+        Failure::new(self.exit_code(), anyhow!("({}) {text}", code.marker()))
     }
 }
 
@@ -171,7 +180,7 @@ impl RestoreOutcome {
     /// # Errors
     /// If the file exists and cannot be read.
     pub fn read(layout: &Layout) -> Result<Option<Self>, FileError> {
-        let text = fsx::read_if_exists(&layout.files_state().join(OUTCOME_FILE))?;
+        let text = fsx::read_if_exists(&layout.files_restore_outcome())?;
         Ok(text.and_then(|text| serde_json::from_slice(&text).ok()))
     }
 
@@ -179,7 +188,7 @@ impl RestoreOutcome {
         let dir = layout.files_state();
         fs::create_dir_all(&dir).map_err(FileError::wrap("create", &dir))?;
         let text = serde_json::to_vec(self).expect("plain fields serialize to JSON");
-        fsx::write_atomic(&dir.join(OUTCOME_FILE), &text, 0o644)
+        fsx::write_atomic(&layout.files_restore_outcome(), &text, 0o644)
     }
 }
 
@@ -209,12 +218,17 @@ pub async fn run(layout: Layout, should_retry: bool, should_skip_damaged: bool) 
     let settings = FilesSettings::read(layout)?;
     let progress = Arc::new(Progress::default());
     let _reporter = BootReporter::start(&settings.layout, progress.subscribe());
-    match restore_files(&settings, &progress, should_skip_damaged).await {
+    let earlier = RestoreOutcome::read(&settings.layout).or_exit(Exit::Internal)?;
+    let has_failed = earlier.is_some_and(|outcome| outcome.error.is_some());
+    match restore_files(&settings, &progress, (has_failed, should_skip_damaged)).await {
         Ok(outcome) => {
             outcome.write(&settings.layout).or_exit(Exit::Internal)?;
             let text = describe(&outcome);
             activity::note(&settings.layout, &text);
             println!("{text}");
+            if has_failed {
+                request_save(&settings.layout);
+            }
             Ok(())
         }
         Err(error) if !error.is_damage() => Err(error.into_failure()),
@@ -222,7 +236,7 @@ pub async fn run(layout: Layout, should_retry: bool, should_skip_damaged: bool) 
             let text = format_chain(&error);
             tracing::error!(
                 error = text,
-                "the owner's files cannot be restored; the machine starts without them"
+                "the owner's files cannot be restored; the machine continues without them"
             );
             RestoreOutcome::failed(text.clone()).write(&settings.layout).or_exit(Exit::Internal)?;
             activity::note(&settings.layout, &format!("the owner's files could not be restored: {text}"));
@@ -236,7 +250,7 @@ pub async fn run(layout: Layout, should_retry: bool, should_skip_damaged: bool) 
 /// its next snapshot becomes the latest, and the earlier ones stay in the backup.
 ///
 /// # Errors
-/// `Refused` if no restore has failed on this machine; `TryAgain` if another process is already restoring the files;
+/// `Refused` if no restore has failed on this machine, or if one was interrupted while it moved files; `TryAgain` if another process is already restoring the files;
 /// `Internal` if the outcome cannot be read or written.
 pub fn give_up(layout: &Layout) -> Result<(), Failure> {
     let _lock = acquire_lock(layout)?;
@@ -250,10 +264,18 @@ pub fn give_up(layout: &Layout) -> Result<(), Failure> {
         return Err(Failure::new(Exit::Refused, why));
     }
     let staging = Staging::new(layout, HOME_STAGING);
-    staging.verify_if_exists().or_exit(Exit::Internal)?;
-    // An interrupted restore may have replaced some entries.
-    keep_replaced(layout, &staging).or_exit(Exit::Internal)?;
-    staging.remove().or_exit(Exit::Internal)?;
+    // If there is no directory now, another user may create one at any time: it must not be used.
+    let is_interrupted = staging.verify_if_exists().or_exit(Exit::Internal)?;
+    if is_interrupted && staging.read_complete::<RestoreOutcome>().or_exit(Exit::Internal)?.is_some() {
+        let why = anyhow!(
+            "a restore was interrupted while it moved the files into place: complete it with `svc-sync-agent restore-home --retry`"
+        );
+        return Err(Failure::new(Exit::Refused, why));
+    }
+    if is_interrupted {
+        keep_replaced(layout, &staging).or_exit(Exit::Internal)?;
+        staging.remove().or_exit(Exit::Internal)?;
+    }
     let outcome = RestoreOutcome {
         version: FORMAT,
         ended_at: clock::now_ms(),
@@ -263,7 +285,15 @@ pub fn give_up(layout: &Layout) -> Result<(), Failure> {
     outcome.write(layout).or_exit(Exit::Internal)?;
     activity::note(layout, GIVEN_UP);
     println!("{GIVEN_UP}");
+    request_save(layout);
     Ok(())
+}
+
+/// Requests a save: otherwise, the service would wait for the next attempt after its last failure.
+fn request_save(layout: &Layout) {
+    if let Err(error) = fsx::write_atomic(&layout.request(SAVE_REQUEST), b"", 0o644) {
+        tracing::warn!(error = %format_chain(&error), "cannot request a save of the files");
+    }
 }
 
 fn acquire_lock(layout: &Layout) -> Result<Lock, Failure> {
@@ -299,6 +329,13 @@ fn is_done(layout: &Layout, should_retry: bool) -> Result<bool, Failure> {
             return Ok(true);
         }
         Some(RestoreOutcome { error: Some(_), .. }) => return Ok(false),
+        Some(RestoreOutcome { is_given_up: true, .. }) => {
+            println!(
+                "an operator chose not to restore the previous machine's files; `svc-sync-agent restore PATH --time TIME` \
+                 restores single files"
+            );
+            return Ok(true);
+        }
         Some(RestoreOutcome { error: None, .. }) => {}
         // A release that did not restore files set this machine up, so there is no recorded outcome.
         None if layout.restore_complete().exists() && !should_retry => {}
@@ -327,7 +364,7 @@ fn describe(outcome: &RestoreOutcome) -> String {
 async fn restore_files(
     settings: &FilesSettings,
     progress: &Progress,
-    should_skip_damaged: bool,
+    (has_failed, should_skip_damaged): (bool, bool),
 ) -> Result<RestoreOutcome, GateError> {
     let read_pointer = async || files_pointer::read(&settings.bucket, &settings.slot).await;
     let pointer = retry(OUTAGE_TIMEOUT, StoreError::is_transient, read_pointer).await?;
@@ -338,6 +375,8 @@ async fn restore_files(
             || latest.machine_id != identity.machine && latest.epoch < identity.epoch
     };
     let Some(latest) = pointer.and_then(|pointer| pointer.value.snapshot).filter(should_restore) else {
+        // Anyone who can write to the store can make the pointer name nothing. That must not look like success.
+        ensure_nothing_to_restore(settings, has_failed).await?;
         return Ok(RestoreOutcome {
             version: FORMAT,
             ended_at: clock::now_ms(),
@@ -345,10 +384,16 @@ async fn restore_files(
         });
     };
     let staging = Staging::new(&settings.layout, HOME_STAGING);
-    staging.verify_if_exists()?;
-    // An interrupted run may have replaced some entries.
-    keep_replaced(&settings.layout, &staging)?;
-    let outcome = match staging.read_complete::<RestoreOutcome>()? {
+    // If there is no directory now, another user may create one at any time: it must not be used.
+    let is_resumed = staging.verify_if_exists()?;
+    let complete = if is_resumed {
+        // An interrupted run may have replaced some entries.
+        keep_replaced(&settings.layout, &staging)?;
+        staging.read_complete::<RestoreOutcome>()?
+    } else {
+        None
+    };
+    let outcome = match complete {
         // An earlier run downloaded all files, but was interrupted before it had moved all of them.
         Some(outcome) => outcome,
         None => match download(settings, &latest, &staging, progress, should_skip_damaged).await {
@@ -378,6 +423,27 @@ async fn restore_files(
         "restored the owner's files"
     );
     Ok(outcome)
+}
+
+/// Checks that there is nothing to restore, although the pointer names no snapshot of an earlier machine. `has_failed` is
+/// whether an earlier restore on this machine has failed: there was a snapshot then.
+///
+/// # Errors
+/// [`GateError::NotNamed`] if there are snapshots; others if the repository cannot be opened or listed.
+async fn ensure_nothing_to_restore(settings: &FilesSettings, has_failed: bool) -> Result<(), GateError> {
+    if has_failed {
+        return Err(GateError::NotNamed);
+    }
+    // A machine in use may have saved snapshots of its own.
+    if settings.layout.restore_complete().exists() {
+        return Ok(());
+    }
+    let open = async || settings.open().await;
+    let repository = retry(OUTAGE_TIMEOUT, AccessError::is_transient, open).await?;
+    let Some(repository) = repository else { return Ok(()) };
+    let list = async || repository.list_snapshots().await;
+    let snapshots = retry(OUTAGE_TIMEOUT, FilesError::is_transient, list).await?;
+    if snapshots.is_empty() { Ok(()) } else { Err(GateError::NotNamed) }
 }
 
 /// Moves the replaced entries from the staging directory to a new directory among the owner's files. On a machine that

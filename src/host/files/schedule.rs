@@ -19,6 +19,9 @@ const MAX_FULL_INTERVAL: Duration = Duration::from_secs(24 * 3600);
 /// changes, for example because the cache cannot be written, must not keep the processor busy.
 const PAUSE_FACTOR: u32 = 10;
 const MAX_PAUSE: Duration = Duration::from_secs(300);
+/// A change is saved in this time, unless saves take more than 20 s: at worst, it is made at the start of a save, and
+/// waits for the end of that save, the pause and the next save.
+const MAX_CHANGE_AGE: Duration = Duration::from_secs(55);
 /// Interval between saves of the whole home directory, which also find writes that cause no events, such as those
 /// through a shared memory map.
 pub const FULL_INTERVAL: Duration = Duration::from_secs(3600);
@@ -134,7 +137,7 @@ impl Schedule {
         }
         self.changed_since = None;
         self.failures = 0;
-        self.not_before = now + (duration * PAUSE_FACTOR).clamp(MIN_INTERVAL, MAX_PAUSE);
+        self.not_before = now + pause_after(duration);
         self.is_requested = false;
         let check_duration = if saved == SaveScope::Changes { duration } else { Duration::ZERO };
         self.next_unwatched = now
@@ -149,6 +152,13 @@ impl Schedule {
         self.failures += 1;
         self.is_requested = false;
     }
+}
+
+/// Returns the pause after a save that took `duration`.
+fn pause_after(duration: Duration) -> Duration {
+    let pause = (duration * PAUSE_FACTOR).clamp(MIN_INTERVAL, MAX_PAUSE);
+    let remaining = MAX_CHANGE_AGE.saturating_sub(duration * 2);
+    if remaining < MIN_INTERVAL { pause } else { pause.min(remaining) }
 }
 
 #[cfg(test)]
@@ -168,6 +178,17 @@ mod tests {
 
     fn after(now: Instant, seconds: u64) -> Instant {
         now + Duration::from_secs(seconds)
+    }
+
+    #[test]
+    fn change_is_saved_in_time_unless_saves_are_slow() {
+        for seconds in 0..=20 {
+            let duration = Duration::from_secs(seconds);
+            let pause = pause_after(duration);
+            assert!(pause >= MIN_INTERVAL && duration * 2 + pause <= MAX_CHANGE_AGE, "{seconds}");
+        }
+        assert_eq!(pause_after(Duration::from_secs(21)), Duration::from_secs(210));
+        assert_eq!(pause_after(Duration::from_secs(60)), MAX_PAUSE);
     }
 
     #[test]
@@ -213,8 +234,8 @@ mod tests {
     fn slow_saves_have_longer_intervals() {
         let (mut schedule, now) = started();
         schedule.record_success(SaveScope::Everything, Duration::from_secs(20), now);
-        assert_eq!(schedule.decide(Observation::Unknown, after(now, 199)), SaveScope::Nothing);
-        assert_eq!(schedule.decide(Observation::Unknown, after(now, 200)), SaveScope::Everything);
+        assert_eq!(schedule.decide(Observation::Unknown, after(now, 14)), SaveScope::Nothing);
+        assert_eq!(schedule.decide(Observation::Unknown, after(now, 15)), SaveScope::Everything);
         schedule.record_success(SaveScope::Everything, Duration::from_secs(100), now);
         assert_eq!(schedule.decide(SETTLED, after(now, 299)), SaveScope::Nothing);
         assert_eq!(schedule.decide(SETTLED, after(now, 9999)), SaveScope::Changes);

@@ -53,6 +53,21 @@ pub struct UsageStore {
     line_count: Mutex<u64>,
     /// Days with dropped interactions, which are counted but missing from the files.
     incomplete_days: Mutex<BTreeSet<Date>>,
+    restore_marker: Option<RestoreMarker>,
+}
+
+/// A file that is replaced after a restore has replaced the records. The ledger is then read again: otherwise, the
+/// restored totals would be missing, and the next compaction would delete them.
+struct RestoreMarker {
+    path: PathBuf,
+    /// The state of the file when the records were last read.
+    last: Mutex<Option<FileStamp>>,
+}
+
+impl RestoreMarker {
+    fn read(&self) -> Option<FileStamp> {
+        File::open(&self.path).and_then(|file| FileStamp::of_file(&file)).ok()
+    }
 }
 
 impl UsageStore {
@@ -65,7 +80,49 @@ impl UsageStore {
         fsx::remove_if_exists(&logs.join(NEW_USAGE_FILE))?;
         let (ledger, lines) = read_ledger_and_line_count(&logs, &seal_file)?;
         let (ledger, line_count) = (Mutex::new(ledger), Mutex::new(lines));
-        Ok(Self { ledger, records, logs, seal_file, line_count, incomplete_days: Mutex::default() })
+        Ok(Self {
+            ledger,
+            records,
+            logs,
+            seal_file,
+            line_count,
+            incomplete_days: Mutex::default(),
+            restore_marker: None,
+        })
+    }
+
+    /// Makes the store read its files again whenever the file at `path` has been replaced.
+    #[must_use]
+    pub fn with_restore_marker(self, path: PathBuf) -> Self {
+        let marker = RestoreMarker { path, last: Mutex::default() };
+        *lock(&marker.last) = marker.read();
+        Self { restore_marker: Some(marker), ..self }
+    }
+
+    /// Reads the files again if a restore has replaced them. Interactions that end in the meantime wait. Returns
+    /// `false` if the files have to be read, but cannot be: nothing may be written in that case.
+    fn reload_if_restored(&self, line_count: &mut u64) -> bool {
+        let Some(marker) = &self.restore_marker else { return true };
+        let mut last = lock(&marker.last);
+        let current = marker.read();
+        if *last == current {
+            return true;
+        }
+        let mut ledger = self.lock_ledger();
+        if !self.records.flush(FLUSH_TIMEOUT) {
+            return false;
+        }
+        match read_ledger_and_line_count(&self.logs, &self.seal_file) {
+            Ok((restored, lines)) => {
+                (*ledger, *line_count, *last) = (restored, lines, current);
+                tracing::info!("read the records again after a restore");
+                true
+            }
+            Err(error) => {
+                tracing::warn!(error = %format_chain(&error), "cannot read the restored records; retrying");
+                false
+            }
+        }
     }
 
     fn lock_ledger(&self) -> MutexGuard<'_, Ledger> {
@@ -104,6 +161,9 @@ impl UsageStore {
     /// Appends missing lines to `usage.jsonl`; compacts it if it has too many obsolete lines.
     pub fn write(&self) {
         let mut line_count = lock(&self.line_count);
+        if !self.reload_if_restored(&mut line_count) {
+            return;
+        }
         self.write_lines(&mut line_count);
         let keys = self.lock_ledger().key_count() as u64;
         if *line_count > 2 * keys + MAX_OBSOLETE_LINES {
@@ -113,7 +173,10 @@ impl UsageStore {
 
     /// Rewrites `usage.jsonl` with one line for each day, user and model.
     pub fn compact(&self) {
-        self.compact_lines(&mut lock(&self.line_count));
+        let mut line_count = lock(&self.line_count);
+        if self.reload_if_restored(&mut line_count) {
+            self.compact_lines(&mut line_count);
+        }
     }
 
     /// Queues the missing lines. Returns `false` if the queue is full; the remaining lines are written next time.
@@ -198,7 +261,9 @@ impl UsageStore {
     /// again, and a sealed day would then count it twice.
     pub fn seal(&self) {
         let mut line_count = lock(&self.line_count);
-        let is_durable = self.write_lines(&mut line_count) && self.records.flush(FLUSH_TIMEOUT);
+        let is_durable = self.reload_if_restored(&mut line_count)
+            && self.write_lines(&mut line_count)
+            && self.records.flush(FLUSH_TIMEOUT);
         if !is_durable || self.records.failed_syncs() > 0 {
             return;
         }

@@ -302,6 +302,11 @@ impl Layout {
         self.state("files")
     }
 
+    /// The result of the restore of the owner's files, which is written after they have been moved into place.
+    pub fn files_restore_outcome(&self) -> PathBuf {
+        self.files_state().join("restored.json")
+    }
+
     /// The key of the file backup, readable only by the gateway's user.
     pub fn files_key(&self) -> PathBuf {
         self.files_state().join("key")

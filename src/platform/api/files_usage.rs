@@ -14,6 +14,7 @@ use super::endpoint::{Access, Endpoint, OPERATOR, READ, documented_json};
 use super::pointer::{SLOT, USER};
 use crate::context::Platform;
 use crate::db::file_keys;
+use crate::file_pruning::REPORT_PERMITS;
 use svc_files::FilesError;
 use svc_files::usage::measure;
 use svc_http::openapi::{Operation, schema_of};
@@ -34,13 +35,25 @@ pub async fn show(State(platform): State<Arc<Platform>>, request: Request) -> Re
     let user = query.finish(user)?;
     let session = platform.report_db.session().await?;
     let last_prune = file_keys::find_last_prune(&session, user.as_str(), slot.as_str());
-    let last_prune = last_prune
-        .await?
-        .ok_or_else(|| Problem::new(Code::NotFound, format!("Slot {user}/{slot} has no file backups.")))?;
+    let last_prune = last_prune.await?.ok_or_else(|| {
+        Problem::new(
+            Code::NotFound,
+            format!(
+                "Slot {user}/{slot} has no file backups: check that {user} is the user's id, not the handle."
+            ),
+        )
+    })?;
     drop(session);
     let root = SlotPrefix::new(&user, &slot).files();
-    let usage = tokio::time::timeout(TIMEOUT, measure(&platform.bucket, &root)).await.map_err(|_| {
-        let detail = format!("Listing the repository took more than {} s; try again.", TIMEOUT.as_secs());
+    let measured = tokio::time::timeout(TIMEOUT, async {
+        let _permit = REPORT_PERMITS.acquire().await.expect("the semaphore is never closed");
+        measure(&platform.bucket, &root).await
+    });
+    let usage = measured.await.map_err(|_| {
+        let detail = format!(
+            "Listing the repository, or waiting for other reports, took more than {} s; try again later.",
+            TIMEOUT.as_secs()
+        );
         Problem::new(Code::StoreUnavailable, detail)
     })?;
     let usage = usage.map_err(|error| match error {

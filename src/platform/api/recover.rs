@@ -80,11 +80,6 @@ fn parse_request(call: &ApiCall) -> Result<RecoveryRequest, Problem> {
         ..OperationOptions::default()
     };
     let without_files = fields.boolean("withoutFiles").unwrap_or(false);
-    if without_files && options.replace_first {
-        let detail = "cannot be combined with `--replace-first`: the old server may hold the only usable copy of the owner's \
-                      files";
-        fields.add_error("withoutFiles", detail);
-    }
     let server_type = fields.optional("serverType");
     let locations = RequestedLocations::read(&mut fields);
     let image_version = fields.optional("imageVersion");
@@ -99,7 +94,13 @@ fn parse_request(call: &ApiCall) -> Result<RecoveryRequest, Problem> {
         locations,
         image_version,
     });
-    fields.finish(request)
+    let request = fields.finish(request)?;
+    if without_files && options.replace_first {
+        let detail = "cannot be combined with `--replace-first`: the old server may hold the only usable copy of the owner's \
+                      files";
+        return Err(Problem::field("/withoutFiles", detail));
+    }
+    Ok(request)
 }
 
 /// The properties of the new machine, looked up before any change.

@@ -212,7 +212,7 @@ pub async fn record_final_backup(
     id: MachineId,
     taken_at: Timestamp,
 ) -> Result<(), DbError> {
-    let sql = "UPDATE user_machines SET final_backup_at = $2, unsaved_since = NULL WHERE machine_id = $1";
+    let sql = "UPDATE user_machines SET final_backup_at = $2, unsaved_since = NULL, unsaved_files = false WHERE machine_id = $1";
     execute(tx, sql, &[&id.0, &taken_at]).await.map(drop)
 }
 
@@ -230,7 +230,7 @@ pub async fn record_unsaved(
 /// Records that an operator has ordered the deletion of the kept server, including any unsaved data, even if its
 /// removal was abandoned.
 pub async fn record_discard(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
-    let sql = "UPDATE user_machines SET discard_ordered_at = clock_timestamp(), unsaved_since = NULL, \
+    let sql = "UPDATE user_machines SET discard_ordered_at = clock_timestamp(), unsaved_since = NULL, unsaved_files = false, \
                removal_abandoned_at = NULL WHERE machine_id = $1";
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
@@ -313,7 +313,7 @@ pub async fn record_registration(
     registration: &Registration<'_>,
 ) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET image_version = $2, bundle_sha256 = $3, tls_spki_sha256 = $4, \
-               registration_body_hash = $5, registered_at = now(), unsaved_since = NULL WHERE machine_id = $1";
+               registration_body_hash = $5, registered_at = now(), unsaved_since = NULL, unsaved_files = false WHERE machine_id = $1";
     let pin = registration.tls_pin.to_string();
     let version = registration.image_version.as_str();
     execute(tx, sql, &[&id.0, &version, &registration.bundle_sha256, &pin, &registration.body_hash])
@@ -326,7 +326,7 @@ pub async fn record_registration(
 /// others.
 pub async fn mark_unsaved(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET unsaved_since = coalesce(unsaved_since, backup_taken_at, registered_at, now()), \
-               unsaved_files = unsaved_files AND unsaved_since IS NOT NULL WHERE machine_id = $1 AND server_deleted_at IS NULL \
+               unsaved_files = false WHERE machine_id = $1 AND server_deleted_at IS NULL \
                AND (registered_at IS NULL OR retired_at IS NOT NULL OR deleted_at IS NOT NULL)";
     execute(client, sql, &[&id.0]).await.map(drop)
 }

@@ -65,7 +65,7 @@ pub async fn record_power_on_in_slot(client: &impl GenericClient, id: MachineId)
 }
 
 const RECORD_POWER_ON: &str = "UPDATE user_machines SET power_off_ordered_at = NULL, discard_ordered_at = NULL, \
-     unsaved_since = NULL, final_backup_at = NULL, powered_off_at = NULL WHERE machine_id = $1";
+     unsaved_since = NULL, unsaved_files = false, final_backup_at = NULL, powered_off_at = NULL WHERE machine_id = $1";
 
 /// Records that the server of a reinstated machine is on. Clears the final backup, because the machine can make new
 /// changes that are not in any snapshot.

@@ -32,6 +32,7 @@ impl From<&MachineRow> for Machine {
             failure,
             epoch: row.epoch.0.into(),
             restore_mode: row.restore.into(),
+            restore_files: row.restore_files,
             server_type: (&row.server_type).into(),
             location: (&row.location).into(),
             image_version: (&row.image_version).into(),

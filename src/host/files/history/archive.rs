@@ -164,14 +164,14 @@ impl<W: Write> Writer<W> {
             Self::Tar(tar, _) => {
                 let mut header = tar_header(entry, tar::EntryType::Symlink);
                 // `append_link` would normalize the target: `./a` and `a/` would become `a`.
-                match header.set_link_name_literal(target.as_bytes()) {
-                    Ok(()) => tar.append_data(&mut header, path, io::empty()),
-                    // A target that is too long for the header is written verbatim, to an entry of its own.
-                    Err(_) => tar.append_link(&mut header, path, target),
+                if header.set_link_name_literal(target.as_bytes()).is_err() {
+                    append_long_link(tar, target.as_bytes())?;
                 }
+                tar.append_data(&mut header, path, io::empty())
             }
             Self::Zip(zip) => {
-                Ok(zip.add_symlink(zip_name(path), zip_name(Path::new(target)), zip_options(entry))?)
+                let target = target.to_str().map_or_else(|| zip_name(Path::new(target)), str::to_owned);
+                Ok(zip.add_symlink(zip_name(path), target, zip_options(entry))?)
             }
         }
     }
@@ -192,6 +192,17 @@ fn tar_header(entry: &Entry, kind: tar::EntryType) -> tar::Header {
     header.set_mtime(u64::try_from(entry.modified_at().as_second()).unwrap_or(0));
     header.set_size(0);
     header
+}
+
+/// Writes a target that is too long for the header of the next entry.
+fn append_long_link<W: Write>(tar: &mut tar::Builder<W>, target: &[u8]) -> io::Result<()> {
+    let mut header = tar::Header::new_gnu();
+    header.set_path("././@LongLink")?;
+    header.set_entry_type(tar::EntryType::GNULongLink);
+    header.set_mode(0o644);
+    header.set_size(target.len() as u64 + 1);
+    header.set_cksum();
+    tar.append(&header, target.chain([0].as_slice()))
 }
 
 fn zip_options(entry: &Entry) -> SimpleFileOptions {

@@ -130,7 +130,7 @@ pub async fn download(
             _ => return Err(Problem::field("?path", "names neither a file nor a directory")),
         };
         let at = rfc3339_ms(snapshot.time);
-        activity::note(&settings.layout, &format!("downloaded {path} as it was at {at}"));
+        activity::note(&settings.layout, &format!("a download of {path} as it was at {at} began"));
         let name = entry.name();
         let name = if name.is_empty() { OsStr::new("home") } else { name }.to_owned();
         Ok(match format {

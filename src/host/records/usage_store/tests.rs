@@ -197,6 +197,42 @@ fn days_stay_unsealed_after_a_failed_sync() {
     assert!(seals.exists());
 }
 
+/// A restore on a machine in use replaces the records while the store has them open.
+#[test]
+fn restored_records_are_read_again() {
+    let earlier = TestStore::new();
+    let (writer, store) = earlier.open();
+    for n in 0..3 {
+        store.record(day("2026-11-22"), &interaction(n)).unwrap();
+    }
+    store.record(day("2026-08-01"), &interaction(3)).unwrap();
+    store.seal();
+    drop((store, writer));
+    let expected = earlier.open().1.report(&UsageQuery::default());
+    fs::remove_file(earlier.logs().join("interactions-2026-08-01.jsonl")).unwrap();
+
+    let test = TestStore::new();
+    let marker = test.dir.path().join("restored.json");
+    let (writer, store) = test.open();
+    let store = store.with_restore_marker(marker.clone());
+    // The restored file replaces this record.
+    store.record(day("2026-11-22"), &interaction(9)).unwrap();
+    store.write();
+    assert!(writer.records().flush(Duration::from_secs(20)));
+    for entry in fs::read_dir(earlier.logs()).unwrap().map(Result::unwrap) {
+        let new = test.dir.path().join("new");
+        fs::copy(entry.path(), &new).unwrap();
+        fs::rename(new, test.logs().join(entry.file_name())).unwrap();
+    }
+    fs::write(&marker, "{}").unwrap();
+    // Compacting without reading the files would delete the usage of the first day, which has no other record.
+    store.compact();
+    assert_eq!(store.report(&UsageQuery::default()), expected);
+    store.seal();
+    drop(store);
+    assert_eq!(test.open().1.report(&UsageQuery::default()), expected);
+}
+
 #[test]
 fn compaction_keeps_totals() {
     let test = TestStore::new();

@@ -1,0 +1,87 @@
+//! Git repositories that a program writes to during the saves: the objects of each saved reference are saved.
+
+use std::process::{Child, Command, Output, Stdio};
+
+use super::*;
+
+/// Commits until it is stopped, and packs the repository every 40 commits.
+const WRITER: &str = r#"
+cd "$1" || exit
+git init --quiet --initial-branch=main .
+git config user.name writer; git config user.email writer@example.com
+echo 0 >file; git add file; git commit --quiet --message 0
+echo ready
+n=0
+while :; do
+  n=$((n + 1))
+  echo $n >file; mkdir -p dir$((n % 7)); echo $n >dir$((n % 7))/file
+  git add . && git commit --quiet --message $n
+  [ $((n % 40)) != 0 ] || git repack --quiet -a -d
+done
+"#;
+
+struct Writer(Child);
+
+impl Writer {
+    fn start(path: &Path) -> Self {
+        let mut child = Command::new("sh")
+            .args(["-c", WRITER, "writer"])
+            .arg(path)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::inherit())
+            .spawn()
+            .unwrap();
+        let mut ready = [0; 6];
+        std::io::Read::read_exact(child.stdout.as_mut().unwrap(), &mut ready).unwrap();
+        Self(child)
+    }
+}
+
+impl Drop for Writer {
+    fn drop(&mut self) {
+        self.0.kill().ok();
+        self.0.wait().ok();
+    }
+}
+
+fn git(repository: &Path, arguments: &[&str]) -> Output {
+    Command::new("git").arg("-C").arg(repository).args(arguments).output().unwrap()
+}
+
+async fn assert_sound(fixture: &Fixture, saved: &SaveResult) {
+    let (restored, _) = fixture.restore(&saved.snapshot).await;
+    let repository = restored.path().join("repository");
+    let checked = git(&repository, &["fsck", "--full", "--no-dangling"]);
+    assert!(checked.status.success(), "{}", String::from_utf8_lossy(&checked.stderr));
+    assert!(git(&repository, &["log", "--oneline"]).status.success());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn repository_is_sound_in_each_save_during_commits() {
+    let mut fixture = Fixture::new().await;
+    let path = fixture.home().join("repository");
+    fs::create_dir(&path).unwrap();
+    let writer = Writer::start(&path);
+    for _ in 0..6 {
+        let saved = fixture.save().await;
+        assert_sound(&fixture, &saved).await;
+    }
+    drop(writer);
+}
+
+/// The watcher may report a reference before the objects that were written with it.
+#[tokio::test]
+async fn changed_reference_is_saved_with_unmarked_objects() {
+    let mut fixture = Fixture::new().await;
+    for path in ["HEAD", "refs/heads/main", "objects/aa/first", "objects/pack/pack-1.pack"] {
+        fixture.write(&format!("repository/.git/{path}"), path);
+    }
+    fixture.save().await;
+    fixture.write("repository/.git/refs/heads/main", "second");
+    fixture.write("repository/.git/objects/bb/second", "second");
+    fixture.write("repository/.git/objects/pack/pack-2.pack", "second");
+    let mut changes = ChangeSet::default();
+    changes.mark_directory(Path::new("repository/.git/refs/heads"));
+    let saved = fixture.save_changes(changes).await;
+    fixture.assert_restores(&saved).await;
+}
