@@ -77,8 +77,8 @@ impl Repository {
         let mut content = T::default();
         let mut listed = ListedPacks::default();
         let mut unread = files.iter().copied();
-        // Tasks, because parsing a large file would delay the other reads until they time out. Machines write the files,
-        // so only one is in memory in parsed form.
+        // Tasks, because parsing a large file would delay the other reads until they time out. Machines write the
+        // files, so only one is in memory in parsed form.
         let parsing = Arc::new(Semaphore::new(1));
         let mut reads = JoinSet::new();
         loop {

@@ -348,7 +348,8 @@ impl Repository {
         Ok((snapshots, damaged))
     }
 
-    /// Like [`Self::list_snapshots`], but without tags, paths and names, and with their upload times, by the store's clock.
+    /// Like [`Self::list_snapshots`], but without paths, names and tags, except the machine's, and with their upload times,
+    /// by the store's clock.
     pub(crate) async fn list_uploaded_snapshots(&self) -> Result<Vec<(Id, Snapshot, Timestamp)>, FilesError> {
         let folder = self.root.clone().join(ObjectKind::Snapshot.folder());
         let uploads = self.list_uploads(&folder).await?;
@@ -356,8 +357,9 @@ impl Repository {
             let repository = self.clone();
             async move {
                 let mut snapshot = repository.read_snapshot(id).await?;
-                // Tags and paths are not needed, and may be long.
-                (snapshot.tags, snapshot.paths) = (Vec::new(), Vec::new());
+                // The rest is not needed, and may be long.
+                snapshot.tags = snapshot.machine_tag().map(str::to_owned).into_iter().collect();
+                snapshot.paths = Vec::new();
                 (snapshot.hostname, snapshot.username) = (String::new(), String::new());
                 Ok::<_, FilesError>((id, snapshot, uploaded))
             }

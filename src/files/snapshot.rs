@@ -9,6 +9,8 @@ use svc_machine::id::MachineId;
 use crate::id::Id;
 
 const MACHINE_TAG: &str = "machine=";
+/// A machine's id is a UUID.
+const MAX_MACHINE_TAG_BYTES: usize = MACHINE_TAG.len() + 36;
 
 /// A snapshot, as `restic` stores it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -30,7 +32,8 @@ pub struct Snapshot {
 impl Snapshot {
     /// Returns the tag of the machine that took the snapshot; `None` if another program did.
     pub fn machine_tag(&self) -> Option<&str> {
-        self.tags.iter().map(String::as_str).find(|tag| tag.starts_with(MACHINE_TAG))
+        let is_machine = |tag: &&str| tag.starts_with(MACHINE_TAG) && tag.len() <= MAX_MACHINE_TAG_BYTES;
+        self.tags.iter().map(String::as_str).find(is_machine)
     }
 }
 

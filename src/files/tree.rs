@@ -187,8 +187,8 @@ impl Node {
         (self.mtime, self.atime, self.ctime) = (mtime, mtime, ctime);
     }
 
-    /// The name; `None` if its escapes are invalid, or if it cannot name an entry, like `..`, `a/b` or a name that is too
-    /// long.
+    /// The name; `None` if its escapes are invalid, or if it cannot name an entry, like `..`, `a/b` or a name that is
+    /// too long.
     pub fn file_name(&self) -> Option<OsString> {
         let name = unescape_name(&self.name)?;
         let bytes = name.as_bytes();

@@ -28,15 +28,15 @@ pub fn recovery_risk(args: &Recover) -> String {
             .to_owned()
     });
     lines.extend(args.without_files.then(|| {
-        "--without-files: the new machine starts without the owner's files, and saves no files until `svc-sync-agent \
+        "--without-files: the new machine starts without the owner's files and cost limits, and saves no files until `svc-sync-agent \
          restore-home --retry` (or `--give-up`) has been run on it."
             .to_owned()
     }));
     lines.join("\n")
 }
 
-/// Describes the risk of creating a machine with `--accept-loss` or `--allow-empty`; `None` without them, because in that
-/// case no data can be lost.
+/// Describes the risk of creating a machine with `--accept-loss` or `--allow-empty`; `None` without them, because in
+/// that case no data can be lost.
 pub fn provision_risk(args: &Provision) -> Option<String> {
     let mut lines = Vec::new();
     lines.extend(args.accept_loss.then_some(LOSS_ACCEPTED));

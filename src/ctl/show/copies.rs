@@ -7,6 +7,7 @@ use super::human::{format_span, format_time, seconds_between};
 use super::table::Cell;
 use super::{Color, View};
 use svc_wire::copies::{Copies, KeptServer, NewerSnapshot, UnrestoredSnapshot, UnsavedData};
+use svc_wire::heartbeat::{FILES_NOT_RESTORED, FILES_UNSAVED};
 use svc_wire::machine::{Machine, MachineDetail};
 use svc_wire::text::{Time, WireString};
 
@@ -51,7 +52,7 @@ pub fn rows(
             .as_ref()
             .map(|snapshot| ("unrestored", unrestored_cell(view, snapshot, machine))),
     );
-    rows.push(("at risk", risk_cell(copies)));
+    rows.push(("at risk", risk_cell(copies, machine)));
     rows
 }
 
@@ -140,10 +141,16 @@ fn snapshot_cell(view: &View, copies: &Copies, machine: &MachineDetail) -> Cell 
     }
 }
 
-fn risk_cell(copies: &Copies) -> Cell {
+fn risk_cell(copies: &Copies, machine: &Machine) -> Cell {
     let Some(exposed) = copies.exposed_seconds else { return "".into() };
-    let color = (exposed > MAX_NORMAL_EXPOSURE_SECONDS).then_some(Color::Bad);
-    Cell::painted(color, format!("losing the live server now would cost {}", format_cost(copies, exposed)))
+    let are_files_unsaved =
+        machine.attention.iter().any(|item| matches!(item.code.as_str(), FILES_NOT_RESTORED | FILES_UNSAVED));
+    let is_bad = are_files_unsaved || exposed > MAX_NORMAL_EXPOSURE_SECONDS;
+    let mut line = format!("losing the live server now would cost {}", format_cost(copies, exposed));
+    if are_files_unsaved && copies.newest_snapshot_at.is_some() {
+        line.push_str(" to the database, and the files that are not saved");
+    }
+    Cell::painted(is_bad.then_some(Color::Bad), line)
 }
 
 fn format_cost(copies: &Copies, exposed: u64) -> String {

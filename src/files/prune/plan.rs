@@ -24,8 +24,8 @@ const MAX_DELETIONS: usize = 5_000;
 const MAX_REWRITES: usize = 1_000;
 /// A pack is rewritten without its unused blobs if more than this percentage of its bytes is unused.
 const MAX_UNUSED_PERCENT: u64 = 50;
-/// Packs of chunks with fewer bytes than this are merged once there are [`MIN_MERGED_PACKS`] of them: each save writes at
-/// least one pack, however little has changed. Packs of trees are not merged, because restores read the trees of one
+/// Packs of chunks with fewer bytes than this are merged once there are [`MIN_MERGED_PACKS`] of them: each save writes
+/// at least one pack, however little has changed. Packs of trees are not merged, because restores read the trees of one
 /// save together. Tests use a lower minimum.
 const SMALL_PACK_BYTES: u64 = 1 << 20;
 pub(crate) const MIN_MERGED_PACKS: usize = if cfg!(test) { 12 } else { 256 };
@@ -151,8 +151,8 @@ pub(super) struct PrunePlan {
     half_marked: HashSet<Id>,
     /// The digests of the unmarked listings of the packs in `half_marked`.
     half_marked_digests: HashSet<Id>,
-    /// Packs whose used blobs are written to new packs, with the number of these blobs: packs with many unused blobs and,
-    /// after [`Self::limit_work`], small packs. They are marked as well.
+    /// Packs whose used blobs are written to new packs, with the number of these blobs: packs with many unused blobs
+    /// and, after [`Self::limit_work`], small packs. They are marked as well.
     pub(super) rewritten: HashMap<Id, usize>,
     /// Small packs to merge, oldest first, with the numbers of their used blobs.
     small: Vec<(Id, usize)>,

@@ -8,8 +8,8 @@ use super::plan::UsedBlobs;
 use crate::id::Id;
 use crate::index::IndexedPack;
 
-/// The packs that provide the blobs that several packs have. Blobs are identified by their positions: a map by their ids
-/// would take more than ten times the memory.
+/// The packs that provide the blobs that several packs have. Blobs are identified by their positions: a map by their
+/// ids would take more than ten times the memory.
 #[derive(Default)]
 pub(super) struct Providers {
     /// The number of each pack, from one.

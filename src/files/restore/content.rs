@@ -156,8 +156,8 @@ fn write_chunks(
             .unwrap_or_default();
         let content = open_blob(key, &location.to_packed(BlobType::Data, id), sealed)?;
         written += content.len() as u64 * placements.len() as u64;
-        // The file already has its full size, so zeros that are not written become a hole. A large hole has thousands of
-        // placements of one chunk, which is checked only once.
+        // The file already has its full size, so zeros that are not written become a hole. A large hole has thousands
+        // of placements of one chunk, which is checked only once.
         if content.iter().all(|byte| *byte == 0) {
             continue;
         }

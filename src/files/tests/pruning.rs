@@ -92,6 +92,30 @@ async fn protected_snapshot_survives_with_its_packs() {
     assert_eq!(fs::metadata(target.path().join("removed/0")).unwrap().len(), 100_000);
 }
 
+/// A machine that starts without its predecessor's files must not make their last state expire.
+#[tokio::test]
+async fn last_snapshot_of_earlier_machine_is_kept() {
+    let mut fixture = Fixture::new().await;
+    let mut last_of_first = None;
+    for n in 0..4_u8 {
+        if n == 2 {
+            fixture.saver.options_mut().origin.machine = MachineId(uuid::Uuid::from_u128(8));
+        }
+        fixture.write("file", random_bytes(1000 + usize::from(n)));
+        let saved = fixture.save().await;
+        if n == 1 {
+            last_of_first = Some(saved.id);
+        }
+    }
+    let policy = RetentionPolicy { last_of_machine: SignedDuration::from_hours(24 * 90), ..NEWEST };
+    let pruned = run(&fixture, &PruneOptions { policy, ..days_later(3) }).await;
+    assert_eq!((pruned.kept_snapshots, pruned.removed_snapshots), (2, 2));
+    let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
+    let kept = repository.list_snapshots().await.unwrap();
+    assert!(kept.iter().any(|(id, _)| Some(*id) == last_of_first));
+    assert_eq!(run(&fixture, &PruneOptions { policy, ..days_later(91) }).await.removed_snapshots, 1);
+}
+
 #[tokio::test]
 async fn save_after_marking_does_not_rely_on_marked_packs() {
     let mut fixture = Fixture::new().await;

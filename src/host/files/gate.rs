@@ -250,8 +250,8 @@ pub async fn run(layout: Layout, should_retry: bool, should_skip_damaged: bool) 
 /// its next snapshot becomes the latest, and the earlier ones stay in the backup.
 ///
 /// # Errors
-/// `Refused` if no restore has failed on this machine, or if one was interrupted while it moved files; `TryAgain` if another process is already restoring the files;
-/// `Internal` if the outcome cannot be read or written.
+/// `Refused` if no restore has failed on this machine, or if one was interrupted while it moved files; `TryAgain` if
+/// another process is already restoring the files; `Internal` if the outcome cannot be read or written.
 pub fn give_up(layout: &Layout) -> Result<(), Failure> {
     let _lock = acquire_lock(layout)?;
     let has_failed = match RestoreOutcome::read(layout).or_exit(Exit::Internal)? {
@@ -425,8 +425,8 @@ async fn restore_files(
     Ok(outcome)
 }
 
-/// Checks that there is nothing to restore, although the pointer names no snapshot of an earlier machine. `has_failed` is
-/// whether an earlier restore on this machine has failed: there was a snapshot then.
+/// Checks that there is nothing to restore, although the pointer names no snapshot of an earlier machine. `has_failed`
+/// is whether an earlier restore on this machine has failed: there was a snapshot then.
 ///
 /// # Errors
 /// [`GateError::NotNamed`] if there are snapshots; others if the repository cannot be opened or listed.

@@ -32,14 +32,14 @@ const FIRST_NAMES: [&[u8]; 3] = [b"home", b"system", b"apps"];
 /// Directories that belong to the services, relative to the destination. They keep their owner and mode: a forged
 /// snapshot must not give them to the owner.
 const SERVICE_DIRECTORIES: [&str; 3] = ["home", "home/system", "home/system/logs"];
-/// The owner's apps, to which the gateway writes the bundled ones. As for [`SERVICE_DIRECTORIES`], no other entry takes the
-/// directory's place: a forged snapshot must not redirect what the services write.
+/// The owner's apps, to which the gateway writes the bundled ones. As for [`SERVICE_DIRECTORIES`], no other entry takes
+/// the directory's place: a forged snapshot must not redirect what the services write.
 const APPS_DIRECTORY: &str = "home/apps";
 
-/// Moves everything in `from` to `to`, on the same file system, and gives existing directories the owner, mode, attributes
-/// and times of the restored ones. An existing entry that a restored one replaces is moved to the same path in `replaced`, which is
-/// created if it is missing and must be empty. Directories created in it belong to `owner`. Returns the number of
-/// entries that were replaced.
+/// Moves everything in `from` to `to`, on the same file system, and gives existing directories the owner, mode,
+/// attributes and times of the restored ones. An existing entry that a restored one replaces is moved to the same path
+/// in `replaced`, which is created if it is missing and must be empty. Directories created in it belong to `owner`.
+/// Returns the number of entries that were replaced.
 ///
 /// # Errors
 /// If an entry cannot be moved. Entries that were already moved remain in `to`; a repeated call moves the rest.

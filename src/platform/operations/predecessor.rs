@@ -174,8 +174,8 @@ pub(super) async fn power_off(
     Ok(Some(StepOutcome::wait(resize::poll_interval(since_cut.unwrap_or(age)))))
 }
 
-/// Returns the time since an event; `None` if the fact `name` is not set. The fact holds the step's age at the event, in
-/// seconds.
+/// Returns the time since an event; `None` if the fact `name` is not set. The fact holds the step's age at the event,
+/// in seconds.
 pub(super) fn time_since(facts: &Map<String, Value>, name: &str, age: Duration) -> Option<Duration> {
     let at = facts.get(name)?.as_f64()?;
     Some(age.saturating_sub(Duration::try_from_secs_f64(at).unwrap_or_default()))

@@ -22,7 +22,7 @@ use svc_base::fsx;
 use svc_http::openapi::MAX_SAFE_INTEGER;
 use svc_http::proof::ProofKeys;
 use svc_store::key;
-use svc_wire::heartbeat::{ComponentHealth, FILES_DAMAGED, FILES_NOT_RESTORED};
+use svc_wire::heartbeat::{ComponentHealth, FILES_DAMAGED, FILES_NOT_RESTORED, FILES_UNSAVED};
 use svc_wire::host::{
     ComponentStatus, FileBackupReport, LastBackup, LastUpdate, MAX_DAMAGED_KEYS, Outcome, SnapshotCheck,
     SnapshotChecks, UpdateOutcome,
@@ -122,7 +122,7 @@ fn unsaved_files_item(config: &SyncConfig) -> Option<Attention> {
     let since = since.map_or_else(String::new, |since| format!(" since {}", clock::rfc3339_ms(since)));
     let reason = status.error.as_deref().unwrap_or("the file backup is not keeping up, or is not running");
     let detail = format!("changes to the owner's files{since} have not been saved: {reason}");
-    Some(attention_item("files_unsaved", detail))
+    Some(attention_item(FILES_UNSAVED, detail))
 }
 
 /// Returns the item for damage to the file backup, or for checks that have failed for a long time.

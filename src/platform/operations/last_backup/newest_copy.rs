@@ -59,9 +59,18 @@ impl NewestCopy {
 impl fmt::Display for NewestCopy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.snapshot)?;
-        match &self.files {
-            Some(files) => write!(f, "{files}"),
-            None => Ok(()),
+        let Some(files) = &self.files else { return Ok(()) };
+        write!(f, "{files}")?;
+        let (NewestSnapshot::Taken(taken_at), None, Some(saved_until)) =
+            (&self.snapshot, &files.problem, files.saved_until)
+        else {
+            return Ok(());
+        };
+        let minutes = saved_until.duration_since(*taken_at).as_mins();
+        match minutes {
+            1.. => write!(f, ", which is {minutes} min later"),
+            ..=-1 => write!(f, ", which is {} min earlier", -minutes),
+            0 => Ok(()),
         }
     }
 }
