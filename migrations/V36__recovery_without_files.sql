@@ -3,5 +3,5 @@
 ALTER TABLE user_machines
     -- Whether the machine restores the owner's files at its first boot.
     ADD COLUMN restore_files boolean NOT NULL DEFAULT true,
-    -- Whether `unsaved_since` is set only because a later machine has not restored the owner's files.
+    -- Whether `unsaved_since` is set only because a later machine started without the owner's files.
     ADD COLUMN unsaved_files boolean NOT NULL DEFAULT false;

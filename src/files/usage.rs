@@ -19,6 +19,16 @@ pub struct StoreUsage {
     pub total_bytes: u64,
 }
 
+/// Returns whether the repository below `root` has snapshots. The repository's key is not needed.
+///
+/// # Errors
+/// If the store fails.
+pub async fn has_snapshots(bucket: &Bucket, root: &Path) -> Result<bool, FilesError> {
+    let mut has_any = false;
+    for_each_object(bucket, &root.clone().join("snapshots"), |_| has_any = true).await?;
+    Ok(has_any)
+}
+
 /// Adds up the sizes of the objects of the repository below `root`. The repository's key is not needed.
 ///
 /// # Errors

@@ -60,10 +60,9 @@ pub enum PruneError {
     Injected(#[from] InjectedFailure),
 }
 
-/// Limit the prunes and the reports that run at the same time in this process: each loads an index, or lists the
-/// objects of a repository.
+/// Limit the prunes and the reports that run at the same time in this process: each loads an index into memory.
 static PRUNE_PERMITS: Semaphore = Semaphore::const_new(WORKERS);
-pub static REPORT_PERMITS: Semaphore = Semaphore::const_new(1);
+static REPORT_PERMITS: Semaphore = Semaphore::const_new(1);
 /// Number of tasks in each process that run [`run`].
 pub const WORKERS: usize = 2;
 /// Maximum duration of one prune: far longer than a large repository takes, so only a hostile repository reaches it.

@@ -24,7 +24,7 @@ string_enum!(
     UnsavedData {
         /// Changes that are in no snapshot of the database or of the files.
         Changes = "changes",
-        /// The owner's files: a later machine has not restored them from the file backup.
+        /// The owner's files: a later machine started without them.
         Files = "files",
     }
 );

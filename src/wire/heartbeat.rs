@@ -24,9 +24,9 @@ pub const MAX_ATTENTION_ITEMS: usize = 16;
 /// Maximum number of characters in an attention code, which consists of lowercase letters and underscores.
 pub const MAX_ATTENTION_CODE_CHARS: usize = 40;
 /// The attention code of a host that does not back up files, because it could not restore its predecessor's files.
+pub const FILES_NOT_RESTORED: &str = "files_not_restored";
 /// Changes to the owner's files have not been saved for a long time.
 pub const FILES_UNSAVED: &str = "files_unsaved";
-pub const FILES_NOT_RESTORED: &str = "files_not_restored";
 /// The attention code of a host whose file backup lacks content, or could not be checked for a long time.
 pub const FILES_DAMAGED: &str = "files_damaged";
 

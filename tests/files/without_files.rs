@@ -79,6 +79,7 @@ async fn pointer_without_snapshot_does_not_count_as_no_files() -> Result<()> {
     let intact = store.read(BUCKET, &key).context("no pointer")?;
     let mut pointer: Value = serde_json::from_slice(&intact)?;
     pointer["snapshot"] = Value::Null;
+    pointer["seq"] = (pointer["seq"].as_u64().context("no sequence number")? + 1).into();
     store.write(BUCKET, &key, serde_json::to_vec(&pointer)?);
     let next = Host::new(&store, &platform, 2)?;
     next.machine.run(&["svc-sync-agent", "restore-home"])?.expect(0);
@@ -104,7 +105,11 @@ async fn restore_without_space_for_the_files_reports_its_code() -> Result<()> {
     disk.limit_inodes(12)?;
     let failed = next.machine.run(&["svc-sync-agent", "restore-home"])?.expect(65);
     let last = failed.stderr.lines().last().unwrap_or_default();
-    assert!(last.contains("needed") && last.contains("(code files_no_space) "), "{}", failed.stderr);
+    assert!(
+        last.contains("has room for only") && last.contains("(code files_no_space) "),
+        "{}",
+        failed.stderr
+    );
     assert!(!next.home().join(".svc-restore").exists());
     Ok(())
 }

@@ -90,7 +90,7 @@ async fn server_is_kept_if_its_successor_cannot_restore_files() {
     let refused = stack.post(&process, &path, &json!({})).await;
     refused.assert_problem(409, "invalid_state");
     let detail = refused.body["detail"].as_str().unwrap();
-    assert!(detail.contains("has not restored the owner's files"), "{detail}");
+    assert!(detail.contains("started without the owner's files"), "{detail}");
 
     let accepted = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
     assert_eq!(accepted.status, 202, "{accepted:?}");

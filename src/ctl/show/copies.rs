@@ -143,8 +143,11 @@ fn snapshot_cell(view: &View, copies: &Copies, machine: &MachineDetail) -> Cell 
 
 fn risk_cell(copies: &Copies, machine: &Machine) -> Cell {
     let Some(exposed) = copies.exposed_seconds else { return "".into() };
-    let are_files_unsaved =
-        machine.attention.iter().any(|item| matches!(item.code.as_str(), FILES_NOT_RESTORED | FILES_UNSAVED));
+    let are_files_unsaved = copies.live.as_ref().is_some_and(|live| live.machine_id == machine.machine_id)
+        && machine
+            .attention
+            .iter()
+            .any(|item| matches!(item.code.as_str(), FILES_NOT_RESTORED | FILES_UNSAVED));
     let is_bad = are_files_unsaved || exposed > MAX_NORMAL_EXPOSURE_SECONDS;
     let mut line = format!("losing the live server now would cost {}", format_cost(copies, exposed));
     if are_files_unsaved && copies.newest_snapshot_at.is_some() {
@@ -239,7 +242,7 @@ pub fn format_unsaved(
     left_slot_at: Option<&Time>,
 ) -> String {
     if data.is_some_and(|data| data.is(UnsavedData::Files)) {
-        return "the owner's files, which a later machine has not restored".to_owned();
+        return "the owner's files, without which a later machine started".to_owned();
     }
     let length = left_slot_at.and_then(|left| seconds_between(since, left)).filter(|length| *length >= 0.0);
     match length {

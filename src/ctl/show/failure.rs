@@ -160,7 +160,10 @@ mod tests {
             [(RestoreFailureCode::FilesNoSpace, true), (RestoreFailureCode::Files, false)]
         {
             let mut machine = failed_machine();
-            let message = format!("svc-files-restore.service: svc-sync-agent: no room ({})", code.marker());
+            let message = format!(
+                "svc-files-restore.service: svc-sync-agent: ({}) no room (code no_space)",
+                code.marker()
+            );
             machine["failure"] = json!({"cause": "boot_reported", "stage": "restore", "message": message});
             let text = machine::details(&plain_view(), &from_json(machine));
             assert!(text.contains("--without-files`") && !text.contains("--snapshot"), "{text}");

@@ -186,7 +186,7 @@ fn status_shows_unsaved_changes_and_expiry_of_kept_servers() {
     );
     let mut files = kept("replaced", Value::Null, json!("2026-11-21T10:17:00.000Z"));
     files["unsavedData"] = json!("files");
-    let held = "holds the owner's files, which a later machine has not restored; kept until `svcctl discard";
+    let held = "holds the owner's files, without which a later machine started; kept until `svcctl discard";
     let files = kept_server_line(Value::Null, files);
     assert!(files.contains(held), "{files}");
     let expired =

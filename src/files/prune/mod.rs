@@ -152,8 +152,11 @@ fn select_expired(snapshots: &[(Id, Snapshot, Timestamp)], options: &PruneOption
     let mut late = find_plausible(MAX_SAVE_DURATION + MAX_CLOCK_SKEW);
     late.retain(|(id, _)| !on_time_ids.contains(id));
     expired.extend(options.policy.select_expired_among(&late, &on_time, options.now));
-    let taken =
-        snapshots.iter().filter_map(|(id, snapshot, _)| Some((snapshot.machine_tag()?, *id, snapshot.time)));
+    let plausible: HashSet<Id> = on_time_ids.into_iter().chain(late.iter().map(|(id, _)| *id)).collect();
+    let taken = snapshots
+        .iter()
+        .filter(|(id, ..)| plausible.contains(id))
+        .filter_map(|(id, snapshot, _)| Some((snapshot.machine_tag()?, *id, snapshot.time)));
     let last = options.policy.select_last_of_machines(taken, options.now);
     expired.into_iter().filter(|id| !options.protected.contains(id) && !last.contains(id)).collect()
 }

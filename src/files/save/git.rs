@@ -1,12 +1,19 @@
 //! Git repositories. Git writes objects before the references to them. If the references are read first, and all
 //! objects after them, the snapshot contains the objects of its references, even while git is writing.
 
+use std::collections::{BTreeMap, HashSet};
 use std::ffi::{OsStr, OsString};
+use std::os::fd::OwnedFd;
+
+use super::changes::Scope;
+use super::walk::{EntryError, MAX_READ_ATTEMPTS, Walker};
+use crate::error::FilesError;
+use crate::tree::Node;
 
 /// The directory of the objects.
 pub(super) const OBJECTS: &str = "objects";
 /// The directory of the references. Git also collects them in the file `packed-refs`, and removes them from the
-/// directory only after that.
+/// directory only after that: the file must be read after the directory.
 const REFS: &str = "refs";
 const HEAD: &str = "HEAD";
 
@@ -22,6 +29,47 @@ pub(super) fn sort_for_save(names: &mut [OsString]) {
         Some(OBJECTS) => 2,
         _ => 1,
     });
+}
+
+impl Walker<'_> {
+    /// Saves all objects of a git repository whose references have just been saved. The watcher may not have reported
+    /// the newest objects yet.
+    pub(super) fn save_new_git_objects(
+        &mut self,
+        repository: &OwnedFd,
+        earlier: Option<Node>,
+    ) -> Result<Option<Node>, FilesError> {
+        let is_nested = std::mem::replace(&mut self.is_in_git_objects, true);
+        let saved = self.save_entry(repository, OsStr::new(OBJECTS), earlier, Scope::All);
+        self.is_in_git_objects = is_nested;
+        saved
+    }
+
+    /// Saves a directory of git objects. Git replaces packs: the directory is listed again if a listed file vanished.
+    pub(super) fn save_git_objects(
+        &mut self,
+        directory: &OwnedFd,
+        mut earlier: BTreeMap<OsString, Node>,
+    ) -> Result<Vec<Node>, EntryError> {
+        let mut nodes = Vec::new();
+        let mut listed: HashSet<OsString> = HashSet::new();
+        for attempt in 1..=MAX_READ_ATTEMPTS {
+            let parent_has_vanished = std::mem::take(&mut self.has_vanished);
+            for name in self.list(directory)? {
+                if listed.insert(name.clone()) {
+                    let earlier = earlier.remove(&name);
+                    nodes.extend(self.save_entry(directory, &name, earlier, Scope::All)?);
+                }
+            }
+            if !std::mem::replace(&mut self.has_vanished, parent_has_vanished) {
+                break;
+            }
+            if attempt == MAX_READ_ATTEMPTS {
+                self.mark_for_retry();
+            }
+        }
+        Ok(nodes)
+    }
 }
 
 #[cfg(test)]

@@ -132,9 +132,9 @@ pub(super) struct Walker<'a> {
     /// Whether a database was read in the current directory.
     pub(super) has_read_database: bool,
     /// Whether the current directory contains the objects of a git repository.
-    is_in_git_objects: bool,
+    pub(super) is_in_git_objects: bool,
     /// Whether an entry of the current directory vanished before it was saved.
-    has_vanished: bool,
+    pub(super) has_vanished: bool,
     pub(super) write_back: WriteBack,
 }
 
@@ -167,7 +167,7 @@ impl Walker<'_> {
         let earlier_nodes = self.load_earlier(earlier)?;
         let is_cached = earlier_nodes.is_some();
         let mut nodes = match earlier_nodes {
-            Some(earlier) if !scope.lists_directory() && !earlier.contains_key(OsStr::new(CACHE_TAG)) => {
+            Some(earlier) if can_save_marked(&earlier, scope) => {
                 self.save_marked(directory, earlier, scope)?
             }
             Some(earlier) => self.save_all(directory, earlier, scope)?,
@@ -238,52 +238,11 @@ impl Walker<'_> {
         scope: Scope<'_>,
     ) -> Result<Vec<Node>, FilesError> {
         let mut nodes = Vec::new();
-        let is_git_repository = git::is_repository(|name| earlier.contains_key(name));
-        for name in scope.marked_names().filter(|name| !is_git_repository || *name != git::OBJECTS) {
+        for name in scope.marked_names() {
             let earlier = earlier.remove(name);
             nodes.extend(self.save_entry(directory, name, earlier, scope)?);
         }
-        if is_git_repository {
-            let objects = earlier.remove(OsStr::new(git::OBJECTS));
-            nodes.extend(self.save_new_git_objects(directory, objects)?);
-        }
         nodes.extend(earlier.into_values());
-        Ok(nodes)
-    }
-
-    /// Saves all objects of a git repository whose references have just been saved. The watcher may not have reported
-    /// the newest objects yet.
-    fn save_new_git_objects(
-        &mut self,
-        repository: &OwnedFd,
-        earlier: Option<Node>,
-    ) -> Result<Option<Node>, FilesError> {
-        let is_nested = std::mem::replace(&mut self.is_in_git_objects, true);
-        let saved = self.save_entry(repository, OsStr::new(git::OBJECTS), earlier, Scope::All);
-        self.is_in_git_objects = is_nested;
-        saved
-    }
-
-    /// Saves a directory of git objects. Git replaces packs: the directory is listed again if a listed file vanished.
-    fn save_git_objects(
-        &mut self,
-        directory: &OwnedFd,
-        mut earlier: BTreeMap<OsString, Node>,
-    ) -> Result<Vec<Node>, EntryError> {
-        let mut nodes = Vec::new();
-        let mut listed: HashSet<OsString> = HashSet::new();
-        for _ in 0..MAX_READ_ATTEMPTS {
-            let parent_has_vanished = std::mem::take(&mut self.has_vanished);
-            for name in self.list(directory)? {
-                if listed.insert(name.clone()) {
-                    let earlier = earlier.remove(&name);
-                    nodes.extend(self.save_entry(directory, &name, earlier, Scope::All)?);
-                }
-            }
-            if !std::mem::replace(&mut self.has_vanished, parent_has_vanished) {
-                break;
-            }
-        }
         Ok(nodes)
     }
 
@@ -458,6 +417,14 @@ impl Walker<'_> {
         node.set_link_target(OsStr::from_bytes(target.to_bytes()));
         Ok(Some(node))
     }
+}
+
+/// Whether only the marked entries of a directory need to be saved. All files of a git repository are read after its
+/// references, even if only one of these is marked.
+fn can_save_marked(earlier: &BTreeMap<OsString, Node>, scope: Scope<'_>) -> bool {
+    !scope.lists_directory()
+        && !earlier.contains_key(OsStr::new(CACHE_TAG))
+        && !git::is_repository(|name| earlier.contains_key(name))
 }
 
 /// Why an entry was not saved.

@@ -3,7 +3,7 @@
 use jiff::Timestamp;
 
 use crate::files::checks::FileChecks;
-use crate::files::gate::RestoreOutcome;
+use crate::files::restore_outcome::RestoreOutcome;
 use crate::files::status::FilesStatus;
 use crate::system::layout::Layout;
 use svc_base::diagnosis::Findings;

@@ -34,8 +34,8 @@ pub enum AccessError {
     #[error("the platform refused to send the key of the file backup to this machine: {0}")]
     KeyRefused(String),
     #[error(
-        "neither the platform nor this machine has the key of the file backup: copy /var/lib/svc/files/key from a machine \
-         that still has it ({0})"
+        "the platform cannot send a key that opens the file backup; if it has lost the key, copy /var/lib/svc/files/key \
+         from a machine that still has it ({0})"
     )]
     KeyLost(String),
     #[error(
@@ -213,7 +213,7 @@ impl FilesSettings {
         let stored = self.read_key()?;
         let keys = match self.request_key(stored.as_ref()).await {
             Ok(key) => vec![key].into_iter().chain(stored).collect(),
-            Err(error @ AccessError::KeyUnavailable(_)) => match stored {
+            Err(error @ (AccessError::KeyUnavailable(_) | AccessError::KeyLost(_))) => match stored {
                 Some(stored) => {
                     tracing::warn!(error = %format_chain(&error), "using the stored key of the file backup");
                     vec![stored]

@@ -9,7 +9,7 @@ use svc_base::untrusted_text::one_line;
 use svc_wire::files::ExcludedFiles;
 
 use super::checks::FileChecks;
-use super::gate::RestoreOutcome;
+use super::restore_outcome::RestoreOutcome;
 use super::save_request::{self, SaveRequestError};
 use super::status::FilesStatus;
 use crate::system::layout::Layout;

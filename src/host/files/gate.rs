@@ -18,28 +18,26 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::anyhow;
-use jiff::Timestamp;
 use rustix::io::Errno;
 use rustix::thread::CapabilitySet;
-use serde::{Deserialize, Serialize};
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::clock;
 use svc_base::error_chain::format_chain;
-use svc_base::failpoint::{self, InjectedFailure};
+use svc_base::failpoint;
 use svc_base::fsx::{self, FileError};
-use svc_base::quantity::pluralize;
-use svc_base::untrusted_text::truncate_printable;
 use svc_files::restore::{RestoreOptions, RestoreProgress, RestoreReport, restore};
+use svc_files::usage::has_snapshots;
 use svc_files::{FilesError, Id};
 use svc_store::StoreError;
 use svc_store::files_pointer::{self, FilesSnapshotRef};
-use svc_wire::registration::RestoreFailureCode;
 
 use super::access::{AccessError, FilesSettings, retry};
+use super::gate_error::GateError;
 use super::home_path::HomePath;
 use super::home_placement;
 use super::owner::owner_ids;
 use super::restore_entry::Directory;
+use super::restore_outcome::{FORMAT, RestoreOutcome};
 use super::save_request::SAVE_REQUEST;
 use super::staging::{HOME_STAGING, Staging};
 use crate::system::activity;
@@ -56,7 +54,6 @@ const OUTAGE_TIMEOUT: Duration = Duration::from_secs(3600);
 const RESTORE_PHASE: &str = "restoring the owner's files";
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
 const LOCK_FILE: &str = "home-restore.lock";
-const FORMAT: u32 = 1;
 const SKIPPED: &str = "an operator started the machine without them (`svcctl recover --without-files`)";
 const GIVEN_UP: &str = "an operator chose not to restore the previous machine's files; this machine now saves its own \
                         files, and the previous machine's last snapshot is kept for another 90 days";
@@ -69,128 +66,6 @@ pub const CAPABILITIES: CapabilitySet = CapabilitySet::CHOWN
 
 /// The fail points of the gate.
 pub const FAILPOINTS: &[&str] = &["files.gate.restored", "files.gate.marked", "files.gate.placed"];
-
-/// Why the files could not be restored.
-#[derive(Debug, thiserror::Error)]
-enum GateError {
-    #[error(transparent)]
-    Access(#[from] AccessError),
-    #[error("cannot read the pointer of the file backup")]
-    Pointer(#[from] StoreError),
-    #[error("the pointer of the file backup names the snapshot {0}, but there is no repository")]
-    NoRepository(String),
-    #[error("the pointer of the file backup names an invalid snapshot")]
-    InvalidSnapshot,
-    #[error(
-        "the pointer of the file backup (`files/latest`) names no snapshot of an earlier machine, although there are \
-         snapshots: restore an earlier version of it with the store's tools"
-    )]
-    NotNamed,
-    #[error(transparent)]
-    Files(#[from] FilesError),
-    #[error(transparent)]
-    File(#[from] FileError),
-    #[error("the task that moves the restored files panicked or was cancelled")]
-    Thread(#[from] tokio::task::JoinError),
-    #[error(transparent)]
-    Injected(#[from] InjectedFailure),
-}
-
-impl GateError {
-    /// Whether the pointer, the repository or the snapshot is unusable, so that neither another boot nor a larger disk
-    /// would help.
-    fn is_damage(&self) -> bool {
-        match self {
-            Self::NoRepository(_) | Self::InvalidSnapshot | Self::NotNamed => true,
-            Self::Access(AccessError::KeyLost(_)) => true,
-            Self::Pointer(error) => is_damaged_object(error),
-            Self::Files(error) | Self::Access(AccessError::Files(error)) => match error {
-                FilesError::Corrupt { .. } | FilesError::WrongKey | FilesError::UnsupportedVersion(_) => true,
-                FilesError::Store(error) => is_damaged_object(error),
-                _ => false,
-            },
-            Self::Access(_) | Self::File(_) | Self::Thread(_) | Self::Injected(_) => false,
-        }
-    }
-}
-
-impl GateError {
-    /// Returns the exit code. systemd does not restart the unit after [`Exit::Refused`] and [`Exit::Permission`].
-    fn exit_code(&self) -> Exit {
-        match self {
-            Self::Files(error) if error.is_no_space() => Exit::Refused,
-            Self::Access(AccessError::KeyRefused(_)) => Exit::Permission,
-            _ => Exit::Unavailable,
-        }
-    }
-
-    /// Returns the failure, with its code in the last line: a failed boot reports only the last line of the log.
-    fn into_failure(self) -> Failure {
-        let code = match &self {
-            Self::Files(error) if error.is_no_space() => RestoreFailureCode::FilesNoSpace,
-            _ => RestoreFailureCode::Files,
-        };
-        // The code comes first, and the text is limited: it may contain a path from a forged snapshot.
-        let text = truncate_printable(&format_chain(&self));
-        Failure::new(self.exit_code(), anyhow!("({}) {text}", code.marker()))
-    }
-}
-
-fn is_damaged_object(error: &StoreError) -> bool {
-    matches!(error, StoreError::Corrupt { .. } | StoreError::NotFound { .. })
-}
-
-/// The result of the restore: the content of `/var/lib/svc/files/restored.json`.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct RestoreOutcome {
-    version: u32,
-    #[serde(with = "clock::wire")]
-    pub ended_at: Timestamp,
-    /// The restored snapshot; `None` if there was none, or if it could not be restored.
-    pub snapshot: Option<String>,
-    /// Everything that was written before this time was restored.
-    #[serde(with = "clock::wire_option")]
-    pub taken_at: Option<Timestamp>,
-    pub files: u64,
-    pub bytes: u64,
-    /// Entries whose owner, mode, times or attributes could not be set.
-    pub incomplete: u64,
-    /// The number of damaged files that were left out, and of damaged directories that were restored empty.
-    #[serde(default)]
-    pub damaged: u64,
-    /// The first of their paths.
-    #[serde(default)]
-    pub damaged_paths: Vec<String>,
-    /// Why the snapshot was not restored.
-    pub error: Option<String>,
-    /// Whether an operator decided that the snapshot is not to be restored.
-    #[serde(default)]
-    pub is_given_up: bool,
-}
-
-impl RestoreOutcome {
-    /// The files were not restored, for the reason in `error`.
-    fn failed(error: String) -> Self {
-        Self { version: FORMAT, ended_at: clock::now_ms(), error: Some(error), ..Self::default() }
-    }
-
-    /// Reads the outcome; `None` if this machine has recorded none, or if the file is invalid.
-    ///
-    /// # Errors
-    /// If the file exists and cannot be read.
-    pub fn read(layout: &Layout) -> Result<Option<Self>, FileError> {
-        let text = fsx::read_if_exists(&layout.files_restore_outcome())?;
-        Ok(text.and_then(|text| serde_json::from_slice(&text).ok()))
-    }
-
-    fn write(&self, layout: &Layout) -> Result<(), FileError> {
-        let dir = layout.files_state();
-        fs::create_dir_all(&dir).map_err(FileError::wrap("create", &dir))?;
-        let text = serde_json::to_vec(self).expect("plain fields serialize to JSON");
-        fsx::write_atomic(&layout.files_restore_outcome(), &text, 0o644)
-    }
-}
 
 /// Restores the owner's files on a new machine. If an earlier restore failed, or the machine is in use and has never
 /// restored files, this requires `should_retry`. After a successful restore, does nothing. With `should_skip_damaged`,
@@ -220,10 +95,12 @@ pub async fn run(layout: Layout, should_retry: bool, should_skip_damaged: bool) 
     let _reporter = BootReporter::start(&settings.layout, progress.subscribe());
     let earlier = RestoreOutcome::read(&settings.layout).or_exit(Exit::Internal)?;
     let has_failed = earlier.is_some_and(|outcome| outcome.error.is_some());
-    match restore_files(&settings, &progress, (has_failed, should_skip_damaged)).await {
+    // Nothing is saved after a failure.
+    let may_have_saved = settings.layout.restore_complete().exists() && !has_failed;
+    match restore_files(&settings, &progress, may_have_saved, should_skip_damaged).await {
         Ok(outcome) => {
             outcome.write(&settings.layout).or_exit(Exit::Internal)?;
-            let text = describe(&outcome);
+            let text = outcome.describe();
             activity::note(&settings.layout, &text);
             println!("{text}");
             if has_failed {
@@ -276,12 +153,7 @@ pub fn give_up(layout: &Layout) -> Result<(), Failure> {
         keep_replaced(layout, &staging).or_exit(Exit::Internal)?;
         staging.remove().or_exit(Exit::Internal)?;
     }
-    let outcome = RestoreOutcome {
-        version: FORMAT,
-        ended_at: clock::now_ms(),
-        is_given_up: true,
-        ..RestoreOutcome::default()
-    };
+    let outcome = RestoreOutcome { is_given_up: true, ..RestoreOutcome::nothing() };
     outcome.write(layout).or_exit(Exit::Internal)?;
     activity::note(layout, GIVEN_UP);
     println!("{GIVEN_UP}");
@@ -345,44 +217,12 @@ fn is_done(layout: &Layout, should_retry: bool) -> Result<bool, Failure> {
     Ok(true)
 }
 
-fn describe(outcome: &RestoreOutcome) -> String {
-    match (&outcome.snapshot, outcome.taken_at) {
-        (Some(_), Some(at)) => {
-            let files = pluralize(outcome.files, "file");
-            let restored = format!("restored {files} as of {}", clock::rfc3339_ms(at));
-            if outcome.damaged == 0 {
-                return restored;
-            }
-            let damaged = pluralize(outcome.damaged, "damaged item");
-            let named = outcome.damaged_paths.join(", ");
-            format!("{restored}, without the content of {damaged}: {named}")
-        }
-        _ => "no files were restored: there is no file backup from an earlier machine".to_owned(),
-    }
-}
-
 async fn restore_files(
     settings: &FilesSettings,
     progress: &Progress,
-    (has_failed, should_skip_damaged): (bool, bool),
+    may_have_saved: bool,
+    should_skip_damaged: bool,
 ) -> Result<RestoreOutcome, GateError> {
-    let read_pointer = async || files_pointer::read(&settings.bucket, &settings.slot).await;
-    let pointer = retry(OUTAGE_TIMEOUT, StoreError::is_transient, read_pointer).await?;
-    // A machine that is in use restores only its predecessor's snapshot: its own files are newer than its own snapshot.
-    let should_restore = |latest: &FilesSnapshotRef| {
-        let identity = &settings.identity;
-        !settings.layout.restore_complete().exists()
-            || latest.machine_id != identity.machine && latest.epoch < identity.epoch
-    };
-    let Some(latest) = pointer.and_then(|pointer| pointer.value.snapshot).filter(should_restore) else {
-        // Anyone who can write to the store can make the pointer name nothing. That must not look like success.
-        ensure_nothing_to_restore(settings, has_failed).await?;
-        return Ok(RestoreOutcome {
-            version: FORMAT,
-            ended_at: clock::now_ms(),
-            ..RestoreOutcome::default()
-        });
-    };
     let staging = Staging::new(&settings.layout, HOME_STAGING);
     // If there is no directory now, another user may create one at any time: it must not be used.
     let is_resumed = staging.verify_if_exists()?;
@@ -396,16 +236,21 @@ async fn restore_files(
     let outcome = match complete {
         // An earlier run downloaded all files, but was interrupted before it had moved all of them.
         Some(outcome) => outcome,
-        None => match download(settings, &latest, &staging, progress, should_skip_damaged).await {
-            Ok(outcome) => outcome,
-            Err(error) => {
-                // The next run downloads all files again, so these would only fill the disk.
-                if let Err(error) = staging.remove() {
-                    tracing::warn!(error = %format_chain(&error), "cannot remove an incomplete download");
+        None => {
+            let Some(latest) = find_latest(settings, may_have_saved).await? else {
+                return Ok(RestoreOutcome::nothing());
+            };
+            match download(settings, &latest, &staging, progress, should_skip_damaged).await {
+                Ok(outcome) => outcome,
+                Err(error) => {
+                    // The next run downloads all files again, so these would only fill the disk.
+                    if let Err(error) = staging.remove() {
+                        tracing::warn!(error = %format_chain(&error), "cannot remove an incomplete download");
+                    }
+                    return Err(error);
                 }
-                return Err(error);
             }
-        },
+        }
     };
     failpoint::trigger("files.gate.marked")?;
     let (from, to, replaced) = (staging.files(), settings.layout.user_home(), staging.replaced());
@@ -416,7 +261,7 @@ async fn restore_files(
     keep_replaced(&settings.layout, &staging)?;
     staging.remove()?;
     tracing::info!(
-        snapshot = latest.id,
+        snapshot = outcome.snapshot,
         files = outcome.files,
         bytes = outcome.bytes,
         replaced,
@@ -425,25 +270,33 @@ async fn restore_files(
     Ok(outcome)
 }
 
-/// Checks that there is nothing to restore, although the pointer names no snapshot of an earlier machine. `has_failed`
-/// is whether an earlier restore on this machine has failed: there was a snapshot then.
+/// Finds the snapshot to restore: the one that the pointer names. `None` if there is none. `may_have_saved` is whether
+/// this machine may have saved snapshots: it then restores only an earlier machine's snapshot, because its own files are
+/// newer than its own snapshot.
 ///
 /// # Errors
-/// [`GateError::NotNamed`] if there are snapshots; others if the repository cannot be opened or listed.
-async fn ensure_nothing_to_restore(settings: &FilesSettings, has_failed: bool) -> Result<(), GateError> {
-    if has_failed {
-        return Err(GateError::NotNamed);
+/// [`GateError::NotNamed`] if the pointer names no snapshot, although there are some: anyone with a host's credentials
+/// for the store can make it name nothing, and that must not look like success. Others if the store fails.
+async fn find_latest(
+    settings: &FilesSettings,
+    may_have_saved: bool,
+) -> Result<Option<FilesSnapshotRef>, GateError> {
+    let read_pointer = async || files_pointer::read(&settings.bucket, &settings.slot).await;
+    let pointer = retry(OUTAGE_TIMEOUT, StoreError::is_transient, read_pointer).await?;
+    let identity = &settings.identity;
+    let is_earlier =
+        |latest: &FilesSnapshotRef| latest.machine_id != identity.machine && latest.epoch < identity.epoch;
+    let should_restore =
+        |latest: &FilesSnapshotRef| !settings.layout.restore_complete().exists() || is_earlier(latest);
+    let latest = pointer.and_then(|pointer| pointer.value.snapshot).filter(should_restore);
+    if latest.is_none() && !may_have_saved {
+        let root = settings.slot.files();
+        let has_any = async || has_snapshots(&settings.bucket, &root).await;
+        if retry(OUTAGE_TIMEOUT, FilesError::is_transient, has_any).await? {
+            return Err(GateError::NotNamed);
+        }
     }
-    // A machine in use may have saved snapshots of its own.
-    if settings.layout.restore_complete().exists() {
-        return Ok(());
-    }
-    let open = async || settings.open().await;
-    let repository = retry(OUTAGE_TIMEOUT, AccessError::is_transient, open).await?;
-    let Some(repository) = repository else { return Ok(()) };
-    let list = async || repository.list_snapshots().await;
-    let snapshots = retry(OUTAGE_TIMEOUT, FilesError::is_transient, list).await?;
-    if snapshots.is_empty() { Ok(()) } else { Err(GateError::NotNamed) }
+    Ok(latest)
 }
 
 /// Moves the replaced entries from the staging directory to a new directory among the owner's files. On a machine that

@@ -15,13 +15,14 @@ const UNWATCHED_INTERVAL_FACTOR: u32 = 50;
 const MAX_UNWATCHED_INTERVAL: Duration = Duration::from_secs(600);
 const FULL_INTERVAL_FACTOR: u32 = 100;
 const MAX_FULL_INTERVAL: Duration = Duration::from_secs(24 * 3600);
-/// The pause after a save, as a multiple of its duration, but at most `MAX_PAUSE`. Saves that read much more than the
+/// The pause after a save, as a multiple of its duration, but at most `MAX_PAUSE`, and less if that is necessary for
+/// [`MAX_CHANGE_AGE`]. Saves that read much more than the
 /// changes, for example because the cache cannot be written, must not keep the processor busy.
 const PAUSE_FACTOR: u32 = 10;
 const MAX_PAUSE: Duration = Duration::from_secs(300);
-/// A change is saved in this time, unless saves take more than 20 s: at worst, it is made at the start of a save, and
-/// waits for the end of that save, the pause and the next save.
-const MAX_CHANGE_AGE: Duration = Duration::from_secs(55);
+/// A change is saved in this time, unless saves take more than 15 s: at worst, it is made at the start of a save, and
+/// waits for the end of that save, the pause (or `MAX_DELAY`, if that is longer) and the next save.
+const MAX_CHANGE_AGE: Duration = Duration::from_secs(60);
 /// Interval between saves of the whole home directory, which also find writes that cause no events, such as those
 /// through a shared memory map.
 pub const FULL_INTERVAL: Duration = Duration::from_secs(3600);
@@ -158,7 +159,7 @@ impl Schedule {
 fn pause_after(duration: Duration) -> Duration {
     let pause = (duration * PAUSE_FACTOR).clamp(MIN_INTERVAL, MAX_PAUSE);
     let remaining = MAX_CHANGE_AGE.saturating_sub(duration * 2);
-    if remaining < MIN_INTERVAL { pause } else { pause.min(remaining) }
+    if remaining < MAX_DELAY { pause } else { pause.min(remaining) }
 }
 
 #[cfg(test)]
@@ -182,12 +183,13 @@ mod tests {
 
     #[test]
     fn change_is_saved_in_time_unless_saves_are_slow() {
-        for seconds in 0..=20 {
+        for seconds in 0..=15 {
             let duration = Duration::from_secs(seconds);
             let pause = pause_after(duration);
-            assert!(pause >= MIN_INTERVAL && duration * 2 + pause <= MAX_CHANGE_AGE, "{seconds}");
+            assert!(pause >= MIN_INTERVAL, "{seconds}");
+            assert!(duration * 2 + pause.max(MAX_DELAY) <= MAX_CHANGE_AGE, "{seconds}");
         }
-        assert_eq!(pause_after(Duration::from_secs(21)), Duration::from_secs(210));
+        assert_eq!(pause_after(Duration::from_secs(16)), Duration::from_secs(160));
         assert_eq!(pause_after(Duration::from_secs(60)), MAX_PAUSE);
     }
 
@@ -234,8 +236,8 @@ mod tests {
     fn slow_saves_have_longer_intervals() {
         let (mut schedule, now) = started();
         schedule.record_success(SaveScope::Everything, Duration::from_secs(20), now);
-        assert_eq!(schedule.decide(Observation::Unknown, after(now, 14)), SaveScope::Nothing);
-        assert_eq!(schedule.decide(Observation::Unknown, after(now, 15)), SaveScope::Everything);
+        assert_eq!(schedule.decide(Observation::Unknown, after(now, 199)), SaveScope::Nothing);
+        assert_eq!(schedule.decide(Observation::Unknown, after(now, 200)), SaveScope::Everything);
         schedule.record_success(SaveScope::Everything, Duration::from_secs(100), now);
         assert_eq!(schedule.decide(SETTLED, after(now, 299)), SaveScope::Nothing);
         assert_eq!(schedule.decide(SETTLED, after(now, 9999)), SaveScope::Changes);

@@ -58,13 +58,20 @@ pub struct UsageStore {
 
 /// A file that is replaced after a restore has replaced the records. The ledger is then read again: otherwise, the
 /// restored totals would be missing, and the next compaction would delete them.
-struct RestoreMarker {
+pub struct RestoreMarker {
     path: PathBuf,
     /// The state of the file when the records were last read.
     last: Mutex<Option<FileStamp>>,
 }
 
 impl RestoreMarker {
+    /// Remembers the file's current state. Call this before the records are read.
+    pub fn new(path: PathBuf) -> Self {
+        let marker = Self { path, last: Mutex::default() };
+        *lock(&marker.last) = marker.read();
+        marker
+    }
+
     fn read(&self) -> Option<FileStamp> {
         File::open(&self.path).and_then(|file| FileStamp::of_file(&file)).ok()
     }
@@ -91,11 +98,9 @@ impl UsageStore {
         })
     }
 
-    /// Makes the store read its files again whenever the file at `path` has been replaced.
+    /// Makes the store read its files again whenever the marker's file has been replaced.
     #[must_use]
-    pub fn with_restore_marker(self, path: PathBuf) -> Self {
-        let marker = RestoreMarker { path, last: Mutex::default() };
-        *lock(&marker.last) = marker.read();
+    pub fn with_restore_marker(self, marker: RestoreMarker) -> Self {
         Self { restore_marker: Some(marker), ..self }
     }
 

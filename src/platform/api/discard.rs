@@ -115,7 +115,7 @@ fn ensure_left_slot(machine: &MachineRow) -> Result<(), Problem> {
 async fn ensure_data_saved(tx: &Transaction<'_>, machine: &MachineRow) -> Result<(), Problem> {
     if let Some(since) = machine.unsaved_since {
         let why = if machine.unsaved_files {
-            "A later machine has not restored the owner's files, which may exist only on this server."
+            "A later machine started without the owner's files, which may exist only on this server."
                 .to_owned()
         } else {
             format!("No snapshot contains the data written on this machine since {}.", rfc3339_ms(since))

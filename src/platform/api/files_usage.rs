@@ -14,7 +14,6 @@ use super::endpoint::{Access, Endpoint, OPERATOR, READ, documented_json};
 use super::pointer::{SLOT, USER};
 use crate::context::Platform;
 use crate::db::file_keys;
-use crate::file_pruning::REPORT_PERMITS;
 use svc_files::FilesError;
 use svc_files::usage::measure;
 use svc_http::openapi::{Operation, schema_of};
@@ -22,8 +21,11 @@ use svc_http::problem::{Code, Problem, format_chain};
 use svc_machine::name::{IdpUserId, Slot};
 use svc_store::key::SlotPrefix;
 use svc_wire::files::FilesUsage;
+use tokio::sync::Semaphore;
 
-/// Timeout for listing the repository's objects. It is shorter than `svcctl`'s default timeout.
+/// Limits the listings that run at the same time in this process.
+static LISTING_PERMITS: Semaphore = Semaphore::const_new(2);
+/// Timeout for listing the repository's objects, and for waiting until other listings have ended. It is shorter than `svcctl`'s default timeout.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 pub async fn show(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
@@ -46,12 +48,12 @@ pub async fn show(State(platform): State<Arc<Platform>>, request: Request) -> Re
     drop(session);
     let root = SlotPrefix::new(&user, &slot).files();
     let measured = tokio::time::timeout(TIMEOUT, async {
-        let _permit = REPORT_PERMITS.acquire().await.expect("the semaphore is never closed");
+        let _permit = LISTING_PERMITS.acquire().await.expect("the semaphore is never closed");
         measure(&platform.bucket, &root).await
     });
     let usage = measured.await.map_err(|_| {
         let detail = format!(
-            "Listing the repository, or waiting for other reports, took more than {} s; try again later.",
+            "Listing the repository, or waiting for other listings, took more than {} s; try again later.",
             TIMEOUT.as_secs()
         );
         Problem::new(Code::StoreUnavailable, detail)

@@ -94,13 +94,7 @@ fn parse_request(call: &ApiCall) -> Result<RecoveryRequest, Problem> {
         locations,
         image_version,
     });
-    let request = fields.finish(request)?;
-    if without_files && options.replace_first {
-        let detail = "cannot be combined with `--replace-first`: the old server may hold the only usable copy of the owner's \
-                      files";
-        return Err(Problem::field("/withoutFiles", detail));
-    }
-    Ok(request)
+    fields.finish(request)
 }
 
 /// The properties of the new machine, looked up before any change.
@@ -188,6 +182,12 @@ async fn recover(
     let machine =
         require_machine(db::machines::find_in_slot(&session, &request.user, &request.slot).await?, request)?;
     drop(session);
+    // The server of a machine that never registered holds no files.
+    if request.without_files && request.options.replace_first && machine.registered_at.is_some() {
+        let detail = "cannot be combined with `--replace-first`: the old server may hold the only usable copy of the \
+                      owner's files";
+        return Err(Problem::field("/withoutFiles", detail));
+    }
     // A running recovery needs no lookups. No row lock or session is held during requests to the store.
     let plan = if machine.status == Status::Recovering {
         None

@@ -37,7 +37,7 @@ pub struct KeptServerRow {
     pub until: Option<Timestamp>,
     /// Changes made after this time are not in any snapshot.
     pub unsaved_since: Option<Timestamp>,
-    /// Whether `unsaved_since` is set only because a later machine has not restored the owner's files.
+    /// Whether `unsaved_since` is set only because a later machine started without the owner's files.
     pub unsaved_files: bool,
     /// When an operator abandoned the server's removal.
     pub removal_abandoned_at: Option<Timestamp>,

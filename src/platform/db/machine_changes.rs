@@ -325,7 +325,8 @@ pub async fn record_registration(
 /// machine that left its slot or never registered, but turned out to have a server or to be serving; has no effect on
 /// others.
 pub async fn mark_unsaved(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
-    let sql = "UPDATE user_machines SET unsaved_since = coalesce(unsaved_since, backup_taken_at, registered_at, now()), \
+    let sql = "UPDATE user_machines SET unsaved_since = coalesce(CASE WHEN NOT unsaved_files THEN unsaved_since END, \
+               backup_taken_at, registered_at, now()), \
                unsaved_files = false WHERE machine_id = $1 AND server_deleted_at IS NULL \
                AND (registered_at IS NULL OR retired_at IS NOT NULL OR deleted_at IS NOT NULL)";
     execute(client, sql, &[&id.0]).await.map(drop)

@@ -105,7 +105,7 @@ pub struct MachineRow {
     /// If set, changes made after this time may exist only on the server, because the machine left its slot without a
     /// final backup.
     pub unsaved_since: Option<Timestamp>,
-    /// Whether `unsaved_since` is set only because a later machine has not restored the owner's files.
+    /// Whether `unsaved_since` is set only because a later machine started without the owner's files.
     pub unsaved_files: bool,
     /// When the server's retention period was ended early, so that the server is deleted.
     pub discard_ordered_at: Option<Timestamp>,

@@ -14,6 +14,7 @@ use jiff::tz::TimeZone;
 use svc_base::error_chain::format_chain;
 use svc_files::FilesError;
 use svc_files::history::{Entry, EntryKind, HardLinkKey, History};
+use svc_files::path_stack::PathStack;
 use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 use zip::write::{SimpleFileOptions, StreamWriter};
@@ -97,14 +98,19 @@ fn write_archive<W: Write>(
     mut writer: Writer<W>,
     runtime: &Handle,
 ) -> io::Result<()> {
-    let mut pending = vec![(PathBuf::from(name), entry.clone())];
-    while let Some((path, entry)) = pending.pop() {
+    // Full paths of the entries of deep directories would take much memory.
+    let (mut pending_paths, mut pending) = (PathStack::default(), vec![entry.clone()]);
+    pending_paths.push(Path::new(name));
+    while let (Some(path), Some(entry)) = (pending_paths.pop(), pending.pop()) {
         match entry.kind() {
             EntryKind::Directory => {
                 writer.add_directory(&path, &entry)?;
                 let children = runtime.block_on(history.list(&entry)).map_err(io::Error::other)?;
                 // The order is reversed, because the stack returns the last entry first.
-                pending.extend(children.into_iter().rev().map(|child| (path.join(child.name()), child)));
+                for child in children.into_iter().rev() {
+                    pending_paths.push(&path.join(child.name()));
+                    pending.push(child);
+                }
             }
             EntryKind::File => {
                 let content = ContentReader {

@@ -161,6 +161,7 @@ async fn open_repository(settings: &FilesSettings) -> Result<Repository, Problem
             AccessError::KeyRefused(_) => {
                 Problem::new(Code::Superseded, "Another machine has replaced this one.")
             }
+            error @ AccessError::KeyLost(_) => Problem::new(Code::Conflict, error.to_string()),
             _ => Problem::new(
                 Code::Unavailable,
                 "The key of the file backup is currently unavailable; try again.",

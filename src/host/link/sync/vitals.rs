@@ -8,7 +8,7 @@ use serde::Deserialize;
 
 use super::config::SyncConfig;
 use crate::files::checks::FileChecks;
-use crate::files::gate::RestoreOutcome;
+use crate::files::restore_outcome::RestoreOutcome;
 use crate::files::status::FilesStatus;
 use crate::snapshots::check_log::{CheckKind, CheckRecord, Status};
 use crate::snapshots::database_identity;

@@ -214,7 +214,7 @@ fn restored_records_are_read_again() {
     let test = TestStore::new();
     let marker = test.dir.path().join("restored.json");
     let (writer, store) = test.open();
-    let store = store.with_restore_marker(marker.clone());
+    let store = store.with_restore_marker(RestoreMarker::new(marker.clone()));
     // The restored file replaces this record.
     store.record(day("2026-11-22"), &interaction(9)).unwrap();
     store.write();
