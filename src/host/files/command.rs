@@ -81,6 +81,7 @@ fn describe(status: Option<&FilesStatus>, outcome: Option<&RestoreOutcome>, now:
                 let files = pluralize(status.unstable, "file");
                 rows.push(("unstable", format!("{files} changed during every read")));
             }
+            rows.extend(status.notes.iter().map(|note| ("note", note.clone())));
             rows.extend(status.invalid_rules.iter().map(|line| (".svcignore", format!("invalid: {line}"))));
             rows.extend(status.error.as_ref().map(|error| ("error", error.clone())));
         }
@@ -170,6 +171,7 @@ mod tests {
         let excluded = ExcludedFiles { entries: 10, bytes: 4096, ..ExcludedFiles::default() };
         status.excluded_files = Some(ExcludedFiles { largest: vec![largest], ..excluded });
         status.error = Some("the store is unreachable".to_owned());
+        status.notes = vec!["special file: home/socket".to_owned()];
         let mut outcome = RestoreOutcome::default();
         (outcome.taken_at, outcome.files) = (Some(at(50)), 2);
         let text = describe(Some(&status), Some(&outcome), at(140));
@@ -181,6 +183,7 @@ mod tests {
             "excluded    at least 10 items, 4.0 KiB\n",
             "            home/a/node_modules: 9 items, 2.0 KiB\n",
             "the store is unreachable",
+            "note        special file: home/socket\n",
             "2 files as of",
         ] {
             assert!(text.contains(part), "{part:?} is not in {text}");

@@ -427,6 +427,7 @@ impl FileBackup {
         if is_full {
             (status.files, status.bytes) = (counts.files, counts.bytes);
             (status.excluded, status.special) = (counts.excluded, counts.special);
+            status.notes.clone_from(&counts.notes);
         }
         if let Some(sizes) = &counts.excluded_sizes {
             status.excluded_files = Some(to_excluded_files(sizes, checked_at));

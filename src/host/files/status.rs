@@ -44,6 +44,8 @@ pub struct FilesStatus {
     pub bytes: u64,
     pub excluded: u64,
     pub special: u64,
+    /// Names the first sockets, FIFOs, devices and unstable entries.
+    pub notes: Vec<String>,
     /// The sizes of the excluded files at the last measurement.
     pub excluded_files: Option<ExcludedFiles>,
     /// Entries of the last save that could not be read.
