@@ -45,6 +45,7 @@ use changes::Scope;
 pub use excluded::{ExcludedEntry, ExcludedSizes};
 pub use exclusions::Exclusions;
 pub use pending::estimate_pending_bytes;
+pub use walk::SPECIAL_FILE_NOTE;
 
 /// The fail points of a save.
 pub const FAILPOINTS: &[&str] =

@@ -40,6 +40,8 @@ use crate::xattrs::read_xattrs;
 pub(super) const MAX_READ_ATTEMPTS: u32 = 3;
 /// Directories that are nested deeper are not saved: each level takes a file descriptor and stack space.
 const MAX_DEPTH: usize = 1000;
+/// The start of the notes about sockets, FIFOs and devices.
+pub const SPECIAL_FILE_NOTE: &str = "special file";
 /// Maximum number of notes in the result.
 const MAX_NOTES: usize = 20;
 
@@ -322,7 +324,7 @@ impl Walker<'_> {
             FileType::Symlink => self.save_symlink(directory, name, &stat),
             _ => {
                 self.counts.special += 1;
-                self.note("special file");
+                self.note(SPECIAL_FILE_NOTE);
                 Ok(None)
             }
         }

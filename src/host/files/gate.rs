@@ -56,7 +56,7 @@ const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
 const LOCK_FILE: &str = "home-restore.lock";
 const SKIPPED: &str = "an operator started the machine without them (`svcctl recover --without-files`)";
 const GIVEN_UP: &str = "an operator chose not to restore the previous machine's files; this machine now saves its own \
-                        files, and the previous machine's last snapshot is kept for another 90 days";
+                        files, and the previous machine's last snapshot is kept until it is 90 days old";
 
 /// The capabilities that `svc-files-restore.service` needs to restore the files' owners and modes.
 pub const CAPABILITIES: CapabilitySet = CapabilitySet::CHOWN
@@ -94,10 +94,15 @@ pub async fn run(layout: Layout, should_retry: bool, should_skip_damaged: bool) 
     let progress = Arc::new(Progress::default());
     let _reporter = BootReporter::start(&settings.layout, progress.subscribe());
     let earlier = RestoreOutcome::read(&settings.layout).or_exit(Exit::Internal)?;
-    let has_failed = earlier.is_some_and(|outcome| outcome.error.is_some());
-    // Nothing is saved after a failure.
-    let may_have_saved = settings.layout.restore_complete().exists() && !has_failed;
-    match restore_files(&settings, &progress, may_have_saved, should_skip_damaged).await {
+    let earlier_error = earlier.and_then(|outcome| outcome.error);
+    let has_failed = earlier_error.is_some();
+    let expected = match earlier_error {
+        // There was a snapshot then: an empty store must not count as success.
+        Some(error) if error != SKIPPED => ExpectedSnapshot::Certain,
+        None if settings.layout.restore_complete().exists() => ExpectedSnapshot::Unknown,
+        Some(_) | None => ExpectedSnapshot::IfAnyExists,
+    };
+    match restore_files(&settings, &progress, expected, should_skip_damaged).await {
         Ok(outcome) => {
             outcome.write(&settings.layout).or_exit(Exit::Internal)?;
             let text = outcome.describe();
@@ -220,7 +225,7 @@ fn is_done(layout: &Layout, should_retry: bool) -> Result<bool, Failure> {
 async fn restore_files(
     settings: &FilesSettings,
     progress: &Progress,
-    may_have_saved: bool,
+    expected: ExpectedSnapshot,
     should_skip_damaged: bool,
 ) -> Result<RestoreOutcome, GateError> {
     let staging = Staging::new(&settings.layout, HOME_STAGING);
@@ -237,7 +242,7 @@ async fn restore_files(
         // An earlier run downloaded all files, but was interrupted before it had moved all of them.
         Some(outcome) => outcome,
         None => {
-            let Some(latest) = find_latest(settings, may_have_saved).await? else {
+            let Some(latest) = find_latest(settings, expected).await? else {
                 return Ok(RestoreOutcome::nothing());
             };
             match download(settings, &latest, &staging, progress, should_skip_damaged).await {
@@ -270,16 +275,25 @@ async fn restore_files(
     Ok(outcome)
 }
 
-/// Finds the snapshot to restore: the one that the pointer names. `None` if there is none. `may_have_saved` is whether
-/// this machine may have saved snapshots: it then restores only an earlier machine's snapshot, because its own files are
-/// newer than its own snapshot.
+/// Whether the pointer must name a snapshot of an earlier machine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum ExpectedSnapshot {
+    /// An earlier restore of it failed.
+    Certain,
+    /// It must if there are any snapshots, because this machine has saved none.
+    IfAnyExists,
+    /// This machine may have saved snapshots: its own files are newer than these.
+    Unknown,
+}
+
+/// Finds the snapshot to restore: the one that the pointer names. `None` if there is none.
 ///
 /// # Errors
 /// [`GateError::NotNamed`] if the pointer names no snapshot, although there are some: anyone with a host's credentials
 /// for the store can make it name nothing, and that must not look like success. Others if the store fails.
 async fn find_latest(
     settings: &FilesSettings,
-    may_have_saved: bool,
+    expected: ExpectedSnapshot,
 ) -> Result<Option<FilesSnapshotRef>, GateError> {
     let read_pointer = async || files_pointer::read(&settings.bucket, &settings.slot).await;
     let pointer = retry(OUTAGE_TIMEOUT, StoreError::is_transient, read_pointer).await?;
@@ -289,14 +303,19 @@ async fn find_latest(
     let should_restore =
         |latest: &FilesSnapshotRef| !settings.layout.restore_complete().exists() || is_earlier(latest);
     let latest = pointer.and_then(|pointer| pointer.value.snapshot).filter(should_restore);
-    if latest.is_none() && !may_have_saved {
-        let root = settings.slot.files();
-        let has_any = async || has_snapshots(&settings.bucket, &root).await;
-        if retry(OUTAGE_TIMEOUT, FilesError::is_transient, has_any).await? {
-            return Err(GateError::NotNamed);
-        }
+    if latest.is_some() {
+        return Ok(latest);
     }
-    Ok(latest)
+    let is_missing = match expected {
+        ExpectedSnapshot::Certain => true,
+        ExpectedSnapshot::Unknown => false,
+        ExpectedSnapshot::IfAnyExists => {
+            let root = settings.slot.files();
+            let has_any = async || has_snapshots(&settings.bucket, &root).await;
+            retry(OUTAGE_TIMEOUT, FilesError::is_transient, has_any).await?
+        }
+    };
+    if is_missing { Err(GateError::NotNamed) } else { Ok(None) }
 }
 
 /// Moves the replaced entries from the staging directory to a new directory among the owner's files. On a machine that

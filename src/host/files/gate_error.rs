@@ -24,8 +24,8 @@ pub(super) enum GateError {
     #[error("the pointer of the file backup names an invalid snapshot")]
     InvalidSnapshot,
     #[error(
-        "the pointer of the file backup (`files/latest`) names no snapshot of an earlier machine, although there are \
-         snapshots: restore an earlier version of it with the store's tools, or give the files up with `svc-sync-agent \
+        "the pointer of the file backup (`files/latest`) names no snapshot of an earlier machine, although there must be \
+         one: restore an earlier version of it with the store's tools, or give the files up with `svc-sync-agent \
          restore-home --give-up`"
     )]
     NotNamed,

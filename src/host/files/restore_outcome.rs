@@ -42,7 +42,7 @@ pub struct RestoreOutcome {
 }
 
 impl RestoreOutcome {
-    /// There were no files to restore.
+    /// No files were restored.
     pub(super) fn nothing() -> Self {
         Self { version: FORMAT, ended_at: clock::now_ms(), ..Self::default() }
     }

@@ -13,7 +13,9 @@ use svc_base::clock;
 use svc_base::error_chain::format_chain;
 use svc_base::failpoint;
 use svc_base::fsx;
-use svc_files::save::{ChangeSet, Exclusions, SaveOptions, SaveResult, Saver, estimate_pending_bytes};
+use svc_files::save::{
+    ChangeSet, Exclusions, SPECIAL_FILE_NOTE, SaveOptions, SaveResult, Saver, estimate_pending_bytes,
+};
 use svc_files::{FilesError, Id, Repository, Snapshot};
 use svc_store::StoreError;
 use svc_store::files_pointer::{self, FilesSnapshotRef};
@@ -427,7 +429,8 @@ impl FileBackup {
         if is_full {
             (status.files, status.bytes) = (counts.files, counts.bytes);
             (status.excluded, status.special) = (counts.excluded, counts.special);
-            status.notes.clone_from(&counts.notes);
+            let specials = counts.notes.iter().filter(|note| note.starts_with(SPECIAL_FILE_NOTE));
+            status.notes = specials.cloned().collect();
         }
         if let Some(sizes) = &counts.excluded_sizes {
             status.excluded_files = Some(to_excluded_files(sizes, checked_at));

@@ -44,7 +44,7 @@ pub struct FilesStatus {
     pub bytes: u64,
     pub excluded: u64,
     pub special: u64,
-    /// Names the first sockets, FIFOs, devices and unstable entries.
+    /// Names the first sockets, FIFOs and devices.
     pub notes: Vec<String>,
     /// The sizes of the excluded files at the last measurement.
     pub excluded_files: Option<ExcludedFiles>,

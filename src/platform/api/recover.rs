@@ -182,12 +182,6 @@ async fn recover(
     let machine =
         require_machine(db::machines::find_in_slot(&session, &request.user, &request.slot).await?, request)?;
     drop(session);
-    // The server of a machine that never registered holds no files.
-    if request.without_files && request.options.replace_first && machine.registered_at.is_some() {
-        let detail = "cannot be combined with `--replace-first`: the old server may hold the only usable copy of the \
-                      owner's files";
-        return Err(Problem::field("/withoutFiles", detail));
-    }
     // A running recovery needs no lookups. No row lock or session is held during requests to the store.
     let plan = if machine.status == Status::Recovering {
         None
@@ -207,6 +201,9 @@ async fn recover(
         let Some(plan) = plan else {
             return Err(slot_changed());
         };
+        if request.without_files && request.options.replace_first {
+            ensure_no_files_on_server(tx, &machine).await?;
+        }
         replacement_checks::ensure_not_powered_off(&machine, request.options.accept_loss)?;
         replacement_checks::ensure_not_restarting(tx, &machine, request.options.accept_loss).await?;
         server_quota::ensure_room_for_replacement(platform, tx, plan.server_count, &machine).await?;
@@ -255,6 +252,20 @@ async fn recover(
         Ok(MutationEffect::changed(reply, change))
     };
     mutation.run_for_user(platform, &request.user, change).await
+}
+
+/// Rejects the deletion of the last registered machine's server before a machine without its files has been created.
+async fn ensure_no_files_on_server(tx: &Transaction<'_>, machine: &MachineRow) -> Result<(), Problem> {
+    let holder = match machine.registered_at {
+        Some(_) => Some(machine.clone()),
+        None => db::machines::find_last_registered(tx, machine).await?,
+    };
+    if !holder.is_some_and(|holder| holder.has_server()) {
+        return Ok(());
+    }
+    let detail = "cannot be combined with `--replace-first`: the old server may hold the only usable copy of the owner's \
+                  files";
+    Err(Problem::field("/withoutFiles", detail))
 }
 
 fn slot_changed() -> Problem {

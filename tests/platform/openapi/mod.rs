@@ -209,7 +209,7 @@ impl ApiUnderTest for TestPlatform {
             "verify" if operation.id == "deploy" => json!(false),
             // A decision either names a snapshot or accepts the loss.
             "acceptLoss" if has_operation_id(operation) => json!(false),
-            // It cannot be combined with `replaceFirst`.
+            // It usually cannot be combined with `replaceFirst`.
             "withoutFiles" => json!(false),
             "currentPeriodEnd" => json!("2099-01-02T03:04:05Z"),
             _ => return None,
