@@ -188,8 +188,7 @@ mod tests {
         ] {
             assert!(text.contains(part), "{part:?} is not in {text}");
         }
-        let mut failed = RestoreOutcome::default();
-        failed.error = Some("damaged".to_owned());
+        let failed = RestoreOutcome { error: Some("damaged".to_owned()), ..RestoreOutcome::default() };
         assert!(
             describe(None, Some(&failed), at(0))
                 .contains("no: damaged; run `svc-sync-agent restore-home --retry`")
