@@ -1,8 +1,9 @@
 //! SQLite databases that a program writes to during the saves: each saved state opens, is intact, and is the state
 //! after a commit.
 
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Command, Output};
 
+use super::writer_process::WriterProcess;
 use super::*;
 
 /// Commits repeatedly: moves an amount between two accounts in different tables, and adds and deletes filler rows. The
@@ -55,35 +56,6 @@ print(db.execute("PRAGMA integrity_check").fetchone()[0])
 print(db.execute("SELECT (SELECT sum(amount) FROM a) + (SELECT sum(amount) FROM b)").fetchone()[0])
 "#;
 
-struct Writer(Child);
-
-impl Writer {
-    fn start(path: &Path, mode: &str, pause: &str, filler_mib: u32) -> Self {
-        let mut child = Command::new("python3")
-            .args(["-c", WRITER])
-            .arg(path)
-            .args([mode, pause, &filler_mib.to_string()])
-            .stdout(Stdio::piped())
-            .stderr(Stdio::inherit())
-            .spawn()
-            .unwrap();
-        let mut ready = [0; 6];
-        std::io::Read::read_exact(child.stdout.as_mut().unwrap(), &mut ready).unwrap();
-        Self(child)
-    }
-
-    fn is_running(&mut self) -> bool {
-        self.0.try_wait().unwrap().is_none()
-    }
-}
-
-impl Drop for Writer {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
 fn check(path: &Path) -> String {
     let Output { stdout, stderr, .. } =
         Command::new("python3").args(["-c", CHECK]).arg(path).output().unwrap();
@@ -96,7 +68,11 @@ async fn save_busy_database_and_check(mode: &str, pause: &str, filler_mib: u32) 
     let mut fixture = Fixture::new().await;
     fixture.write("app/other", "x");
     let path = fixture.home().join("app/data.db");
-    let mut writer = Writer::start(&path, mode, pause, filler_mib);
+    let mut writer = WriterProcess::start(Command::new("python3").args(["-c", WRITER]).arg(&path).args([
+        mode,
+        pause,
+        &filler_mib.to_string(),
+    ]));
     let mut checked = 0;
     for save in 0..6 {
         // Without a parent, everything is read again.

@@ -1,7 +1,8 @@
 //! Git repositories that a program writes to during the saves: the objects of each saved reference are saved.
 
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Command, Output};
 
+use super::writer_process::WriterProcess;
 use super::*;
 
 /// Commits until it is stopped, and packs the repository every 40 commits.
@@ -20,30 +21,6 @@ while :; do
 done
 "#;
 
-struct Writer(Child);
-
-impl Writer {
-    fn start(path: &Path) -> Self {
-        let mut child = Command::new("sh")
-            .args(["-c", WRITER, "writer"])
-            .arg(path)
-            .stdout(Stdio::piped())
-            .stderr(Stdio::inherit())
-            .spawn()
-            .unwrap();
-        let mut ready = [0; 6];
-        std::io::Read::read_exact(child.stdout.as_mut().unwrap(), &mut ready).unwrap();
-        Self(child)
-    }
-}
-
-impl Drop for Writer {
-    fn drop(&mut self) {
-        self.0.kill().ok();
-        self.0.wait().ok();
-    }
-}
-
 fn git(repository: &Path, arguments: &[&str]) -> Output {
     Command::new("git").arg("-C").arg(repository).args(arguments).output().unwrap()
 }
@@ -61,7 +38,7 @@ async fn repository_is_sound_in_each_save_during_commits() {
     let mut fixture = Fixture::new().await;
     let path = fixture.home().join("repository");
     fs::create_dir(&path).unwrap();
-    let writer = Writer::start(&path);
+    let writer = WriterProcess::start(Command::new("sh").args(["-c", WRITER, "writer"]).arg(&path));
     for _ in 0..6 {
         let saved = fixture.save().await;
         assert_sound(&fixture, &saved).await;

@@ -14,6 +14,7 @@ mod pruning;
 mod randomized;
 mod restic;
 mod sparse;
+mod writer_process;
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, Permissions};
