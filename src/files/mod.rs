@@ -14,6 +14,7 @@ mod cache;
 mod chunker;
 mod error;
 mod escape;
+pub mod first_names;
 pub mod history;
 mod id;
 mod index;

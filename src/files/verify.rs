@@ -52,16 +52,12 @@ pub struct DamagedPack {
     pub blobs: Vec<Id>,
 }
 
-/// Checks that the index and the latest snapshot can be read. The repository must have been opened without a cache,
-/// which would hide damage.
+/// Checks that the index can be read. The repository must have been opened without a cache, which would hide damage.
 ///
 /// # Errors
-/// If the store fails or lacks the snapshot; [`FilesError::Corrupt`] if an object is damaged;
-/// [`FilesError::IndexChanging`] if the index changed during every attempt to read it.
-pub async fn verify_index(repository: &Repository, latest: Option<Id>) -> Result<(), FilesError> {
-    if let Some(latest) = latest {
-        repository.read_snapshot(latest).await?;
-    }
+/// If the store fails; [`FilesError::Corrupt`] if an object is damaged; [`FilesError::IndexChanging`] if the index
+/// changed during every attempt to read it.
+pub async fn verify_index(repository: &Repository) -> Result<(), FilesError> {
     repository.load_known_blobs(&HashSet::new()).await.map(drop)
 }
 

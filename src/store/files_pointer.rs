@@ -54,11 +54,12 @@ impl PointedSnapshot for FilesSnapshotRef {
 }
 
 /// Reads the pointer; `None` if there is neither `latest` nor a log entry. If `latest` is corrupt, the newest log entry
-/// is returned, and the next write replaces `latest`.
+/// is returned, and the next write replaces `latest`. Corrupt log entries are skipped.
 ///
 /// # Errors
-/// [`StoreError`]; `Corrupt` if the newest log entry is not valid JSON, has an unknown format, has a `seq` or fence
-/// above the maximum, or has a `seq` other than the one in its name; or if `latest` is corrupt and there is no entry.
+/// [`StoreError`]; `Corrupt` if `latest` and the newest hundred log entries are corrupt, or if `latest` is corrupt and
+/// there is no entry. An entry is corrupt if it is not valid JSON, has an unknown format, has a `seq` or fence above the
+/// maximum, or has a `seq` other than the one in its name.
 pub async fn read(
     bucket: &Bucket,
     slot: &SlotPrefix,
@@ -245,6 +246,47 @@ mod tests {
             let written = stored().await;
             assert_eq!((written.seq, written.snapshot), (3, Some(snapshot(3, 2))));
         }
+    }
+
+    #[tokio::test]
+    async fn corrupt_log_entries_are_skipped() {
+        for (count, is_latest_corrupt) in [(1, false), (300, false), (1, true), (99, true)] {
+            let bucket = Bucket::new(Arc::new(InMemory::new()));
+            let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
+            let paths = slot.files_pointer_paths();
+            advance(&bucket, &slot, &snapshot(1, 1)).await.unwrap();
+            set_fence(&bucket, &slot, Epoch(2), machine(2)).await.unwrap();
+            let before = read(&bucket, &slot).await.unwrap().unwrap().value;
+            for seq in before.seq + 1..=before.seq + count {
+                bucket.put(&paths.entry(seq), "garbage{").await.unwrap();
+            }
+            if is_latest_corrupt {
+                bucket.put(&paths.latest, "garbage{").await.unwrap();
+            }
+            let found = read(&bucket, &slot).await.unwrap().unwrap().value;
+            assert_eq!((&found.snapshot, found.fence_epoch), (&before.snapshot, Epoch(2)), "{count}");
+            let error = advance(&bucket, &slot, &snapshot(2, 1)).await.unwrap_err();
+            assert!(matches!(error, PointerError::Fenced(_)), "{count}: {error}");
+            advance(&bucket, &slot, &snapshot(3, 2)).await.unwrap();
+            let written = read(&bucket, &slot).await.unwrap().unwrap().value;
+            let expected = (before.seq + count + 1, Some(snapshot(3, 2)));
+            assert_eq!((written.seq, written.snapshot), expected, "{count}");
+        }
+    }
+
+    #[tokio::test]
+    async fn valid_entry_below_corrupt_ones_is_found() {
+        let bucket = Bucket::new(Arc::new(InMemory::new()));
+        let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
+        let paths = slot.files_pointer_paths();
+        advance(&bucket, &slot, &snapshot(1, 1)).await.unwrap();
+        let first = bucket.get_json::<Pointer<FilesSnapshotRef>>(&paths.latest).await.unwrap().unwrap().value;
+        advance(&bucket, &slot, &snapshot(2, 1)).await.unwrap();
+        // As if the second write had been killed before it wrote `latest`.
+        bucket.put_json(&paths.latest, &first).await.unwrap();
+        bucket.put(&paths.entry(3), "garbage{").await.unwrap();
+        let found = read(&bucket, &slot).await.unwrap().unwrap().value;
+        assert_eq!(found.snapshot, Some(snapshot(2, 1)));
     }
 
     #[tokio::test]

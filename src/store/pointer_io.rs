@@ -19,6 +19,8 @@ use super::pointer_log::{find_first_seq, find_newest_entry};
 use super::snapshot_with_sidecar::SnapshotWithSidecar;
 use svc_machine::epoch::MAX_EPOCH;
 
+/// Maximum number of corrupt log entries that are skipped if `latest` is corrupt, too.
+const MAX_SKIPPED_ENTRIES: u64 = 100;
 /// Maximum number of attempts to write if other writers interfere.
 const MAX_ATTEMPTS: u32 = 16;
 
@@ -82,7 +84,7 @@ pub async fn read(bucket: &Bucket, slot: &SlotPrefix) -> Result<Option<PointerRe
     read_at(bucket, &slot.pointer_paths()).await
 }
 
-/// Like [`read`], for any pointer. With [`PointedSnapshot::REPAIRS_CORRUPT_LATEST`], returns the newest log entry if
+/// Like [`read`], for any pointer. With [`PointedSnapshot::REPAIRS_CORRUPT_LATEST`], returns the newest valid log entry if
 /// `latest` is corrupt; if there is no entry, the fence is unknown, so the result is still `Corrupt`.
 pub(super) async fn read_at<S: PointedSnapshot>(
     bucket: &Bucket,
@@ -109,18 +111,26 @@ pub(super) async fn read_at<S: PointedSnapshot>(
     let newest = find_newest_entry(bucket, paths, seq).await?;
     let (value, matches_log) = match newest {
         None => (latest.value, true),
-        // The log entry has the same ETag, so the values are equal.
+        // The log entry has the same ETag as `latest`, so the values are equal.
         Some((entry_seq, meta))
             if entry_seq == seq && meta.e_tag.is_some() && meta.e_tag.as_deref() == latest.version.etag() =>
         {
             (latest.value, true)
         }
         Some((entry_seq, _)) if entry_seq == seq => {
-            let claimed = read_entry(bucket, paths, entry_seq).await?;
-            let matches_log = claimed == latest.value;
-            (if matches_log { claimed } else { pointer::merge(&claimed, &latest.value) }, matches_log)
+            match read_entry::<S>(bucket, paths, entry_seq).await {
+                // An earlier write has skipped this entry.
+                Err(StoreError::Corrupt { .. }) if S::REPAIRS_CORRUPT_LATEST => (latest.value, true),
+                claimed => {
+                    let claimed = claimed?;
+                    let matches_log = claimed == latest.value;
+                    (if matches_log { claimed } else { pointer::merge(&claimed, &latest.value) }, matches_log)
+                }
+            }
         }
-        Some((entry_seq, _)) => (read_entry(bucket, paths, entry_seq).await?, true),
+        Some((entry_seq, _)) => {
+            (read_entry_or_skip(bucket, paths, entry_seq, Some(&latest.value)).await?, true)
+        }
     };
     let latest = LatestObject { seq: Some(seq), matches_log, version: latest.version };
     Ok(Some(PointerRead { value, latest: Some(latest) }))
@@ -145,7 +155,35 @@ async fn read_log<S: PointedSnapshot>(
 ) -> Result<Option<PointerRead<S>>, StoreError> {
     let from = if S::HAS_TRIMMED_LOG { find_first_seq(bucket, paths).await? } else { 0 };
     let Some((seq, _)) = find_newest_entry(bucket, paths, from).await? else { return Ok(None) };
-    Ok(Some(PointerRead { value: read_entry(bucket, paths, seq).await?, latest }))
+    Ok(Some(PointerRead { value: read_entry_or_skip(bucket, paths, seq, None).await?, latest }))
+}
+
+/// Reads a log entry. With [`PointedSnapshot::REPAIRS_CORRUPT_LATEST`], a corrupt one is skipped: the result is the newest
+/// pointer below it, with its `seq`, so that the next write claims the `seq` after it. Any holder of the slot's store
+/// credentials can add such entries.
+async fn read_entry_or_skip<S: PointedSnapshot>(
+    bucket: &Bucket,
+    paths: &PointerPaths,
+    seq: u64,
+    latest: Option<&Pointer<S>>,
+) -> Result<Pointer<S>, StoreError> {
+    let error = match read_entry(bucket, paths, seq).await {
+        Err(error @ StoreError::Corrupt { .. }) if S::REPAIRS_CORRUPT_LATEST => error,
+        result => return result,
+    };
+    // At most one valid entry is ahead of `latest`. Without `latest`, the newest valid entry may be anywhere below.
+    let candidates = match latest {
+        Some(latest) => latest.seq + 1..(latest.seq + 2).min(seq),
+        None => seq.saturating_sub(MAX_SKIPPED_ENTRIES)..seq,
+    };
+    for candidate in candidates.rev() {
+        match read_entry(bucket, paths, candidate).await {
+            Ok(entry) => return Ok(Pointer { seq, ..entry }),
+            Err(StoreError::Corrupt { .. } | StoreError::NotFound { .. }) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    latest.map(|latest| Pointer { seq, ..latest.clone() }).ok_or(error)
 }
 
 pub(super) async fn read_entry<S: PointedSnapshot>(

@@ -5,6 +5,7 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -26,18 +27,23 @@ const TIMEOUT: Duration = Duration::from_secs(120);
 pub struct FilesPlatform {
     base: String,
     key: Arc<str>,
+    has_lost_key: Arc<AtomicBool>,
 }
 
 impl FilesPlatform {
     pub async fn start() -> Result<Self> {
         svc::http::tls::install_provider();
         let key: Arc<str> = RepositoryKey::generate()?.password().expose_secret().into();
-        let response_key = key.clone();
+        let has_lost_key = Arc::new(AtomicBool::new(false));
+        let (response_key, is_lost) = (key.clone(), has_lost_key.clone());
         let respond = async move |uri: Uri, headers: HeaderMap| {
             let is_authorized = headers
                 .get("authorization")
                 .is_some_and(|value| value == "Bearer upgrade-token-of-a-machine");
-            if is_authorized && uri.path().ends_with("/files-key") {
+            if is_authorized && is_lost.load(Ordering::SeqCst) {
+                let problem = json!({"code": "conflict", "detail": "no key opens the repository"});
+                (StatusCode::CONFLICT, axum::Json(problem)).into_response()
+            } else if is_authorized && uri.path().ends_with("/files-key") {
                 axum::Json(json!({"key": &*response_key})).into_response()
             } else {
                 (StatusCode::UNAUTHORIZED, axum::Json(json!({"code": "unauthorized"}))).into_response()
@@ -47,7 +53,12 @@ impl FilesPlatform {
         let base = format!("http://{}", listener.local_addr()?);
         let app = Router::new().fallback(respond);
         tokio::spawn(async move { axum::serve(listener, app).await });
-        Ok(Self { base, key })
+        Ok(Self { base, key, has_lost_key })
+    }
+
+    /// Refuses to send a key, because none that the platform has opens the repository.
+    pub fn lose_key(&self) {
+        self.has_lost_key.store(true, Ordering::SeqCst);
     }
 
     pub fn key(&self) -> String {
@@ -100,7 +111,13 @@ impl Host {
         self.machine.spawn(&["svc-sync-agent", "files"], &[("FAILPOINTS", failpoints)])
     }
 
-    fn read_status(&self) -> Result<Value> {
+    /// Returns the lines of `backup.jsonl`.
+    pub fn read_backup_records(&self) -> Result<Vec<Value>> {
+        let text = fs::read_to_string(self.home().join("home/system/logs/backup.jsonl"))?;
+        Ok(text.lines().map(serde_json::from_str).collect::<Result<_, _>>()?)
+    }
+
+    pub fn read_status(&self) -> Result<Value> {
         Ok(serde_json::from_str(&fs::read_to_string(self.machine.path("var/lib/svc/files/status.json"))?)?)
     }
 
@@ -152,13 +169,17 @@ impl Host {
 }
 
 /// Describes each entry below a directory: its kind and mode, the target of a symbolic link, and the number of links,
-/// modification time and content of a file.
+/// modification time and content of a file. Leaves out `system/logs`, where saves and
+/// restores are recorded.
 pub fn describe_tree(root: &Path) -> Result<BTreeMap<String, String>> {
     let mut descriptions = BTreeMap::new();
     let mut pending = vec![root.to_owned()];
     while let Some(dir) = pending.pop() {
         for entry in fs::read_dir(&dir)? {
             let path = entry?.path();
+            if path.ends_with("home/system/logs") {
+                continue;
+            }
             let meta = fs::symlink_metadata(&path)?;
             let content = if meta.is_symlink() {
                 format!("-> {}", fs::read_link(&path)?.display())

@@ -78,11 +78,9 @@ async fn saved_files_are_restored_on_next_machine() -> Result<()> {
     let bucket = bucket(&store)?;
     files_pointer::set_fence(&bucket, &slot(), Epoch(2), second.machine.id).await?;
     second.machine.run(&["svc-sync-agent", "restore-home"])?.expect(0);
-    let mut restored = describe_tree(&second.home())?;
-    let log = restored.remove("home/system/logs/activity.log").context("the boot's record is missing")?;
+    assert_eq!(describe_tree(&second.home())?, expected);
+    let log = fs::read_to_string(second.home().join("home/system/logs/activity.log"))?;
     assert!(log.contains("the new machine's") && log.contains(" files as of "), "{log}");
-    restored.remove("home/system/logs");
-    assert_eq!(restored, expected);
     let outcome = second.read_outcome()?;
     assert_eq!(outcome["error"], serde_json::Value::Null, "{outcome}");
 
@@ -384,9 +382,32 @@ async fn changes_during_store_outage_are_saved_later() -> Result<()> {
     ensure!(growth < 100_000, "the state grew by {growth} bytes for {} bytes of changes", large.len());
     store.bring_up()?;
     first.machine.run(&["svc-sync-agent", "now"])?.expect(0);
+    let records = first.read_backup_records()?;
+    let outcomes: Vec<_> =
+        records.iter().map(|line| format!("{} {}", line["kind"], line["status"])).collect();
+    let expected = [r#""files" "success""#, r#""files" "error""#, r#""files" "success""#];
+    assert_eq!(outcomes, expected, "{records:?}");
+    assert!(records[1]["error"].is_string(), "{records:?}");
+    let key = records[2]["key"].as_str().and_then(|key| key.strip_prefix("files/")).context("no key")?;
+    assert!(store.read(BUCKET, &format!("{}/{key}", slot().files())).is_some(), "{key}");
     let next = Host::new(&store, &platform, 2)?;
     next.machine.run(&["svc-sync-agent", "restore-home"])?.expect(0);
     assert_eq!(describe_tree(&next.home())?, describe_tree(&first.home())?);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn machine_reports_that_the_platform_lacks_its_key() -> Result<()> {
+    let store = start_store()?;
+    let platform = FilesPlatform::start().await?;
+    let first = Host::new(&store, &platform, 1)?;
+    populate_home(&first)?;
+    drop(first.start_and_save().await?);
+    assert!(first.read_status()?["keyProblem"].is_null());
+    platform.lose_key();
+    let _service = first.start_and_save().await?;
+    let status = first.machine.run(&["svc-sync-agent", "status"])?.expect(0);
+    assert!(status.stdout.contains("key         only this machine has its key"), "{}", status.stdout);
     Ok(())
 }
 

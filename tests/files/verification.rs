@@ -106,6 +106,35 @@ async fn damaged_index_is_detected_despite_the_cache() -> Result<()> {
     Ok(())
 }
 
+/// The service must not compare with the lost snapshot's cached copy: nothing has changed, so it would save nothing.
+#[tokio::test(flavor = "multi_thread")]
+async fn lost_latest_snapshot_is_replaced() -> Result<()> {
+    let store = start_store()?;
+    let platform = FilesPlatform::start().await?;
+    let host = create_host(&store, &platform)?;
+    host.write("home/projects/plan.md", "version 1")?;
+    let _service = host.start_and_save().await?;
+    // The first save is a change itself: it has a line in `backup.jsonl`.
+    host.machine.run(&["svc-sync-agent", "now"])?.expect(0);
+    let latest = host.read_status()?["snapshot"].as_str().context("no snapshot")?.to_owned();
+    let key = format!("{}/snapshots/{latest}", slot().files());
+    assert!(store.remove(BUCKET, &key), "{key}");
+    let verified = host.machine.run(&["svc-sync-agent", "verify"])?.expect(65);
+    assert!(verified.stderr.contains(&latest), "{}", verified.stderr);
+    let request = host.machine.path("var/lib/svc/requests/files-verify");
+    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(60);
+    while !request.exists() {
+        ensure!(std::time::Instant::now() < deadline, "the service has not saved the files again");
+        tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+    }
+    host.machine.run(&["svc-sync-agent", "verify"])?.expect(0);
+    assert_ne!(host.read_status()?["snapshot"], latest.as_str());
+    let next = Host::new(&store, &platform, 2)?;
+    next.machine.run(&["svc-sync-agent", "restore-home"])?.expect(0);
+    assert_eq!(fs::read_to_string(next.home().join("home/projects/plan.md"))?, "version 1");
+    Ok(())
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn drill_waits_until_the_disk_has_space() -> Result<()> {
     let store = start_store()?;

@@ -32,7 +32,11 @@ async fn metrics_are_served_only_on_the_socket() -> Result<()> {
     let logs = host.machine.path("home/svc/home/system/logs");
     std::fs::create_dir_all(&logs)?;
     let key = "system/db/snapshots/2026-01-02T03-04-05.678Z-1.dump";
-    let lines = [json!({"status": "success", "key": key}), json!({"status": "error", "key": null})];
+    let lines = [
+        json!({"status": "success", "key": key}),
+        json!({"kind": "database", "status": "error", "key": null}),
+        json!({"kind": "files", "status": "success", "key": "files/snapshots/ab"}),
+    ];
     std::fs::write(logs.join("backup.jsonl"), lines.map(|line| format!("{line}\n")).concat())?;
 
     let after = scrape(&host)?;

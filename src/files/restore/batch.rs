@@ -3,9 +3,9 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-use super::hard_links::FirstNames;
 use super::target::Target;
 use crate::error::FilesError;
+use crate::first_names::FirstNames;
 use crate::id::Id;
 use crate::index::{BlobLocation, BlobLocations};
 use crate::pack::BlobType;
@@ -41,7 +41,7 @@ pub(super) struct Batch {
     pub(super) files: Vec<PlannedEntry>,
     pub(super) links: Vec<PlannedEntry>,
     /// Additional names of files, each with the first name, which may be in an earlier batch.
-    pub(super) hard_links: Vec<(PathBuf, Box<Path>)>,
+    pub(super) hard_links: Vec<(PathBuf, PathBuf)>,
     pub(super) placements: Vec<ChunkPlacement>,
     /// The positions in [`Self::files`] of the files that have a damaged chunk.
     pub(super) damaged: BTreeSet<u32>,
@@ -71,7 +71,9 @@ impl Batch {
             NodeType::Dir => self.directories.push(PlannedEntry { path, node }),
             NodeType::Symlink => self.links.push(PlannedEntry { path, node }),
             NodeType::File => {
-                if let Some(first) = first_names.find_or_insert(&path, &node) {
+                let key = node.hard_link_key();
+                if let Some(first) = key.and_then(|key| first_names.find_or_insert(&path, key)) {
+                    self.bytes += first.as_os_str().len();
                     self.hard_links.push((path, first));
                 } else {
                     let content = node.content.take().unwrap_or_default();

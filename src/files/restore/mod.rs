@@ -25,12 +25,12 @@ use svc_base::failpoint;
 
 use crate::blocking::run_blocking;
 use crate::error::FilesError;
+use crate::first_names::FirstNames;
 use crate::history::Entry;
 use crate::index::BlobLocations;
 use crate::repository::Repository;
 use crate::snapshot::Snapshot;
 use batch::{Batch, PlannedEntry};
-use hard_links::FirstNames;
 use metadata::{AttributeWriter, Owners};
 use space::FreeSpace;
 pub use space::available_bytes;

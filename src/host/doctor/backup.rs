@@ -4,7 +4,8 @@ use jiff::Timestamp;
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 
-use crate::snapshots::check_log::{CheckKind, CheckRecord, LastCheckError, Status};
+use crate::records::backup::Status;
+use crate::snapshots::check_log::{CheckKind, CheckRecord, LastCheckError};
 use crate::snapshots::held_snapshot::HeldSnapshot;
 use crate::system::layout::Layout;
 use svc_base::diagnosis::Findings;

@@ -14,6 +14,9 @@ const NEXT_STEP: &str =
 
 const VERIFY_STEP: &str = "run `svc-sync-agent verify`";
 
+const KEY_STEP: &str =
+    "keep a copy of /var/lib/svc/files/key outside this machine, and tell the platform's operator";
+
 const RETRY_STEP: &str = "repair the store, then run `svc-sync-agent restore-home --retry`; as the last resort, add \
                           `--skip-damaged` to leave out what is damaged, or use `--give-up` to keep the machine's own files";
 
@@ -46,6 +49,9 @@ pub fn check(layout: &Layout) -> Findings {
     let checks = FileChecks::read(layout).unwrap_or_default();
     if let Some(problem) = checks.find_problem() {
         return findings.problem(format!("the file backup is damaged: {problem}"), VERIFY_STEP);
+    }
+    if let Some(problem) = &status.key_problem {
+        return findings.problem(format!("the file backup cannot be restored: {problem}"), KEY_STEP);
     }
     if let Some(failure) = checks.find_failure(now) {
         return findings.problem(format!("the file backup may be damaged: {failure}"), VERIFY_STEP);

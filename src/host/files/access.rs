@@ -50,6 +50,15 @@ pub enum AccessError {
 }
 
 impl AccessError {
+    /// Describes the problem of a machine that has the key which the platform lacks; `None` for any other error.
+    pub fn to_key_problem(&self) -> Option<String> {
+        let Self::KeyLost(why) = self else { return None };
+        Some(format!(
+            "only this machine has its key, so a later machine could not restore it; copy /var/lib/svc/files/key to a safe \
+             place, and to the next machine before it restores the files ({why})"
+        ))
+    }
+
     /// Whether a retry may succeed.
     pub fn is_transient(&self) -> bool {
         match self {
@@ -58,6 +67,14 @@ impl AccessError {
             Self::KeyRefused(_) | Self::KeyLost(_) | Self::NotRestored | Self::File(_) => false,
         }
     }
+}
+
+/// The slot's repository, as opened with a key that opens it.
+struct OpenedRepository {
+    key: RepositoryKey,
+    /// `None` if nothing has been saved yet.
+    repository: Option<Repository>,
+    key_problem: Option<String>,
 }
 
 /// Everything that `restic` needs to open the repository, except credentials for the store.
@@ -155,7 +172,7 @@ impl FilesSettings {
     /// [`AccessError`] if no key is available, if the platform refuses to send its key, or if the repository or the key
     /// file cannot be read or written; `WrongKey` if neither the platform's key nor this machine's key opens it.
     pub async fn open(&self) -> Result<Option<Repository>, AccessError> {
-        Ok(self.open_with_known_keys(&self.cache()).await?.1)
+        Ok(self.open_with_known_keys(&self.cache()).await?.repository)
     }
 
     /// Opens the slot's repository with this machine's key. Requests the platform's key only if this machine has no key
@@ -186,36 +203,38 @@ impl FilesSettings {
                 Err(error) => return Err(error.into()),
             }
         }
-        Ok(self.open_with_known_keys(cache).await?.1)
+        Ok(self.open_with_known_keys(cache).await?.repository)
     }
 
-    /// Opens the slot's repository, and creates it if there is none.
+    /// Opens the slot's repository, and creates it if there is none. Also returns why no other machine could open it, if
+    /// the platform does not have the key that opens it.
     ///
     /// # Errors
     /// Those of [`Self::open`].
-    pub async fn open_or_create(&self) -> Result<Repository, AccessError> {
+    pub async fn open_or_create(&self) -> Result<(Repository, Option<String>), AccessError> {
         let cache = self.cache();
-        match self.open_with_known_keys(&cache).await? {
-            (_, Some(repository)) => Ok(repository),
-            (key, None) => {
+        let OpenedRepository { key, repository, key_problem } = self.open_with_known_keys(&cache).await?;
+        let repository = match repository {
+            Some(repository) => repository,
+            None => {
                 let (bucket, root) = (self.bucket.clone(), self.slot.files());
-                Ok(Repository::open_or_create(bucket, root, &key, cache).await?)
+                Repository::open_or_create(bucket, root, &key, cache).await?
             }
-        }
+        };
+        Ok((repository, key_problem))
     }
 
-    /// Returns the key to use, and the repository if there is one. The platform's key and the machine's differ only if
-    /// the platform's database is older than the machine's key.
-    async fn open_with_known_keys(
-        &self,
-        cache: &Cache,
-    ) -> Result<(RepositoryKey, Option<Repository>), AccessError> {
+    /// Opens the repository with the first key that opens it. The platform's key and the machine's differ only if the
+    /// platform's database is older than the machine's key.
+    async fn open_with_known_keys(&self, cache: &Cache) -> Result<OpenedRepository, AccessError> {
         let stored = self.read_key()?;
+        let mut key_problem = None;
         let keys = match self.request_key(stored.as_ref()).await {
             Ok(key) => vec![key].into_iter().chain(stored).collect(),
             Err(error @ (AccessError::KeyUnavailable(_) | AccessError::KeyLost(_))) => match stored {
                 Some(stored) => {
                     tracing::warn!(error = %format_chain(&error), "using the stored key of the file backup");
+                    key_problem = error.to_key_problem();
                     vec![stored]
                 }
                 None => return Err(error),
@@ -228,7 +247,7 @@ impl FilesSettings {
             match Repository::open(bucket, root, &key, cache.clone()).await {
                 Ok(repository) => {
                     self.store_key(&key)?;
-                    return Ok((key, repository));
+                    return Ok(OpenedRepository { key, repository, key_problem });
                 }
                 Err(error @ FilesError::WrongKey) => refusal = Some(error),
                 Err(error) => return Err(error.into()),

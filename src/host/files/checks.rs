@@ -44,11 +44,14 @@ pub struct FileChecks {
     failing_since: Option<Timestamp>,
     /// Why the index or the latest snapshot cannot be read, so that nothing could be restored.
     pub unreadable: Option<String>,
+    /// The id of a snapshot that was the latest, but missing or damaged, when a verification read it.
+    damaged_snapshot: Option<String>,
     /// The damaged packs, and how many of their blobs have no sound copy in another pack. The blobs are not named: many
     /// programs read this file often, and millions of blobs can be damaged.
     #[serde(deserialize_with = "read_damaged")]
     pub damaged: BTreeMap<String, u64>,
-    /// When a run last found damage that was not recorded yet: a damaged pack, or more damaged blobs in one.
+    /// When a run last found damage that was not recorded yet: a damaged pack, more damaged blobs in one, or a damaged
+    /// latest snapshot.
     #[serde(with = "clock::wire_option")]
     pub damage_found_at: Option<Timestamp>,
     /// The first affected files; `None` if they are not known yet.
@@ -180,10 +183,27 @@ impl FileChecks {
         // Copy the time before the result is replaced: in a file of an earlier release, only the result contains it.
         self.verified_at = self.verified_at();
         if result.error.is_none() {
-            (self.verified_at, self.unreadable) = (Some(now), None);
+            (self.verified_at, self.unreadable, self.damaged_snapshot) = (Some(now), None, None);
         }
         self.verify = Some(result);
         self.update_failing_since(now);
+    }
+
+    /// Records that the latest snapshot is missing or damaged.
+    pub fn record_damaged_snapshot(&mut self, latest: Id, now: Timestamp) {
+        let latest = latest.to_string();
+        if self.damaged_snapshot.as_ref() != Some(&latest) {
+            (self.damaged_snapshot, self.damage_found_at) = (Some(latest), Some(now));
+        }
+    }
+
+    pub fn is_damaged_snapshot(&self, id: Id) -> bool {
+        self.damaged_snapshot.as_ref().is_some_and(|damaged| *damaged == id.to_string())
+    }
+
+    /// Whether a save may be able to write damaged data again.
+    pub fn has_repairable_damage(&self) -> bool {
+        !self.damaged.is_empty() || self.damaged_snapshot.is_some()
     }
 
     /// Records a drill. If it could not be completed, the differences and the damage that an earlier drill found are

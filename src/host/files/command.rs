@@ -84,6 +84,7 @@ fn describe(status: Option<&FilesStatus>, outcome: Option<&RestoreOutcome>, now:
             rows.extend(status.notes.iter().map(|note| ("note", note.clone())));
             rows.extend(status.invalid_rules.iter().map(|line| (".svcignore", format!("invalid: {line}"))));
             rows.extend(status.error.as_ref().map(|error| ("error", error.clone())));
+            rows.extend(status.key_problem.as_ref().map(|problem| ("key", problem.clone())));
         }
     }
     match outcome {

@@ -25,6 +25,7 @@ pub mod restore_outcome;
 mod rules;
 mod save_error;
 mod save_passes;
+mod save_records;
 mod save_request;
 mod schedule;
 pub mod service;

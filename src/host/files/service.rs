@@ -13,9 +13,7 @@ use svc_base::clock;
 use svc_base::error_chain::format_chain;
 use svc_base::failpoint;
 use svc_base::fsx;
-use svc_files::save::{
-    ChangeSet, Exclusions, SPECIAL_FILE_NOTE, SaveOptions, SaveResult, Saver, estimate_pending_bytes,
-};
+use svc_files::save::{ChangeSet, Exclusions, SaveOptions, SaveResult, Saver, estimate_pending_bytes};
 use svc_files::{FilesError, Id, Repository, Snapshot};
 use svc_store::StoreError;
 use svc_store::files_pointer::{self, FilesSnapshotRef};
@@ -30,9 +28,10 @@ use super::restore_outcome::RestoreOutcome;
 use super::rules::{OwnerRules, read_rules, set_rules};
 use super::save_error::SaveError;
 use super::save_passes::SavePasses;
+use super::save_records::SaveRecords;
 use super::save_request::SAVE_REQUEST;
 use super::schedule::{SaveScope, Schedule};
-use super::status::{FilesStatus, to_excluded_files};
+use super::status::FilesStatus;
 use super::verify;
 use crate::audit::file_changes::ChangesReply;
 use crate::system::layout::Layout;
@@ -91,6 +90,7 @@ struct FileBackup {
     /// Paths that the last save could not read, or that changed during it.
     retry: ChangeSet,
     last_warning: Option<(String, Instant)>,
+    records: SaveRecords,
     /// When the writers were stopped, as of the last check. A new value requests a save.
     last_quiesced_at: Option<Timestamp>,
     /// Whether a full save must follow, because the writers were stopped.
@@ -131,6 +131,7 @@ impl FileBackup {
             saved_token: None,
             retry: ChangeSet::default(),
             last_warning: None,
+            records: SaveRecords::default(),
             last_quiesced_at: None,
             is_full_save_due: false,
             key_offered_at: None,
@@ -187,7 +188,7 @@ impl FileBackup {
         // New rules also apply to unchanged directories.
         let save = if self.rules.as_ref() == Some(&rules) { save } else { SaveScope::Everything };
         self.rules = Some(rules);
-        match self.save(save, reply.ok(), checked_at).await {
+        match self.save(save, reply.ok(), (checked_at, began)).await {
             Ok(FinishedSave { throttled, is_full }) => {
                 // Only the work counts: a save that mostly waits for the upload limit is not slow.
                 let duration = began.elapsed().saturating_sub(throttled);
@@ -209,7 +210,7 @@ impl FileBackup {
                     self.settings = FilesSettings::read(self.settings.layout.clone())?;
                 }
                 self.schedule.record_failure(Instant::now());
-                self.record_failure(&error);
+                self.record_failure(&error, (checked_at, began));
             }
         }
         Ok(())
@@ -231,12 +232,12 @@ impl FileBackup {
         }
     }
 
-    /// Saves, and moves the pointer to the snapshot.
+    /// Saves, and moves the pointer to the snapshot. `began` is the start of the save.
     async fn save(
         &mut self,
         save: SaveScope,
         reply: Option<ChangesReply>,
-        checked_at: Timestamp,
+        began: (Timestamp, Instant),
     ) -> Result<FinishedSave, SaveError> {
         self.ensure_home_is_complete()?;
         let open = match self.saver.take() {
@@ -261,7 +262,8 @@ impl FileBackup {
         open.saver.set_damaged_packs(checks.damaged_packs());
         let is_repair = self.status.needs_repair(checks.damage_found_at);
         let save = if is_repair { SaveScope::Everything } else { save };
-        let parent = open.parent.clone();
+        // The cache may still contain a snapshot that the store has lost.
+        let parent = open.parent.clone().filter(|(id, _)| !checks.is_damaged_snapshot(*id));
         let (result, is_full) = match (save, parent) {
             // The changes since another machine's snapshot are unknown.
             (SaveScope::Changes, Some(parent)) if open.is_parent_from_this_machine => {
@@ -285,7 +287,7 @@ impl FileBackup {
                 id: id.clone(),
                 machine_id: self.settings.identity.machine,
                 epoch: self.settings.epoch(),
-                taken_at: checked_at,
+                taken_at: began.0,
             };
             files_pointer::advance(&self.settings.bucket, &self.settings.slot, &snapshot).await?;
             open.pointer_target = Some(id);
@@ -296,7 +298,7 @@ impl FileBackup {
         if is_repair {
             self.record_repair(checks.damage_found_at);
         }
-        self.record_saved(&saved, is_full, checked_at);
+        self.record_saved(&saved, is_full, began);
         Ok(FinishedSave { throttled: saved.throttled, is_full })
     }
 
@@ -316,8 +318,9 @@ impl FileBackup {
             return;
         }
         match self.settings.offer_key().await {
-            Ok(()) => self.key_offered_at = Some(Instant::now()),
+            Ok(()) => (self.key_offered_at, self.status.key_problem) = (Some(Instant::now()), None),
             Err(error) => {
+                self.status.key_problem = error.to_key_problem().or(self.status.key_problem.take());
                 tracing::debug!(error = %format_chain(&error), "cannot send the key of the file backup to the platform");
             }
         }
@@ -347,8 +350,9 @@ impl FileBackup {
         Ok(())
     }
 
-    async fn open(&self) -> Result<OpenSaver, SaveError> {
-        let repository = self.settings.open_or_create().await?;
+    async fn open(&mut self) -> Result<OpenSaver, SaveError> {
+        let (repository, key_problem) = self.settings.open_or_create().await?;
+        self.status.key_problem = key_problem;
         let pointer = files_pointer::read(&self.settings.bucket, &self.settings.slot).await?;
         let pointer = pointer.map(|pointer| pointer.value);
         if let Some(pointer) = &pointer {
@@ -422,23 +426,11 @@ impl FileBackup {
         }
     }
 
-    fn record_saved(&mut self, saved: &SaveResult, is_full: bool, checked_at: Timestamp) {
-        let counts = &saved.counts;
+    fn record_saved(&mut self, saved: &SaveResult, is_full: bool, (checked_at, began): (Timestamp, Instant)) {
         self.retry = saved.retry.clone();
-        let status = &mut self.status;
-        if is_full {
-            (status.files, status.bytes) = (counts.files, counts.bytes);
-            (status.excluded, status.special) = (counts.excluded, counts.special);
-            let specials = counts.notes.iter().filter(|note| note.starts_with(SPECIAL_FILE_NOTE));
-            status.notes = specials.cloned().collect();
-        }
-        if let Some(sizes) = &counts.excluded_sizes {
-            status.excluded_files = Some(to_excluded_files(sizes, checked_at));
+        if saved.counts.excluded_sizes.is_some() {
             self.measured_excluded = Some((Instant::now(), self.rules.clone().unwrap_or_default()));
         }
-        (status.unreadable, status.unstable) = (counts.unreadable, counts.unstable);
-        status.first_unreadable.clone_from(&counts.first_unreadable);
-        status.snapshot = Some(saved.id.to_string());
         // While the writers are stopped, only a full save is certain to contain everything that they wrote.
         let quiesced_at =
             Quiesce::read(&self.settings.layout).ok().flatten().and_then(|quiesce| quiesce.quiesced_at);
@@ -446,14 +438,17 @@ impl FileBackup {
             Some(quiesced_at) if !is_full => checked_at.min(quiesced_at - SignedDuration::from_millis(1)),
             _ => checked_at,
         };
-        status.saved_until = Some(saved_until);
-        (status.changed_since, status.pending_bytes) = (None, None);
-        (status.error, status.failing_since) = (None, None);
+        self.status.record_saved(saved, is_full, saved_until);
         self.write_status();
+        // A line would be a change that the last save does not contain.
+        if quiesced_at.is_none() {
+            let (layout, bytes) = (&self.settings.layout, self.status.bytes);
+            self.records.record_success(layout, saved, bytes, (checked_at, began));
+        }
         if !saved.is_unchanged {
             tracing::info!(
                 snapshot = %saved.id,
-                files_read = counts.files_read,
+                files_read = saved.counts.files_read,
                 uploaded_bytes = saved.uploaded_bytes,
                 is_full,
                 "saved the owner's files"
@@ -461,7 +456,7 @@ impl FileBackup {
         }
     }
 
-    fn record_failure(&mut self, error: &SaveError) {
+    fn record_failure(&mut self, error: &SaveError, began: (Timestamp, Instant)) {
         let text = format_chain(error);
         let is_repeated = |(last, at): &(String, Instant)| *last == text && at.elapsed() < WARNING_INTERVAL;
         if !self.last_warning.as_ref().is_some_and(is_repeated) {
@@ -471,6 +466,7 @@ impl FileBackup {
         let now = clock::now_ms();
         self.status.failing_since.get_or_insert(now);
         self.status.failed_at = Some(now);
+        self.records.record_failure(&self.settings.layout, &text, began);
         self.status.error = Some(text);
         self.write_status();
     }

@@ -12,7 +12,7 @@ use crate::system::layout::Layout;
 use svc_base::clock;
 use svc_base::fsx::{self, FileError};
 use svc_base::untrusted_text::truncate_printable;
-use svc_files::save::{ExcludedEntry, ExcludedSizes};
+use svc_files::save::{ExcludedEntry, ExcludedSizes, SPECIAL_FILE_NOTE, SaveResult};
 use svc_http::openapi::MAX_SAFE_INTEGER;
 use svc_wire::files::{ExcludedFile, ExcludedFiles, FileBackupStatus};
 
@@ -63,6 +63,8 @@ pub struct FilesStatus {
     /// The value of [`FileChecks::damage_found_at`] for which all files were last read again.
     #[serde(with = "clock::wire_option")]
     pub repaired_at: Option<Timestamp>,
+    /// Why a later machine could not read the file backup; `None` if the platform has its key, as far as is known.
+    pub key_problem: Option<String>,
     /// When a save last failed. A later success does not clear this time.
     #[serde(with = "clock::wire_option")]
     pub failed_at: Option<Timestamp>,
@@ -85,6 +87,26 @@ impl FilesStatus {
         });
         status.correct_future_times(clock::now_ms());
         Ok(Some(status))
+    }
+
+    /// Records a save.
+    pub(super) fn record_saved(&mut self, saved: &SaveResult, is_full: bool, saved_until: Timestamp) {
+        let counts = &saved.counts;
+        if is_full {
+            (self.files, self.bytes) = (counts.files, counts.bytes);
+            (self.excluded, self.special) = (counts.excluded, counts.special);
+            let specials = counts.notes.iter().filter(|note| note.starts_with(SPECIAL_FILE_NOTE));
+            self.notes = specials.cloned().collect();
+        }
+        if let Some(sizes) = &counts.excluded_sizes {
+            self.excluded_files = Some(to_excluded_files(sizes, saved_until));
+        }
+        (self.unreadable, self.unstable) = (counts.unreadable, counts.unstable);
+        self.first_unreadable.clone_from(&counts.first_unreadable);
+        self.snapshot = Some(saved.id.to_string());
+        self.saved_until = Some(saved_until);
+        (self.changed_since, self.pending_bytes) = (None, None);
+        (self.error, self.failing_since) = (None, None);
     }
 
     /// Corrects times that were recorded while the clock was ahead. Otherwise, changes made now would already count as
@@ -140,8 +162,13 @@ impl FilesStatus {
             excluded: self.excluded_files.clone(),
             verified_at: checks.verified_at().map(Into::into),
             drilled_at: checks.drilled_at().map(Into::into),
-            damage: checks.find_problem(),
+            damage: self.find_problem(checks),
         }
+    }
+
+    /// Describes the most serious known problem of what is saved.
+    pub fn find_problem(&self, checks: &FileChecks) -> Option<String> {
+        checks.find_problem().or_else(|| self.key_problem.clone())
     }
 
     /// Writes the file.
@@ -159,7 +186,7 @@ impl FilesStatus {
 }
 
 /// Describes the excluded entries for the status.
-pub(super) fn to_excluded_files(sizes: &ExcludedSizes, measured_at: Timestamp) -> ExcludedFiles {
+fn to_excluded_files(sizes: &ExcludedSizes, measured_at: Timestamp) -> ExcludedFiles {
     let display_path =
         |path: &Path| truncate_printable(&HomePath::from_relative(path.to_owned()).to_string());
     let to_file = |entry: &ExcludedEntry| ExcludedFile {

@@ -94,8 +94,8 @@ pub async fn run(layout: Layout, should_verify_all: bool) -> Result<(), Failure>
                 verify_and_record(&settings, &mut checks, &shares, now).await.or_exit(Exit::Internal)?;
         }
     }
-    if !checks.damaged.is_empty() {
-        // The requested save writes the damaged content again if the machine still has it.
+    if checks.has_repairable_damage() {
+        // The requested save writes the damaged content or snapshot again if the machine still has the files.
         fsx::write_atomic(&layout.request(SAVE_REQUEST), b"", 0o644).or_exit(Exit::Internal)?;
     }
     if let Some(problem) = checks.find_problem() {
@@ -150,7 +150,15 @@ async fn verify_shares(
 ) -> Result<(), CheckError> {
     // The cache would hide damage to the index and to the snapshot.
     let uncached = settings.open_uncached().await?.ok_or(CheckError::NothingSaved)?;
-    verify_index(&uncached, settings.read_latest().await?).await?;
+    if let Some(latest) = settings.read_latest().await?
+        && let Err(error) = uncached.read_snapshot(latest).await
+    {
+        if error.is_damage() {
+            checks.record_damaged_snapshot(latest, clock::now_ms());
+        }
+        return Err(error.into());
+    }
+    verify_index(&uncached).await?;
     let repository = settings.open_with_stored_key().await?.ok_or(CheckError::NothingSaved)?;
     // Contains all damaged blobs, because the shares with known damage are verified in each run.
     let mut blobs: HashSet<Id> = HashSet::new();

@@ -8,11 +8,16 @@ use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use svc_base::fsx::FileError;
 
+const MAX_LOCK_WAIT: Duration = Duration::from_secs(1);
+const LOCK_POLL_INTERVAL: Duration = Duration::from_millis(10);
+
 /// Appends a line in a single write, and syncs the file. A torn last line is removed first; a complete last line that
-/// lacks its newline is terminated. The caller must prevent concurrent appends.
+/// lacks its newline is terminated. Concurrent appends wait for each
+/// other.
 ///
 /// # Errors
 /// [`FileError`] if the file cannot be created, read or written, or if the path is a symbolic link.
@@ -23,6 +28,7 @@ pub fn append_line(path: &Path, line: &[u8]) -> Result<(), FileError> {
         let no_link = nix::fcntl::OFlag::O_NOFOLLOW.bits();
         let mut options = File::options();
         let mut file = options.create(true).read(true).append(true).custom_flags(no_link).open(path)?;
+        wait_for_lock(&file);
         let mut text = repair_tail(&mut file)?.to_vec();
         text.extend_from_slice(line);
         text.push(b'\n');
@@ -30,6 +36,15 @@ pub fn append_line(path: &Path, line: &[u8]) -> Result<(), FileError> {
         file.sync_data()
     };
     append().map_err(FileError::wrap("append to", path))
+}
+
+/// Waits for concurrent appends to end, but not longer than `MAX_LOCK_WAIT`: the owner's programs can lock the file, too,
+/// and must not stop a backup. Without the lock, at worst a line is torn.
+fn wait_for_lock(file: &File) {
+    let end = Instant::now() + MAX_LOCK_WAIT;
+    while file.try_lock().is_err() && Instant::now() < end {
+        std::thread::sleep(LOCK_POLL_INTERVAL);
+    }
 }
 
 /// Removes a torn last line, unless it is longer than 1 MiB. Returns the text to write before the next line: empty, or

@@ -1,9 +1,10 @@
 //! The records in the owner's `system/logs`: dispatches, their cost, file changes, and events on the machine.
 //!
 //! This module defines their lines, and writes, counts and reads them. It also reads the records of storage and
-//! backups, whose lines other modules define. All records except `activity.log` have one JSON object per line. Days
+//! backups, whose lines other modules complete. All records except `activity.log` have one JSON object per line. Days
 //! begin at midnight in `costLimits.timeZone`.
 
+pub mod backup;
 pub mod calendar;
 pub mod entry;
 pub mod files;

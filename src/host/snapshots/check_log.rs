@@ -6,20 +6,13 @@ use std::path::PathBuf;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
+use crate::records::backup::Status;
 use crate::records::jsonl;
 use crate::system::activity;
 use crate::system::layout::Layout;
 use svc_base::clock;
 use svc_base::error_chain::format_chain;
 use svc_base::fsx::{self, FileError};
-
-/// The outcome of a check or of a backup.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Status {
-    Success,
-    Error,
-}
 
 /// The kind of check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

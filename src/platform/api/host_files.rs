@@ -250,6 +250,14 @@ fn host_problem(id: MachineId, error: FilesCallError, is_restore: bool) -> Probl
         FilesCallError::Host(HostCallError::Unreachable(_)) => {
             Problem::new(Code::HostUnreachable, format!("The host of machine {id} did not respond."))
         }
+        FilesCallError::TimedOut(limit) => {
+            let detail = format!(
+                "The host of machine {id} did not complete the request within {} s: it may be busy, or the directory may be too \
+                 large. Try again, specify a smaller directory, or use `svc-sync-agent` on the machine.",
+                limit.as_secs()
+            );
+            Problem::new(Code::Unavailable, detail).retry_after(RETRY_AFTER_SECONDS)
+        }
         FilesCallError::TooLarge(max) => {
             let detail = format!(
                 "The response from machine {id} is larger than {max} bytes; for a list, reduce `limit`."

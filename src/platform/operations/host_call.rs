@@ -256,6 +256,24 @@ pub enum FilesCallError {
     /// The response exceeds this many bytes.
     #[error("the host's response is larger than {0} bytes")]
     TooLarge(usize),
+    /// The host accepted the connection, but did not complete its response in time.
+    #[error("the host did not respond within {} s", .0.as_secs())]
+    TimedOut(Duration),
+}
+
+impl FilesCallError {
+    /// Creates the error for a request that could not be sent, or whose response could not be read.
+    fn from_transport(error: anyhow::Error) -> Self {
+        let is_timeout = |cause: &(dyn std::error::Error + 'static)| {
+            cause
+                .downcast_ref::<reqwest::Error>()
+                .is_some_and(|error| error.is_timeout() && !error.is_connect())
+        };
+        match FILES_TIMEOUTS.total {
+            Some(limit) if error.chain().any(is_timeout) => Self::TimedOut(limit),
+            _ => HostCallError::Unreachable(error).into(),
+        }
+    }
 }
 
 /// The members of a host's problem response that are shown to an operator.
@@ -313,7 +331,7 @@ pub async fn call_files(
         }
     };
     let sent = send_with_timeouts(platform, machine, &request, FILES_TIMEOUTS).await;
-    let mut response = sent.map_err(HostCallError::Unreachable)?;
+    let mut response = sent.map_err(FilesCallError::from_transport)?;
     let status = response.status();
     let mut body = Vec::new();
     match read_response(&mut response, max_bytes, &mut body).await {
@@ -327,7 +345,7 @@ pub async fn call_files(
             Err(problem.to_error(status))
         }
         Err(ResponseBodyError::TooLarge(max)) => Err(FilesCallError::TooLarge(max)),
-        Err(ResponseBodyError::Http(error)) => Err(HostCallError::Unreachable(error.into()).into()),
+        Err(ResponseBodyError::Http(error)) => Err(FilesCallError::from_transport(error.into())),
     }
 }
 

@@ -34,8 +34,13 @@ pub async fn interrupt_store(stack: &Stack, machine: &MachineRecord) -> Result<(
     let code =
         vm.run("systemctl show -P ExecMainStatus svc-db-backup.service", SHORT_TIMEOUT).await?.success()?;
     ensure!(code.trim() == "69", "the backup exited with {}", code.trim());
-    let lines =
-        vm.run("tail -n 2 /home/svc/home/system/logs/backup.jsonl", SHORT_TIMEOUT).await?.success()?;
+    let lines = vm
+        .run(
+            "grep '\"kind\":\"database\"' /home/svc/home/system/logs/backup.jsonl | tail -n 2",
+            SHORT_TIMEOUT,
+        )
+        .await?
+        .success()?;
     let failed = lines.lines().filter(|line| line.contains(r#""status":"error""#)).count();
     ensure!(failed == 2, "backup.jsonl: {lines}");
     let metrics = "curl -sS --unix-socket /run/svc/gateway/gateway.sock http://localhost/metrics | grep ^svc_backup_last_run_success";

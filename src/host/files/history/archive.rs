@@ -1,10 +1,9 @@
 //! Archives of earlier states, generated while they are being sent.
 
-use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
 use std::io::{self, BufWriter, Read, Write};
 use std::os::unix::ffi::OsStrExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::pin::Pin;
 
 use axum::body::Body;
@@ -13,7 +12,8 @@ use jiff::Timestamp;
 use jiff::tz::TimeZone;
 use svc_base::error_chain::format_chain;
 use svc_files::FilesError;
-use svc_files::history::{Entry, EntryKind, HardLinkKey, History};
+use svc_files::first_names::FirstNames;
+use svc_files::history::{Entry, EntryKind, History};
 use svc_files::path_stack::PathStack;
 use tokio::runtime::Handle;
 use tokio::sync::mpsc;
@@ -56,7 +56,7 @@ pub fn stream_archive(history: History, entry: Entry, name: OsString, format: Ar
         let errors = sender.clone();
         let output = BufWriter::with_capacity(BUFFER_BYTES, ChannelWriter(sender));
         let writer = match format {
-            ArchiveFormat::Tar => Writer::Tar(Box::new(tar::Builder::new(output)), HashMap::new()),
+            ArchiveFormat::Tar => Writer::Tar(Box::new(tar::Builder::new(output)), FirstNames::default()),
             ArchiveFormat::Zip => Writer::Zip(Box::new(ZipWriter::new_stream(output))),
         };
         if let Err(error) = write_archive(&history, &entry, &name, writer, &runtime) {
@@ -87,7 +87,7 @@ impl Write for ChannelWriter {
 /// An archive that is being written.
 enum Writer<W: Write> {
     /// The map contains the first path of each file with several hard links.
-    Tar(Box<tar::Builder<W>>, HashMap<HardLinkKey, PathBuf>),
+    Tar(Box<tar::Builder<W>>, FirstNames),
     Zip(Box<ZipWriter<StreamWriter<W>>>),
 }
 
@@ -146,13 +146,11 @@ impl<W: Write> Writer<W> {
     fn add_file(&mut self, path: &Path, entry: &Entry, mut content: impl Read) -> io::Result<()> {
         match self {
             Self::Tar(tar, first_names) => {
-                if let Some(key) = entry.hard_link_key() {
-                    if let Some(first) = first_names.get(&key) {
-                        let mut header = tar_header(entry, tar::EntryType::Link);
-                        header.set_size(0);
-                        return tar.append_link(&mut header, path, first);
-                    }
-                    first_names.insert(key, path.to_owned());
+                let key = entry.hard_link_key();
+                if let Some(first) = key.and_then(|key| first_names.find_or_insert(path, key)) {
+                    let mut header = tar_header(entry, tar::EntryType::Link);
+                    header.set_size(0);
+                    return tar.append_link(&mut header, path, first);
                 }
                 let mut header = tar_header(entry, tar::EntryType::Regular);
                 header.set_size(entry.size());

@@ -21,9 +21,10 @@ use svc_base::metrics::{
 use svc_host::agents::kernel::Kernel;
 use svc_host::files::checks::FileChecks;
 use svc_host::files::status::FilesStatus;
+use svc_host::records::backup::{BackupKind, Status};
 use svc_host::records::files::RecordKind;
 use svc_host::records::page::{self, Verdict};
-use svc_host::snapshots::check_log::{CheckKind, CheckRecord, Status};
+use svc_host::snapshots::check_log::{CheckKind, CheckRecord};
 use svc_host::system::layout::Layout;
 use svc_http::problem::Problem;
 use svc_store::key;
@@ -61,17 +62,26 @@ pub async fn render_metrics(
     }
 }
 
-/// Sets the backup metrics if any backup has been run.
+/// Sets the metrics of database backups if any has been run.
 fn set_backup_metrics(logs: &Path) {
     #[derive(Deserialize)]
     struct Run {
-        status: String,
+        #[serde(default)]
+        kind: BackupKind,
+        status: Status,
         key: Option<String>,
     }
-    let newest = page::read_newest(RecordKind::Backups, logs, None, MAX_SEARCHED_RUNS, |_| Verdict::Take);
-    let lines = newest.map(|page| page.lines).unwrap_or_default();
-    let runs: Vec<Run> = lines.iter().filter_map(|line| serde_json::from_str(line).ok()).collect();
-    let has_succeeded = |run: &Run| run.status == "success";
+    let mut runs: Vec<Run> = Vec::new();
+    let newest = page::read_newest(RecordKind::Backups, logs, None, MAX_SEARCHED_RUNS, |line| {
+        let run = serde_json::from_str(line).ok().filter(|run: &Run| run.kind == BackupKind::Database);
+        let verdict = if run.is_some() { Verdict::Take } else { Verdict::Skip };
+        runs.extend(run);
+        verdict
+    });
+    if newest.is_err() {
+        return;
+    }
+    let has_succeeded = |run: &Run| run.status == Status::Success;
     if let Some(last) = runs.first() {
         BACKUP_OK.set([], f64::from(u8::from(has_succeeded(last))));
     }

@@ -44,6 +44,8 @@ pub struct RecordView {
     pub exact_members: &'static [&'static str],
     /// A member that is a path: the filter with the same name selects that path and everything below it.
     pub path_member: Option<&'static str>,
+    /// Text members, and their values in lines of earlier releases, which lack them.
+    pub defaults: &'static [(&'static str, &'static str)],
     /// Whether lines are text, not JSON. The filter `contains` selects text lines by a substring.
     pub is_text: bool,
 }
@@ -111,7 +113,12 @@ impl RecordFilter {
 fn parse_line(view: &RecordView, line: &str) -> Option<Map<String, Value>> {
     if !view.is_text {
         return match serde_json::from_str(line) {
-            Ok(Value::Object(entry)) => Some(entry),
+            Ok(Value::Object(mut entry)) => {
+                for &(name, value) in view.defaults {
+                    entry.entry(name).or_insert_with(|| value.into());
+                }
+                Some(entry)
+            }
             _ => None,
         };
     }
@@ -291,6 +298,7 @@ mod tests {
         member: "entries",
         exact_members: &["op", "agentName"],
         path_member: Some("path"),
+        defaults: &[],
         is_text: false,
     };
 
@@ -351,12 +359,26 @@ mod tests {
     }
 
     #[test]
+    fn line_of_earlier_release_has_default_members() {
+        let view = RecordView {
+            exact_members: &["kind"],
+            defaults: &[("kind", "database")],
+            path_member: None,
+            ..VIEW
+        };
+        for (line, kind) in [("{}", "database"), (r#"{"kind":"files"}"#, "files")] {
+            assert_eq!(parse_line(&view, line).unwrap()["kind"], kind);
+        }
+    }
+
+    #[test]
     fn text_line_has_timestamp_and_text() {
         let view = RecordView {
             kind: RecordKind::Activity,
             member: "entries",
             exact_members: &[],
             path_member: None,
+            defaults: &[],
             is_text: true,
         };
         let parsed =

@@ -72,7 +72,7 @@ const EVENTS: DocumentedResponse = DocumentedResponse {
 /// Defines the two routes for a record: its pages and its stream.
 macro_rules! record {
     ($list:ident, $list_handler:ident, $follow:ident, $follow_handler:ident, $view:expr, $id:literal, $follow_id:literal, $path:literal, $summary:literal,
-     [$($filter:expr),*], $member:literal, $line_schema:literal) => {
+     [$($filter:expr),* $(,)?], $member:literal, $line_schema:literal) => {
         pub static $list: Endpoint = Endpoint {
             operation: Operation {
                 id: $id,
@@ -129,6 +129,7 @@ static INTERACTIONS_VIEW: RecordView = RecordView {
     member: "interactions",
     exact_members: &["id", "senderId", "conversationId", "model", "agentName", "status", "batchId"],
     path_member: None,
+    defaults: &[],
     is_text: false,
 };
 static AUDIT_VIEW: RecordView = RecordView {
@@ -136,6 +137,7 @@ static AUDIT_VIEW: RecordView = RecordView {
     member: "entries",
     exact_members: &["op", "actor", "agentName"],
     path_member: Some("path"),
+    defaults: &[],
     is_text: false,
 };
 static ACTIVITY_VIEW: RecordView = RecordView {
@@ -143,6 +145,7 @@ static ACTIVITY_VIEW: RecordView = RecordView {
     member: "lines",
     exact_members: &[],
     path_member: None,
+    defaults: &[],
     is_text: true,
 };
 static STORAGE_VIEW: RecordView = RecordView {
@@ -150,13 +153,15 @@ static STORAGE_VIEW: RecordView = RecordView {
     member: "days",
     exact_members: &[],
     path_member: None,
+    defaults: &[],
     is_text: false,
 };
 static BACKUPS_VIEW: RecordView = RecordView {
     kind: RecordKind::Backups,
     member: "backups",
-    exact_members: &["status"],
+    exact_members: &["kind", "status"],
     path_member: None,
+    defaults: &[("kind", "database")],
     is_text: false,
 };
 
@@ -244,8 +249,8 @@ record!(
     "listBackups",
     "followBackups",
     "/api/backups",
-    "Backup runs",
-    [filter_parameter("status", "`success` or `error`.")],
+    "Backups of the database, and the hourly results of the file backup",
+    [filter_parameter("kind", "`database` or `files`."), filter_parameter("status", "`success` or `error`."),],
     "backups",
     "Backup"
 );
@@ -364,11 +369,18 @@ pub fn storage_schema() -> Value {
 /// Returns the schema for a line in `backup.jsonl`.
 pub fn backup_schema() -> Value {
     line_schema(
-        &[("timestamp", time()), ("status", one_of(&["success", "error"])), ("stage", text())],
+        &[
+            ("timestamp", time()),
+            ("kind", one_of(&["database", "files"])),
+            ("status", one_of(&["success", "error"])),
+            ("stage", text()),
+        ],
         &[
             ("key", nullable(text())),
             ("sizeBytes", nullable(count())),
             ("sha256", nullable(text())),
+            ("snapshots", count()),
+            ("uploadedBytes", count()),
             ("durationMs", count()),
             ("error", text()),
         ],

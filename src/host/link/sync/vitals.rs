@@ -10,7 +10,8 @@ use super::config::SyncConfig;
 use crate::files::checks::FileChecks;
 use crate::files::restore_outcome::RestoreOutcome;
 use crate::files::status::FilesStatus;
-use crate::snapshots::check_log::{CheckKind, CheckRecord, Status};
+use crate::records::backup::Status;
+use crate::snapshots::check_log::{CheckKind, CheckRecord};
 use crate::snapshots::database_identity;
 use crate::snapshots::held_snapshot::HeldSnapshot;
 use crate::system::config;
@@ -128,8 +129,12 @@ fn unsaved_files_item(config: &SyncConfig) -> Option<Attention> {
 /// Returns the item for damage to the file backup, or for checks that have failed for a long time.
 fn damaged_files_item(config: &SyncConfig) -> Option<Attention> {
     let checks = FileChecks::read(&config.layout).ok()?;
+    let status = FilesStatus::read(&config.layout).ok().flatten().unwrap_or_default();
     let detail = match checks.find_problem() {
         Some(problem) => format!("the file backup is damaged: {problem}"),
+        None if status.key_problem.is_some() => {
+            format!("the file backup cannot be restored: {}", status.key_problem?)
+        }
         None => format!("the file backup may be damaged: {}", checks.find_failure(Timestamp::now())?),
     };
     Some(attention_item(FILES_DAMAGED, detail))
@@ -148,10 +153,10 @@ pub fn read_file_backup(config: &SyncConfig) -> Option<FileBackupReport> {
         files: status.files,
         bytes: status.bytes.min(MAX_SAFE_INTEGER),
         restored_as_of: outcome.and_then(|outcome| outcome.taken_at).map(Into::into),
-        error: status.error,
+        error: status.error.clone(),
         verified_at: checks.verified_at().map(Into::into),
         drilled_at: checks.drilled_at().map(Into::into),
-        damage: checks.find_problem(),
+        damage: status.find_problem(&checks),
     })
 }
 

@@ -5,7 +5,8 @@ use std::path::Path;
 use std::time::Instant;
 
 use super::settings::BackupSettings;
-use crate::snapshots::check_log::{CheckKind, CheckRecord, Status};
+use crate::records::backup::Status;
+use crate::snapshots::check_log::{CheckKind, CheckRecord};
 use crate::snapshots::staging;
 use crate::snapshots::staging::{DownloadError, LoadError, RestoreContext, ScratchPurpose};
 use crate::system::lock::Lock;

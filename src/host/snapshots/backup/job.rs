@@ -19,7 +19,7 @@ use super::settings::BackupSettings;
 use super::shrink_guard::{self, HeldBackError, Trigger};
 use super::snapshot::{Snapshot, SnapshotError};
 use super::stage::Stage;
-use crate::snapshots::check_log::Status;
+use crate::records::backup::{BackupKind, Status};
 use crate::snapshots::database_identity;
 use crate::snapshots::database_identity::IdentityError;
 use crate::snapshots::held_snapshot::HeldSnapshot;
@@ -228,6 +228,7 @@ fn build_record(
     let dump = progress.dump.as_ref();
     BackupRecord {
         timestamp,
+        kind: BackupKind::Database,
         status: if error.is_none() { Status::Success } else { Status::Error },
         stage: progress.stage,
         key: progress.key.clone(),

@@ -4,8 +4,7 @@ use jiff::Timestamp;
 use serde::Serialize;
 
 use super::stage::Stage;
-use crate::records::jsonl;
-use crate::snapshots::check_log::Status;
+use crate::records::backup::{self, BackupKind, Status};
 use crate::system::activity;
 use crate::system::layout::Layout;
 use svc_base::clock;
@@ -19,6 +18,7 @@ pub struct BackupRecord {
     /// Start time.
     #[serde(with = "clock::wire")]
     pub timestamp: Timestamp,
+    pub kind: BackupKind,
     pub status: Status,
     /// The last stage reached.
     pub stage: Stage,
@@ -50,7 +50,7 @@ pub fn write(layout: &Layout, record: &BackupRecord) {
     let line = serde_json::to_vec(record).expect("plain fields serialize to JSON");
     // Backups are taken even while the disk is full, and the heartbeat and the gateway must get their results.
     let last = fsx::write_atomic_or_in_place(&layout.last_backup(), &line, 0o644);
-    let appended = jsonl::append_line(&layout.logs().join("backup.jsonl"), &line);
+    let appended = backup::append(layout, &line);
     for error in [last, appended].into_iter().filter_map(Result::err) {
         tracing::error!(error = %format_chain(&error), "could not record the result of the backup");
     }

@@ -9,7 +9,7 @@ use super::record::{self, BackupRecord, HeldBackReason};
 use super::row_loss;
 use super::settings::BackupSettings;
 use super::stage::Stage;
-use crate::snapshots::check_log::Status;
+use crate::records::backup::{BackupKind, Status};
 use crate::snapshots::held_snapshot::HeldSnapshot;
 use crate::system::layout::Layout;
 use crate::system::lock::Lock;
@@ -135,6 +135,7 @@ pub async fn accept(_lock: &Lock, settings: &BackupSettings) -> Result<(), Failu
     println!("{} is now the latest snapshot", sidecar.key);
     let record = BackupRecord {
         timestamp,
+        kind: BackupKind::Database,
         status: Status::Success,
         stage: Stage::Done,
         key: Some(sidecar.key),

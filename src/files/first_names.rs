@@ -1,0 +1,34 @@
+//! The first names of files that have several.
+
+use std::collections::HashMap;
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use crate::tree::HardLinkKey;
+
+/// The first name of each file with several names.
+///
+/// Consecutive names in one directory share its path: it can be 4 KiB long, and contain any number of such files.
+#[derive(Debug, Default)]
+pub struct FirstNames {
+    names: HashMap<HardLinkKey, (Arc<Path>, Box<OsStr>)>,
+    /// The directory of the last first name.
+    directory: Option<Arc<Path>>,
+}
+
+impl FirstNames {
+    /// Returns the first name of the file if `path` is an additional one. Otherwise, `path` becomes the first name.
+    pub fn find_or_insert(&mut self, path: &Path, key: HardLinkKey) -> Option<PathBuf> {
+        if let Some((directory, name)) = self.names.get(&key) {
+            return Some(directory.join(&**name));
+        }
+        let parent = path.parent().unwrap_or(Path::new(""));
+        let directory = match &self.directory {
+            Some(directory) if **directory == *parent => Arc::clone(directory),
+            _ => Arc::clone(self.directory.insert(parent.into())),
+        };
+        self.names.insert(key, (directory, path.file_name().unwrap_or_default().into()));
+        None
+    }
+}

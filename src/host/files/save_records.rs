@@ -1,0 +1,134 @@
+//! The lines of `backup.jsonl` about the file backup.
+//!
+//! The service saves up to four times a minute, and each line is itself a change that must be saved. Therefore, there is
+//! at most one line an hour, as for backups of the database, and one whenever saves begin to fail or succeed again.
+
+use std::time::{Duration, Instant};
+
+use jiff::Timestamp;
+use serde::Serialize;
+use svc_base::clock;
+use svc_base::error_chain::format_chain;
+use svc_files::save::SaveResult;
+use svc_http::openapi::MAX_SAFE_INTEGER;
+
+use crate::records::backup::{self, BackupKind, Status};
+use crate::system::layout::Layout;
+
+const LINE_INTERVAL: Duration = Duration::from_secs(3600);
+
+/// A line.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct FileBackupRecord {
+    /// When the last save began.
+    #[serde(with = "clock::wire")]
+    timestamp: Timestamp,
+    kind: BackupKind,
+    status: Status,
+    stage: &'static str,
+    /// The latest snapshot, below the slot's prefix; absent after a failure.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    key: Option<String>,
+    /// The size of the saved files.
+    size_bytes: u64,
+    /// The number of snapshots taken since the previous line, and the bytes uploaded for them.
+    snapshots: u64,
+    uploaded_bytes: u64,
+    duration_ms: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    error: Option<String>,
+}
+
+/// Decides which saves get a line.
+#[derive(Debug, Default)]
+pub(super) struct SaveRecords {
+    /// When the last line was written, and its status.
+    last_line: Option<(Instant, Status)>,
+    /// Since the last line.
+    snapshots: u64,
+    uploaded_bytes: u64,
+}
+
+impl SaveRecords {
+    /// Records a save that began at `began`. `size_bytes` is the size of all saved files.
+    pub(super) fn record_success(
+        &mut self,
+        layout: &Layout,
+        saved: &SaveResult,
+        size_bytes: u64,
+        began: (Timestamp, Instant),
+    ) {
+        self.uploaded_bytes += saved.uploaded_bytes;
+        self.snapshots += u64::from(!saved.is_unchanged);
+        self.write(layout, Status::Success, began, |record| FileBackupRecord {
+            stage: "done",
+            key: Some(format!("files/snapshots/{}", saved.id)),
+            size_bytes: size_bytes.min(MAX_SAFE_INTEGER),
+            ..record
+        });
+    }
+
+    /// Records a failed save that began at `began`.
+    pub(super) fn record_failure(&mut self, layout: &Layout, error: &str, began: (Timestamp, Instant)) {
+        self.write(layout, Status::Error, began, |record| FileBackupRecord {
+            error: Some(error.to_owned()),
+            ..record
+        });
+    }
+
+    /// Writes a line if one is due. An error is only logged, because a full disk must not stop the backup.
+    fn write(
+        &mut self,
+        layout: &Layout,
+        status: Status,
+        (timestamp, began): (Timestamp, Instant),
+        complete: impl FnOnce(FileBackupRecord) -> FileBackupRecord,
+    ) {
+        let now = Instant::now();
+        if !is_line_due(self.last_line, status, now) {
+            return;
+        }
+        let record = complete(FileBackupRecord {
+            timestamp,
+            kind: BackupKind::Files,
+            status,
+            stage: "save",
+            key: None,
+            size_bytes: 0,
+            snapshots: self.snapshots,
+            uploaded_bytes: self.uploaded_bytes.min(MAX_SAFE_INTEGER),
+            duration_ms: u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX),
+            error: None,
+        });
+        let line = serde_json::to_vec(&record).expect("plain fields serialize to JSON");
+        match backup::append(layout, &line) {
+            Ok(()) => *self = Self { last_line: Some((now, status)), ..Self::default() },
+            Err(error) => {
+                tracing::warn!(error = %format_chain(&error), "could not record the result of the file backup");
+            }
+        }
+    }
+}
+
+/// Whether a save with this status gets a line.
+fn is_line_due(last: Option<(Instant, Status)>, status: Status, now: Instant) -> bool {
+    last.is_none_or(|(at, last)| last != status || now.duration_since(at) >= LINE_INTERVAL)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn line_is_due_hourly_and_when_the_status_changes() {
+        let now = Instant::now();
+        let after = |seconds| now + Duration::from_secs(seconds);
+        assert!(is_line_due(None, Status::Success, now));
+        assert!(!is_line_due(Some((now, Status::Success)), Status::Success, after(3599)));
+        assert!(is_line_due(Some((now, Status::Success)), Status::Success, after(3600)));
+        assert!(is_line_due(Some((now, Status::Success)), Status::Error, after(1)));
+        assert!(!is_line_due(Some((now, Status::Error)), Status::Error, after(3599)));
+        assert!(is_line_due(Some((now, Status::Error)), Status::Success, after(1)));
+    }
+}

@@ -1,0 +1,33 @@
+//! What the lines of `backup.jsonl` have in common.
+
+use serde::{Deserialize, Serialize};
+use svc_base::fsx::FileError;
+
+use super::jsonl;
+use crate::system::layout::Layout;
+
+/// What was backed up.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum BackupKind {
+    /// Also the kind of lines without one, which earlier releases wrote.
+    #[default]
+    Database,
+    Files,
+}
+
+/// The outcome of a backup or of a check.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Status {
+    Success,
+    Error,
+}
+
+/// Appends a line. The programs that back up the database and the files may do so at the same time.
+///
+/// # Errors
+/// See [`jsonl::append_line`].
+pub fn append(layout: &Layout, line: &[u8]) -> Result<(), FileError> {
+    jsonl::append_line(&layout.logs().join("backup.jsonl"), line)
+}
