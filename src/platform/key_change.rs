@@ -6,13 +6,13 @@
 //! each other's work.
 //!
 //! Invariant: at any time, each running process can read what every other process has written. A process that would
-//! violate this is rejected at startup ([`admission`]). The object store names the current key as well ([`mark`]),
+//! violate this is rejected at startup ([`admission`]). The object store names the current key as well ([`marker`]),
 //! because a database and settings that are restored from before a rotation contain no record of it.
 
 pub mod admission;
+pub mod dependents;
 mod fences;
-pub mod mark;
-pub mod need;
+pub mod marker;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -64,7 +64,7 @@ pub enum KeyChangeError {
     #[error("too many concurrent changes to the fence of slot {0}")]
     Contended(String),
     #[error(transparent)]
-    Mark(#[from] mark::MarkError),
+    Marker(#[from] marker::MarkerError),
     #[error(transparent)]
     Injected(#[from] InjectedFailure),
 }
@@ -172,7 +172,7 @@ async fn list_sealed_with_previous(
     client: &impl deadpool_postgres::GenericClient,
     seal: &Seal,
 ) -> Result<Vec<db::keys::StoredKey>, DbError> {
-    let mut keys = need::list_signing_keys(client).await?;
+    let mut keys = dependents::list_signing_keys(client).await?;
     keys.retain(|key| seal.find_opening_key(&key.kid, &key.sealed) == super::keys::OpeningKey::Previous);
     Ok(keys)
 }
@@ -183,7 +183,7 @@ async fn finish_rotation(platform: &Platform, seal: &Seal) -> Result<(), KeyChan
     let max_gap = platform.config.timing.keys.max_heartbeat_gap;
     // The first check takes no lock, because starting processes wait for the lock. Every pass ends here until the
     // tokens of all machines that send heartbeats have rotated and all processes use the current key.
-    let need = need::KeyDependents::find(
+    let need = dependents::KeyDependents::find(
         &session,
         &this_process.ids.current,
         &platform.mint,
@@ -195,13 +195,13 @@ async fn finish_rotation(platform: &Platform, seal: &Seal) -> Result<(), KeyChan
     if !need.is_empty() {
         return Ok(());
     }
-    // The mark must name the current key before the previous one may be removed: otherwise a process with only the
+    // The marker must name the current key before the previous one may be removed: otherwise a process with only the
     // current key would be rejected.
-    mark::write(&platform.bucket, &this_process.ids).await?;
+    marker::write(&platform.bucket, &this_process.ids).await?;
     let tx = db::begin(&mut session).await?;
     // No process can start until the transaction ends.
     db::lock(&tx, PLATFORM_KEYS_LOCK).await?;
-    let need = need::KeyDependents::find(
+    let need = dependents::KeyDependents::find(
         &tx,
         &this_process.ids.current,
         &platform.mint,

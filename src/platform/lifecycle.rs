@@ -150,7 +150,7 @@ async fn write_state(
             failure = to_failure(next, context);
             columns.failure = failure.as_ref();
         }
-        // The machine has already left its slot: only the recorded state in which it left changes.
+        // The machine has already left its slot, so only its recorded previous state is updated.
         State::Retired { previous } | State::Deleted { previous } if has_already_left(before, next) => {
             failure = to_failure(previous, context);
             columns.failure = failure.as_ref();

@@ -63,7 +63,7 @@ use self::db::platform_keys::ProcessKeys;
 use self::db::{Db, DbError};
 use self::host_store::HostStore;
 use self::key_change::admission::AdmissionError;
-use self::key_change::mark::{self, MarkError};
+use self::key_change::marker::{self, MarkerError};
 use self::keys::{KeyError, Seal};
 use self::process_clock::ProcessClock;
 use self::quote_cache::QuoteCache;
@@ -220,7 +220,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     let mut tasks = JoinSet::new();
     tasks.spawn(key_rotation::run(db, rotation_seal, platform.config.timing.keys, keys_sender, stop.clone()));
     tasks.spawn(key_change::run_key_rotation(platform.clone(), change_seal));
-    tasks.spawn(mark::write_until_stopped(platform.clone()));
+    tasks.spawn(marker::write_until_stopped(platform.clone()));
     tasks.spawn(process_clock::run(Arc::clone(&platform.clock), platform.db.clone(), platform.stop.clone()));
     tasks.spawn(operations::runner::run(platform.clone()));
     tasks.spawn(operations::reconcile::run(platform.clone()));
@@ -276,7 +276,7 @@ async fn admit(
         (key_change::current_process_keys(config.keys.ids(), &config.timing), Seal::from_keys(&config.keys));
     // The check precedes every write to the database except the migrations: a process with outdated keys must leave
     // the data unchanged.
-    let is_checked = check_mark(mark::check(bucket, &process.ids).await.map(drop))?;
+    let is_checked = check_marker(marker::check(bucket, &process.ids).await.map(drop))?;
     let max_gap = config.timing.keys.max_heartbeat_gap;
     match key_change::admission::admit(db, &process, mint, &seal, max_gap).await {
         Ok(()) => {}
@@ -286,18 +286,18 @@ async fn admit(
         Err(error) => return Err(Failure::new(Exit::Config, error)),
     }
     if is_checked {
-        check_mark(mark::write(bucket, &process.ids).await)?;
+        check_marker(marker::write(bucket, &process.ids).await)?;
     }
     Ok(process)
 }
 
-/// Rejects outdated keys and a corrupt mark; otherwise returns whether the check or write succeeded. If the store is
-/// unavailable, the process starts, and repeats the check while it is running ([`mark::write_until_stopped`]).
-fn check_mark(result: Result<(), MarkError>) -> Result<bool, Failure> {
+/// Rejects outdated keys and a corrupt marker; otherwise returns whether the check or write succeeded. If the store is
+/// unavailable, the process starts, and repeats the check while it is running ([`marker::write_until_stopped`]).
+fn check_marker(result: Result<(), MarkerError>) -> Result<bool, Failure> {
     match result {
         Err(error) if error.is_refusal() => Err(Failure::new(Exit::Config, error)),
         Err(error) => {
-            tracing::warn!(error = %svc_base::error_chain::format_chain(&error), "cannot check or write the mark of the current platform key");
+            tracing::warn!(error = %svc_base::error_chain::format_chain(&error), "cannot check or write the marker of the current platform key");
             Ok(false)
         }
         Ok(()) => Ok(true),

@@ -56,7 +56,7 @@ impl FilesPlatform {
         Ok(Self { base, key, has_lost_key })
     }
 
-    /// Refuses to send a key, because none that the platform has opens the repository.
+    /// From now on, the platform refuses to send a key, as if it had lost the one that opens the repository.
     pub fn lose_key(&self) {
         self.has_lost_key.store(true, Ordering::SeqCst);
     }

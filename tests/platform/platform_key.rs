@@ -14,7 +14,7 @@ use reqwest::Method;
 use secrecy::SecretSlice;
 use serde_json::{Value, json};
 use svc::machine::id::MachineId;
-use svc::platform::key_change::mark;
+use svc::platform::key_change::marker;
 use svc::platform::keys::{OpeningKey, Seal};
 use svc::platform::platform_key::KeyId;
 use svc::platform::tokens::{Generation, Purpose, TokenMint};
@@ -276,8 +276,8 @@ async fn process_with_incompatible_keys_is_rejected() {
     let printed = assert_refused(&stack, NEW, Some(OLD)).await;
     assert!(printed.contains("a platform process with different keys is running"), "{printed}");
     stop(running).await;
-    // Without the mark, the check of the sealed keys rejects the process.
-    assert!(stack.store.remove(BUCKET, mark::MARK_PATH), "the current key's mark must be in the store");
+    // Without the marker, the check of the sealed keys rejects the process.
+    assert!(stack.store.remove(BUCKET, marker::MARKER_PATH), "the current key's marker must be in the store");
     let printed = assert_refused(&stack, NEW, Some(NEW + 1)).await;
     assert!(printed.contains("PLATFORM_KEY and PLATFORM_KEY_PREVIOUS"), "{printed}");
     // No rejected process has started a rotation, so the old key is still sufficient.
@@ -391,10 +391,10 @@ async fn process_with_outdated_key_stops_once_the_store_recovers() {
     stack.store.heal();
     assert!(!process.wait_for_exit().await.success());
     let log = stack.log();
-    assert!(log.contains("the mark of the current platform key rejects this process"), "{log}");
-    let mark = stack.store.read(BUCKET, mark::MARK_PATH).unwrap();
-    let mark: Value = serde_json::from_slice(&mark).unwrap();
-    assert_eq!(mark["keyId"], KeyId::from_key(&key(NEW)).as_str(), "the mark must not be overwritten");
+    assert!(log.contains("the marker of the current platform key rejects this process"), "{log}");
+    let marker = stack.store.read(BUCKET, marker::MARKER_PATH).unwrap();
+    let marker: Value = serde_json::from_slice(&marker).unwrap();
+    assert_eq!(marker["keyId"], KeyId::from_key(&key(NEW)).as_str(), "the marker must not be overwritten");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -2,7 +2,7 @@
 //! operator.
 
 use serde_json::{Value, json};
-use svc::platform::key_change::mark;
+use svc::platform::key_change::marker;
 
 use super::restored_database::{RestorablePlatform, string_field};
 use super::stack::{BUCKET, provision_body};
@@ -20,11 +20,11 @@ impl RestorablePlatform {
             Some(self.stack.start_platform_with(&[self.settings.clone(), both_keys.to_vec()].concat()));
     }
 
-    /// Restores the old database and key. Removes the mark from the store, because it would make the platform refuse
+    /// Restores the old database and key. Removes the marker from the store, because it would make the platform refuse
     /// that key.
     async fn restore_with_old_key(&mut self) {
         self.stop().await;
-        assert!(self.stack.store.remove(BUCKET, mark::MARK_PATH));
+        assert!(self.stack.store.remove(BUCKET, marker::MARKER_PATH));
         self.restore(&[]).await;
     }
 }

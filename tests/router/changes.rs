@@ -9,7 +9,7 @@ use super::machine::TestMachine;
 use super::test_router::{APP_HOST, ROUTE_UPDATE_TIMEOUT, TestRouter, insert_machine_sql, send};
 
 #[tokio::test(flavor = "multi_thread")]
-async fn only_a_running_machine_is_routed_and_its_state_is_shown() -> Result<()> {
+async fn user_without_running_machine_gets_503_with_its_state() -> Result<()> {
     let (router, machine) = TestRouter::start_with_machine("user_1").await?;
     for status in ["provisioning", "recovering", "resizing", "failed"] {
         router.set_status(&machine, status).await?;
@@ -133,7 +133,7 @@ async fn legacy_fallback_redirects_only_when_configured() -> Result<()> {
     Ok(())
 }
 
-/// The outage lasts longer than 15 s, the limit of earlier releases.
+/// Earlier releases served stale routes for at most 15 s; this outage lasts longer.
 #[tokio::test(flavor = "multi_thread")]
 async fn stale_routes_are_served_during_database_outage() -> Result<()> {
     let database = kit::pg::prepared_server().await?;

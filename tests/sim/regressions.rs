@@ -43,7 +43,7 @@ async fn second_key_does_not_restart_a_recovery() {
     assert_no_violations(steps).await;
 }
 
-/// The response to a deletion does not change when the leftovers are deleted again.
+/// The response to a deletion does not change when a later request deletes leftover servers.
 #[tokio::test(flavor = "multi_thread")]
 async fn repeated_deletion_keeps_its_response() {
     let mut steps = plan_running_machine(0);

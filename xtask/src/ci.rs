@@ -1,4 +1,4 @@
-//! `cargo xtask ci --rest`: the static checks (format, clippy, documentation and dependencies); `cargo xtask check`:
+//! `cargo xtask ci --static-checks`: the static checks (format, clippy, documentation and dependencies); `cargo xtask check`:
 //! quick checks for each edit. A failed check does not stop the others.
 
 use std::panic::resume_unwind;
@@ -70,7 +70,7 @@ const QUICK_CHECKS: [&[Check]; 3] = [
 ];
 
 pub fn run_static_checks() -> Result<ExitCode> {
-    run("ci --rest", &STATIC_CHECKS)
+    run("ci --static-checks", &STATIC_CHECKS)
 }
 
 pub fn run_quick() -> Result<ExitCode> {

@@ -114,9 +114,9 @@ enum Command {
     Check,
     /// Run the static checks: format, clippy, documentation, dependencies
     Ci {
-        /// Run the CI stage `rest`, the only stage that xtask runs
+        /// Run the CI stage `static-checks`, the only stage that xtask runs
         #[arg(long, required = true)]
-        rest: bool,
+        static_checks: bool,
     },
 }
 

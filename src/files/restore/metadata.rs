@@ -93,7 +93,7 @@ impl AttributeWriter {
         }
         for PlannedEntry { path, node } in batch.files {
             self.report.bytes += node.size;
-            let result = apply_to_open(&mut target, &path, &self.owners.resolve(node));
+            let result = apply_to_file_or_directory(&mut target, &path, &self.owners.resolve(node));
             self.count_failure(&path, result);
         }
         for PlannedEntry { path, node } in batch.directories {
@@ -111,7 +111,7 @@ impl AttributeWriter {
     pub(super) fn finish(mut self, path: &Path) -> Result<RestoreReport, FilesError> {
         let mut target = Target::open(path).map_err(FilesError::io("open", path))?;
         while let (Some(path), Some(attributes)) = (self.directory_paths.pop(), self.directories.pop()) {
-            let result = apply_to_open(&mut target, &path, &attributes);
+            let result = apply_to_file_or_directory(&mut target, &path, &attributes);
             self.count_failure(&path, result);
         }
         let opened = File::open(path).map_err(FilesError::io("open", path))?;
@@ -128,7 +128,7 @@ impl AttributeWriter {
     }
 }
 
-fn apply_to_open(target: &mut Target, path: &Path, attributes: &Attributes) -> io::Result<()> {
+fn apply_to_file_or_directory(target: &mut Target, path: &Path, attributes: &Attributes) -> io::Result<()> {
     let file = target.open_for_reading(path)?;
     // The mode is set after the owner, because changing the owner clears the set-user-ID bit, and after the extended
     // attributes, because it may make them unwritable. After a failed step, the others are still attempted.

@@ -55,7 +55,7 @@ impl Exclusions {
         }
         // Each line is valid, but all rules together may be too large.
         let owner = builder.build().unwrap_or_else(|error| {
-            invalid.insert(0, format!("all rules are ignored: {error}"));
+            invalid.insert(0, format!("all of the owner's rules are ignored: {error}"));
             defaults.clone()
         });
         let owner_root = owner_root.to_owned();
@@ -133,7 +133,7 @@ mod tests {
         let large = format!("?{}", "a".repeat(500_000));
         let (rules, invalid) = exclusions(&format!("a{{b\n*.iso\n{large}\n"));
         assert_eq!(invalid.len(), 2);
-        assert!(invalid[0].starts_with("all rules are ignored: "), "{}", invalid[0]);
+        assert!(invalid[0].starts_with("all of the owner's rules are ignored: "), "{}", invalid[0]);
         assert_eq!(invalid[1], "a{b");
         assert!(!excludes(&rules, "home/disk.iso", false));
         assert!(excludes(&rules, "home/node_modules", true), "the defaults still apply");

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::system::disk_fill::{DiskFill, free_percent, to_gib};
+use crate::system::disk_space::{DiskSpace, free_percent, to_gib};
 use crate::system::layout::Layout;
 use svc_base::diagnosis::Findings;
 
@@ -12,10 +12,10 @@ fn assess(findings: Findings, path: &Path, total: u64, free: u64) -> Findings {
     let summary = format!("{}: {:.1} GiB free ({percent}%)", path.display(), to_gib(free));
     let next = "delete files (du -xh --max-depth=2 / | sort -h | tail): no command enlarges this disk in place, and a \
                 recovery creates a new disk without the files that are excluded from the file backup";
-    match DiskFill::classify(total, free) {
-        DiskFill::Full => findings.problem(summary, next),
-        DiskFill::Low => findings.warning(summary, next),
-        DiskFill::Sufficient => findings.ok(summary),
+    match DiskSpace::classify(total, free) {
+        DiskSpace::Full => findings.problem(summary, next),
+        DiskSpace::Low => findings.warning(summary, next),
+        DiskSpace::Sufficient => findings.ok(summary),
     }
 }
 

@@ -69,7 +69,7 @@ impl AccessError {
     }
 }
 
-/// The slot's repository, as opened with a key that opens it.
+/// The slot's repository, and the key with which it was opened.
 struct OpenedRepository {
     key: RepositoryKey,
     /// `None` if nothing has been saved yet.

@@ -44,7 +44,7 @@ pub struct FileChecks {
     failing_since: Option<Timestamp>,
     /// Why the index or the latest snapshot cannot be read, so that nothing could be restored.
     pub unreadable: Option<String>,
-    /// The id of a snapshot that was the latest, but missing or damaged, when a verification read it.
+    /// The id of the snapshot that was the latest when a verification found it missing or damaged.
     damaged_snapshot: Option<String>,
     /// The damaged packs, and how many of their blobs have no sound copy in another pack. The blobs are not named: many
     /// programs read this file often, and millions of blobs can be damaged.
@@ -201,7 +201,7 @@ impl FileChecks {
         self.damaged_snapshot.as_ref().is_some_and(|damaged| *damaged == id.to_string())
     }
 
-    /// Whether a save may be able to write damaged data again.
+    /// Whether a save may be able to repair damage by uploading data again.
     pub fn has_repairable_damage(&self) -> bool {
         !self.damaged.is_empty() || self.damaged_snapshot.is_some()
     }

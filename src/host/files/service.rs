@@ -217,8 +217,8 @@ impl FileBackup {
     }
 
     /// Passes a request for a save to the schedule, and removes it. Once this machine's writers have been stopped, requests
-    /// a save, and then a full one: the snapshot may be the machine's last, and the watcher does not report a write to a
-    /// file in the home directory through another name outside it.
+    /// a save, and then a full one: the snapshot may be the machine's last, and the watcher does not report writes
+    /// through a hard link outside the home directory.
     fn take_requests(&mut self) {
         let layout = &self.settings.layout;
         let quiesced_at = Quiesce::read(layout).ok().flatten().and_then(|quiesce| quiesce.quiesced_at);
@@ -250,11 +250,11 @@ impl FileBackup {
         options.origin = self.settings.origin();
         let rules = self.rules.clone().unwrap_or_default();
         // A caller waits for a requested save, so the measurement is postponed, unless the rules have changed.
-        let is_due = !self.schedule.is_requested();
+        let can_measure = !self.schedule.is_requested();
         options.should_measure_excluded = match &self.measured_excluded {
             Some((_, measured)) if *measured != rules => true,
-            Some((at, _)) => is_due && at.elapsed() >= EXCLUDED_MEASURE_INTERVAL,
-            None => is_due,
+            Some((at, _)) => can_measure && at.elapsed() >= EXCLUDED_MEASURE_INTERVAL,
+            None => can_measure,
         };
         self.status.invalid_rules = set_rules(&mut options.exclusions, &rules);
         // The save writes content again if it is only in damaged packs.
@@ -440,7 +440,7 @@ impl FileBackup {
         };
         self.status.record_saved(saved, is_full, saved_until);
         self.write_status();
-        // A line would be a change that the last save does not contain.
+        // Appending to `backup.jsonl` would itself be an unsaved change, which a final backup must not leave behind.
         if quiesced_at.is_none() {
             let (layout, bytes) = (&self.settings.layout, self.status.bytes);
             self.records.record_success(layout, saved, bytes, (checked_at, began));

@@ -6,18 +6,18 @@ use std::time::Duration;
 use tokio_util::sync::CancellationToken;
 
 use svc_host::agents::kernel::Kernel;
-use svc_host::system::disk_fill::{DiskFill, to_gib};
+use svc_host::system::disk_space::{DiskSpace, to_gib};
 use svc_host::system::layout::Layout;
 
 const CHECK_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Checks the disk until `stop` is cancelled.
 pub async fn watch_disk(layout: Layout, kernel: Arc<Kernel>, stop: CancellationToken) {
-    let mut fill = DiskFill::Sufficient;
+    let mut fill = DiskSpace::Sufficient;
     loop {
         if let Ok(disk) = fs4::statvfs(layout.home()) {
             let (total, free) = (disk.total_space(), disk.available_space());
-            let before = std::mem::replace(&mut fill, DiskFill::classify(total, free));
+            let before = std::mem::replace(&mut fill, DiskSpace::classify(total, free));
             if let Some(text) = describe_change(before, fill, total, free) {
                 kernel.note(&text);
             }
@@ -29,16 +29,16 @@ pub async fn watch_disk(layout: Layout, kernel: Arc<Kernel>, stop: CancellationT
     }
 }
 
-fn describe_change(before: DiskFill, current: DiskFill, total: u64, free: u64) -> Option<String> {
+fn describe_change(before: DiskSpace, current: DiskSpace, total: u64, free: u64) -> Option<String> {
     if before == current {
         return None;
     }
     let space = format!("{:.1} of {:.1} GiB are free", to_gib(free), to_gib(total));
     Some(match current {
-        DiskFill::Sufficient => format!("the disk has room again: {space}"),
-        DiskFill::Low if before == DiskFill::Full => format!("the disk is no longer almost full: {space}"),
-        DiskFill::Low => format!("the disk is getting full: {space}"),
-        DiskFill::Full => format!("the disk is almost full: {space}"),
+        DiskSpace::Sufficient => format!("the disk has room again: {space}"),
+        DiskSpace::Low if before == DiskSpace::Full => format!("the disk is no longer almost full: {space}"),
+        DiskSpace::Low => format!("the disk is getting full: {space}"),
+        DiskSpace::Full => format!("the disk is almost full: {space}"),
     })
 }
 
@@ -50,9 +50,9 @@ mod tests {
 
     #[test]
     fn describe_change_reports_each_change_once() {
-        let mut fill = DiskFill::Sufficient;
+        let mut fill = DiskSpace::Sufficient;
         let mut check = |free: u64| {
-            let before = std::mem::replace(&mut fill, DiskFill::classify(40 * GIB, free));
+            let before = std::mem::replace(&mut fill, DiskSpace::classify(40 * GIB, free));
             describe_change(before, fill, 40 * GIB, free)
         };
         assert_eq!(check(20 * GIB), None);

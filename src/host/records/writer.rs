@@ -217,7 +217,7 @@ impl Records {
 
     /// Returns the number of bytes that have been accepted but not yet written.
     pub fn unwritten_bytes(&self) -> usize {
-        self.0.lock().bytes()
+        self.0.lock().pending_bytes()
     }
 }
 

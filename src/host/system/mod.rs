@@ -8,7 +8,7 @@ pub mod blocking;
 pub mod boot_progress;
 pub mod certificate;
 pub mod config;
-pub mod disk_fill;
+pub mod disk_space;
 pub mod epoch;
 pub mod heartbeat_failure;
 pub mod layout;

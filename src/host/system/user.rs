@@ -1,7 +1,7 @@
 //! Switches programs that root starts by hand to the appropriate user on the machine.
 //!
 //! A user could replace a path in its own directories with a symbolic link, so these programs read and write such
-//! paths not as root, but in a process that runs as that user. [`drop_privileges`] is for a whole program,
+//! paths not as root, but in a process that runs as that user. [`switch_user_for_database_tools`] is for a whole program,
 //! [`applet_command`] for part of one.
 
 use std::io;
@@ -22,7 +22,7 @@ use svc_base::failpoint;
 ///
 /// # Errors
 /// If the user or the groups cannot be changed.
-pub fn drop_privileges(layout: &Layout) -> anyhow::Result<()> {
+pub fn switch_user_for_database_tools(layout: &Layout) -> anyhow::Result<()> {
     let has_tools = vars::SVC_PG_BIN_DIR.from_process().is_some()
         || layout.link("runtime").join("postgres/bin/pg_dump").exists();
     if !has_tools {
@@ -32,7 +32,7 @@ pub fn drop_privileges(layout: &Layout) -> anyhow::Result<()> {
     switch_to_gateway_user(layout)
 }
 
-/// Like [`drop_privileges`], but even without PostgreSQL tools, for programs that read or write the home directory.
+/// Like [`switch_user_for_database_tools`], but even without PostgreSQL tools, for programs that read or write the home directory.
 /// Does nothing if this process is not root, or if `host.env` does not exist or belongs to root.
 ///
 /// # Errors

@@ -138,7 +138,7 @@ async fn audit_read(
     Ok(db::commit(tx).await?)
 }
 
-/// Parses a host's report. Unknown fields are dropped, texts are truncated and made printable, and negative costs and
+/// Parses a host's report. Unknown fields are dropped, strings are truncated and made printable, and negative costs and
 /// invalid dates are errors.
 fn parse_report(response: &[u8]) -> Result<UsageReport, String> {
     // An error may quote arbitrarily long text from the report.
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn parse_report_drops_unknown_fields_and_sanitizes_texts() {
+    fn parse_report_drops_unknown_fields_and_sanitizes_strings() {
         let parsed = serde_json::to_value(report(|report| report["secret"] = json!("x")).unwrap()).unwrap();
         assert_eq!(parsed["entries"][0]["userId"], "a\u{FFFD}[2J");
         assert_eq!((&parsed["totalCost"], &parsed["secret"]), (&json!(1.5), &Value::Null));

@@ -39,7 +39,7 @@ pub struct ProviderConfig {
     pub server_limit: Option<u64>,
     pub image: String,
     /// How long a server may take to appear after a create request that received no response.
-    pub ambiguous_wait: Duration,
+    pub unconfirmed_create_timeout: Duration,
 }
 
 /// Maximum length of the environment and project names.
@@ -108,8 +108,15 @@ pub(super) fn read_provider(env: &mut Env) -> Option<ProviderConfig> {
     let project = read_short_name(env, &vars::PROVIDER_PROJECT);
     let server_limit = env.optional(&vars::PROVIDER_SERVER_LIMIT).map(NonZeroU64::get);
     let image = env.or_default(&vars::PROVIDER_IMAGE);
-    let ambiguous_wait = read_seconds(env, &vars::PROVIDER_AMBIGUOUS_WAIT_SECONDS);
-    Some(ProviderConfig { api_url: api_url?, token: token?, project, server_limit, image, ambiguous_wait })
+    let unconfirmed_create_timeout = read_seconds(env, &vars::PROVIDER_AMBIGUOUS_WAIT_SECONDS);
+    Some(ProviderConfig {
+        api_url: api_url?,
+        token: token?,
+        project,
+        server_limit,
+        image,
+        unconfirmed_create_timeout,
+    })
 }
 
 /// Reads a name that is shown to operators on one line.

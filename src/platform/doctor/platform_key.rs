@@ -2,8 +2,8 @@
 
 use crate::config::PlatformConfig;
 use crate::db::{Db, DbError, platform_keys};
-use crate::key_change::mark::{self, MarkError, MarkerKey};
-use crate::key_change::{self, need::KeyDependents};
+use crate::key_change::marker::{self, MarkerError, MarkerKey};
+use crate::key_change::{self, dependents::KeyDependents};
 use crate::keys::{self, KeyError, Seal};
 use crate::platform_key::KeyIds;
 use crate::tokens::TokenMint;
@@ -30,9 +30,9 @@ pub async fn check(config: &PlatformConfig) -> Findings {
     let ids = config.keys.ids();
     let (findings, named) = match load_named_key(config, &ids).await {
         Ok(named) => (findings, named),
-        Err(MarkError::UnknownKey(other)) => return findings.problem(other.to_string(), other.advice()),
-        Err(error @ MarkError::Store(StoreError::Corrupt { .. })) => {
-            let path = mark::MARK_PATH;
+        Err(MarkerError::UnknownKey(other)) => return findings.problem(other.to_string(), other.advice()),
+        Err(error @ MarkerError::Store(StoreError::Corrupt { .. })) => {
+            let path = marker::MARKER_PATH;
             let next = format!("if PLATFORM_KEY is the current key, delete {path} from the object store");
             return findings.problem(format!("svc-platform cannot start: {}", format_chain(&error)), next);
         }
@@ -54,9 +54,9 @@ pub async fn check(config: &PlatformConfig) -> Findings {
 }
 
 /// Reads which of the keys the store names as the current one; `None` if the store cannot be opened.
-async fn load_named_key(config: &PlatformConfig, ids: &KeyIds) -> Result<Option<MarkerKey>, MarkError> {
+async fn load_named_key(config: &PlatformConfig, ids: &KeyIds) -> Result<Option<MarkerKey>, MarkerError> {
     match config.store.open() {
-        Ok(bucket) => mark::check(&bucket, ids).await.map(Some),
+        Ok(bucket) => marker::check(&bucket, ids).await.map(Some),
         // The check `store` reports this error.
         Err(_) => Ok(None),
     }
@@ -100,8 +100,8 @@ fn assess(findings: Findings, ids: &KeyIds, usage: &KeyUsage, named: Option<Mark
             "keep PLATFORM_KEY_PREVIOUS until a running svc-platform has recorded the new key in the store, \
              and run this check again",
         ),
-        // A running svc-platform replaces the mark in the store only once it reaches the store. Without the key that
-        // the mark names, svc-platform would stop once the store is available again.
+        // A running svc-platform replaces the marker in the store only once it reaches the store. Without the key that
+        // the marker names, svc-platform would stop once the store is available again.
         Some(previous) if usage.need.is_empty() && named.is_none() => findings.warning(
             format!(
                 "PLATFORM_KEY_PREVIOUS {previous} may still be needed: the object store, which may name it as the \

@@ -9,7 +9,7 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep};
 
 use super::PLATFORM_KEYS_LOCK;
-use super::need::KeyDependents;
+use super::dependents::KeyDependents;
 use crate::db::platform_keys::{self, ProcessKeys};
 use crate::db::{self, Db, DbError};
 use crate::keys::{self, KeyError, Seal};
@@ -97,7 +97,7 @@ async fn refuse_if_other_key_needed(
     is_first: bool,
 ) -> Result<(), AdmissionError> {
     let key = &this_process.ids.current;
-    let need = if is_first {
+    let dependents = if is_first {
         // In a database from an earlier release, only the signing keys show which key was used.
         KeyDependents::find_for_signing_keys(tx, seal).await?
     } else if platform_keys::load_progress(tx, key).await?.is_rotation_complete {
@@ -105,5 +105,5 @@ async fn refuse_if_other_key_needed(
     } else {
         KeyDependents::find(tx, key, mint, seal, max_heartbeat_gap, this_process.ttl).await?
     };
-    if need.is_empty() { Ok(()) } else { Err(AdmissionError::Needed(need)) }
+    if dependents.is_empty() { Ok(()) } else { Err(AdmissionError::Needed(dependents)) }
 }

@@ -58,7 +58,7 @@ pub async fn create_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, 
         }
         let session = platform.db.session().await?;
         let since = db::machines::load_create_request_age(&session, machine.id).await?;
-        let remaining = platform.config.provider.ambiguous_wait.saturating_sub(since);
+        let remaining = platform.config.provider.unconfirmed_create_timeout.saturating_sub(since);
         if !remaining.is_zero() {
             return Ok(StepOutcome::wait(remaining.min(LOOKUP_INTERVAL)));
         }

@@ -76,7 +76,7 @@ pub async fn delete_server(leased: &LeasedOperation<'_>, machine: &MachineRow) -
             Some(server) => {
                 platform.provider.delete(server.id).await?;
             }
-            None if request_age < platform.config.provider.ambiguous_wait => return Ok(false),
+            None if request_age < platform.config.provider.unconfirmed_create_timeout => return Ok(false),
             None => {}
         }
     }

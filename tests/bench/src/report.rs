@@ -104,7 +104,7 @@ fn row_json(row: &Row) -> Value {
         "unit": row.unit,
         "ratio": row.ratio.map(round_figure),
         "target": if target.is_empty() { Value::Null } else { target.into() },
-        "holds": row.is_met,
+        "isMet": row.is_met,
         "oursSpreadPercent": round_figure(row.ours.spread_percent),
         "theirsSpreadPercent": row.theirs.map(|theirs| round_figure(theirs.spread_percent)),
     })
@@ -203,13 +203,13 @@ mod tests {
         assert_eq!(json["area"], "test");
         let first = &json["rows"][0];
         let expected = serde_json::json!({ "name": "requests/s", "ours": 1500.0, "against": "peer",
-            "theirs": 1000.0, "unit": "1/s", "ratio": 1.5, "target": "ratio ≥ 1.1", "holds": true,
+            "theirs": 1000.0, "unit": "1/s", "ratio": 1.5, "target": "ratio ≥ 1.1", "isMet": true,
             "oursSpreadPercent": 10.0, "theirsSpreadPercent": 0.0 });
         assert_eq!(*first, expected);
         let second = &json["rows"][1];
         assert_eq!((&second["against"], &second["ratio"]), (&Value::Null, &Value::Null));
-        assert_eq!((&second["holds"], &second["target"]), (&false.into(), &"≤ 20 MiB".into()));
-        assert_eq!((&json["rows"][2]["holds"], &json["rows"][2]["target"]), (&Value::Null, &Value::Null));
+        assert_eq!((&second["isMet"], &second["target"]), (&false.into(), &"≤ 20 MiB".into()));
+        assert_eq!((&json["rows"][2]["isMet"], &json["rows"][2]["target"]), (&Value::Null, &Value::Null));
     }
 
     #[test]

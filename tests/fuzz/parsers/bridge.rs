@@ -21,7 +21,10 @@ const MAX_OPERATIONS: usize = 50;
 fn check_statement(statement: &Statement) -> Result<(), String> {
     let Statement { text, params, .. } = statement;
     if text.len() > MAX_STATEMENT_BYTES {
-        return Err(format!("the statement has {} bytes, more than {MAX_STATEMENT_BYTES}", text.len()));
+        return Err(format!(
+            "the statement is {} bytes long, over the limit of {MAX_STATEMENT_BYTES}",
+            text.len()
+        ));
     }
     let columns = columns();
     let mut unquoted = String::new();
@@ -136,7 +139,7 @@ fn check_any_request(bytes: &[u8]) -> Result<(), String> {
             return if response.len() <= limit {
                 Ok(())
             } else {
-                Err(format!("the error response has {} bytes, more than {limit}", response.len()))
+                Err(format!("the error response is {} bytes long, over the limit of {limit}", response.len()))
             };
         }
     };
@@ -151,7 +154,7 @@ fn check_any_request(bytes: &[u8]) -> Result<(), String> {
         // The parameters are about as large as the input: base64 and numbers shrink, times and UUIDs have a fixed
         // length.
         if encoded > 1024 + 16 * bytes.len() {
-            return Err(format!("the parameters have {encoded} bytes, for an input of {}", bytes.len()));
+            return Err(format!("the parameters take {encoded} bytes for an input of {} bytes", bytes.len()));
         }
     }
     Ok(())

@@ -15,7 +15,7 @@ pub(super) const SHORT_TIMEOUT: Duration = Duration::from_secs(60);
 pub(super) const LONG_TIMEOUT: Duration = Duration::from_secs(400);
 pub(super) const RUN_BACKUP: &str = "systemctl start svc-db-backup.service";
 const PRINT_GATEWAY_PID: &str = "systemctl show -P MainPID svc-gateway.service";
-const AFTER_TITLE: &str = "after the full disk";
+const RECOVERY_TITLE: &str = "after the full disk";
 /// A script that creates a table so large that its backup takes seconds.
 const CREATE_LARGE_TABLE: &str = r#"
 url=$(sed -n 's/^DATABASE_URL=//p' /opt/svc/env/host.env | tr -d '"')
@@ -32,7 +32,7 @@ pub async fn kill_database(stack: &Stack, machine: &MachineRecord) -> Result<(()
     let killed = Instant::now();
     let after = wait_until_served(stack).await?;
     let seconds = killed.elapsed().as_secs_f64();
-    ensure!(after == before, "there were {before:?}, now {after:?}");
+    ensure!(after == before, "the rows changed from {before:?} to {after:?}");
     ensure!(
         vm.run(PRINT_GATEWAY_PID, SHORT_TIMEOUT).await?.success()? == gateway,
         "the gateway was also restarted"
@@ -76,11 +76,11 @@ pub async fn fill_disk(stack: &Stack, machine: &MachineRecord) -> Result<((), St
     let lost: Vec<&String> = accepted.iter().filter(|title| !after.contains(title)).collect();
     ensure!(lost.is_empty(), "acknowledged rows were lost: {lost:?}");
     let owner = stack.owner_token();
-    eventually("a row can be added again", BOOT_TIMEOUT, || stack.web.insert(&owner, AFTER_TITLE)).await?;
+    eventually("a row can be added again", BOOT_TIMEOUT, || stack.web.insert(&owner, RECOVERY_TITLE)).await?;
     for title in &accepted {
         delete_note(stack, title).await?;
     }
-    delete_note(stack, AFTER_TITLE).await?;
+    delete_note(stack, RECOVERY_TITLE).await?;
     vm.run("systemctl reset-failed", SHORT_TIMEOUT).await?.success()?;
     Ok((
         (),
@@ -169,14 +169,16 @@ pub async fn cut_power_during_backup(stack: &Stack, machine: &MachineRecord) -> 
     let powered_on = Instant::now();
     let after = wait_until_served(stack).await?;
     let seconds = powered_on.elapsed().as_secs_f64();
-    ensure!(after == rows, "there were {rows:?}, now {after:?}");
+    ensure!(after == rows, "the rows changed from {rows:?} to {after:?}");
     vm.run(RUN_BACKUP, LONG_TIMEOUT).await?.success().context("the next backup")?;
     let next = verified_pointer(stack)?;
     ensure!(next["seq"].as_u64() > before["seq"].as_u64(), "the next backup did not move the pointer");
     let size = next["snapshot"]["sizeBytes"].as_u64().unwrap_or(0) >> 20;
     Ok((
         (),
-        format!("served {seconds:.0} s after power-on, pointer unchanged; the next snapshot has {size} MiB"),
+        format!(
+            "served {seconds:.0} s after power-on, pointer unchanged; the next snapshot is {size} MiB in size"
+        ),
     ))
 }
 

@@ -34,7 +34,7 @@ pub enum ThreadState {
     /// The thread is asleep until woken.
     #[default]
     Asleep,
-    /// The thread checks the queue at the next interval. Until then, it is woken only for [`BATCH_BYTES`].
+    /// The thread checks the queue at the next interval. Until then, it is woken early only when [`BATCH_BYTES`] are queued.
     Polling,
     Writing,
     /// The thread has ended: nothing more is written.
@@ -163,7 +163,7 @@ impl RecordQueue {
     }
 
     /// Returns the number of bytes that have been accepted but not yet written.
-    pub fn bytes(&self) -> usize {
+    pub fn pending_bytes(&self) -> usize {
         self.bytes + self.taken_bytes
     }
 }

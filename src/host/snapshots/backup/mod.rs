@@ -221,7 +221,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
         // An export starts a process for each user whose files it reads.
         Command::Export { .. } | Command::ExportHome { .. } => Ok(()),
         Command::ExportArchive => user::switch_to_gateway_user(&layout),
-        _ => user::drop_privileges(&layout),
+        _ => user::switch_user_for_database_tools(&layout),
     };
     if let Err(error) = user_switch {
         return applet::report("svc-db-backup", &Failure::new(Exit::Internal, error));

@@ -84,7 +84,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
         Some(Command::Import { .. }) => Ok(()),
         Some(Command::ImportStep(step)) if step.step.is_run_as_owner() => Ok(()),
         Some(Command::ImportStep(_)) => user::switch_to_gateway_user(&layout),
-        _ => user::drop_privileges(&layout),
+        _ => user::switch_user_for_database_tools(&layout),
     };
     if let Err(error) = user_switch {
         return applet::report("svc-restore", &Failure::new(Exit::Internal, error));

@@ -69,30 +69,30 @@ impl KeyDependents {
         max_heartbeat_gap: Duration,
         process_ttl: Duration,
     ) -> Result<Self, DbError> {
-        let mut need = Self::find_for_signing_keys(client, seal).await?;
-        (need.file_keys.count, need.file_keys.names) =
+        let mut dependents = Self::find_for_signing_keys(client, seal).await?;
+        (dependents.file_keys.count, dependents.file_keys.names) =
             db::file_keys::list_sealed_with_other(client, current, MAX_NAMED as i64).await?;
-        need.add_tokens(client, mint, max_heartbeat_gap).await?;
-        need.add_fences(client, current).await?;
+        dependents.add_tokens(client, mint, max_heartbeat_gap).await?;
+        dependents.add_fences(client, current).await?;
         for OtherProcess { process, .. } in
             platform_keys::list_with_other_key(client, current, process_ttl).await?
         {
-            need.processes.add(process);
+            dependents.processes.add(process);
         }
-        Ok(need)
+        Ok(dependents)
     }
 
     /// Finds only the signing keys that need a different key.
     pub async fn find_for_signing_keys(client: &impl GenericClient, seal: &Seal) -> Result<Self, DbError> {
-        let mut need = Self::default();
+        let mut dependents = Self::default();
         for key in list_signing_keys(client).await? {
             let opening = seal.find_opening_key(&key.kid, &key.sealed);
             // If both keys are set, a signing key that neither of them opens does not need the previous key.
             if opening == OpeningKey::Previous || opening == OpeningKey::Neither && !seal.has_previous() {
-                need.signing_keys.add(key.kid);
+                dependents.signing_keys.add(key.kid);
             }
         }
-        Ok(need)
+        Ok(dependents)
     }
 
     async fn add_tokens(
@@ -205,18 +205,18 @@ mod tests {
 
     #[test]
     fn display_counts_all_and_names_first_five() {
-        let mut need = KeyDependents::default();
-        assert!(need.is_empty());
-        need.silent.add("quiet");
-        assert!(need.is_empty(), "silent machines do not count");
-        assert_eq!(need.describe_silent().as_deref(), Some("1 silent machine (quiet)"));
-        need.signing_keys.add("proof-1");
-        (1..=7).for_each(|n| need.machines.add(n));
-        assert!(!need.is_empty());
+        let mut dependents = KeyDependents::default();
+        assert!(dependents.is_empty());
+        dependents.silent.add("quiet");
+        assert!(dependents.is_empty(), "silent machines do not count");
+        assert_eq!(dependents.describe_silent().as_deref(), Some("1 silent machine (quiet)"));
+        dependents.signing_keys.add("proof-1");
+        (1..=7).for_each(|n| dependents.machines.add(n));
+        assert!(!dependents.is_empty());
         let expected = "1 sealed signing key (proof-1); 7 machines' tokens (1, 2, 3, 4, 5, …)";
-        assert_eq!(need.to_string(), expected);
-        need.processes.add("p");
-        need.processes.add("q");
-        assert!(need.to_string().ends_with("2 running processes (p, q)"), "{need}");
+        assert_eq!(dependents.to_string(), expected);
+        dependents.processes.add("p");
+        dependents.processes.add("q");
+        assert!(dependents.to_string().ends_with("2 running processes (p, q)"), "{dependents}");
     }
 }

@@ -1,10 +1,10 @@
-//! Reads and writes the mark in the object store, which names the current platform key by its fingerprint.
+//! Reads and writes the marker in the object store, which names the current platform key by its fingerprint.
 //!
 //! If a platform server is restored from a copy made before a rotation of `PLATFORM_KEY`, its database and settings are
 //! consistent, and only the store shows the rotation. A process with the old keys would reject every host and trust no
 //! fence signed since the rotation.
 //!
-//! Invariant: a mark that names a key that this process does not have is never overwritten.
+//! Invariant: a marker that names a key that this process does not have is never overwritten.
 
 use std::fmt;
 use std::sync::Arc;
@@ -22,18 +22,18 @@ use svc_store::bucket::{Bucket, Condition, StoreError, VersionedValue};
 
 /// Host sessions cannot reach this path: they can reach only objects below `USER/SLOT/`, whose paths have at least
 /// three segments.
-pub const MARK_PATH: &str = "system-platform/platform-key.json";
+pub const MARKER_PATH: &str = "system-platform/platform-key.json";
 
 const FORMAT_VERSION: u32 = 1;
-/// Timeout for one read of the mark, and for one write.
+/// Timeout for one read of the marker, and for one write.
 const CALL_TIMEOUT: Duration = Duration::from_secs(5);
 /// Delay before a retry while the store is unavailable.
 const RETRY_INTERVAL: Duration = Duration::from_secs(5);
-/// Maximum number of attempts to write the mark while other processes are writing it. Each attempt reads the mark
+/// Maximum number of attempts to write the marker while other processes are writing it. Each attempt reads the marker
 /// again.
 const MAX_WRITE_ATTEMPTS: u32 = 5;
 
-/// The stored mark. Unknown fields, which a newer release may add, are ignored.
+/// The stored marker. Unknown fields, which a newer release may add, are ignored.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct Mark {
@@ -43,16 +43,16 @@ struct Mark {
     noted_at: Timestamp,
 }
 
-/// Which of this process's keys the mark names.
+/// Which of this process's keys the marker names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MarkerKey {
     Current,
     Previous,
-    /// No mark exists yet.
+    /// No marker exists yet.
     NoMark,
 }
 
-/// The mark names a key that this process does not have.
+/// The marker names a key that this process does not have.
 #[derive(Debug)]
 pub struct UnknownKey {
     named: String,
@@ -65,7 +65,7 @@ impl fmt::Display for UnknownKey {
         let previous = ids.previous.as_ref().map_or_else(|| "not set".to_owned(), KeyId::to_string);
         write!(
             f,
-            "according to the object store, the current platform key has the fingerprint {named} ({MARK_PATH}), which is \
+            "according to the object store, the current platform key has the fingerprint {named} ({MARKER_PATH}), which is \
              neither PLATFORM_KEY ({}) nor PLATFORM_KEY_PREVIOUS ({previous})",
             ids.current
         )
@@ -86,63 +86,63 @@ impl UnknownKey {
     }
 }
 
-/// The reason the mark could not be checked or written.
+/// The reason the marker could not be checked or written.
 #[derive(Debug, thiserror::Error)]
-pub enum MarkError {
+pub enum MarkerError {
     #[error("{}; {}", .0, .0.advice())]
     UnknownKey(Box<UnknownKey>),
     #[error(transparent)]
     Store(#[from] StoreError),
-    #[error("too many concurrent changes to the mark of the current platform key")]
+    #[error("too many concurrent changes to the marker of the current platform key")]
     Contended,
 }
 
-impl MarkError {
+impl MarkerError {
     /// Returns whether a process with these keys must not run. An unavailable store is not a reason to stop it.
     pub fn is_refusal(&self) -> bool {
         matches!(self, Self::UnknownKey(_) | Self::Store(StoreError::Corrupt { .. }))
     }
 }
 
-/// Returns which of this process's keys the mark names.
-pub async fn check(bucket: &Bucket, ids: &KeyIds) -> Result<MarkerKey, MarkError> {
+/// Returns which of this process's keys the marker names.
+pub async fn check(bucket: &Bucket, ids: &KeyIds) -> Result<MarkerKey, MarkerError> {
     classify(read(bucket).await?.as_ref(), ids)
 }
 
-/// Writes a mark for the current key if the store has no mark, or a mark for the previous key.
-pub async fn write(bucket: &Bucket, ids: &KeyIds) -> Result<(), MarkError> {
+/// Writes a marker for the current key if the store has no marker, or a marker for the previous key.
+pub async fn write(bucket: &Bucket, ids: &KeyIds) -> Result<(), MarkerError> {
     for _ in 0..MAX_WRITE_ATTEMPTS {
         let stored = read(bucket).await?;
         if classify(stored.as_ref(), ids)? == MarkerKey::Current {
             return Ok(());
         }
         let condition = stored.map_or(Condition::Absent, |stored| Condition::Unchanged(stored.version));
-        let mark =
+        let marker =
             Mark { version: FORMAT_VERSION, key_id: ids.current.as_str().to_owned(), noted_at: now_ms() };
         let path = mark_path();
-        let put = bucket.put_json_if(&path, &mark, condition);
+        let put = bucket.put_json_if(&path, &marker, condition);
         match bucket.run_with_timeout(&path, CALL_TIMEOUT, put).await {
             Ok(()) => return Ok(()),
-            // Another process has written the mark, or the response to this process's write was lost.
+            // Another process has written the marker, or the response to this process's write was lost.
             Err(StoreError::Precondition { .. }) => {}
             Err(error) => return Err(error.into()),
         }
     }
-    Err(MarkError::Contended)
+    Err(MarkerError::Contended)
 }
 
-/// Writes the mark in case the write at startup failed, retries until the store is available, and then waits until the
-/// process is stopped. If the mark is corrupt or names a key that this process does not have, returns early, which ends
+/// Writes the marker in case the write at startup failed, retries until the store is available, and then waits until the
+/// process is stopped. If the marker is corrupt or names a key that this process does not have, returns early, which ends
 /// the process.
 pub async fn write_until_stopped(platform: Arc<Platform>) {
     loop {
         match write(&platform.bucket, &platform.process.ids).await {
             Ok(()) => return platform.stop.cancelled().await,
             Err(error) if error.is_refusal() => {
-                return tracing::error!(error = %format_chain(&error), "the mark of the current platform key rejects this process");
+                return tracing::error!(error = %format_chain(&error), "the marker of the current platform key rejects this process");
             }
             Err(error) => {
-                tracing::warn!(error = %format_chain(&error), "cannot store the mark of the current platform key; retrying");
+                tracing::warn!(error = %format_chain(&error), "cannot store the marker of the current platform key; retrying");
             }
         }
         tokio::select! {
@@ -153,7 +153,7 @@ pub async fn write_until_stopped(platform: Arc<Platform>) {
 }
 
 fn mark_path() -> Path {
-    Path::from(MARK_PATH)
+    Path::from(MARKER_PATH)
 }
 
 async fn read(bucket: &Bucket) -> Result<Option<VersionedValue<Mark>>, StoreError> {
@@ -161,14 +161,14 @@ async fn read(bucket: &Bucket) -> Result<Option<VersionedValue<Mark>>, StoreErro
     let stored = bucket.run_with_timeout(&path, CALL_TIMEOUT, bucket.get_json::<Mark>(&path)).await?;
     let is_id = |text: &str| text.len() == KeyId::CHARS && text.bytes().all(|byte| byte.is_ascii_hexdigit());
     match stored {
-        Some(mark) if !is_id(&mark.value.key_id) => {
+        Some(marker) if !is_id(&marker.value.key_id) => {
             Err(StoreError::corrupt(&path, &"keyId is not a fingerprint of a platform key"))
         }
         stored => Ok(stored),
     }
 }
 
-fn classify(stored: Option<&VersionedValue<Mark>>, ids: &KeyIds) -> Result<MarkerKey, MarkError> {
+fn classify(stored: Option<&VersionedValue<Mark>>, ids: &KeyIds) -> Result<MarkerKey, MarkerError> {
     let Some(stored) = stored else { return Ok(MarkerKey::NoMark) };
     let key_id = &stored.value.key_id;
     if key_id == ids.current.as_str() {
@@ -177,7 +177,7 @@ fn classify(stored: Option<&VersionedValue<Mark>>, ids: &KeyIds) -> Result<Marke
     if ids.previous.as_ref().is_some_and(|previous| key_id == previous.as_str()) {
         return Ok(MarkerKey::Previous);
     }
-    Err(MarkError::UnknownKey(Box::new(UnknownKey { named: key_id.clone(), ids: ids.clone() })))
+    Err(MarkerError::UnknownKey(Box::new(UnknownKey { named: key_id.clone(), ids: ids.clone() })))
 }
 
 #[cfg(test)]
@@ -212,7 +212,7 @@ mod tests {
         assert_eq!(
             check(&bucket, &key_ids(2, None)).await.unwrap(),
             MarkerKey::Current,
-            "the mark was not overwritten"
+            "the marker was not overwritten"
         );
     }
 

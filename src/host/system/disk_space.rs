@@ -4,7 +4,7 @@ const GIB: u64 = 1 << 30;
 
 /// How full a disk is. Both the share and the amount of free space count, because a small disk fills sooner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum DiskFill {
+pub enum DiskSpace {
     Sufficient,
     /// Less than 2 GiB or 10% is free.
     Low,
@@ -12,7 +12,7 @@ pub enum DiskFill {
     Full,
 }
 
-impl DiskFill {
+impl DiskSpace {
     pub fn classify(total_bytes: u64, free_bytes: u64) -> Self {
         let percent = free_percent(total_bytes, free_bytes);
         if free_bytes < GIB / 2 || percent < 3 {
@@ -41,14 +41,14 @@ mod tests {
     #[test]
     fn classify_considers_share_and_amount_of_free_space() {
         for (total, free, fill) in [
-            (40 * GIB, 20 * GIB, DiskFill::Sufficient),
-            (40 * GIB, 3 * GIB, DiskFill::Low),
-            (10 * GIB, 2 * GIB - 1, DiskFill::Low),
-            (400 * GIB, 8 * GIB, DiskFill::Full),
-            (10 * GIB, GIB / 4, DiskFill::Full),
-            (0, 0, DiskFill::Full),
+            (40 * GIB, 20 * GIB, DiskSpace::Sufficient),
+            (40 * GIB, 3 * GIB, DiskSpace::Low),
+            (10 * GIB, 2 * GIB - 1, DiskSpace::Low),
+            (400 * GIB, 8 * GIB, DiskSpace::Full),
+            (10 * GIB, GIB / 4, DiskSpace::Full),
+            (0, 0, DiskSpace::Full),
         ] {
-            assert_eq!(DiskFill::classify(total, free), fill, "{free} of {total}");
+            assert_eq!(DiskSpace::classify(total, free), fill, "{free} of {total}");
         }
     }
 }
