@@ -4,6 +4,7 @@ use std::collections::{HashMap, VecDeque};
 use std::ffi::{OsStr, OsString};
 use std::path::{Component, Path};
 use std::sync::{Mutex, PoisonError};
+use std::time::Instant;
 
 use bytes::Bytes;
 use futures_util::future::join_all;
@@ -152,6 +153,8 @@ pub struct VersionQuery {
     pub limit: usize,
     /// Maximum number of snapshots to search, rounded up to a multiple of 16, because they are searched in batches.
     pub max_snapshots: usize,
+    /// When to stop the search, after the current batch of snapshots.
+    pub deadline: Option<Instant>,
 }
 
 /// Reads earlier states from a repository.
@@ -351,7 +354,8 @@ impl History {
                 }
             }
             searched += MAX_CONCURRENT_SEARCHES;
-            if searched >= query.max_snapshots && pending.peek().is_some() {
+            let is_late = query.deadline.is_some_and(|deadline| Instant::now() >= deadline);
+            if (is_late || searched >= query.max_snapshots) && pending.peek().is_some() {
                 page.next_before = last_searched;
                 return Ok(page);
             }

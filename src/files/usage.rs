@@ -1,11 +1,12 @@
 //! The space that a repository takes in the store.
 
+use futures_util::TryStreamExt;
 use jiff::Timestamp;
 use object_store::path::Path;
-use svc_store::Bucket;
+use svc_store::{Bucket, StoreError};
 
 use crate::error::FilesError;
-use crate::repository::for_each_object;
+use crate::repository::{REQUEST_TIMEOUT, for_each_object};
 
 /// The sizes and counts of a repository's objects. Times are upload times, by the store's clock.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -24,9 +25,12 @@ pub struct StoreUsage {
 /// # Errors
 /// If the store fails.
 pub async fn has_snapshots(bucket: &Bucket, root: &Path) -> Result<bool, FilesError> {
-    let mut has_any = false;
-    for_each_object(bucket, &root.clone().join("snapshots"), |_| has_any = true).await?;
-    Ok(has_any)
+    let folder = root.clone().join("snapshots");
+    let first = async {
+        let first = bucket.raw().list(Some(&folder)).try_next().await;
+        first.map_err(|error| StoreError::classify(&folder, error))
+    };
+    Ok(bucket.run_with_timeout(&folder, REQUEST_TIMEOUT, first).await?.is_some())
 }
 
 /// Adds up the sizes of the objects of the repository below `root`. The repository's key is not needed.

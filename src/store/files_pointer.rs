@@ -1,5 +1,5 @@
 //! `files/latest`: the pointer to the latest snapshot of the owner's files. It uses the same protocol as the
-//! database's pointer, but a corrupt `latest` is replaced with the newest log entry.
+//! database's pointer, but corrupt log entries are skipped, and a corrupt `latest` is replaced with the newest valid one.
 //!
 //! Its fence needs no signature: the platform raises it only after the fence of the database's pointer, which is signed
 //! and identifies the slot's current machine.
@@ -57,8 +57,8 @@ impl PointedSnapshot for FilesSnapshotRef {
 /// is returned, and the next write replaces `latest`. Corrupt log entries are skipped.
 ///
 /// # Errors
-/// [`StoreError`]; `Corrupt` if `latest` and the newest hundred log entries are corrupt, or if `latest` is corrupt and
-/// there is no entry. An entry is corrupt if it is not valid JSON, has an unknown format, has a `seq` or fence above the
+/// [`StoreError`]; `Corrupt` if the newest thousand log entries are corrupt, or if `latest` is corrupt and there is no
+/// valid entry. An entry is corrupt if it is not valid JSON, has an unknown format, has a `seq` or fence above the
 /// maximum, or has a `seq` other than the one in its name.
 pub async fn read(
     bucket: &Bucket,
@@ -250,14 +250,18 @@ mod tests {
 
     #[tokio::test]
     async fn corrupt_log_entries_are_skipped() {
-        for (count, is_latest_corrupt) in [(1, false), (300, false), (1, true), (99, true)] {
+        for (count, is_latest_corrupt) in
+            [(1, false), (300, false), (1, true), (99, true), (500_000, false), (500_000, true)]
+        {
+            // One distant entry instead of many.
+            let first = if count > 1000 { count } else { 1 };
             let bucket = Bucket::new(Arc::new(InMemory::new()));
             let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
             let paths = slot.files_pointer_paths();
             advance(&bucket, &slot, &snapshot(1, 1)).await.unwrap();
             set_fence(&bucket, &slot, Epoch(2), machine(2)).await.unwrap();
             let before = read(&bucket, &slot).await.unwrap().unwrap().value;
-            for seq in before.seq + 1..=before.seq + count {
+            for seq in before.seq + first..=before.seq + count {
                 bucket.put(&paths.entry(seq), "garbage{").await.unwrap();
             }
             if is_latest_corrupt {
@@ -281,12 +285,19 @@ mod tests {
         let paths = slot.files_pointer_paths();
         advance(&bucket, &slot, &snapshot(1, 1)).await.unwrap();
         let first = bucket.get_json::<Pointer<FilesSnapshotRef>>(&paths.latest).await.unwrap().unwrap().value;
-        advance(&bucket, &slot, &snapshot(2, 1)).await.unwrap();
-        // As if the second write had been killed before it wrote `latest`.
+        for number in 2..=20 {
+            advance(&bucket, &slot, &snapshot(number, 1)).await.unwrap();
+        }
+        // As if `latest` had been restored from an old version.
         bucket.put_json(&paths.latest, &first).await.unwrap();
-        bucket.put(&paths.entry(3), "garbage{").await.unwrap();
+        for seq in [21, 22, 40] {
+            bucket.put(&paths.entry(seq), "garbage{").await.unwrap();
+        }
         let found = read(&bucket, &slot).await.unwrap().unwrap().value;
-        assert_eq!(found.snapshot, Some(snapshot(2, 1)));
+        assert_eq!((found.seq, found.snapshot), (40, Some(snapshot(20, 1))));
+        advance(&bucket, &slot, &snapshot(21, 1)).await.unwrap();
+        let found = read(&bucket, &slot).await.unwrap().unwrap().value;
+        assert_eq!((found.seq, found.snapshot), (41, Some(snapshot(21, 1))));
     }
 
     #[tokio::test]

@@ -14,6 +14,8 @@ use svc_base::clock;
 use svc_machine::epoch::Epoch;
 use svc_machine::id::MachineId;
 
+/// An object with another version counts as corrupt. A later format of the files' pointer therefore needs other names:
+/// this release would replace it.
 pub const FORMAT: u32 = 1;
 /// Upper bound on `seq`: every JSON parser represents smaller integers exactly.
 pub const MAX_SEQ: u64 = 1 << 53;
@@ -61,7 +63,7 @@ pub struct SnapshotRef {
 
 /// A snapshot that a pointer can name: of the database, or of the owner's files.
 pub trait PointedSnapshot: Clone + PartialEq + Serialize + DeserializeOwned {
-    /// Whether a corrupt `latest` is replaced with the newest log entry. If not, an operator must rebuild the pointer.
+    /// Whether corrupt log entries are skipped, and a corrupt `latest` is replaced with the newest valid entry. If not, an operator must rebuild the pointer.
     const REPAIRS_CORRUPT_LATEST: bool;
     /// Whether old log entries are deleted, so that the log can begin at any `seq`.
     const HAS_TRIMMED_LOG: bool;

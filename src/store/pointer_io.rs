@@ -2,8 +2,8 @@
 //!
 //! Each `seq` is claimed by creating the object `pointer-log/<seq>.json`, which contains the whole pointer and must not
 //! already exist. `latest` is written after it. Two writers therefore never both succeed, even on a store whose
-//! `If-Match` is not atomic; the store only has to create an object at most once. The highest entry is authoritative;
-//! the next writer repairs a stale `latest` and, for the files' pointer, a corrupt one. A corrupt `latest` of the
+//! `If-Match` is not atomic; the store only has to create an object at most once. The highest entry is authoritative
+//! (for the files' pointer, the highest valid one); the next writer repairs a stale `latest` and, for the files' pointer, a corrupt one. A corrupt `latest` of the
 //! database's pointer must be repaired by an operator (`pointer_repair`), because it may be wrong to restore from the
 //! log.
 //!
@@ -15,12 +15,12 @@ use std::time::Duration;
 use super::bucket::{Bucket, Condition, StoreError, Version, VersionedValue};
 use super::key::{PointerPaths, SlotPrefix};
 use super::pointer::{self, Fence, FencedError, PointedSnapshot, Pointer, SnapshotRef};
-use super::pointer_log::{find_first_seq, find_newest_entry};
+use super::pointer_log::{find_first_seq, find_newest_entry, list_entries};
 use super::snapshot_with_sidecar::SnapshotWithSidecar;
 use svc_machine::epoch::MAX_EPOCH;
 
-/// Maximum number of corrupt log entries that are skipped if `latest` is corrupt, too.
-const MAX_SKIPPED_ENTRIES: u64 = 100;
+/// Maximum number of corrupt log entries that are skipped.
+const MAX_SKIPPED_ENTRIES: usize = 1000;
 /// Maximum number of attempts to write if other writers interfere.
 const MAX_ATTEMPTS: u32 = 16;
 
@@ -159,8 +159,8 @@ async fn read_log<S: PointedSnapshot>(
 }
 
 /// Reads a log entry. With [`PointedSnapshot::REPAIRS_CORRUPT_LATEST`], a corrupt one is skipped: the result is the newest
-/// pointer below it, with its `seq`, so that the next write claims the `seq` after it. Any holder of the slot's store
-/// credentials can add such entries.
+/// valid entry between `latest` and it, or else `latest`, with the skipped entry's `seq`, so that the next write claims
+/// the `seq` after it. Any holder of the slot's store credentials can add corrupt entries.
 async fn read_entry_or_skip<S: PointedSnapshot>(
     bucket: &Bucket,
     paths: &PointerPaths,
@@ -171,12 +171,13 @@ async fn read_entry_or_skip<S: PointedSnapshot>(
         Err(error @ StoreError::Corrupt { .. }) if S::REPAIRS_CORRUPT_LATEST => error,
         result => return result,
     };
-    // At most one valid entry is ahead of `latest`. Without `latest`, the newest valid entry may be anywhere below.
-    let candidates = match latest {
-        Some(latest) => latest.seq + 1..(latest.seq + 2).min(seq),
-        None => seq.saturating_sub(MAX_SKIPPED_ENTRIES)..seq,
-    };
-    for candidate in candidates.rev() {
+    // More than one valid entry may be ahead of `latest`, for example if `latest` was restored from an old version.
+    let first = latest.map_or(0, |latest| latest.seq.saturating_add(1));
+    let Some(seqs) = list_entries(bucket, paths, first..seq).await? else { return Err(error) };
+    for (skipped, candidate) in seqs.into_iter().rev().enumerate() {
+        if skipped >= MAX_SKIPPED_ENTRIES {
+            return Err(error);
+        }
         match read_entry(bucket, paths, candidate).await {
             Ok(entry) => return Ok(Pointer { seq, ..entry }),
             Err(StoreError::Corrupt { .. } | StoreError::NotFound { .. }) => {}

@@ -6,6 +6,8 @@
 //!
 //! A result that is too low is safe: a `seq` with an existing entry cannot be claimed.
 
+use std::ops::Range;
+
 use futures_util::TryStreamExt;
 use object_store::ObjectMeta;
 
@@ -15,6 +17,8 @@ use super::pointer::{MAX_SEQ, MAX_SEQ_AHEAD};
 
 /// Maximum number of names to read from one listing. Under the protocol, at most one entry is ahead of `latest`.
 const MAX_LISTED_NAMES: usize = 64;
+/// Maximum number of names that [`list_entries`] reads. The log of the files' pointer has a few thousand entries.
+const MAX_LISTED_ENTRIES: usize = 20_000;
 /// Maximum number of non-entry names to skip before the first entry, if the start of the log is unknown.
 const MAX_SKIPPED_NAMES: usize = 10_000;
 /// Maximum number of listings, for a log with gaps.
@@ -57,6 +61,29 @@ pub(super) async fn find_newest_entry(
     }
     tracing::warn!(log = %paths.log, "the pointer's log has many gaps; a newer entry may exist");
     Ok(newest)
+}
+
+/// Lists the entries with a `seq` in a range, in ascending order; `None` if there are too many.
+pub(super) async fn list_entries(
+    bucket: &Bucket,
+    paths: &PointerPaths,
+    range: Range<u64>,
+) -> Result<Option<Vec<u64>>, StoreError> {
+    let log = &paths.log;
+    let mut listing = match range.start.checked_sub(1) {
+        Some(previous) => bucket.raw().list_with_offset(Some(log), &paths.entry(previous)),
+        None => bucket.raw().list(Some(log)),
+    };
+    let mut seqs = Vec::new();
+    for _ in 0..MAX_LISTED_ENTRIES {
+        let next = listing.try_next().await.map_err(|error| StoreError::classify(log, error))?;
+        let Some(meta) = next else { return Ok(Some(seqs)) };
+        match key::entry_seq(&meta.location) {
+            Some(seq) if seq >= range.end => return Ok(Some(seqs)),
+            seq => seqs.extend(seq.filter(|seq| range.contains(seq))),
+        }
+    }
+    Ok(None)
 }
 
 /// Finds the lowest free number, at or above `seq`, such that a reader of a pointer with that number as its `seq` finds

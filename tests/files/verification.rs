@@ -1,6 +1,7 @@
 //! Verification and drill of a machine's file backup: damage is located, reported, and repaired from the machine.
 
 use std::fs;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use futures_util::TryStreamExt;
@@ -9,6 +10,7 @@ use kit::s3::S3Server;
 use serde_json::Value;
 
 use super::machine::{FilesPlatform, Host};
+use super::parse_files_read;
 use crate::vault::machine::{BUCKET, bucket, slot, start_store};
 
 fn read_checks(host: &Host) -> Result<Value> {
@@ -55,10 +57,10 @@ async fn damage_is_located_and_repaired() -> Result<()> {
 
     // The verification has requested a save, which reads everything again and requests another verification.
     let request = host.machine.path("var/lib/svc/requests/files-verify");
-    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(60);
+    let deadline = Instant::now() + Duration::from_secs(60);
     while !request.exists() {
-        ensure!(std::time::Instant::now() < deadline, "the service has not repaired the damage");
-        tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+        ensure!(Instant::now() < deadline, "the service has not repaired the damage");
+        tokio::time::sleep(Duration::from_millis(50)).await;
     }
     let repaired = host.machine.run(&["svc-sync-agent", "verify"])?.expect(0);
     assert!(
@@ -106,32 +108,47 @@ async fn damaged_index_is_detected_despite_the_cache() -> Result<()> {
     Ok(())
 }
 
-/// The service must not compare with the lost snapshot's cached copy: nothing has changed, so it would save nothing.
+/// The service must not compare with its cached copy of the snapshot: it would read only what has changed since.
 #[tokio::test(flavor = "multi_thread")]
-async fn lost_latest_snapshot_is_replaced() -> Result<()> {
-    let store = start_store()?;
-    let platform = FilesPlatform::start().await?;
-    let host = create_host(&store, &platform)?;
-    host.write("home/projects/plan.md", "version 1")?;
-    let _service = host.start_and_save().await?;
-    // The first save is a change itself: it has a line in `backup.jsonl`.
-    host.machine.run(&["svc-sync-agent", "now"])?.expect(0);
-    let latest = host.read_status()?["snapshot"].as_str().context("no snapshot")?.to_owned();
-    let key = format!("{}/snapshots/{latest}", slot().files());
-    assert!(store.remove(BUCKET, &key), "{key}");
-    let verified = host.machine.run(&["svc-sync-agent", "verify"])?.expect(65);
-    assert!(verified.stderr.contains(&latest), "{}", verified.stderr);
-    let request = host.machine.path("var/lib/svc/requests/files-verify");
-    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(60);
-    while !request.exists() {
-        ensure!(std::time::Instant::now() < deadline, "the service has not saved the files again");
-        tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+async fn unreadable_latest_snapshot_is_replaced() -> Result<()> {
+    for is_lost in [true, false] {
+        let store = start_store()?;
+        let platform = FilesPlatform::start().await?;
+        let host = create_host(&store, &platform)?;
+        for number in 0..50 {
+            host.write(&format!("home/projects/{number}"), "version 1")?;
+        }
+        let service = host.start_and_save().await?;
+        // The first save is a change itself: it has a line in `backup.jsonl`.
+        host.machine.run(&["svc-sync-agent", "now"])?.expect(0);
+        let latest = host.read_status()?["snapshot"].as_str().context("no snapshot")?.to_owned();
+        let key = format!("{}/snapshots/{latest}", slot().files());
+        if is_lost {
+            assert!(store.remove(BUCKET, &key), "{key}");
+        } else {
+            store.write(BUCKET, &key, "damaged");
+        }
+        let verified = host.machine.run(&["svc-sync-agent", "verify"])?.expect(65);
+        assert!(verified.stderr.contains(&latest), "{}", verified.stderr);
+        let request = host.machine.path("var/lib/svc/requests/files-verify");
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while !request.exists() {
+            ensure!(Instant::now() < deadline, "the service has not saved the files again");
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        let reads = service.stderr().lines().filter_map(parse_files_read).collect::<Vec<_>>();
+        assert!(reads.last() >= Some(&50), "the service compared with the unreadable snapshot: {reads:?}");
+        host.machine.run(&["svc-sync-agent", "verify"])?.expect(0);
+        let checks = read_checks(&host)?;
+        assert_eq!(
+            (&checks["unreadable"], &checks["damagedSnapshot"]),
+            (&Value::Null, &Value::Null),
+            "{checks}"
+        );
+        let next = Host::new(&store, &platform, 2)?;
+        next.machine.run(&["svc-sync-agent", "restore-home"])?.expect(0);
+        assert_eq!(fs::read_to_string(next.home().join("home/projects/7"))?, "version 1");
     }
-    host.machine.run(&["svc-sync-agent", "verify"])?.expect(0);
-    assert_ne!(host.read_status()?["snapshot"], latest.as_str());
-    let next = Host::new(&store, &platform, 2)?;
-    next.machine.run(&["svc-sync-agent", "restore-home"])?.expect(0);
-    assert_eq!(fs::read_to_string(next.home().join("home/projects/plan.md"))?, "version 1");
     Ok(())
 }
 

@@ -8,8 +8,8 @@ use crate::index::{BlobLocation, BlobLocations};
 use crate::pack::{BlobType, MAX_BLOB_BYTES};
 use crate::tree::{Node, NodeType};
 
-/// A chunk counts as a hole if it is more than this many times as long as its stored form. All but the shortest chunks
-/// of zeros are.
+/// A chunk counts as a hole if it is more than this many times as long as its compressed form. All but the shortest chunks
+/// of zeros compress this well.
 const MIN_HOLE_RATIO: u64 = 500;
 
 /// What a restore will write. A file with several names counts once.
@@ -71,7 +71,7 @@ impl Survey {
         locations: &BlobLocations,
         space: FreeSpace,
     ) -> Result<(), FilesError> {
-        let (mut bytes, mut stored_bytes) = (0, 0);
+        let (mut bytes, mut data_bytes) = (0, 0);
         for id in node.content.as_deref().unwrap_or_default() {
             let location = locations.find(BlobType::Data, *id)?;
             if location.content_length() > MAX_BLOB_BYTES as u64 {
@@ -82,14 +82,14 @@ impl Survey {
             }
             bytes += location.content_length();
             if !is_hole(location) {
-                stored_bytes += location.content_length();
+                data_bytes += location.content_length();
             }
         }
         self.files += 1;
         self.bytes += bytes;
         self.inodes += 1;
-        let stored_bytes = stored_bytes.min(node.allocated_bytes.unwrap_or(u64::MAX));
-        self.needed_bytes += stored_bytes.next_multiple_of(space.block_bytes);
+        let data_bytes = data_bytes.min(node.allocated_bytes.unwrap_or(u64::MAX));
+        self.needed_bytes += data_bytes.next_multiple_of(space.block_bytes);
         Ok(())
     }
 }

@@ -54,6 +54,9 @@ pub const FAILPOINTS: &[&str] =
 const DEFAULT_WORKERS: usize = 1;
 /// The stack size of the walking thread, for deep directories. Unused parts of the stack take no memory.
 const WALK_STACK_BYTES: usize = 64 << 20;
+/// A save of changes checks whether the index that it has read is still current, unless an earlier one did so in this
+/// interval. The check lists the index, which has a file for each save since the last pruning.
+const INDEX_CHECK_INTERVAL: Duration = Duration::from_secs(600);
 /// A save that takes longer checks whether the index that it has read is still current. Pruning deletes a pack at the
 /// earliest 72 hours after marking it; the difference is a margin.
 const MAX_UNCHECKED_DURATION: Duration = Duration::from_secs(48 * 3600);
@@ -158,6 +161,8 @@ pub struct Saver {
     index: Option<LoadedIndex>,
     /// Packs that are damaged. Blobs that are in no other pack count as missing.
     damaged_packs: HashSet<Id>,
+    /// [`INDEX_CHECK_INTERVAL`], except in most tests, which prune more often.
+    pub(crate) index_check_interval: Duration,
     /// [`MAX_UNCHECKED_DURATION`], except in tests.
     pub(crate) max_unchecked_duration: Duration,
     upload_limiter: upload::RateLimiter,
@@ -167,6 +172,8 @@ struct LoadedIndex {
     blobs: KnownBlobs,
     /// The index files that were read.
     files: Vec<Id>,
+    /// When these files were last known to exist.
+    checked_at: Instant,
 }
 
 impl Saver {
@@ -176,6 +183,7 @@ impl Saver {
             options,
             index: None,
             damaged_packs: HashSet::new(),
+            index_check_interval: if cfg!(test) { Duration::ZERO } else { INDEX_CHECK_INTERVAL },
             max_unchecked_duration: MAX_UNCHECKED_DURATION,
             upload_limiter: upload::RateLimiter::default(),
         }
@@ -231,7 +239,8 @@ impl Saver {
         changes: Option<ChangeSet>,
     ) -> Result<SaveResult, FilesError> {
         let began = Instant::now();
-        let (LoadedIndex { blobs: mut known, mut files }, is_reloaded) = self.take_index().await?;
+        let (LoadedIndex { blobs: mut known, mut files, checked_at }, is_reloaded) =
+            self.take_index(changes.is_none()).await?;
         // A parent whose tree cannot be read is useless, so the whole home directory is read.
         let is_readable = |tree| {
             known.contains(BlobType::Tree, tree) || matches!(self.repository.cached_tree(tree), Ok(Some(_)))
@@ -294,7 +303,7 @@ impl Saver {
         if let Some((id, snapshot)) = &parent
             && snapshot.tree == tree
         {
-            self.index = Some(LoadedIndex { blobs: known, files });
+            self.index = Some(LoadedIndex { blobs: known, files, checked_at });
             return Ok(SaveResult {
                 id: *id,
                 snapshot: snapshot.clone(),
@@ -306,7 +315,7 @@ impl Saver {
                 is_unchanged: true,
             });
         }
-        let mut index = Some(LoadedIndex { blobs: known, files });
+        let mut index = Some(LoadedIndex { blobs: known, files, checked_at });
         if began.elapsed() > self.max_unchecked_duration
             && let Some(LoadedIndex { files, .. }) = &index
             && !self.has_index_files(files).await?
@@ -340,16 +349,21 @@ impl Saver {
     }
 
     /// Returns the index, and whether it was read from the store. It is read again if one of its files was replaced,
-    /// because known blobs may have been marked for deletion.
-    async fn take_index(&mut self) -> Result<(LoadedIndex, bool), FilesError> {
-        if let Some(loaded) = self.index.take()
-            && self.has_index_files(&loaded.files).await?
-        {
-            return Ok((loaded, false));
+    /// because known blobs may have been marked for deletion. This is checked if `must_check`, or if the last check is at
+    /// least [`INDEX_CHECK_INTERVAL`] old.
+    async fn take_index(&mut self, must_check: bool) -> Result<(LoadedIndex, bool), FilesError> {
+        let now = Instant::now();
+        if let Some(loaded) = self.index.take() {
+            if !must_check && now.duration_since(loaded.checked_at) < self.index_check_interval {
+                return Ok((loaded, false));
+            }
+            if self.has_index_files(&loaded.files).await? {
+                return Ok((LoadedIndex { checked_at: now, ..loaded }, false));
+            }
         }
         let (blobs, files) = self.repository.load_known_blobs(&self.damaged_packs).await?;
         self.repository.retain_cached_index_files(&files.iter().copied().collect());
-        Ok((LoadedIndex { blobs, files }, true))
+        Ok((LoadedIndex { blobs, files, checked_at: now }, true))
     }
 
     /// Whether the repository still has all of these index files.

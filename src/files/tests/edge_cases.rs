@@ -316,6 +316,33 @@ async fn long_save_fails_if_pruning_may_delete_its_packs() {
     }
 }
 
+/// The check lists the index, which has a file for each save since the last pruning.
+#[tokio::test]
+async fn index_is_checked_by_full_saves_and_after_the_interval() {
+    let hour = Duration::from_secs(3600);
+    for (interval, is_full, is_detected) in
+        [(hour, false, false), (Duration::ZERO, false, true), (hour, true, true)]
+    {
+        let mut fixture = Fixture::new().await;
+        fixture.saver.index_check_interval = interval;
+        let content = random_bytes(100_000);
+        fixture.write("a", &content);
+        fixture.save().await;
+        let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
+        for (id, _) in repository.load_index().await.unwrap() {
+            repository.delete(&repository.path(ObjectKind::Index, id)).await.unwrap();
+        }
+        fixture.write("a", &content);
+        let parent = fixture.last.clone().unwrap();
+        let saved = if is_full {
+            fixture.saver.save(Some(parent)).await.unwrap()
+        } else {
+            fixture.saver.save_changes(parent, changes_in(&[""])).await.unwrap()
+        };
+        assert_eq!(saved.uploaded_bytes > 100_000, is_detected, "{interval:?} {is_full}");
+    }
+}
+
 #[tokio::test]
 async fn upload_limit_applies_to_small_saves() {
     let mut fixture = Fixture::new().await;

@@ -1,5 +1,7 @@
 //! Earlier states of individual files and directories.
 
+use std::time::Instant;
+
 use futures_util::TryStreamExt;
 use jiff::Timestamp;
 
@@ -7,7 +9,7 @@ use super::*;
 use crate::history::{EntryKind, History, VersionPage, VersionQuery};
 use crate::restore::restore_entries;
 
-const ALL: VersionQuery = VersionQuery { before: None, limit: 100, max_snapshots: 1000 };
+const ALL: VersionQuery = VersionQuery { before: None, limit: 100, max_snapshots: 1000, deadline: None };
 
 impl Fixture {
     async fn history(&self) -> History {
@@ -90,13 +92,16 @@ async fn bounded_search_continues_on_next_page() {
         fixture.save().await;
     }
     let history = fixture.history().await;
-    let bounded = VersionQuery { max_snapshots: 16, ..ALL };
-    let page = history.list_versions(Path::new("file"), bounded).await.unwrap();
-    assert_eq!(page.versions.len(), 1);
-    let before = page.next_before.expect("four snapshots remain");
-    let rest = VersionQuery { before: Some(before), ..bounded };
-    let page = history.list_versions(Path::new("file"), rest).await.unwrap();
-    assert_eq!((page.versions.len(), page.next_before), (1, None));
+    let few = VersionQuery { max_snapshots: 16, ..ALL };
+    let short = VersionQuery { deadline: Some(Instant::now()), ..ALL };
+    for bounded in [few, short] {
+        let page = history.list_versions(Path::new("file"), bounded).await.unwrap();
+        assert_eq!(page.versions.len(), 1);
+        let before = page.next_before.expect("four snapshots remain");
+        let rest = VersionQuery { before: Some(before), ..bounded };
+        let page = history.list_versions(Path::new("file"), rest).await.unwrap();
+        assert_eq!((page.versions.len(), page.next_before), (1, None));
+    }
 }
 
 #[tokio::test]

@@ -50,11 +50,11 @@ pub enum AccessError {
 }
 
 impl AccessError {
-    /// Describes the problem of a machine that has the key which the platform lacks; `None` for any other error.
+    /// Describes the problem of a machine whose key opens the repository, unlike the platform's; `None` for any other error.
     pub fn to_key_problem(&self) -> Option<String> {
         let Self::KeyLost(why) = self else { return None };
         Some(format!(
-            "only this machine has its key, so a later machine could not restore it; copy /var/lib/svc/files/key to a safe \
+            "the platform cannot open it, so a later machine could not restore it; copy /var/lib/svc/files/key to a safe \
              place, and to the next machine before it restores the files ({why})"
         ))
     }
@@ -74,7 +74,8 @@ struct OpenedRepository {
     key: RepositoryKey,
     /// `None` if nothing has been saved yet.
     repository: Option<Repository>,
-    key_problem: Option<String>,
+    /// Why the platform has not sent the key; `None` if it has.
+    key_error: Option<AccessError>,
 }
 
 /// Everything that `restic` needs to open the repository, except credentials for the store.
@@ -206,14 +207,14 @@ impl FilesSettings {
         Ok(self.open_with_known_keys(cache).await?.repository)
     }
 
-    /// Opens the slot's repository, and creates it if there is none. Also returns why no other machine could open it, if
-    /// the platform does not have the key that opens it.
+    /// Opens the slot's repository, and creates it if there is none. Also returns why the platform has not sent the key, if
+    /// this machine's own was used.
     ///
     /// # Errors
     /// Those of [`Self::open`].
-    pub async fn open_or_create(&self) -> Result<(Repository, Option<String>), AccessError> {
+    pub async fn open_or_create(&self) -> Result<(Repository, Option<AccessError>), AccessError> {
         let cache = self.cache();
-        let OpenedRepository { key, repository, key_problem } = self.open_with_known_keys(&cache).await?;
+        let OpenedRepository { key, repository, key_error } = self.open_with_known_keys(&cache).await?;
         let repository = match repository {
             Some(repository) => repository,
             None => {
@@ -221,20 +222,20 @@ impl FilesSettings {
                 Repository::open_or_create(bucket, root, &key, cache).await?
             }
         };
-        Ok((repository, key_problem))
+        Ok((repository, key_error))
     }
 
     /// Opens the repository with the first key that opens it. The platform's key and the machine's differ only if the
     /// platform's database is older than the machine's key.
     async fn open_with_known_keys(&self, cache: &Cache) -> Result<OpenedRepository, AccessError> {
         let stored = self.read_key()?;
-        let mut key_problem = None;
+        let mut key_error = None;
         let keys = match self.request_key(stored.as_ref()).await {
             Ok(key) => vec![key].into_iter().chain(stored).collect(),
             Err(error @ (AccessError::KeyUnavailable(_) | AccessError::KeyLost(_))) => match stored {
                 Some(stored) => {
                     tracing::warn!(error = %format_chain(&error), "using the stored key of the file backup");
-                    key_problem = error.to_key_problem();
+                    key_error = Some(error);
                     vec![stored]
                 }
                 None => return Err(error),
@@ -247,7 +248,7 @@ impl FilesSettings {
             match Repository::open(bucket, root, &key, cache.clone()).await {
                 Ok(repository) => {
                     self.store_key(&key)?;
-                    return Ok(OpenedRepository { key, repository, key_problem });
+                    return Ok(OpenedRepository { key, repository, key_error });
                 }
                 Err(error @ FilesError::WrongKey) => refusal = Some(error),
                 Err(error) => return Err(error.into()),

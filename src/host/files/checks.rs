@@ -23,6 +23,8 @@ const FAILURE_REPORT_DELAY: SignedDuration = SignedDuration::from_hours(36);
 const MAX_OVERDUE_SHARES: usize = 3;
 /// Maximum number of affected files that a message names.
 const MAX_NAMED_FILES: usize = 5;
+/// Minimum interval between two repairs of the latest snapshot.
+const MIN_REPAIR_INTERVAL: SignedDuration = SignedDuration::from_hours(1);
 const DAY: SignedDuration = SignedDuration::from_hours(24);
 
 /// The content of `/var/lib/svc/files/checks.json`.
@@ -183,18 +185,25 @@ impl FileChecks {
         // Copy the time before the result is replaced: in a file of an earlier release, only the result contains it.
         self.verified_at = self.verified_at();
         if result.error.is_none() {
-            (self.verified_at, self.unreadable, self.damaged_snapshot) = (Some(now), None, None);
+            self.verified_at = Some(now);
         }
         self.verify = Some(result);
         self.update_failing_since(now);
     }
 
-    /// Records that the latest snapshot is missing or damaged.
+    /// Records that the latest snapshot is missing or damaged. A save then replaces it by reading all files again, but not
+    /// more often than `MIN_REPAIR_INTERVAL`, in case the store loses each new snapshot.
     pub fn record_damaged_snapshot(&mut self, latest: Id, now: Timestamp) {
         let latest = latest.to_string();
-        if self.damaged_snapshot.as_ref() != Some(&latest) {
+        let is_recent = |at: Timestamp| at <= now && now.duration_since(at) < MIN_REPAIR_INTERVAL;
+        if self.damaged_snapshot.as_ref() != Some(&latest) && !self.damage_found_at.is_some_and(is_recent) {
             (self.damaged_snapshot, self.damage_found_at) = (Some(latest), Some(now));
         }
+    }
+
+    /// Records that the latest snapshot and the index can be read.
+    pub fn record_readable(&mut self) {
+        (self.unreadable, self.damaged_snapshot) = (None, None);
     }
 
     pub fn is_damaged_snapshot(&self, id: Id) -> bool {

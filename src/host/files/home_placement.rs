@@ -32,8 +32,8 @@ const FIRST_NAMES: [&[u8]; 3] = [b"home", b"system", b"apps"];
 /// Directories that belong to the services, relative to the destination. They keep their owner and mode: a forged
 /// snapshot must not give them to the owner.
 const SERVICE_DIRECTORIES: [&str; 3] = ["home", "home/system", "home/system/logs"];
-/// The owner's apps, to which the gateway writes the bundled ones. As for [`SERVICE_DIRECTORIES`], no other entry takes
-/// the directory's place: a forged snapshot must not redirect what the services write.
+/// The owner's apps directory, to which the gateway writes the bundled apps. Like [`SERVICE_DIRECTORIES`], it is never
+/// replaced by an entry of another kind: a forged snapshot must not redirect what the services write.
 const APPS_DIRECTORY: &str = "home/apps";
 
 /// Moves everything in `from` to `to`, on the same file system, and gives existing directories the owner, mode,
@@ -118,20 +118,20 @@ fn move_between(
     let mut replaced = 0;
     let full_path = destination.root.join(path);
     let times = modification_time(&fstat(from).map_err(wrap("read", &full_path))?);
-    // Each removal of an entry changes the time of `from`, which a repeated call must still find after a kill.
+    // Moving an entry out changes the modification time of `from`, which a repeated call needs after a kill.
     let keep_times = || futimens(from, &times).map_err(wrap("change the times of", &full_path));
     for name in list_in_move_order(from).map_err(wrap("list", &full_path))? {
         let target = full_path.join(OsStr::from_bytes(name.as_bytes()));
         let source = statat(from, &name, AtFlags::SYMLINK_NOFOLLOW).map_err(wrap("read", &target))?;
-        let is_existing_directory = match statat(to, &name, AtFlags::SYMLINK_NOFOLLOW) {
-            Ok(existing) => Some(is_directory(&existing)),
+        let existing = match statat(to, &name, AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(existing) => Some(existing),
             Err(Errno::NOENT) => None,
             Err(error) => return Err(wrap("read", &target)(error)),
         };
         let inner_path = path.join(OsStr::from_bytes(name.as_bytes()));
-        // Only a forged snapshot has such entries. They must not reach the directories of restores.
+        // Only a forged snapshot has entries with these names. They must not get into the restores' own directories.
         let is_staging = STAGING_NAMES.iter().any(|staging| inner_path == Path::new(staging));
-        if is_directory(&source) && is_existing_directory == Some(true) && !is_staging {
+        if is_directory(&source) && existing.as_ref().is_some_and(is_directory) && !is_staging {
             replaced += merge(from, to, path, &name, destination)?;
             keep_times()?;
             continue;
@@ -143,7 +143,7 @@ fn move_between(
             replaced += 1;
             continue;
         }
-        if is_existing_directory.is_some() {
+        if existing.is_some() {
             destination.set_aside(to, path, &name)?;
             replaced += 1;
         }

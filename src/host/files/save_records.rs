@@ -1,7 +1,8 @@
 //! The lines of `backup.jsonl` about the file backup.
 //!
 //! The service saves up to four times a minute, and each line is itself a change that must be saved. Therefore, there is
-//! at most one line an hour, as for backups of the database, and one whenever saves begin to fail or succeed again.
+//! only one line an hour, as for backups of the database, and one when saves begin to fail or succeed again, or the
+//! service starts.
 
 use std::time::{Duration, Instant};
 
@@ -16,6 +17,8 @@ use crate::records::backup::{self, BackupKind, Status};
 use crate::system::layout::Layout;
 
 const LINE_INTERVAL: Duration = Duration::from_secs(3600);
+/// Minimum interval between the line about a failure and the one about the next success.
+const RECOVERY_INTERVAL: Duration = Duration::from_secs(60);
 
 /// A line.
 #[derive(Debug, Serialize)]
@@ -30,7 +33,7 @@ struct FileBackupRecord {
     /// The latest snapshot, below the slot's prefix; absent after a failure.
     #[serde(skip_serializing_if = "Option::is_none")]
     key: Option<String>,
-    /// The size of the saved files.
+    /// The size of the saved files; 0 after a failure.
     size_bytes: u64,
     /// The number of snapshots taken since the previous line, and the bytes uploaded for them.
     snapshots: u64,
@@ -105,6 +108,7 @@ impl SaveRecords {
         match backup::append(layout, &line) {
             Ok(()) => *self = Self { last_line: Some((now, status)), ..Self::default() },
             Err(error) => {
+                self.last_line = Some((now, status));
                 tracing::warn!(error = %format_chain(&error), "could not record the result of the file backup");
             }
         }
@@ -113,7 +117,13 @@ impl SaveRecords {
 
 /// Whether a save with this status gets a line.
 fn is_line_due(last: Option<(Instant, Status)>, status: Status, now: Instant) -> bool {
-    last.is_none_or(|(at, last)| last != status || now.duration_since(at) >= LINE_INTERVAL)
+    let Some((at, last)) = last else { return true };
+    let interval = match (last, status) {
+        (Status::Success, Status::Error) => Duration::ZERO,
+        (Status::Error, Status::Success) => RECOVERY_INTERVAL,
+        _ => LINE_INTERVAL,
+    };
+    now.duration_since(at) >= interval
 }
 
 #[cfg(test)]
@@ -129,6 +139,7 @@ mod tests {
         assert!(is_line_due(Some((now, Status::Success)), Status::Success, after(3600)));
         assert!(is_line_due(Some((now, Status::Success)), Status::Error, after(1)));
         assert!(!is_line_due(Some((now, Status::Error)), Status::Error, after(3599)));
-        assert!(is_line_due(Some((now, Status::Error)), Status::Success, after(1)));
+        assert!(!is_line_due(Some((now, Status::Error)), Status::Success, after(59)));
+        assert!(is_line_due(Some((now, Status::Error)), Status::Success, after(60)));
     }
 }

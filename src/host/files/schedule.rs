@@ -145,10 +145,12 @@ impl Schedule {
             + (check_duration * UNWATCHED_INTERVAL_FACTOR).clamp(UNWATCHED_INTERVAL, MAX_UNWATCHED_INTERVAL);
     }
 
-    /// Records a failed save. The pause before the next one grows with each failure.
-    pub fn record_failure(&mut self, now: Instant) {
+    /// Records a failed save that ended at `now` and took `duration`. The pause before the next one grows with each
+    /// failure, and with the duration, because the next one compares all files.
+    pub fn record_failure(&mut self, duration: Duration, now: Instant) {
         let (min, max) = RETRY_BACKOFF_RANGE;
-        self.not_before = now + (min * 2_u32.saturating_pow(self.failures.min(10))).min(max);
+        let backoff = (min * 2_u32.saturating_pow(self.failures.min(10))).min(max);
+        self.not_before = now + backoff.max((duration * PAUSE_FACTOR).min(MAX_PAUSE));
         self.next_unwatched = self.next_unwatched.min(self.not_before);
         self.failures += 1;
         self.is_requested = false;
@@ -226,7 +228,7 @@ mod tests {
         let (mut schedule, now) = started();
         schedule.request_everything();
         assert_eq!(schedule.decide(Observation::Unchanged, after(now, 1)), SaveScope::Everything);
-        schedule.record_failure(after(now, 1));
+        schedule.record_failure(Duration::ZERO, after(now, 1));
         assert_eq!(schedule.decide(Observation::Unchanged, after(now, 60)), SaveScope::Everything);
         schedule.record_success(SaveScope::Everything, Duration::ZERO, after(now, 60));
         assert_eq!(schedule.decide(Observation::Unchanged, after(now, 70)), SaveScope::Nothing);
@@ -255,15 +257,19 @@ mod tests {
     #[test]
     fn failed_saves_back_off_and_requests_run_at_once() {
         let (mut schedule, now) = started();
-        schedule.record_failure(now);
+        schedule.record_failure(Duration::ZERO, now);
         assert_eq!(schedule.decide(SETTLED, after(now, 4)), SaveScope::Nothing);
         assert_eq!(schedule.decide(SETTLED, after(now, 5)), SaveScope::Changes);
         for _ in 0..40 {
-            schedule.record_failure(now);
+            schedule.record_failure(Duration::ZERO, now);
         }
         assert_eq!(schedule.decide(SETTLED, after(now, 119)), SaveScope::Nothing);
         schedule.request();
         assert_eq!(schedule.decide(SETTLED, after(now, 119)), SaveScope::Changes);
         assert_eq!(schedule.decide(SETTLED, after(now, 120)), SaveScope::Changes);
+        let mut slow = started().0;
+        slow.record_failure(Duration::from_secs(20), now);
+        assert_eq!(slow.decide(SETTLED, after(now, 199)), SaveScope::Nothing);
+        assert_eq!(slow.decide(SETTLED, after(now, 200)), SaveScope::Changes);
     }
 }

@@ -209,7 +209,7 @@ impl FileBackup {
                 if error.is_withdrawn() {
                     self.settings = FilesSettings::read(self.settings.layout.clone())?;
                 }
-                self.schedule.record_failure(Instant::now());
+                self.schedule.record_failure(began.elapsed(), Instant::now());
                 self.record_failure(&error, (checked_at, began));
             }
         }
@@ -304,7 +304,9 @@ impl FileBackup {
 
     /// Records that a save has read all files again because of damage, and requests a verification of the result.
     fn record_repair(&mut self, damage_found_at: Option<Timestamp>) {
-        tracing::info!("read all files again, because packs of the file backup are damaged");
+        tracing::info!(
+            "read all files again, because packs or the latest snapshot of the file backup are damaged"
+        );
         self.status.repaired_at = damage_found_at;
         let request = self.settings.layout.request(verify::REQUEST);
         if let Err(error) = fsx::write_atomic(&request, b"", 0o644) {
@@ -317,10 +319,12 @@ impl FileBackup {
         if self.key_offered_at.is_some_and(|at| at.elapsed() < KEY_OFFER_INTERVAL) {
             return;
         }
-        match self.settings.offer_key().await {
-            Ok(()) => (self.key_offered_at, self.status.key_problem) = (Some(Instant::now()), None),
+        let offered = self.settings.offer_key().await;
+        self.status.record_key(offered.as_ref().err());
+        self.write_status();
+        match offered {
+            Ok(()) => self.key_offered_at = Some(Instant::now()),
             Err(error) => {
-                self.status.key_problem = error.to_key_problem().or(self.status.key_problem.take());
                 tracing::debug!(error = %format_chain(&error), "cannot send the key of the file backup to the platform");
             }
         }
@@ -351,8 +355,8 @@ impl FileBackup {
     }
 
     async fn open(&mut self) -> Result<OpenSaver, SaveError> {
-        let (repository, key_problem) = self.settings.open_or_create().await?;
-        self.status.key_problem = key_problem;
+        let (repository, key_error) = self.settings.open_or_create().await?;
+        self.status.record_key(key_error.as_ref());
         let pointer = files_pointer::read(&self.settings.bucket, &self.settings.slot).await?;
         let pointer = pointer.map(|pointer| pointer.value);
         if let Some(pointer) = &pointer {

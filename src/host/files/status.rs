@@ -6,6 +6,7 @@ use std::path::Path;
 use jiff::{SignedDuration, Timestamp};
 use serde::{Deserialize, Serialize};
 
+use super::access::AccessError;
 use super::checks::FileChecks;
 use super::home_path::HomePath;
 use crate::system::layout::Layout;
@@ -107,6 +108,15 @@ impl FilesStatus {
         self.saved_until = Some(saved_until);
         (self.changed_since, self.pending_bytes) = (None, None);
         (self.error, self.failing_since) = (None, None);
+    }
+
+    /// Records whether the platform has the key, given the error of the last request for it.
+    pub(super) fn record_key(&mut self, error: Option<&AccessError>) {
+        match error {
+            None => self.key_problem = None,
+            // Other errors, such as an outage of the platform, do not answer the question.
+            Some(error) => self.key_problem = error.to_key_problem().or(self.key_problem.take()),
+        }
     }
 
     /// Corrects times that were recorded while the clock was ahead. Otherwise, changes made now would already count as

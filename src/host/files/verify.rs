@@ -159,6 +159,7 @@ async fn verify_shares(
         return Err(error.into());
     }
     verify_index(&uncached).await?;
+    checks.record_readable();
     let repository = settings.open_with_stored_key().await?.ok_or(CheckError::NothingSaved)?;
     // Contains all damaged blobs, because the shares with known damage are verified in each run.
     let mut blobs: HashSet<Id> = HashSet::new();

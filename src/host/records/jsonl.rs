@@ -28,8 +28,9 @@ pub fn append_line(path: &Path, line: &[u8]) -> Result<(), FileError> {
         let no_link = nix::fcntl::OFlag::O_NOFOLLOW.bits();
         let mut options = File::options();
         let mut file = options.create(true).read(true).append(true).custom_flags(no_link).open(path)?;
-        wait_for_lock(&file);
-        let mut text = repair_tail(&mut file)?.to_vec();
+        let is_locked = wait_for_lock(&file);
+        let mut text =
+            if is_locked { repair_tail(&mut file)? } else { find_missing_newline(&mut file)? }.to_vec();
         text.extend_from_slice(line);
         text.push(b'\n');
         file.write_all(&text)?;
@@ -38,13 +39,28 @@ pub fn append_line(path: &Path, line: &[u8]) -> Result<(), FileError> {
     append().map_err(FileError::wrap("append to", path))
 }
 
-/// Waits for concurrent appends to end, but not longer than `MAX_LOCK_WAIT`: the owner's programs can lock the file, too,
-/// and must not stop a backup. Without the lock, at worst a line is torn.
-fn wait_for_lock(file: &File) {
+/// Waits for concurrent appends to end, and locks the file. Returns `false` if it is still locked after `MAX_LOCK_WAIT`:
+/// the owner's programs can lock the file, too, and must not stop a backup.
+fn wait_for_lock(file: &File) -> bool {
     let end = Instant::now() + MAX_LOCK_WAIT;
-    while file.try_lock().is_err() && Instant::now() < end {
+    while file.try_lock().is_err() {
+        if Instant::now() >= end {
+            return false;
+        }
         std::thread::sleep(LOCK_POLL_INTERVAL);
     }
+    true
+}
+
+/// Returns the newline that the last line lacks, if it does. Unlike [`repair_tail`], removes nothing, because another
+/// process may be appending.
+fn find_missing_newline(file: &mut File) -> std::io::Result<&'static [u8]> {
+    let mut last = [b'\n'];
+    if file.metadata()?.len() > 0 {
+        file.seek(SeekFrom::End(-1))?;
+        file.read_exact(&mut last)?;
+    }
+    Ok(if last == *b"\n" { b"" } else { b"\n" })
 }
 
 /// Removes a torn last line, unless it is longer than 1 MiB. Returns the text to write before the next line: empty, or

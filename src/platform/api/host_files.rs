@@ -40,6 +40,8 @@ use svc_wire::files::{
 pub use endpoints::{LIST, RESTORE, SHOW_RESTORE, STATUS, VERSIONS};
 
 const RETRY_AFTER_SECONDS: u64 = 5;
+/// After a request that took too long. `svcctl` does not wait this long, so it does not repeat the request.
+const RETRY_AFTER_TIMEOUT_SECONDS: u64 = 30;
 
 type Query = Vec<(&'static str, String)>;
 
@@ -252,11 +254,11 @@ fn host_problem(id: MachineId, error: FilesCallError, is_restore: bool) -> Probl
         }
         FilesCallError::TimedOut(limit) => {
             let detail = format!(
-                "The host of machine {id} did not complete the request within {} s: it may be busy, or the directory may be too \
-                 large. Try again, specify a smaller directory, or use `svc-sync-agent` on the machine.",
+                "The host of machine {id} did not complete the request within {} s. It may be busy: try again later. For a list, \
+                 the directory may be too large: use `svc-sync-agent` on the machine.",
                 limit.as_secs()
             );
-            Problem::new(Code::Unavailable, detail).retry_after(RETRY_AFTER_SECONDS)
+            Problem::new(Code::Unavailable, detail).retry_after(RETRY_AFTER_TIMEOUT_SECONDS)
         }
         FilesCallError::TooLarge(max) => {
             let detail = format!(

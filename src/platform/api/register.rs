@@ -119,7 +119,7 @@ async fn ensure_not_fenced_out(platform: &Platform, machine: &MachineRow) -> Res
     Err(Problem::new(Code::InvalidState, detail).with("machineStatus", json!(machine.status)))
 }
 
-/// Registers a machine again, by its heartbeat, after the database was restored from a copy older than its
+/// Registers a machine again from its heartbeat, after the database was restored from a copy older than the machine's
 /// registration.
 ///
 /// # Errors

@@ -119,8 +119,8 @@ fn report_capability(findings: Findings, probed: &ProbeResult, store: &StoreConf
     }
 }
 
-fn describe_missing(name: &str, observed: &str, without: &str) -> String {
-    strip_backticks(&format!("the store does not support this: {name}; {observed}. {without}"))
+fn describe_missing(name: &str, observed: &str, consequence: &str) -> String {
+    strip_backticks(&format!("the store does not support this: {name}; {observed}. {consequence}"))
 }
 
 /// Removes the backticks that mark code in the reference page.

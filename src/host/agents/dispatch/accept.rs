@@ -178,7 +178,7 @@ mod tests {
     use crate::system::layout::Layout;
 
     #[test]
-    fn register_counts_the_prompts_of_the_request() {
+    fn register_counts_prompt_bytes_of_the_request() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         let kernel = Arc::new(Kernel::new(&layout).unwrap());

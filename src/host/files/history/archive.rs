@@ -86,7 +86,7 @@ impl Write for ChannelWriter {
 
 /// An archive that is being written.
 enum Writer<W: Write> {
-    /// The map contains the first path of each file with several hard links.
+    /// The first names are those of files with several hard links.
     Tar(Box<tar::Builder<W>>, FirstNames),
     Zip(Box<ZipWriter<StreamWriter<W>>>),
 }

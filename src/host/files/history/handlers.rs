@@ -3,7 +3,7 @@
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use axum::Json;
 use axum::body::Body;
@@ -32,6 +32,8 @@ use crate::system::activity;
 
 /// Maximum number of snapshots that one request searches.
 const MAX_SEARCHED_SNAPSHOTS: usize = 2000;
+/// Maximum time to search before a partial page is sent. The platform and svcctl wait only 20 s.
+const MAX_SEARCH_DURATION: Duration = Duration::from_secs(12);
 /// Timeout for everything before a response begins. It is shorter than the gateway's.
 const RESPONSE_START_TIMEOUT: Duration = Duration::from_secs(120);
 const RETRY_SECONDS: u64 = 5;
@@ -61,7 +63,9 @@ pub async fn list_versions(
     let before = fields.time("before");
     let limit = fields.number_in_range("limit", 1..=MAX_VERSIONS, DEFAULT_VERSIONS);
     let path = fields.finish(path)?;
-    let query = VersionQuery { before, limit, max_snapshots: MAX_SEARCHED_SNAPSHOTS };
+    let deadline = Instant::now() + MAX_SEARCH_DURATION;
+    let query =
+        VersionQuery { before, limit, max_snapshots: MAX_SEARCHED_SNAPSHOTS, deadline: Some(deadline) };
     with_timeout(async {
         let history = History::open(open_repository(&settings).await?).await.map_err(to_problem)?;
         let page = history.list_versions(path.as_path(), query).await.map_err(to_problem)?;
