@@ -56,7 +56,7 @@ pub enum FilesError {
 }
 
 impl FilesError {
-    pub(crate) fn corrupt(what: impl Into<String>, why: &impl std::fmt::Display) -> Self {
+    pub fn corrupt(what: impl Into<String>, why: &impl std::fmt::Display) -> Self {
         let why = svc_base::untrusted_text::truncate_printable(&why.to_string());
         Self::Corrupt { what: what.into(), why }
     }

@@ -223,14 +223,14 @@ impl History {
 
     fn new(
         repository: Repository,
-        (snapshots, damaged_snapshots): ListedSnapshots,
+        (snapshots, damaged): ListedSnapshots,
         locations: BlobLocations,
         has_chunk_lists: bool,
     ) -> Self {
         Self {
             repository,
             snapshots,
-            damaged_snapshots,
+            damaged_snapshots: damaged.len() as u64,
             locations,
             has_chunk_lists,
             tree_reads: Semaphore::new(MAX_CONCURRENT_TREES),
@@ -443,14 +443,14 @@ impl History {
     }
 }
 
-/// Sound snapshots, newest first, and the number of damaged ones.
-type ListedSnapshots = (Vec<(Id, Snapshot)>, u64);
+/// Sound snapshots, newest first, and the ids of the damaged ones.
+type ListedSnapshots = (Vec<(Id, Snapshot)>, Vec<Id>);
 
 /// Reads the snapshot `latest`; all snapshots if `latest` is `None`, missing or damaged.
 async fn read_latest(repository: &Repository, latest: Option<Id>) -> Result<ListedSnapshots, FilesError> {
     if let Some(id) = latest {
         match repository.read_snapshot(id).await {
-            Ok(snapshot) => return Ok((vec![(id, snapshot)], 0)),
+            Ok(snapshot) => return Ok((vec![(id, snapshot)], Vec::new())),
             // Earlier snapshots may be intact.
             Err(error) if error.is_damage() => {}
             Err(error) => return Err(error),

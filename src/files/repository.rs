@@ -136,12 +136,14 @@ impl Repository {
         cache: Cache,
     ) -> Result<Self, FilesError> {
         if let Some(opened) = Self::open(bucket.clone(), root.clone(), key, cache.clone()).await? {
+            if opened.check_key_file().await.is_err_and(|error| error.is_damage()) {
+                tracing::warn!("the repository's key file is lost; writing another one");
+                write_key_file(&bucket, &root, key).await?;
+            }
             return Ok(opened);
         }
         // The key file is written first, so that a repository with a configuration can always be opened with `restic`.
-        let key_file = key.key_file(Timestamp::now())?;
-        let key_path = root.clone().join("keys").join(Id::of(&key_file).to_string());
-        put_if_absent(&bucket, &key_path, key_file).await?;
+        write_key_file(&bucket, &root, key).await?;
         let master = key.master_key();
         let mut id = [0; Id::BYTES];
         fill_random(&mut id)?;
@@ -153,6 +155,21 @@ impl Repository {
         Self::open(bucket, root.clone(), key, cache)
             .await?
             .ok_or_else(|| StoreError::NotFound { key: root.join("config").to_string() }.into())
+    }
+
+    /// Checks that the repository has a sound key file, without which only this crate can open it.
+    ///
+    /// # Errors
+    /// If the store fails; [`FilesError::Corrupt`] if there is no sound key file.
+    pub async fn check_key_file(&self) -> Result<(), FilesError> {
+        for meta in list_objects(&self.bucket, &self.root.clone().join("keys")).await? {
+            let content = self.bucket.get(&meta.location, MAX_OBJECT_BYTES).await?;
+            let name = meta.location.filename().and_then(|name| name.parse::<Id>().ok());
+            if content.is_some_and(|content| name == Some(Id::of(&content.value))) {
+                return Ok(());
+            }
+        }
+        Err(FilesError::corrupt("key file", &"there is no sound one, so `restic` cannot open the repository"))
     }
 
     pub(crate) fn path(&self, kind: ObjectKind, id: Id) -> Path {
@@ -167,8 +184,7 @@ impl Repository {
     pub(crate) async fn list(&self, kind: ObjectKind) -> Result<Vec<Id>, FilesError> {
         let folder = self.root.clone().join(kind.folder());
         let objects = list_objects(&self.bucket, &folder).await?;
-        // Ignore other names, such as those of a directory store's temporary files.
-        Ok(objects.iter().filter_map(|meta| meta.location.filename()?.parse().ok()).collect())
+        Ok(objects.iter().filter_map(|meta| find_id(&meta.location, |id| self.path(kind, id))).collect())
     }
 
     pub(crate) async fn read_json<T: DeserializeOwned>(
@@ -259,7 +275,7 @@ impl Repository {
 
     /// Lists all packs with their upload times, by the store's clock.
     pub(crate) async fn list_packs(&self) -> Result<Vec<(Id, Timestamp)>, FilesError> {
-        self.list_uploads(&self.root.clone().join("data")).await
+        self.list_uploads(&self.root.clone().join("data"), |id| self.pack_path(id)).await
     }
 
     /// Deletes an object if it exists. Only the platform's credentials permit deletions.
@@ -320,9 +336,9 @@ impl Repository {
         Ok(snapshots.into_iter().map(|(id, snapshot, _)| (id, snapshot)).collect())
     }
 
-    /// Like [`Self::list_snapshots`], but skips damaged snapshots and returns their number. Also removes from the cache
-    /// the snapshots that no longer exist.
-    pub(crate) async fn list_sound_snapshots(&self) -> Result<(Vec<(Id, Snapshot)>, u64), FilesError> {
+    /// Like [`Self::list_snapshots`], but skips damaged snapshots and returns their ids. Also removes from the cache the
+    /// snapshots that no longer exist.
+    pub(crate) async fn list_sound_snapshots(&self) -> Result<(Vec<(Id, Snapshot)>, Vec<Id>), FilesError> {
         let ids = self.list(ObjectKind::Snapshot).await?;
         let present: HashSet<Id> = ids.iter().copied().collect();
         self.cache.retain(ObjectKind::Snapshot.folder(), |id| present.contains(&id));
@@ -331,7 +347,7 @@ impl Repository {
             async move { (id, repository.read_snapshot(id).await) }
         };
         let mut reads = stream::iter(ids).map(read).buffer_unordered(MAX_CONCURRENT_REQUESTS);
-        let (mut snapshots, mut damaged) = (Vec::new(), 0);
+        let (mut snapshots, mut damaged) = (Vec::new(), Vec::new());
         while let Some((id, snapshot)) = reads.next().await {
             match snapshot {
                 Ok(snapshot) => snapshots.push((id, snapshot)),
@@ -339,7 +355,7 @@ impl Repository {
                 Err(FilesError::Store(StoreError::NotFound { .. })) => {}
                 Err(error @ FilesError::Corrupt { .. }) => {
                     tracing::warn!(%error, "a snapshot of the owner's files is damaged");
-                    damaged += 1;
+                    damaged.push(id);
                 }
                 Err(error) => return Err(error),
             }
@@ -352,7 +368,7 @@ impl Repository {
     /// by the store's clock.
     pub(crate) async fn list_uploaded_snapshots(&self) -> Result<Vec<(Id, Snapshot, Timestamp)>, FilesError> {
         let folder = self.root.clone().join(ObjectKind::Snapshot.folder());
-        let uploads = self.list_uploads(&folder).await?;
+        let uploads = self.list_uploads(&folder, |id| self.path(ObjectKind::Snapshot, id)).await?;
         let read = |(id, uploaded): (Id, Timestamp)| {
             let repository = self.clone();
             async move {
@@ -374,10 +390,14 @@ impl Repository {
     }
 
     /// Lists the objects of a folder with their upload times, by the store's clock.
-    async fn list_uploads(&self, folder: &Path) -> Result<Vec<(Id, Timestamp)>, FilesError> {
+    async fn list_uploads(
+        &self,
+        folder: &Path,
+        path_of: impl Fn(Id) -> Path,
+    ) -> Result<Vec<(Id, Timestamp)>, FilesError> {
         let mut uploads = Vec::new();
         for meta in list_objects(&self.bucket, folder).await? {
-            let id = meta.location.filename().and_then(|name| name.parse::<Id>().ok());
+            let id = find_id(&meta.location, &path_of);
             let nanoseconds = i32::try_from(meta.last_modified.timestamp_subsec_nanos()).unwrap_or(0);
             let time = Timestamp::new(meta.last_modified.timestamp(), nanoseconds).unwrap_or(Timestamp::MAX);
             uploads.extend(id.map(|id| (id, time)));
@@ -413,6 +433,19 @@ pub(crate) async fn list_objects(bucket: &Bucket, folder: &Path) -> Result<Vec<O
     let mut objects = Vec::new();
     for_each_object(bucket, folder, |object| objects.push(object)).await?;
     Ok(objects)
+}
+
+async fn write_key_file(bucket: &Bucket, root: &Path, key: &RepositoryKey) -> Result<(), FilesError> {
+    let key_file = key.key_file(Timestamp::now())?;
+    let path = root.clone().join("keys").join(Id::of(&key_file).to_string());
+    Ok(put_if_absent(bucket, &path, key_file).await?)
+}
+
+/// Returns the id in an object's name if the object has the path that `path_of` returns for it. Ignores others, such as a
+/// directory store's temporary files, and objects in folders that the format does not have.
+fn find_id(object: &Path, path_of: impl FnOnce(Id) -> Path) -> Option<Id> {
+    let id = object.filename()?.parse().ok()?;
+    (path_of(id) == *object).then_some(id)
 }
 
 /// Calls `add` for each object below a path.

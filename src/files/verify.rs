@@ -13,6 +13,8 @@ use crate::id::Id;
 use crate::index::{IndexFile, IndexedPack};
 use crate::pack::{BlobType, PackedBlob, open_blob, parse_header};
 use crate::repository::Repository;
+use crate::snapshot::Snapshot;
+use crate::tree_reader::TreeReader;
 
 const MAX_CONCURRENT_READS: usize = 2;
 
@@ -52,26 +54,65 @@ pub struct DamagedPack {
     pub blobs: Vec<Id>,
 }
 
-/// Checks that the index can be read. The repository must have been opened without a cache, which would hide damage.
+/// Checks that the index can be read, and contains everything that the snapshot `latest` needs. `uncached` is the same
+/// repository, opened without a cache, which would hide damage.
 ///
 /// # Errors
-/// If the store fails; [`FilesError::Corrupt`] if an object is damaged; [`FilesError::IndexChanging`] if the index
-/// changed during every attempt to read it.
-pub async fn verify_index(repository: &Repository) -> Result<(), FilesError> {
-    repository.load_known_blobs(&HashSet::new()).await.map(drop)
+/// If the store fails; [`FilesError::Corrupt`] if an object is damaged, or if the index lacks a tree or chunk;
+/// [`FilesError::IndexChanging`] if the index changed during every attempt to read it.
+pub async fn verify_index(
+    repository: &Repository,
+    uncached: &Repository,
+    latest: Option<&Snapshot>,
+) -> Result<(), FilesError> {
+    let locations = uncached.load_locations().await?;
+    let Some(latest) = latest else { return Ok(()) };
+    let check = |blob_type, id: Id, what: &str| match locations.find(blob_type, id) {
+        Ok(_) => Ok(()),
+        Err(_) => {
+            let why =
+                "a part of the index is lost; `restic rebuild-index` restores it if the pack still exists";
+            Err(FilesError::corrupt(format!("{what} {id}"), &why))
+        }
+    };
+    let mut trees = TreeReader::new(repository, &locations);
+    let mut seen = HashSet::new();
+    let mut pending = vec![latest.tree];
+    while let Some(id) = pending.pop() {
+        if !seen.insert(id) {
+            continue;
+        }
+        check(BlobType::Tree, id, "tree")?;
+        for node in trees.read(id).await?.nodes {
+            pending.extend(node.subtree);
+            for chunk in node.content.iter().flatten() {
+                check(BlobType::Data, *chunk, "chunk")?;
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Finds a snapshot that cannot be restored, because it is damaged or the index lacks its root directory. Until it is
-/// removed, the repository cannot be pruned. Other snapshots are not affected.
+/// removed, the repository cannot be pruned. Other snapshots are not affected. `uncached` is the same repository, opened
+/// without a cache, which would hide damage.
 ///
 /// # Errors
 /// See [`verify_index`].
-pub async fn find_unusable_snapshot(repository: &Repository) -> Result<Option<FilesError>, FilesError> {
+pub async fn find_unusable_snapshot(
+    repository: &Repository,
+    uncached: &Repository,
+) -> Result<Option<FilesError>, FilesError> {
     // Snapshots are listed first, so that the index, which is read later, contains their trees.
-    let (snapshots, damaged) = repository.list_sound_snapshots().await?;
-    if damaged > 0 {
-        let why = "they are damaged; restore the objects, or remove them";
-        return Ok(Some(FilesError::corrupt(format!("{damaged} snapshots"), &why)));
+    let (snapshots, damaged) = uncached.list_sound_snapshots().await?;
+    if let Some(first) = damaged.first() {
+        let others = match damaged.len() - 1 {
+            0 => String::new(),
+            others => format!("so are {others} others; "),
+        };
+        let remedy = "restore its object in the store, or delete it with the store's tools";
+        let why = format!("its content does not match its hash; {others}{remedy}");
+        return Ok(Some(FilesError::corrupt(format!("snapshot {first}"), &why)));
     }
     let locations = repository.load_tree_locations().await?;
     Ok(snapshots.into_iter().find_map(|(id, snapshot)| {

@@ -40,6 +40,12 @@ pub enum FileKeyError {
          `systemctl restart svc-files`; otherwise restore a newer copy of the database or of the configuration"
     )]
     Lost(String),
+    #[error(
+        "the platform's key of slot {0} does not open its repository: the platform's database has another key, or the \
+         repository's configuration was replaced. If a machine has the right key, delete the row of the slot from the table \
+         file_keys, and run `systemctl restart svc-files` on that machine; otherwise restore the configuration"
+    )]
+    Mismatch(String),
 }
 
 impl From<DbError> for FileKeyError {
@@ -54,8 +60,8 @@ impl From<DbError> for FileKeyError {
 /// stored, unless the slot has a repository that this key does not open.
 ///
 /// # Errors
-/// [`FileKeyError`]; `Lost` if the slot has a repository that the stored key does not open. If no key is stored, `Lost`
-/// if the slot has a repository, and the host offers no key or a key that does not open it. The stored key is not
+/// [`FileKeyError`]; `Mismatch` if the slot has a repository that the stored key does not open. If no key is stored,
+/// `Lost` if the slot has a repository, and the host offers no key or a key that does not open it. The stored key is not
 /// tested if the host offers the same key or none.
 pub async fn load_or_create(
     platform: &Platform,
@@ -84,7 +90,7 @@ pub async fn load_or_create(
             if let Some(stored) = stored {
                 // The stored key is never replaced: a host could have replaced the repository's configuration with one
                 // that only the offered key opens.
-                return test(stored).await?.map(|(key, _)| key).ok_or_else(|| FileKeyError::Lost(name()));
+                return test(stored).await?.map(|(key, _)| key).ok_or_else(|| FileKeyError::Mismatch(name()));
             }
             let key = match offered {
                 Some(offered) => test(offered).await?.map(|(key, _)| key),

@@ -360,9 +360,11 @@ mod tests {
         }
 
         /// Ends a key change, sends enough heartbeats for the newest token to replace all others, and waits for the end
-        /// of the overlap.
+        /// of the overlap. The rotation that is due after `rotation_age` begins with the first heartbeat, so that it does
+        /// not begin with the last one.
         fn settle(&mut self) {
             self.apply(&Event::EndKeyChange);
+            self.apply(&Event::Wait(1000));
             for _ in 0..4 {
                 self.send_heartbeat(HeartbeatLoss::Nothing);
             }

@@ -15,7 +15,7 @@ use svc_machine::epoch::Epoch;
 use svc_machine::id::MachineId;
 
 use super::bucket::{Bucket, StoreError};
-use super::key::{self, SlotPrefix};
+use super::key::SlotPrefix;
 use super::pointer::{self, Fence, PointedSnapshot};
 use super::pointer_io::{self, PointerError, PointerRead};
 
@@ -118,7 +118,7 @@ pub async fn trim_log(bucket: &Bucket, slot: &SlotPrefix, retained: u64) -> Resu
     while expired.len() < MAX_TRIMMED_ENTRIES {
         let next = listing.try_next().await.map_err(|error| StoreError::classify(&paths.log, error))?;
         let Some(meta) = next else { break };
-        if key::entry_seq(&meta.location).is_some_and(|seq| seq < first_retained) {
+        if paths.entry_seq(&meta.location).is_some_and(|seq| seq < first_retained) {
             expired.push(meta.location);
         }
     }
@@ -196,9 +196,9 @@ mod tests {
         }
         let before = read(&bucket, &slot).await.unwrap().unwrap().value;
         let lowest_seq = async || {
-            let log = slot.files_pointer_paths().log;
-            let objects: Vec<_> = bucket.raw().list(Some(&log)).try_collect().await.unwrap();
-            objects.iter().filter_map(|meta| key::entry_seq(&meta.location)).min()
+            let paths = slot.files_pointer_paths();
+            let objects: Vec<_> = bucket.raw().list(Some(&paths.log)).try_collect().await.unwrap();
+            objects.iter().filter_map(|meta| paths.entry_seq(&meta.location)).min()
         };
         assert_eq!((before.seq, lowest_seq().await), (6, Some(1)));
         assert_eq!(trim_log(&bucket, &slot, 2).await.unwrap(), 3);
@@ -278,6 +278,29 @@ mod tests {
         }
     }
 
+    /// Without the check, the claim of a `seq` that no reader accepts would count as a successful write.
+    #[tokio::test]
+    async fn implausible_latest_is_replaced() {
+        let bucket = Bucket::new(Arc::new(InMemory::new()));
+        let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
+        let paths = slot.files_pointer_paths();
+        advance(&bucket, &slot, &snapshot(1, 1)).await.unwrap();
+        advance(&bucket, &slot, &snapshot(2, 1)).await.unwrap();
+        let before = read(&bucket, &slot).await.unwrap().unwrap().value;
+        let forged = Pointer { seq: MAX_SEQ - 1, snapshot: Some(snapshot(1, 1)), ..before.clone() };
+        bucket.put_json(&paths.latest, &forged).await.unwrap();
+        assert_eq!(read(&bucket, &slot).await.unwrap().unwrap().value, before);
+        advance(&bucket, &slot, &snapshot(3, 1)).await.unwrap();
+        let stored =
+            bucket.get_json::<Pointer<FilesSnapshotRef>>(&paths.latest).await.unwrap().unwrap().value;
+        assert_eq!((stored.seq, stored.snapshot), (3, Some(snapshot(3, 1))));
+        // With a log entry, `latest` is plausible, but nothing can be written after it.
+        bucket.put_json(&paths.latest, &forged).await.unwrap();
+        bucket.put_json(&paths.entry(forged.seq), &forged).await.unwrap();
+        let error = advance(&bucket, &slot, &snapshot(4, 1)).await.unwrap_err();
+        assert!(matches!(error, PointerError::Store(StoreError::Corrupt { .. })), "{error}");
+    }
+
     #[tokio::test]
     async fn valid_entry_below_corrupt_ones_is_found() {
         let bucket = Bucket::new(Arc::new(InMemory::new()));
@@ -315,10 +338,13 @@ mod tests {
     async fn read_finds_the_newest_entry_of_a_trimmed_log() {
         let bucket = Bucket::new(Arc::new(InMemory::new()));
         let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
-        let latest = slot.files_pointer_paths().latest;
+        let paths = slot.files_pointer_paths();
+        let latest = paths.latest.clone();
         advance(&bucket, &slot, &snapshot(1, 1)).await.unwrap();
         let first = read(&bucket, &slot).await.unwrap().unwrap().value;
-        bucket.put_json(&latest, &Pointer { seq: 2 * MAX_SEQ_AHEAD, ..first }).await.unwrap();
+        let later = Pointer { seq: 2 * MAX_SEQ_AHEAD, ..first };
+        bucket.put_json(&paths.entry(later.seq), &later).await.unwrap();
+        bucket.put_json(&latest, &later).await.unwrap();
         for number in 2..=4 {
             advance(&bucket, &slot, &snapshot(number, 1)).await.unwrap();
         }

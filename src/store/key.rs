@@ -102,6 +102,15 @@ impl PointerPaths {
     pub fn entry(&self, seq: u64) -> Path {
         self.log.clone().join(format!("{seq:0SEQ_DIGITS$}.json"))
     }
+
+    /// Returns the `seq` that a log entry claims; `None` if the object is not an entry, for example because it is in a
+    /// folder below the log.
+    pub fn entry_seq(&self, object: &Path) -> Option<u64> {
+        let digits = object.filename()?.strip_suffix(".json")?;
+        let is_number = digits.len() == SEQ_DIGITS && digits.bytes().all(|b| b.is_ascii_digit());
+        let seq = digits.parse().ok().filter(|_| is_number)?;
+        (self.entry(seq) == *object).then_some(seq)
+    }
 }
 
 /// The key of a snapshot, relative to its slot.
@@ -216,13 +225,6 @@ pub fn is_sidecar(object: &Path) -> bool {
     object.filename().is_some_and(|name| name.ends_with(".dump.json"))
 }
 
-/// Returns the `seq` that a pointer-log entry claims; `None` if the object's name is not that of an entry.
-pub fn entry_seq(entry: &Path) -> Option<u64> {
-    let digits = entry.filename()?.strip_suffix(".json")?;
-    let is_valid = digits.len() == SEQ_DIGITS && digits.bytes().all(|b| b.is_ascii_digit());
-    is_valid.then(|| digits.parse().ok()).flatten()
-}
-
 /// The folder with all bundles, at the root of the bucket.
 pub const BUNDLES: &str = "system-bundles";
 
@@ -265,12 +267,14 @@ mod tests {
         let prefix = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
         let entry = prefix.pointer_entry(42);
         assert_eq!(entry.as_ref(), "user_1/primary/system/db/pointer-log/0000000000000042.json");
-        assert_eq!(entry_seq(&entry), Some(42));
+        let paths = prefix.pointer_paths();
+        assert_eq!(paths.entry_seq(&entry), Some(42));
         let largest = prefix.pointer_entry(crate::pointer::MAX_SEQ);
-        assert_eq!(entry_seq(&largest), Some(crate::pointer::MAX_SEQ));
+        assert_eq!(paths.entry_seq(&largest), Some(crate::pointer::MAX_SEQ));
         assert!(entry < largest);
-        for other in ["1.json", "000000000000004x.json", "0000000000000042"] {
-            assert_eq!(entry_seq(&prefix.pointer_log().join(other)), None, "{other}");
+        for other in ["1.json", "000000000000004x.json", "0000000000000042", "x/0000000000000042.json"] {
+            let object = Path::parse(format!("{}/{other}", prefix.pointer_log())).unwrap();
+            assert_eq!(paths.entry_seq(&object), None, "{other}");
         }
     }
 

@@ -109,6 +109,12 @@ pub(super) async fn read_at<S: PointedSnapshot>(
     };
     let seq = latest.value.seq;
     let newest = find_newest_entry(bucket, paths, seq).await?;
+    if S::REPAIRS_CORRUPT_LATEST
+        && newest.is_none()
+        && let Some(read) = read_log_far_below(bucket, paths, &latest).await?
+    {
+        return Ok(Some(read));
+    }
     let (value, matches_log) = match newest {
         None => (latest.value, true),
         // The log entry has the same ETag as `latest`, so the values are equal.
@@ -145,6 +151,19 @@ async fn read_latest<S: PointedSnapshot>(
         check_format(&paths.latest, &latest.value)?;
     }
     Ok(latest)
+}
+
+/// Reads the newest log entry if it is so far below `latest` that no writer can have claimed the `seq` of `latest`: any
+/// holder of the slot's store credentials can write that object.
+async fn read_log_far_below<S: PointedSnapshot>(
+    bucket: &Bucket,
+    paths: &PointerPaths,
+    latest: &VersionedValue<Pointer<S>>,
+) -> Result<Option<PointerRead<S>>, StoreError> {
+    let object = LatestObject { seq: None, matches_log: false, version: latest.version.clone() };
+    let read = none_if_corrupt(read_log::<S>(bucket, paths, Some(object)).await)?.flatten();
+    let is_far = |read: &PointerRead<S>| latest.value.seq - read.value.seq > pointer::MAX_SEQ_AHEAD;
+    Ok(read.filter(|read| read.value.seq < latest.value.seq && is_far(read)))
 }
 
 /// Reads the newest log entry, if `latest` is absent or corrupt.
@@ -308,16 +327,25 @@ pub(super) async fn write<S: PointedSnapshot>(
     paths: &PointerPaths,
     plan: impl Fn(Option<&Pointer<S>>) -> Result<Option<Pointer<S>>, FencedError>,
 ) -> Result<(), PointerError> {
-    let (mut retry_state, mut is_claimed) = (RetryState::default(), false);
+    let (mut retry_state, mut claimed_seq) = (RetryState::default(), None);
     for _ in 0..MAX_ATTEMPTS {
         let current = read_at(bucket, paths).await.map_err(|error| retry_state.report(error))?;
         let result = match current.as_ref().filter(|current| current.is_ahead_of_latest()) {
             Some(ahead) => publish(bucket, paths, &ahead.value, ahead.condition()).await,
-            None if is_claimed => return Ok(()),
+            None if claimed_seq.is_some()
+                && current.as_ref().map(|current| current.value.seq) >= claimed_seq =>
+            {
+                return Ok(());
+            }
             None => {
                 let Some(next) = plan_next(current.as_ref(), &plan)? else { return Ok(()) };
+                if next.seq >= pointer::MAX_SEQ {
+                    let why = "no seq remains; delete the objects of the pointer that have a very high seq"
+                        .to_owned();
+                    return Err(StoreError::Corrupt { key: paths.latest.to_string(), why }.into());
+                }
                 let claimed = claim(bucket, paths, &next).await;
-                is_claimed = claimed.is_ok();
+                claimed_seq = claimed.is_ok().then_some(next.seq);
                 let condition = current.as_ref().map_or(Condition::Absent, PointerRead::condition);
                 match claimed {
                     Ok(()) => publish(bucket, paths, &next, condition).await,

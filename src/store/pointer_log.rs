@@ -12,7 +12,7 @@ use futures_util::TryStreamExt;
 use object_store::ObjectMeta;
 
 use super::bucket::{Bucket, StoreError};
-use super::key::{self, PointerPaths};
+use super::key::PointerPaths;
 use super::pointer::{MAX_SEQ, MAX_SEQ_AHEAD};
 
 /// Maximum number of names to read from one listing. Under the protocol, at most one entry is ahead of `latest`.
@@ -78,7 +78,7 @@ pub(super) async fn list_entries(
     for _ in 0..MAX_LISTED_ENTRIES {
         let next = listing.try_next().await.map_err(|error| StoreError::classify(log, error))?;
         let Some(meta) = next else { return Ok(Some(seqs)) };
-        match key::entry_seq(&meta.location) {
+        match paths.entry_seq(&meta.location) {
             Some(seq) if seq >= range.end => return Ok(Some(seqs)),
             seq => seqs.extend(seq.filter(|seq| range.contains(seq))),
         }
@@ -107,7 +107,7 @@ pub(super) async fn find_free_seq(
         if names > MAX_REBUILD_SKIPPED_NAMES {
             return Err(corrupt("it has too many entries above the pointer for a rebuild"));
         }
-        let Some(entry_seq) = key::entry_seq(&meta.location).filter(|entry| *entry >= seq) else { continue };
+        let Some(entry_seq) = paths.entry_seq(&meta.location).filter(|entry| *entry >= seq) else { continue };
         if entry_seq > seq.saturating_add(MAX_SEQ_AHEAD) {
             break;
         }
@@ -134,7 +134,7 @@ async fn find_highest_listed(
         let Some(meta) = listing.try_next().await.map_err(|error| StoreError::classify(log, error))? else {
             return Ok((newest, true));
         };
-        let seq = key::entry_seq(&meta.location).filter(|seq| (start..=limit).contains(seq));
+        let seq = paths.entry_seq(&meta.location).filter(|seq| (start..=limit).contains(seq));
         if let Some(seq) = seq.filter(|seq| newest.as_ref().is_none_or(|(newest, _)| newest < seq)) {
             newest = Some((seq, meta));
         }
@@ -159,7 +159,7 @@ async fn find_first_listed(
         let Some(meta) = listing.try_next().await.map_err(|error| StoreError::classify(log, error))? else {
             return Ok(None);
         };
-        if let Some(seq) = key::entry_seq(&meta.location).filter(|seq| *seq <= limit) {
+        if let Some(seq) = paths.entry_seq(&meta.location).filter(|seq| *seq <= limit) {
             return Ok(Some((seq, meta)));
         }
     }

@@ -3,7 +3,7 @@
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Serialize};
 
-use crate::text::{WireString, string_enum};
+use crate::text::{Time, WireString, string_enum};
 use svc_machine::epoch::Epoch;
 use svc_machine::id::MachineId;
 use svc_machine::name::ImageVersion;
@@ -77,6 +77,22 @@ pub struct Registration {
     /// Milliseconds from the time when cloud-init wrote `boot.env` until the gateway was ready.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub boot_ms: Option<u64>,
+    /// The result of restoring the owner's files; absent if there was nothing to restore.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub restored_files: Option<RestoredFiles>,
+}
+
+/// The result of restoring the owner's files.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct RestoredFiles {
+    /// Everything written before this time was restored; absent if nothing was.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub as_of: Option<Time>,
+    /// Why the files were not restored. The platform truncates it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
 }
 
 /// The response to a registration.

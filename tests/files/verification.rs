@@ -111,7 +111,7 @@ async fn damaged_index_is_detected_despite_the_cache() -> Result<()> {
 /// The service must not compare with its cached copy of the snapshot: it would read only what has changed since.
 #[tokio::test(flavor = "multi_thread")]
 async fn unreadable_latest_snapshot_is_replaced() -> Result<()> {
-    for is_lost in [true, false] {
+    for case in ["lost", "damaged", "invalid pointer", "lost index", "lost key file"] {
         let store = start_store()?;
         let platform = FilesPlatform::start().await?;
         let host = create_host(&store, &platform)?;
@@ -123,13 +123,46 @@ async fn unreadable_latest_snapshot_is_replaced() -> Result<()> {
         host.machine.run(&["svc-sync-agent", "now"])?.expect(0);
         let latest = host.read_status()?["snapshot"].as_str().context("no snapshot")?.to_owned();
         let key = format!("{}/snapshots/{latest}", slot().files());
-        if is_lost {
-            assert!(store.remove(BUCKET, &key), "{key}");
-        } else {
-            store.write(BUCKET, &key, "damaged");
-        }
+        let remove_all = async |folder: &str| -> Result<()> {
+            let prefix = format!("{}/{folder}", slot().files()).into();
+            let objects: Vec<_> = bucket(&store)?.raw().list(Some(&prefix)).try_collect().await?;
+            ensure!(
+                !objects.is_empty()
+                    && objects.iter().all(|object| store.remove(BUCKET, object.location.as_ref()))
+            );
+            Ok(())
+        };
+        let reason = match case {
+            "lost" => {
+                assert!(store.remove(BUCKET, &key), "{key}");
+                latest.as_str()
+            }
+            "damaged" => {
+                store.write(BUCKET, &key, "damaged");
+                latest.as_str()
+            }
+            "invalid pointer" => {
+                let paths = slot().files_pointer_paths();
+                let text = store.read(BUCKET, paths.latest.as_ref()).context("no pointer")?;
+                let mut pointer: Value = serde_json::from_slice(&text)?;
+                pointer["snapshot"]["id"] = "zz".into();
+                let entry = paths.entry(pointer["seq"].as_u64().context("no seq")?);
+                for path in [paths.latest, entry] {
+                    store.write(BUCKET, path.as_ref(), pointer.to_string());
+                }
+                "it names an invalid snapshot"
+            }
+            "lost index" => {
+                remove_all("index").await?;
+                "rebuild-index"
+            }
+            _ => {
+                remove_all("keys").await?;
+                "key file"
+            }
+        };
         let verified = host.machine.run(&["svc-sync-agent", "verify"])?.expect(65);
-        assert!(verified.stderr.contains(&latest), "{}", verified.stderr);
+        assert!(verified.stderr.contains(reason), "{case}: {}", verified.stderr);
         let request = host.machine.path("var/lib/svc/requests/files-verify");
         let deadline = Instant::now() + Duration::from_secs(60);
         while !request.exists() {
@@ -137,11 +170,14 @@ async fn unreadable_latest_snapshot_is_replaced() -> Result<()> {
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
         let reads = service.stderr().lines().filter_map(parse_files_read).collect::<Vec<_>>();
-        assert!(reads.last() >= Some(&50), "the service compared with the unreadable snapshot: {reads:?}");
-        host.machine.run(&["svc-sync-agent", "verify"])?.expect(0);
+        if ["lost", "damaged", "invalid pointer"].contains(&case) {
+            assert!(reads.last() >= Some(&50), "{case}: the service compared with that snapshot: {reads:?}");
+        }
+        // Damaged earlier snapshots are still reported.
+        host.machine.run(&["svc-sync-agent", "verify"])?.expect(if case == "damaged" { 69 } else { 0 });
         let checks = read_checks(&host)?;
         assert_eq!(
-            (&checks["unreadable"], &checks["damagedSnapshot"]),
+            (&checks["unreadable"], &checks["damagedLatest"]),
             (&Value::Null, &Value::Null),
             "{checks}"
         );

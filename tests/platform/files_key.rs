@@ -34,7 +34,7 @@ fn slot() -> SlotPrefix {
 }
 
 /// Opens the store with the platform's credentials.
-fn open_bucket(stack: &Stack) -> Bucket {
+pub fn open_bucket(stack: &Stack) -> Bucket {
     let settings = stack.settings();
     let settings = settings.iter().map(|(name, value)| (name.as_str(), value.as_str()));
     StoreConfig::read(&mut Env::from_pairs(settings)).unwrap().open().unwrap()

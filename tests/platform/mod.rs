@@ -20,6 +20,7 @@ mod exercises;
 mod fail;
 mod fake_host;
 mod file_loss;
+mod files_fence;
 mod files_key;
 mod fleet;
 mod fleet_alarms;

@@ -424,6 +424,22 @@ impl Saver {
     }
 }
 
+/// Reads the snapshot with which a save compares the files; `None` if it is missing or damaged. Without it, the save reads
+/// all files.
+///
+/// # Errors
+/// If the store fails.
+pub async fn read_parent(repository: &Repository, id: Id) -> Result<Option<(Id, Snapshot)>, FilesError> {
+    match repository.read_snapshot(id).await {
+        Ok(snapshot) => Ok(Some((id, snapshot))),
+        Err(error) if error.is_damage() => {
+            tracing::error!(%error, "cannot read the latest snapshot");
+            Ok(None)
+        }
+        Err(error) => Err(error),
+    }
+}
+
 /// Stops the walk on drop: a cancelled save drops it.
 struct StopOnDrop(Arc<AtomicBool>);
 

@@ -1,9 +1,10 @@
 //! Restores that leave out damaged entries.
 
+use super::edge_cases::changes_in;
 use super::*;
 use crate::history::History;
 use crate::pack::BlobType;
-use crate::repository::ObjectKind;
+use crate::repository::{ObjectKind, list_objects};
 use crate::verify::{find_unusable_snapshot, verify_index};
 
 /// Flips a bit of a blob in the store.
@@ -67,11 +68,82 @@ async fn snapshot_whose_root_directory_is_lost_is_found() {
     fixture.write("file", "x");
     let saved = fixture.save().await;
     let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
-    assert!(find_unusable_snapshot(&repository).await.unwrap().is_none());
-    let lost = Snapshot { tree: Id::of(b"lost"), ..saved.snapshot };
+    assert!(find_unusable_snapshot(&repository, &repository).await.unwrap().is_none());
+    let lost = Snapshot { tree: Id::of(b"lost"), ..saved.snapshot.clone() };
     let id = repository.write_json(ObjectKind::Snapshot, &lost).await.unwrap();
-    let error = find_unusable_snapshot(&repository).await.unwrap().unwrap().to_string();
+    let error = find_unusable_snapshot(&repository, &repository).await.unwrap().unwrap().to_string();
     assert!(error.contains(&id.to_string()) && error.contains("restic forget"), "{error}");
     repository.read_snapshot(saved.id).await.expect("the latest snapshot is sound");
-    verify_index(&repository).await.expect("the index is sound");
+    verify_index(&repository, &repository, Some(&saved.snapshot)).await.expect("the index is sound");
+}
+
+#[tokio::test]
+async fn lost_key_file_and_index_are_detected_and_written_again() {
+    let mut fixture = Fixture::in_directory().await;
+    fixture.write("dir/file", "content");
+    let saved = fixture.save().await;
+    let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
+    verify_index(&repository, &repository, Some(&saved.snapshot)).await.unwrap();
+    repository.check_key_file().await.unwrap();
+    for folder in ["keys", "index"] {
+        for object in list_objects(&fixture.bucket, &root().join(folder)).await.unwrap() {
+            repository.delete(&object.location).await.unwrap();
+        }
+    }
+    let error = verify_index(&repository, &repository, Some(&saved.snapshot)).await.unwrap_err();
+    assert!(error.is_damage() && error.to_string().contains("rebuild-index"), "{error}");
+    assert!(repository.check_key_file().await.unwrap_err().is_damage());
+    // As the service does after a restart.
+    let bucket = fixture.bucket.clone();
+    Repository::open_or_create(bucket, root(), &fixture.key, Cache::none()).await.unwrap();
+    fixture.restart().await;
+    let saved = fixture.save().await;
+    repository.check_key_file().await.unwrap();
+    verify_index(&repository, &repository, Some(&saved.snapshot)).await.unwrap();
+    fixture.restic().check().unwrap();
+}
+
+/// Any holder of the slot's store credentials can create such objects.
+#[tokio::test]
+async fn objects_in_other_folders_are_ignored() {
+    let mut fixture = Fixture::new().await;
+    fixture.write("file", "content");
+    let saved = fixture.save().await;
+    let name = "a".repeat(64);
+    for folder in ["index", "snapshots", "data"] {
+        let object = format!("{}/{folder}/x/{name}", root());
+        fixture.bucket.put(&object.into(), "forged").await.unwrap();
+    }
+    let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
+    verify_index(&repository, &repository, Some(&saved.snapshot)).await.unwrap();
+    assert!(find_unusable_snapshot(&repository, &repository).await.unwrap().is_none());
+    assert!(repository.list_packs().await.unwrap().iter().all(|(id, _)| id.to_string() != name));
+    fixture.assert_restores(&saved).await;
+}
+
+/// The check lists the index, which has a file for each save since the last pruning.
+#[tokio::test]
+async fn index_is_checked_by_full_saves_and_after_the_interval() {
+    let hour = Duration::from_secs(3600);
+    for (interval, is_full, is_detected) in
+        [(hour, false, false), (Duration::ZERO, false, true), (hour, true, true)]
+    {
+        let mut fixture = Fixture::new().await;
+        fixture.saver.index_check_interval = interval;
+        let content = random_bytes(100_000);
+        fixture.write("a", &content);
+        fixture.save().await;
+        let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
+        for (id, _) in repository.load_index().await.unwrap() {
+            repository.delete(&repository.path(ObjectKind::Index, id)).await.unwrap();
+        }
+        fixture.write("a", &content);
+        let parent = fixture.last.clone().unwrap();
+        let saved = if is_full {
+            fixture.saver.save(Some(parent)).await.unwrap()
+        } else {
+            fixture.saver.save_changes(parent, changes_in(&[""])).await.unwrap()
+        };
+        assert_eq!(saved.uploaded_bytes > 100_000, is_detected, "{interval:?} {is_full}");
+    }
 }

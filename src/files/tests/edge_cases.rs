@@ -13,7 +13,7 @@ use crate::index::{IndexFile, IndexedPack};
 use crate::pack::BlobType;
 use crate::repository::{ObjectKind, list_objects};
 
-fn changes_in(directories: &[&str]) -> ChangeSet {
+pub(super) fn changes_in(directories: &[&str]) -> ChangeSet {
     let mut changes = ChangeSet::default();
     directories.iter().for_each(|directory| changes.mark_directory(Path::new(directory)));
     changes
@@ -313,33 +313,6 @@ async fn long_save_fails_if_pruning_may_delete_its_packs() {
         fixture.saver.options_mut().max_bytes_per_second = None;
         let saved = fixture.save().await;
         fixture.assert_restores(&saved).await;
-    }
-}
-
-/// The check lists the index, which has a file for each save since the last pruning.
-#[tokio::test]
-async fn index_is_checked_by_full_saves_and_after_the_interval() {
-    let hour = Duration::from_secs(3600);
-    for (interval, is_full, is_detected) in
-        [(hour, false, false), (Duration::ZERO, false, true), (hour, true, true)]
-    {
-        let mut fixture = Fixture::new().await;
-        fixture.saver.index_check_interval = interval;
-        let content = random_bytes(100_000);
-        fixture.write("a", &content);
-        fixture.save().await;
-        let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
-        for (id, _) in repository.load_index().await.unwrap() {
-            repository.delete(&repository.path(ObjectKind::Index, id)).await.unwrap();
-        }
-        fixture.write("a", &content);
-        let parent = fixture.last.clone().unwrap();
-        let saved = if is_full {
-            fixture.saver.save(Some(parent)).await.unwrap()
-        } else {
-            fixture.saver.save_changes(parent, changes_in(&[""])).await.unwrap()
-        };
-        assert_eq!(saved.uploaded_bytes > 100_000, is_detected, "{interval:?} {is_full}");
     }
 }
 

@@ -55,7 +55,7 @@ impl AccessError {
         let Self::KeyLost(why) = self else { return None };
         Some(format!(
             "the platform cannot open it, so a later machine could not restore it; copy /var/lib/svc/files/key to a safe \
-             place, and to the next machine before it restores the files ({why})"
+             place, and to the next machine before `svc-sync-agent restore-home --retry` ({why})"
         ))
     }
 
@@ -153,13 +153,18 @@ impl FilesSettings {
     }
 
     /// Returns the id of the latest snapshot, which the pointer names; `None` if there is no pointer, or if it names no
-    /// valid id.
+    /// snapshot.
     ///
     /// # Errors
-    /// If the pointer cannot be read from the store.
+    /// If the pointer cannot be read from the store; `Corrupt` also if it names an invalid id.
     pub async fn read_latest(&self) -> Result<Option<Id>, StoreError> {
         let pointer = files_pointer::read(&self.bucket, &self.slot).await?;
-        Ok(pointer.and_then(|pointer| pointer.value.snapshot?.id.parse().ok()))
+        let Some(snapshot) = pointer.and_then(|pointer| pointer.value.snapshot) else { return Ok(None) };
+        let id = snapshot.id.parse().map_err(|_| StoreError::Corrupt {
+            key: self.slot.files_pointer_paths().latest.to_string(),
+            why: "it names an invalid snapshot".to_owned(),
+        })?;
+        Ok(Some(id))
     }
 
     fn cache(&self) -> Cache {

@@ -46,8 +46,9 @@ pub struct FileChecks {
     failing_since: Option<Timestamp>,
     /// Why the index or the latest snapshot cannot be read, so that nothing could be restored.
     pub unreadable: Option<String>,
-    /// The id of the snapshot that was the latest when a verification found it missing or damaged.
-    damaged_snapshot: Option<String>,
+    /// The id of the snapshot that was the latest when a verification found it missing or damaged, or the name of the
+    /// pointer.
+    damaged_latest: Option<String>,
     /// The damaged packs, and how many of their blobs have no sound copy in another pack. The blobs are not named: many
     /// programs read this file often, and millions of blobs can be damaged.
     #[serde(deserialize_with = "read_damaged")]
@@ -191,28 +192,27 @@ impl FileChecks {
         self.update_failing_since(now);
     }
 
-    /// Records that the latest snapshot is missing or damaged. A save then replaces it by reading all files again, but not
+    /// Records that the latest snapshot (`what` is its id) or the pointer to it is missing or damaged. A save then replaces it by reading all files again, but not
     /// more often than `MIN_REPAIR_INTERVAL`, in case the store loses each new snapshot.
-    pub fn record_damaged_snapshot(&mut self, latest: Id, now: Timestamp) {
-        let latest = latest.to_string();
+    pub fn record_damaged_latest(&mut self, what: &str, now: Timestamp) {
         let is_recent = |at: Timestamp| at <= now && now.duration_since(at) < MIN_REPAIR_INTERVAL;
-        if self.damaged_snapshot.as_ref() != Some(&latest) && !self.damage_found_at.is_some_and(is_recent) {
-            (self.damaged_snapshot, self.damage_found_at) = (Some(latest), Some(now));
+        if self.damaged_latest.as_deref() != Some(what) && !self.damage_found_at.is_some_and(is_recent) {
+            (self.damaged_latest, self.damage_found_at) = (Some(what.to_owned()), Some(now));
         }
     }
 
     /// Records that the latest snapshot and the index can be read.
     pub fn record_readable(&mut self) {
-        (self.unreadable, self.damaged_snapshot) = (None, None);
+        (self.unreadable, self.damaged_latest) = (None, None);
     }
 
     pub fn is_damaged_snapshot(&self, id: Id) -> bool {
-        self.damaged_snapshot.as_ref().is_some_and(|damaged| *damaged == id.to_string())
+        self.damaged_latest.as_ref().is_some_and(|damaged| *damaged == id.to_string())
     }
 
     /// Whether a save may be able to repair damage by uploading data again.
     pub fn has_repairable_damage(&self) -> bool {
-        !self.damaged.is_empty() || self.damaged_snapshot.is_some()
+        !self.damaged.is_empty() || self.damaged_latest.is_some()
     }
 
     /// Records a drill. If it could not be completed, the differences and the damage that an earlier drill found are

@@ -71,7 +71,10 @@ fn describe(status: Option<&FilesStatus>, outcome: Option<&RestoreOutcome>, now:
             }
             if status.special > 0 {
                 let special = items(status.special);
-                rows.push(("special", format!("{special}: sockets, FIFOs and devices are not saved")));
+                rows.push((
+                    "special",
+                    format!("{special} at the last full scan: sockets, FIFOs and devices are not saved"),
+                ));
             }
             if status.unreadable > 0 {
                 let first = status.first_unreadable.as_deref().unwrap_or_default();

@@ -18,6 +18,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::anyhow;
+use jiff::Timestamp;
 use rustix::io::Errno;
 use rustix::thread::CapabilitySet;
 use svc_base::applet::{Exit, Failure, OrExit};
@@ -25,9 +26,10 @@ use svc_base::clock;
 use svc_base::error_chain::format_chain;
 use svc_base::failpoint;
 use svc_base::fsx::{self, FileError};
+use svc_files::history::History;
 use svc_files::restore::{RestoreOptions, RestoreProgress, RestoreReport, restore};
 use svc_files::usage::has_snapshots;
-use svc_files::{FilesError, Id};
+use svc_files::{FilesError, Id, Repository};
 use svc_store::StoreError;
 use svc_store::files_pointer::{self, FilesSnapshotRef};
 
@@ -354,11 +356,11 @@ async fn download(
     progress: &Progress,
     should_skip_damaged: bool,
 ) -> Result<RestoreOutcome, GateError> {
-    let id: Id = latest.id.parse().map_err(|_| GateError::InvalidSnapshot)?;
     let open = async || settings.open().await;
     let repository = retry(OUTAGE_TIMEOUT, AccessError::is_transient, open).await?;
     let repository = repository.ok_or_else(|| GateError::NoRepository(latest.id.clone()))?;
     let repository = repository.with_outage_timeout(OUTAGE_TIMEOUT);
+    let (id, taken_at) = choose_snapshot(&repository, latest, should_skip_damaged).await?;
     let options = RestoreOptions {
         should_skip_damaged,
         ..RestoreOptions::new(staging.files(), settings.layout.root().to_owned())
@@ -388,8 +390,8 @@ async fn download(
     let outcome = RestoreOutcome {
         version: FORMAT,
         ended_at: clock::now_ms(),
-        snapshot: Some(latest.id.clone()),
-        taken_at: Some(latest.taken_at),
+        snapshot: Some(id.to_string()),
+        taken_at: Some(taken_at),
         files: restored.files,
         bytes: restored.bytes,
         incomplete: restored.incomplete,
@@ -400,6 +402,31 @@ async fn download(
     };
     staging.mark_complete(&outcome)?;
     Ok(outcome)
+}
+
+/// Returns the id and time of the snapshot that the pointer names. With `should_skip_damaged`, the newest sound one if
+/// that one is damaged or lost.
+async fn choose_snapshot(
+    repository: &Repository,
+    latest: &FilesSnapshotRef,
+    should_skip_damaged: bool,
+) -> Result<(Id, Timestamp), GateError> {
+    let read = async || -> Result<(Id, Timestamp), GateError> {
+        let id: Id = latest.id.parse().map_err(|_| GateError::InvalidSnapshot)?;
+        repository.read_snapshot(id).await?;
+        Ok((id, latest.taken_at))
+    };
+    let is_transient = |error: &GateError| matches!(error, GateError::Files(error) if error.is_transient());
+    let error = match retry(OUTAGE_TIMEOUT, is_transient, read).await {
+        Err(error) if should_skip_damaged && error.is_damage() => error,
+        chosen => return chosen,
+    };
+    let open = async || History::open(repository.clone()).await;
+    let history = retry(OUTAGE_TIMEOUT, FilesError::is_transient, open).await?;
+    let Some((id, snapshot)) = history.find_snapshot(None) else { return Err(error) };
+    let at = clock::rfc3339_ms(snapshot.time);
+    tracing::warn!(error = %format_chain(&error), at, "the latest snapshot cannot be read; restoring the newest sound one");
+    Ok((*id, snapshot.time))
 }
 
 async fn show_progress(counts: &RestoreProgress, progress: &Progress) -> std::convert::Infallible {

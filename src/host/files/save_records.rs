@@ -33,8 +33,9 @@ struct FileBackupRecord {
     /// The latest snapshot, below the slot's prefix; absent after a failure.
     #[serde(skip_serializing_if = "Option::is_none")]
     key: Option<String>,
-    /// The size of the saved files; 0 after a failure.
-    size_bytes: u64,
+    /// The size of the saved files; absent after a failure.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    size_bytes: Option<u64>,
     /// The number of snapshots taken since the previous line, and the bytes uploaded for them.
     snapshots: u64,
     uploaded_bytes: u64,
@@ -67,7 +68,7 @@ impl SaveRecords {
         self.write(layout, Status::Success, began, |record| FileBackupRecord {
             stage: "done",
             key: Some(format!("files/snapshots/{}", saved.id)),
-            size_bytes: size_bytes.min(MAX_SAFE_INTEGER),
+            size_bytes: Some(size_bytes.min(MAX_SAFE_INTEGER)),
             ..record
         });
     }
@@ -98,7 +99,7 @@ impl SaveRecords {
             status,
             stage: "save",
             key: None,
-            size_bytes: 0,
+            size_bytes: None,
             snapshots: self.snapshots,
             uploaded_bytes: self.uploaded_bytes.min(MAX_SAFE_INTEGER),
             duration_ms: u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX),

@@ -130,15 +130,18 @@ impl Schedule {
         }
     }
 
-    /// Records a save that ended at `now` and took `duration`.
-    pub fn record_success(&mut self, saved: SaveScope, duration: Duration, now: Instant) {
+    /// Records a save that ended at `now` and took `duration`. If it was unchanged, it cost nothing in the store, so the
+    /// minimum pause does not apply.
+    pub fn record_success(&mut self, saved: SaveScope, is_unchanged: bool, duration: Duration, now: Instant) {
         if saved == SaveScope::Everything {
             self.last_full = Some(now);
             self.full_interval = (duration * FULL_INTERVAL_FACTOR).clamp(FULL_INTERVAL, MAX_FULL_INTERVAL);
         }
         self.changed_since = None;
         self.failures = 0;
-        self.not_before = now + pause_after(duration);
+        let pause =
+            if is_unchanged { (duration * PAUSE_FACTOR).min(MAX_PAUSE) } else { pause_after(duration) };
+        self.not_before = now + pause.min(pause_after(duration));
         self.is_requested = false;
         let check_duration = if saved == SaveScope::Changes { duration } else { Duration::ZERO };
         self.next_unwatched = now
@@ -175,7 +178,7 @@ mod tests {
         let now = Instant::now();
         let mut schedule = Schedule::new(now);
         assert_eq!(schedule.decide(Observation::Unchanged, now), SaveScope::Everything, "the first save");
-        schedule.record_success(SaveScope::Everything, Duration::ZERO, now);
+        schedule.record_success(SaveScope::Everything, false, Duration::ZERO, now);
         (schedule, now)
     }
 
@@ -201,7 +204,7 @@ mod tests {
         assert_eq!(schedule.decide(Observation::Unchanged, after(now, 5)), SaveScope::Nothing);
         assert_eq!(schedule.decide(CHANGING, after(now, 10)), SaveScope::Nothing);
         assert_eq!(schedule.decide(SETTLED, after(now, 15)), SaveScope::Changes);
-        schedule.record_success(SaveScope::Changes, Duration::ZERO, after(now, 15));
+        schedule.record_success(SaveScope::Changes, false, Duration::ZERO, after(now, 15));
         assert_eq!(schedule.decide(CHANGING, after(now, 20)), SaveScope::Nothing);
         assert_eq!(
             schedule.decide(SETTLED, after(now, 29)),
@@ -213,11 +216,21 @@ mod tests {
     }
 
     #[test]
+    fn save_without_changes_does_not_delay_the_next_one() {
+        let (mut schedule, now) = started();
+        schedule.record_success(SaveScope::Changes, true, Duration::from_millis(50), now);
+        assert_eq!(schedule.decide(SETTLED, after(now, 1)), SaveScope::Changes);
+        schedule.record_success(SaveScope::Everything, true, Duration::from_secs(4), now);
+        assert_eq!(schedule.decide(SETTLED, after(now, 39)), SaveScope::Nothing);
+        assert_eq!(schedule.decide(SETTLED, after(now, 40)), SaveScope::Changes);
+    }
+
+    #[test]
     fn everything_is_saved_hourly_and_after_lost_events() {
         let (mut schedule, now) = started();
         assert_eq!(schedule.decide(Observation::Unknown, after(now, 15)), SaveScope::Everything);
         assert_eq!(schedule.decide(Observation::Unchanged, after(now, 60)), SaveScope::Changes);
-        schedule.record_success(SaveScope::Changes, Duration::ZERO, after(now, 60));
+        schedule.record_success(SaveScope::Changes, false, Duration::ZERO, after(now, 60));
         assert_eq!(schedule.decide(Observation::Unchanged, after(now, 3600)), SaveScope::Everything);
         assert_eq!(schedule.decide(Observation::WatcherUnavailable, after(now, 599)), SaveScope::Nothing);
         assert_eq!(schedule.decide(Observation::WatcherUnavailable, after(now, 600)), SaveScope::Everything);
@@ -230,17 +243,17 @@ mod tests {
         assert_eq!(schedule.decide(Observation::Unchanged, after(now, 1)), SaveScope::Everything);
         schedule.record_failure(Duration::ZERO, after(now, 1));
         assert_eq!(schedule.decide(Observation::Unchanged, after(now, 60)), SaveScope::Everything);
-        schedule.record_success(SaveScope::Everything, Duration::ZERO, after(now, 60));
+        schedule.record_success(SaveScope::Everything, false, Duration::ZERO, after(now, 60));
         assert_eq!(schedule.decide(Observation::Unchanged, after(now, 70)), SaveScope::Nothing);
     }
 
     #[test]
     fn slow_saves_have_longer_intervals() {
         let (mut schedule, now) = started();
-        schedule.record_success(SaveScope::Everything, Duration::from_secs(20), now);
+        schedule.record_success(SaveScope::Everything, false, Duration::from_secs(20), now);
         assert_eq!(schedule.decide(Observation::Unknown, after(now, 199)), SaveScope::Nothing);
         assert_eq!(schedule.decide(Observation::Unknown, after(now, 200)), SaveScope::Everything);
-        schedule.record_success(SaveScope::Everything, Duration::from_secs(100), now);
+        schedule.record_success(SaveScope::Everything, false, Duration::from_secs(100), now);
         assert_eq!(schedule.decide(SETTLED, after(now, 299)), SaveScope::Nothing);
         assert_eq!(schedule.decide(SETTLED, after(now, 9999)), SaveScope::Changes);
         assert_eq!(schedule.decide(SETTLED, after(now, 10_000)), SaveScope::Everything);
@@ -249,7 +262,7 @@ mod tests {
     #[test]
     fn slow_unwatched_checks_have_longer_intervals() {
         let (mut schedule, now) = started();
-        schedule.record_success(SaveScope::Changes, Duration::from_secs(10), now);
+        schedule.record_success(SaveScope::Changes, false, Duration::from_secs(10), now);
         assert_eq!(schedule.decide(Observation::Unchanged, after(now, 499)), SaveScope::Nothing);
         assert_eq!(schedule.decide(Observation::Unchanged, after(now, 500)), SaveScope::Changes);
     }

@@ -13,9 +13,10 @@ use svc_base::clock;
 use svc_base::error_chain::format_chain;
 use svc_base::failpoint;
 use svc_base::fsx;
-use svc_files::save::{ChangeSet, Exclusions, SaveOptions, SaveResult, Saver, estimate_pending_bytes};
-use svc_files::{FilesError, Id, Repository, Snapshot};
-use svc_store::StoreError;
+use svc_files::save::{
+    ChangeSet, Exclusions, SaveOptions, SaveResult, Saver, estimate_pending_bytes, read_parent,
+};
+use svc_files::{Id, Snapshot};
 use svc_store::files_pointer::{self, FilesSnapshotRef};
 use svc_store::pointer_io::PointerError;
 use tokio::signal::unix::{SignalKind, signal};
@@ -108,6 +109,8 @@ struct FinishedSave {
     /// The time for which the upload limit may have delayed it.
     throttled: Duration,
     is_full: bool,
+    /// Whether no snapshot was taken.
+    is_unchanged: bool,
 }
 
 struct OpenSaver {
@@ -189,12 +192,13 @@ impl FileBackup {
         let save = if self.rules.as_ref() == Some(&rules) { save } else { SaveScope::Everything };
         self.rules = Some(rules);
         match self.save(save, reply.ok(), (checked_at, began)).await {
-            Ok(FinishedSave { throttled, is_full }) => {
+            Ok(FinishedSave { throttled, is_full, is_unchanged }) => {
                 // Only the work counts: a save that mostly waits for the upload limit is not slow.
                 let duration = began.elapsed().saturating_sub(throttled);
-                self.schedule.record_success(save, duration, Instant::now());
+                self.schedule.record_success(save, is_unchanged, duration, Instant::now());
                 if save == SaveScope::Everything {
-                    self.offer_key().await;
+                    // After the last save, the platform checks that it has the key.
+                    self.offer_key(self.last_quiesced_at.is_some()).await;
                 }
                 self.is_full_save_due &= !is_full;
                 if self.is_full_save_due {
@@ -240,8 +244,11 @@ impl FileBackup {
         began: (Timestamp, Instant),
     ) -> Result<FinishedSave, SaveError> {
         self.ensure_home_is_complete()?;
-        let open = match self.saver.take() {
+        let checks = FileChecks::read(&self.settings.layout).map_err(AccessError::File)?;
+        let is_repair = self.status.needs_repair(checks.damage_found_at);
+        let open = match self.saver.take().filter(|_| !is_repair) {
             Some(open) => open,
+            // For a repair, the pointer is read again.
             None => self.open().await?,
         };
         let open = self.saver.insert(open);
@@ -249,18 +256,16 @@ impl FileBackup {
         let options = open.saver.options_mut();
         options.origin = self.settings.origin();
         let rules = self.rules.clone().unwrap_or_default();
-        // A caller waits for a requested save, so the measurement is postponed, unless the rules have changed.
+        // A caller waits for a requested save, so a repeated measurement is postponed, unless the rules have changed.
         let can_measure = !self.schedule.is_requested();
         options.should_measure_excluded = match &self.measured_excluded {
             Some((_, measured)) if *measured != rules => true,
             Some((at, _)) => can_measure && at.elapsed() >= EXCLUDED_MEASURE_INTERVAL,
-            None => can_measure,
+            None => true,
         };
         self.status.invalid_rules = set_rules(&mut options.exclusions, &rules);
         // The save writes content again if it is only in damaged packs.
-        let checks = FileChecks::read(&self.settings.layout).map_err(AccessError::File)?;
         open.saver.set_damaged_packs(checks.damaged_packs());
-        let is_repair = self.status.needs_repair(checks.damage_found_at);
         let save = if is_repair { SaveScope::Everything } else { save };
         // The cache may still contain a snapshot that the store has lost.
         let parent = open.parent.clone().filter(|(id, _)| !checks.is_damaged_snapshot(*id));
@@ -299,7 +304,7 @@ impl FileBackup {
             self.record_repair(checks.damage_found_at);
         }
         self.record_saved(&saved, is_full, began);
-        Ok(FinishedSave { throttled: saved.throttled, is_full })
+        Ok(FinishedSave { throttled: saved.throttled, is_full, is_unchanged: saved.is_unchanged })
     }
 
     /// Records that a save has read all files again because of damage, and requests a verification of the result.
@@ -314,9 +319,9 @@ impl FileBackup {
         }
     }
 
-    /// Sends the key to the platform, at most once a day.
-    async fn offer_key(&mut self) {
-        if self.key_offered_at.is_some_and(|at| at.elapsed() < KEY_OFFER_INTERVAL) {
+    /// Sends the key to the platform, at most once a day unless `is_required`.
+    async fn offer_key(&mut self, is_required: bool) {
+        if !is_required && self.key_offered_at.is_some_and(|at| at.elapsed() < KEY_OFFER_INTERVAL) {
             return;
         }
         let offered = self.settings.offer_key().await;
@@ -435,11 +440,13 @@ impl FileBackup {
         if saved.counts.excluded_sizes.is_some() {
             self.measured_excluded = Some((Instant::now(), self.rules.clone().unwrap_or_default()));
         }
-        // While the writers are stopped, only a full save is certain to contain everything that they wrote.
+        // Once the writers are stopped, only a full save is certain to contain everything that they wrote.
         let quiesced_at =
             Quiesce::read(&self.settings.layout).ok().flatten().and_then(|quiesce| quiesce.quiesced_at);
         let saved_until = match quiesced_at {
-            Some(quiesced_at) if !is_full => checked_at.min(quiesced_at - SignedDuration::from_millis(1)),
+            Some(quiesced_at) if !is_full && self.is_full_save_due => {
+                checked_at.min(quiesced_at - SignedDuration::from_millis(1))
+            }
             _ => checked_at,
         };
         self.status.record_saved(saved, is_full, saved_until);
@@ -480,18 +487,5 @@ impl FileBackup {
         if let Err(error) = self.status.write(&self.settings.layout) {
             tracing::warn!(error = %format_chain(&error), "cannot write the status of the file backup");
         }
-    }
-}
-
-/// Reads the snapshot that the pointer names; `None` if it is missing or damaged.
-async fn read_parent(repository: &Repository, id: Id) -> Result<Option<(Id, Snapshot)>, FilesError> {
-    match repository.read_snapshot(id).await {
-        Ok(snapshot) => Ok(Some((id, snapshot))),
-        // Without a parent, the next save reads all files again.
-        Err(error @ (FilesError::Corrupt { .. } | FilesError::Store(StoreError::NotFound { .. }))) => {
-            tracing::error!(error = %format_chain(&error), "cannot read the latest snapshot of the owner's files");
-            Ok(None)
-        }
-        Err(error) => Err(error),
     }
 }

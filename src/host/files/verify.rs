@@ -16,8 +16,9 @@ use svc_base::fsx::{self, FileError};
 use svc_base::quantity::{format_bytes, pluralize};
 use svc_base::untrusted_text::truncate_printable;
 use svc_files::affected::{AffectedFiles, AffectedPath, find_affected_files};
+use svc_files::usage::has_snapshots;
 use svc_files::verify::{PackShare, find_unusable_snapshot, verify, verify_index};
-use svc_files::{FilesError, Id};
+use svc_files::{FilesError, Id, Repository};
 use svc_store::StoreError;
 
 use super::access::{AccessError, FilesSettings};
@@ -32,6 +33,8 @@ use crate::system::lock::Lock;
 
 /// The file that requests a verification.
 pub const REQUEST: &str = "files-verify";
+/// The name of the pointer in messages.
+const POINTER: &str = "pointer files/latest";
 const LOCK_FILE: &str = "verify.lock";
 /// Maximum time to wait for another verification to end.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(3600);
@@ -150,17 +153,12 @@ async fn verify_shares(
 ) -> Result<(), CheckError> {
     // The cache would hide damage to the index and to the snapshot.
     let uncached = settings.open_uncached().await?.ok_or(CheckError::NothingSaved)?;
-    if let Some(latest) = settings.read_latest().await?
-        && let Err(error) = uncached.read_snapshot(latest).await
-    {
-        if error.is_damage() {
-            checks.record_damaged_snapshot(latest, clock::now_ms());
-        }
-        return Err(error.into());
-    }
-    verify_index(&uncached).await?;
-    checks.record_readable();
     let repository = settings.open_with_stored_key().await?.ok_or(CheckError::NothingSaved)?;
+    if let Err((what, damage)) = check_latest(settings, &repository, &uncached).await? {
+        checks.record_damaged_latest(&what, clock::now_ms());
+        return Err(damage.into());
+    }
+    checks.record_readable();
     // Contains all damaged blobs, because the shares with known damage are verified in each run.
     let mut blobs: HashSet<Id> = HashSet::new();
     for share in shares {
@@ -196,8 +194,39 @@ async fn verify_shares(
     };
     checks.affected = Some(affected.paths.into_iter().map(describe).collect());
     // Checked last: an unusable earlier snapshot must not block the other checks.
-    match find_unusable_snapshot(&repository).await? {
+    match find_unusable_snapshot(&repository, &uncached).await? {
         Some(error) => Err(CheckError::UnusableSnapshot(error)),
         None => Ok(()),
+    }
+}
+
+/// What is damaged, for [`FileChecks::record_damaged_latest`], and the error.
+type Damage = (String, FilesError);
+
+/// Checks that the pointer names a snapshot that can be read, that the index contains everything that it needs, and that
+/// `restic` can open the repository.
+async fn check_latest(
+    settings: &FilesSettings,
+    repository: &Repository,
+    uncached: &Repository,
+) -> Result<Result<(), Damage>, CheckError> {
+    let pointer_damage = |why: &str| (POINTER.to_owned(), FilesError::corrupt(POINTER.to_owned(), &why));
+    let latest = match settings.read_latest().await {
+        Ok(Some(latest)) => latest,
+        // The pointer of a slot's first machine names no snapshot before the first save.
+        Ok(None) if !has_snapshots(&settings.bucket, &settings.slot.files()).await? => return Ok(Ok(())),
+        Ok(None) => return Ok(Err(pointer_damage("it names no snapshot, although there are some"))),
+        Err(StoreError::Corrupt { why, .. }) => return Ok(Err(pointer_damage(&why))),
+        Err(error) => return Err(error.into()),
+    };
+    let checked = async {
+        let snapshot = uncached.read_snapshot(latest).await?;
+        verify_index(repository, uncached, Some(&snapshot)).await?;
+        uncached.check_key_file().await
+    };
+    match checked.await {
+        Ok(()) => Ok(Ok(())),
+        Err(error) if error.is_damage() => Ok(Err((latest.to_string(), error))),
+        Err(error) => Err(error.into()),
     }
 }

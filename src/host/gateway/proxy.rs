@@ -92,7 +92,11 @@ pub async fn proxy_to_history(upstreams: &Upstreams, request: Request) -> Respon
 pub async fn proxy_download(upstreams: &Upstreams, request: Request) -> Response {
     match Arc::clone(&upstreams.downloads).try_acquire_owned() {
         Ok(permit) => forward_to_history(upstreams, request, permit).await,
-        Err(_) => error_response(HISTORY_NAME, &ProxyError::Full, wants_page(request.headers())),
+        Err(_) => {
+            let detail = "Too many downloads are in progress; try again when one has ended.";
+            let problem = Problem::new(Code::Unavailable, detail).retry_after(RETRY_AFTER_SECONDS);
+            unavailable_response(problem, wants_page(request.headers()))
+        }
     }
 }
 

@@ -93,7 +93,7 @@ fn respond(body: impl Serialize) -> Response {
 /// a retry cannot succeed, so the detail says what to do.
 fn files_key_problem(machine: MachineId, error: FileKeyError) -> Problem {
     let error = match error {
-        FileKeyError::Key(error) => return key_unavailable(error),
+        FileKeyError::Key(error @ KeyError::Db(_)) => return key_unavailable(error),
         error => error,
     };
     let text = format_chain(&error);

@@ -87,7 +87,12 @@ pub async fn start(State(platform): State<Arc<Platform>>, request: Request) -> R
 }
 
 fn no_file_backups(user: &IdpUserId, slot: &Slot) -> Problem {
-    Problem::new(Code::NotFound, format!("Slot {user}/{slot} has no file backups."))
+    Problem::new(
+        Code::NotFound,
+        format!(
+            "The platform has no key for the file backups of slot {user}/{slot}: `svcctl files key {user} --slot {slot}` explains why."
+        ),
+    )
 }
 
 fn to_problem(error: PruneError, user: &IdpUserId, slot: &Slot) -> Problem {

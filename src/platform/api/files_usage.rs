@@ -41,7 +41,8 @@ pub async fn show(State(platform): State<Arc<Platform>>, request: Request) -> Re
         Problem::new(
             Code::NotFound,
             format!(
-                "Slot {user}/{slot} has no file backups: check that {user} is the user's id, not the handle."
+                "The platform has no key for the file backups of slot {user}/{slot}. Check that {user} is the user's id, not \
+                 the handle; `svcctl files key {user} --slot {slot}` explains why a key can be missing."
             ),
         )
     })?;

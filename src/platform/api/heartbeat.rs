@@ -23,7 +23,7 @@ use crate::db::machine_changes;
 use crate::db::machine_row::MachineRow;
 use crate::db::machine_server;
 use crate::db::upgrade_token;
-use crate::operations::later_holder;
+use crate::operations::{files_fence, later_holder};
 use crate::token_rotation::{TokenOffer, TokenStatus, UpgradeToken};
 use crate::tokens::{Generation, Purpose};
 use axum::routing::post;
@@ -68,6 +68,10 @@ pub async fn handle(
         // This must precede `record_proven`, which starts the retention period of the predecessor's server.
         if report.has_item(wire::FILES_NOT_RESTORED) && machine.is_active() {
             machine_changes::mark_predecessors_unsaved(&session, id).await?;
+        }
+        let files_error = report.sent.files.as_ref().and_then(|files| files.error.as_deref());
+        if machine.is_active() && files_error.is_some_and(files_fence::is_fence_error) {
+            files_fence::restore(&platform, machine).await;
         }
         // The host is running although a power-off was requested, so it may write data that no snapshot contains.
         if machine.is_active() && machine.power_off_ordered_at.is_some() {

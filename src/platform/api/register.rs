@@ -155,6 +155,7 @@ impl HostRegistration {
         });
         let pin: Option<SpkiPin> = fields.required("tlsSpkiSha256");
         let boot_ms = fields.optional_number("bootMs");
+        let restored_files = read_restored_files(fields);
         let pin = pin?;
         let sent = wire::Registration {
             machine_id: machine?,
@@ -162,6 +163,7 @@ impl HostRegistration {
             bundle_sha256: bundle_sha256?,
             tls_spki_sha256: pin.to_string(),
             boot_ms,
+            restored_files,
         };
         Some(Self { sent, pin })
     }
@@ -172,8 +174,14 @@ impl HostRegistration {
     }
 
     fn canonical(&self) -> CanonicalRegistration<'_> {
-        let wire::Registration { machine_id, image_version, bundle_sha256, tls_spki_sha256, boot_ms } =
-            &self.sent;
+        let wire::Registration {
+            machine_id,
+            image_version,
+            bundle_sha256,
+            tls_spki_sha256,
+            boot_ms,
+            restored_files: _,
+        } = &self.sent;
         CanonicalRegistration {
             machine: *machine_id,
             image_version,
@@ -223,12 +231,36 @@ async fn register(
     };
     machine_changes::record_registration(tx, machine.id, &columns).await?;
     db::slots::set_release(tx, &machine.user, &machine.slot, &sent.image_version).await?;
+    if let Some(restored) = describe_restored(machine, sent.restored_files.as_ref()) {
+        machine_changes::log_restored(tx, machine.id, &restored).await?;
+    }
     db::operations::end_running(tx, machine.id, "succeeded", None).await?;
     let (target, after) = (machine.id.to_string(), serde_json::to_value(registration.canonical()).ok());
     let change = AuditChange { action: "register", target, before: None, after };
     mutation::write_audit(tx, &format!("machine:{}", machine.id), &change).await?;
     tracing::info!(machine = %machine.id, boot_ms = sent.boot_ms, "registered");
     Ok(response)
+}
+
+fn read_restored_files(fields: &mut Fields) -> Option<wire::RestoredFiles> {
+    let mut inner = fields.optional_nested("restoredFiles")?;
+    let as_of = inner.time("asOf").map(Into::into);
+    let restored = wire::RestoredFiles { as_of, error: inner.host_text("error") };
+    fields.close(inner);
+    Some(restored)
+}
+
+/// Describes what a new machine restored, for the operation's log; `None` if there was nothing to restore.
+fn describe_restored(machine: &MachineRow, files: Option<&wire::RestoredFiles>) -> Option<String> {
+    let database =
+        machine.restore_snapshot.as_ref().map(|key| format!("the database was restored from {key}"));
+    let files = files.and_then(|files| match (&files.as_of, &files.error) {
+        (_, Some(error)) => Some(format!("the owner's files were not restored: {error}")),
+        (Some(at), None) => Some(format!("the owner's files were restored as of {at}")),
+        (None, None) => None,
+    });
+    let parts: Vec<String> = database.into_iter().chain(files).collect();
+    (!parts.is_empty()).then(|| parts.join("; "))
 }
 
 pub static ENDPOINT: Endpoint = Endpoint {

@@ -321,6 +321,13 @@ pub async fn record_registration(
         .map(drop)
 }
 
+/// Logs what a new machine has restored, in its running operation.
+pub async fn log_restored(tx: &Transaction<'_>, id: MachineId, detail: &str) -> Result<(), DbError> {
+    let sql = "INSERT INTO operation_log (operation_id, step, outcome, detail) \
+               SELECT operation_id, step, 'done', $2 FROM operations WHERE machine_id = $1 AND state = 'running'";
+    execute(tx, sql, &[&id.0, &detail]).await.map(drop)
+}
+
 /// Records that a machine's server may hold changes made since the newest backup that its host reported. Applies to a
 /// machine that left its slot or never registered, but turned out to have a server or to be serving; has no effect on
 /// others.

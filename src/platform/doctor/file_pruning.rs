@@ -36,8 +36,9 @@ fn assess(mut findings: Findings, problems: &PruningProblems, is_scheduled: bool
     for (slot, error) in &problems.failures {
         findings = findings.warning(
             format!("the file backups of {slot} could not be pruned: {error}"),
-            "the platform retries automatically; remove a damaged snapshot that the error names with `restic forget`, and \
-             run `svcctl files usage USER` to see the backups' size and the last result",
+            "the platform retries automatically; if the error names a damaged snapshot, delete its object in files/snapshots with \
+             the store's tools; if a tree or chunk is not in the index, run `restic rebuild-index`; `svcctl files usage USER` \
+             shows the last result",
         );
     }
     let unlisted = problems.failed.saturating_sub(problems.failures.len() as u64);

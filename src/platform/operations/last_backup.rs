@@ -6,6 +6,7 @@
 //! for an operator's decision; an unreachable host is skipped after a bounded time.
 
 mod files;
+mod files_key;
 mod final_backup;
 mod newest_copy;
 mod progress;
@@ -18,6 +19,7 @@ use http::StatusCode;
 use jiff::{SignedDuration, Timestamp};
 use uuid::Uuid;
 
+use super::files_fence;
 use super::host_call::{self, BackupOutcome, BackupProgress, HostCallError};
 use super::leased::LeasedOperation;
 use super::predecessor::{find_outgoing_machine, no_outgoing_machine_note};
@@ -25,6 +27,7 @@ use super::step::{Question, StepError, StepOutcome, StepRecord, build_fence};
 use crate::db;
 use crate::db::machine_row::MachineRow;
 use files::SavedFiles;
+use files_key::check_key;
 use final_backup::HostReport;
 use newest_copy::{NewestCopy, find_newest_copy};
 use progress::LastBackupProgress;
@@ -125,6 +128,7 @@ pub async fn last_backup(leased: &LeasedOperation<'_>) -> Result<StepOutcome, St
                 final_backup::find_final_backup(leased, &machine, &progress, &report, now).await
         {
             let files = SavedFiles::from_report(&report, &progress, &machine.attention);
+            let files = check_key(leased, &machine, files).await;
             return Ok(finish_with_backup(leased, &machine, taken_at, &files));
         }
         if options.give_up_backup && progress.problem.is_none() {
@@ -240,6 +244,7 @@ async fn attempt_backup(
     }
     let Some(requested_at) = progress.requested_at else {
         replace_implausible_fence(leased, machine).await;
+        files_fence::restore(leased.platform, machine).await;
         let host_requested_at = host_call::request_backup(leased.platform, machine).await?;
         progress.record_request(host_requested_at.unwrap_or(now), now);
         return Ok(AttemptOutcome::Wait(POLL_INTERVAL));
@@ -247,6 +252,7 @@ async fn attempt_backup(
     let report = fetch_host_report(leased, machine).await?;
     if let Some(taken_at) = final_backup::find_final_backup(leased, machine, progress, &report, now).await {
         let files = SavedFiles::from_report(&report, progress, &machine.attention);
+        let files = check_key(leased, machine, files).await;
         return Ok(match files.wait_reason(progress, now) {
             Some(why) => AttemptOutcome::WaitForFiles(why),
             None => AttemptOutcome::Saved { taken_at, files },

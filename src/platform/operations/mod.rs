@@ -6,6 +6,7 @@
 pub mod create;
 pub mod delete;
 mod drive;
+pub mod files_fence;
 pub mod host_call;
 pub mod inventory;
 pub mod last_backup;

@@ -236,6 +236,10 @@ fn to_problem(error: FilesError) -> Problem {
             Problem::new(Code::StoreUnavailable, "The file backup is currently unreadable; try again.")
                 .retry_after(RETRY_SECONDS)
         }
+        FilesError::WrongKey => {
+            let detail = "Neither this machine's key nor the platform's opens the file backup.";
+            Problem::new(Code::Conflict, detail)
+        }
         error => Problem::internal(&error),
     }
 }

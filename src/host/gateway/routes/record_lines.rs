@@ -23,6 +23,7 @@ use svc_host::records::page::{self, PageError, Verdict};
 use svc_host::records::tail::Tail;
 use svc_http::fields::Fields;
 use svc_http::problem::{Code, Problem};
+use svc_machine::choice::must_be_one_of;
 
 pub const DEFAULT_LIMIT: usize = 50;
 pub const MAX_LIMIT: usize = 1000;
@@ -42,6 +43,8 @@ pub struct RecordView {
     /// Line members that must equal the filter with the same name. In an ambiguous audit entry, they are lists, which
     /// must contain the filter's value.
     pub exact_members: &'static [&'static str],
+    /// For some of these members, all values.
+    pub values: &'static [(&'static str, &'static [&'static str])],
     /// A member that is a path: the filter with the same name selects that path and everything below it.
     pub path_member: Option<&'static str>,
     /// Text members, and their values in lines of earlier releases, which lack them.
@@ -62,9 +65,18 @@ struct RecordFilter {
 
 impl RecordFilter {
     fn read(query: &mut Fields, view: &RecordView) -> Self {
+        let mut exact = Vec::new();
+        for &name in view.exact_members {
+            let Some(wanted) = query.optional_text(name, MAX_FILTER_CHARS) else { continue };
+            let values = view.values.iter().find(|(member, _)| *member == name).map(|(_, values)| *values);
+            if let Some(values) = values.filter(|values| !values.contains(&wanted.as_str())) {
+                query.add_error(name, must_be_one_of(values));
+            }
+            exact.push((name, wanted));
+        }
         let mut text = |name| query.optional_text(name, MAX_FILTER_CHARS);
         Self {
-            exact: view.exact_members.iter().filter_map(|name| Some((*name, text(name)?))).collect(),
+            exact,
             path_prefix: view
                 .path_member
                 .and_then(|name| Some((name, text(name)?.trim_end_matches('/').to_owned()))),
@@ -297,6 +309,7 @@ mod tests {
         kind: RecordKind::Audit,
         member: "entries",
         exact_members: &["op", "agentName"],
+        values: &[],
         path_member: Some("path"),
         defaults: &[],
         is_text: false,
@@ -359,6 +372,16 @@ mod tests {
     }
 
     #[test]
+    fn unknown_value_of_a_filter_is_an_error() {
+        let view = RecordView { values: &[("op", &["create", "write"])], ..VIEW };
+        for (query, is_valid) in [("op=write", true), ("op=bogus", false), ("agentName=any", true)] {
+            let mut fields = Fields::from_query(query);
+            let filter = RecordFilter::read(&mut fields, &view);
+            assert_eq!(fields.finish(Some(filter)).is_ok(), is_valid, "{query}");
+        }
+    }
+
+    #[test]
     fn line_of_earlier_release_has_default_members() {
         let view = RecordView {
             exact_members: &["kind"],
@@ -377,6 +400,7 @@ mod tests {
             kind: RecordKind::Activity,
             member: "entries",
             exact_members: &[],
+            values: &[],
             path_member: None,
             defaults: &[],
             is_text: true,

@@ -28,6 +28,9 @@ const fn filter_parameter(name: &'static str, description: &'static str) -> Para
     }
 }
 
+const OUTCOME_FILTER: Parameter =
+    Parameter { schema: || one_of(&OUTCOMES), ..filter_parameter("status", "`success` or `error`.") };
+
 const SINCE: Parameter = Parameter {
     name: "since",
     location: ParameterLocation::Query,
@@ -124,10 +127,14 @@ macro_rules! record {
     };
 }
 
+const OUTCOMES: [&str; 2] = ["success", "error"];
+const BACKUP_KINDS: [&str; 2] = ["database", "files"];
+
 static INTERACTIONS_VIEW: RecordView = RecordView {
     kind: RecordKind::Interactions,
     member: "interactions",
     exact_members: &["id", "senderId", "conversationId", "model", "agentName", "status", "batchId"],
+    values: &[("status", &OUTCOMES)],
     path_member: None,
     defaults: &[],
     is_text: false,
@@ -136,6 +143,7 @@ static AUDIT_VIEW: RecordView = RecordView {
     kind: RecordKind::Audit,
     member: "entries",
     exact_members: &["op", "actor", "agentName"],
+    values: &[],
     path_member: Some("path"),
     defaults: &[],
     is_text: false,
@@ -144,6 +152,7 @@ static ACTIVITY_VIEW: RecordView = RecordView {
     kind: RecordKind::Activity,
     member: "lines",
     exact_members: &[],
+    values: &[],
     path_member: None,
     defaults: &[],
     is_text: true,
@@ -152,6 +161,7 @@ static STORAGE_VIEW: RecordView = RecordView {
     kind: RecordKind::Storage,
     member: "days",
     exact_members: &[],
+    values: &[],
     path_member: None,
     defaults: &[],
     is_text: false,
@@ -160,6 +170,7 @@ static BACKUPS_VIEW: RecordView = RecordView {
     kind: RecordKind::Backups,
     member: "backups",
     exact_members: &["kind", "status"],
+    values: &[("kind", &BACKUP_KINDS), ("status", &OUTCOMES)],
     path_member: None,
     defaults: &[("kind", "database")],
     is_text: false,
@@ -181,7 +192,7 @@ record!(
         filter_parameter("conversationId", "Dispatches in this conversation."),
         filter_parameter("model", "Dispatches that used this model."),
         filter_parameter("agentName", "Dispatches to this agent."),
-        filter_parameter("status", "`success` or `error`."),
+        OUTCOME_FILTER,
         filter_parameter("batchId", "Dispatches in this batch.")
     ],
     "interactions",
@@ -250,7 +261,10 @@ record!(
     "followBackups",
     "/api/backups",
     "Backups of the database, and the hourly results of the file backup",
-    [filter_parameter("kind", "`database` or `files`."), filter_parameter("status", "`success` or `error`."),],
+    [
+        Parameter { schema: || one_of(&BACKUP_KINDS), ..filter_parameter("kind", "What was backed up.") },
+        OUTCOME_FILTER,
+    ],
     "backups",
     "Backup"
 );
@@ -278,7 +292,7 @@ fn with_gap(entry: &Value) -> Value {
 }
 
 pub fn interaction_schema() -> Value {
-    let status = || one_of(&["success", "error"]);
+    let status = || one_of(&OUTCOMES);
     let tool = line_schema(
         &[("name", text()), ("durationMs", count()), ("inputPreview", text()), ("status", status())],
         &[("error", text())],
@@ -371,8 +385,8 @@ pub fn backup_schema() -> Value {
     line_schema(
         &[
             ("timestamp", time()),
-            ("kind", one_of(&["database", "files"])),
-            ("status", one_of(&["success", "error"])),
+            ("kind", one_of(&BACKUP_KINDS)),
+            ("status", one_of(&OUTCOMES)),
             ("stage", text()),
         ],
         &[

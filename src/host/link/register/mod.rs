@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use secrecy::SecretString;
 
+use crate::files::restore_outcome::RestoreOutcome;
 use crate::system::config;
 use crate::system::config::{Identity, PlatformAccess, init_log};
 use crate::system::layout::Layout;
@@ -32,7 +33,7 @@ use svc_http::request_id;
 use svc_http::tls::SpkiPin;
 use svc_machine::name::ImageVersion;
 use svc_store::bundle;
-use svc_wire::registration::{BootStageName, Registration};
+use svc_wire::registration::{BootStageName, Registration, RestoredFiles};
 
 /// The fail points in a registration.
 pub const FAILPOINTS: &[&str] =
@@ -169,6 +170,7 @@ async fn register(layout: &Layout) -> Result<(), Failure> {
         bundle_sha256: config.bundle_sha256.clone(),
         tls_spki_sha256: pin.to_string(),
         boot_ms: measure_boot_ms(layout),
+        restored_files: read_restored_files(layout),
     };
     let mut state = RegistrationState::reuse_or_create(layout, state, &body).or_exit(Exit::Internal)?;
     failpoint::trigger("register.written").or_exit(Exit::Internal)?;
@@ -179,6 +181,12 @@ async fn register(layout: &Layout) -> Result<(), Failure> {
     state.mark_registered(layout).or_exit(Exit::Internal)?;
     tracing::info!(status = %response.status, epoch = %response.epoch, "registered");
     Ok(())
+}
+
+fn read_restored_files(layout: &Layout) -> Option<RestoredFiles> {
+    let outcome = RestoreOutcome::read(layout).ok().flatten()?;
+    let files = RestoredFiles { as_of: outcome.taken_at.map(Into::into), error: outcome.error };
+    (files != RestoredFiles::default()).then_some(files)
 }
 
 fn to_failure(error: RegistrationError) -> Failure {

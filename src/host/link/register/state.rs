@@ -99,6 +99,7 @@ mod tests {
             bundle_sha256: "00".repeat(32),
             tls_spki_sha256: "11".repeat(32),
             boot_ms: Some(7),
+            restored_files: None,
         };
         let first = RegistrationState::reuse_or_create(&layout, None, &body).unwrap();
         let later = Registration { boot_ms: Some(9), ..body.clone() };

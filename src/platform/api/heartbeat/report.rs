@@ -268,7 +268,7 @@ mod tests {
     use super::*;
     use svc_machine::id::MachineId;
     use svc_wire::machine::Attention;
-    use svc_wire::registration::Registration;
+    use svc_wire::registration::{Registration, RestoredFiles};
     use svc_wire::text::Time;
 
     async fn parse(body: &Value) -> Result<HeartbeatReport, Problem> {
@@ -349,6 +349,10 @@ mod tests {
                 bundle_sha256: "ab".repeat(32),
                 tls_spki_sha256: "cd".repeat(32),
                 boot_ms: Some(5),
+                restored_files: Some(RestoredFiles {
+                    as_of: Some(sample_time()),
+                    error: Some("e".to_owned()),
+                }),
             }),
         }
     }
