@@ -165,7 +165,11 @@ impl Repository {
         for meta in list_objects(&self.bucket, &self.root.clone().join("keys")).await? {
             let content = self.bucket.get(&meta.location, MAX_OBJECT_BYTES).await?;
             let name = meta.location.filename().and_then(|name| name.parse::<Id>().ok());
-            if content.is_some_and(|content| name == Some(Id::of(&content.value))) {
+            let is_key = |text: &[u8]| {
+                let json: serde_json::Value = serde_json::from_slice(text).unwrap_or_default();
+                ["kdf", "salt", "data"].iter().all(|member| json[member].is_string())
+            };
+            if content.is_some_and(|content| name == Some(Id::of(&content.value)) && is_key(&content.value)) {
                 return Ok(());
             }
         }

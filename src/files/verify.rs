@@ -54,26 +54,23 @@ pub struct DamagedPack {
     pub blobs: Vec<Id>,
 }
 
-/// Checks that the index can be read, and contains everything that the snapshot `latest` needs. `uncached` is the same
-/// repository, opened without a cache, which would hide damage.
+/// Finds a tree or chunk of the snapshot `latest` that the index lacks. Does not read the chunks. Skips trees that cannot
+/// be read: [`verify`] finds the damage to their packs. `uncached` is the same repository, opened without a cache, which
+/// would hide damage to the index.
 ///
 /// # Errors
-/// If the store fails; [`FilesError::Corrupt`] if an object is damaged, or if the index lacks a tree or chunk;
-/// [`FilesError::IndexChanging`] if the index changed during every attempt to read it.
-pub async fn verify_index(
+/// If the store fails; [`FilesError::Corrupt`] if an index file is damaged; [`FilesError::IndexChanging`] if the index
+/// changed during every attempt to read it.
+pub async fn find_unindexed(
     repository: &Repository,
     uncached: &Repository,
-    latest: Option<&Snapshot>,
-) -> Result<(), FilesError> {
+    latest: &Snapshot,
+) -> Result<Option<FilesError>, FilesError> {
     let locations = uncached.load_locations().await?;
-    let Some(latest) = latest else { return Ok(()) };
-    let check = |blob_type, id: Id, what: &str| match locations.find(blob_type, id) {
-        Ok(_) => Ok(()),
-        Err(_) => {
-            let why =
-                "a part of the index is lost; `restic rebuild-index` restores it if the pack still exists";
-            Err(FilesError::corrupt(format!("{what} {id}"), &why))
-        }
+    let find = |blob_type, id: Id, what: &str| {
+        locations.find(blob_type, id).err()?;
+        let why = "a part of the index is lost; `restic rebuild-index` restores it if the pack still exists";
+        Some(FilesError::corrupt(format!("{what} {id}"), &why))
     };
     let mut trees = TreeReader::new(repository, &locations);
     let mut seen = HashSet::new();
@@ -82,15 +79,24 @@ pub async fn verify_index(
         if !seen.insert(id) {
             continue;
         }
-        check(BlobType::Tree, id, "tree")?;
-        for node in trees.read(id).await?.nodes {
+        if let Some(error) = find(BlobType::Tree, id, "tree") {
+            return Ok(Some(error));
+        }
+        let nodes = match trees.read(id).await {
+            Ok(tree) => tree.nodes,
+            Err(error) if error.is_damage() => continue,
+            Err(error) => return Err(error),
+        };
+        for node in nodes {
             pending.extend(node.subtree);
-            for chunk in node.content.iter().flatten() {
-                check(BlobType::Data, *chunk, "chunk")?;
+            let missing =
+                node.content.iter().flatten().find_map(|chunk| find(BlobType::Data, *chunk, "chunk"));
+            if missing.is_some() {
+                return Ok(missing);
             }
         }
     }
-    Ok(())
+    Ok(None)
 }
 
 /// Finds a snapshot that cannot be restored, because it is damaged or the index lacks its root directory. Until it is
@@ -98,7 +104,7 @@ pub async fn verify_index(
 /// without a cache, which would hide damage.
 ///
 /// # Errors
-/// See [`verify_index`].
+/// See [`find_unindexed`].
 pub async fn find_unusable_snapshot(
     repository: &Repository,
     uncached: &Repository,
@@ -111,13 +117,14 @@ pub async fn find_unusable_snapshot(
             others => format!("so are {others} others; "),
         };
         let remedy = "restore its object in the store, or delete it with the store's tools";
-        let why = format!("its content does not match its hash; {others}{remedy}");
+        let why = format!("it cannot be read; {others}{remedy}");
         return Ok(Some(FilesError::corrupt(format!("snapshot {first}"), &why)));
     }
     let locations = repository.load_tree_locations().await?;
     Ok(snapshots.into_iter().find_map(|(id, snapshot)| {
         let error = locations.find(BlobType::Tree, snapshot.tree).err()?;
-        let remedy = "restore its pack, or remove the snapshot with `restic forget`";
+        let remedy = "run `restic rebuild-index` if its pack still exists; otherwise restore the pack, or remove the snapshot with `restic \
+                      forget`";
         Some(FilesError::corrupt(format!("snapshot {id}"), &format!("{error}; {remedy}")))
     }))
 }

@@ -63,7 +63,8 @@ pub struct SnapshotRef {
 
 /// A snapshot that a pointer can name: of the database, or of the owner's files.
 pub trait PointedSnapshot: Clone + PartialEq + Serialize + DeserializeOwned {
-    /// Whether corrupt log entries are skipped, and a corrupt `latest` is replaced with the newest valid entry. If not, an operator must rebuild the pointer.
+    /// Whether corrupt log entries are skipped, and a corrupt `latest` is replaced with the newest valid entry. If
+    /// not, an operator must rebuild the pointer.
     const REPAIRS_CORRUPT_LATEST: bool;
     /// Whether old log entries are deleted, so that the log can begin at any `seq`.
     const HAS_TRIMMED_LOG: bool;

@@ -3,9 +3,9 @@
 //! Each `seq` is claimed by creating the object `pointer-log/<seq>.json`, which contains the whole pointer and must not
 //! already exist. `latest` is written after it. Two writers therefore never both succeed, even on a store whose
 //! `If-Match` is not atomic; the store only has to create an object at most once. The highest entry is authoritative
-//! (for the files' pointer, the highest valid one); the next writer repairs a stale `latest` and, for the files' pointer, a corrupt one. A corrupt `latest` of the
-//! database's pointer must be repaired by an operator (`pointer_repair`), because it may be wrong to restore from the
-//! log.
+//! (for the files' pointer, the highest valid one); the next writer repairs a stale `latest` and, for the files' pointer,
+//! a corrupt or implausible one. A corrupt `latest` of the database's pointer must be repaired by an operator
+//! (`pointer_repair`), because it may be wrong to restore from the log.
 //!
 //! Invariant: a `seq` is claimed only if `latest` has the previous one, so that a crash leaves at most one entry
 //! ahead of `latest`. Entries are never deleted, except old ones of the files' pointer (`files_pointer::trim_log`).
@@ -44,7 +44,7 @@ pub struct PointerRead<S = SnapshotRef> {
 
 #[derive(Debug, Clone)]
 struct LatestObject {
-    /// `None` if the object is corrupt.
+    /// `None` if the object is corrupt or implausible.
     seq: Option<u64>,
     /// Whether `latest` equals the log entry with the same `seq`; also true if that entry does not exist or was not
     /// read.
@@ -192,7 +192,10 @@ async fn read_entry_or_skip<S: PointedSnapshot>(
     };
     // More than one valid entry may be ahead of `latest`, for example if `latest` was restored from an old version.
     let first = latest.map_or(0, |latest| latest.seq.saturating_add(1));
-    let Some(seqs) = list_entries(bucket, paths, first..seq).await? else { return Err(error) };
+    let seqs = list_entries(bucket, paths, first..seq).await?;
+    // In a log that is too long to list, only the entries just below are tried.
+    let seqs =
+        seqs.unwrap_or_else(|| (seq.saturating_sub(MAX_SKIPPED_ENTRIES as u64).max(first)..seq).collect());
     for (skipped, candidate) in seqs.into_iter().rev().enumerate() {
         if skipped >= MAX_SKIPPED_ENTRIES {
             return Err(error);

@@ -166,9 +166,11 @@ impl Kernel {
         let mut last_write = tokio::time::Instant::now();
         let mut day = self.today();
         while stop.run_until_cancelled(tokio::time::sleep(CHECK_INTERVAL)).await.is_some() {
+            // Restored spend must count at once, also in the note about a restored limit.
+            let is_outdated = self.usage_store.get().is_some_and(UsageStore::is_outdated);
             // Reading the settings reports a changed limit now rather than at the next dispatch.
-            let today = self.today();
-            if today != day || last_write.elapsed() >= USAGE_WRITE_INTERVAL {
+            let today = if is_outdated { day } else { self.today() };
+            if is_outdated || today != day || last_write.elapsed() >= USAGE_WRITE_INTERVAL {
                 let kernel = Arc::clone(&self);
                 let is_new_day = today != day;
                 let work = move || {

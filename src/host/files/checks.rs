@@ -44,11 +44,14 @@ pub struct FileChecks {
     /// When a verification or a drill first failed since both last succeeded.
     #[serde(with = "clock::wire_option")]
     failing_since: Option<Timestamp>,
-    /// Why the index or the latest snapshot cannot be read, so that nothing could be restored.
+    /// Why the latest snapshot could not be restored, at least not completely or not with `restic`.
     pub unreadable: Option<String>,
-    /// The id of the snapshot that was the latest when a verification found it missing or damaged, or the name of the
-    /// pointer.
+    /// What a verification found missing or damaged, and a save can replace: the id of the latest snapshot, also if the
+    /// index lacks a part of it, or the name of the pointer or of the key file.
     damaged_latest: Option<String>,
+    /// When this damage was last recorded.
+    #[serde(with = "clock::wire_option")]
+    latest_damaged_at: Option<Timestamp>,
     /// The damaged packs, and how many of their blobs have no sound copy in another pack. The blobs are not named: many
     /// programs read this file often, and millions of blobs can be damaged.
     #[serde(deserialize_with = "read_damaged")]
@@ -192,12 +195,14 @@ impl FileChecks {
         self.update_failing_since(now);
     }
 
-    /// Records that the latest snapshot (`what` is its id) or the pointer to it is missing or damaged. A save then replaces it by reading all files again, but not
-    /// more often than `MIN_REPAIR_INTERVAL`, in case the store loses each new snapshot.
+    /// Records that the latest snapshot (`what` is its id), the pointer to it or the key file is missing or damaged. A save
+    /// then replaces it by reading all files again, but not more often than `MIN_REPAIR_INTERVAL`, in case the store loses
+    /// each new snapshot.
     pub fn record_damaged_latest(&mut self, what: &str, now: Timestamp) {
         let is_recent = |at: Timestamp| at <= now && now.duration_since(at) < MIN_REPAIR_INTERVAL;
-        if self.damaged_latest.as_deref() != Some(what) && !self.damage_found_at.is_some_and(is_recent) {
-            (self.damaged_latest, self.damage_found_at) = (Some(what.to_owned()), Some(now));
+        if self.damaged_latest.as_deref() != Some(what) && !self.latest_damaged_at.is_some_and(is_recent) {
+            self.damaged_latest = Some(what.to_owned());
+            (self.latest_damaged_at, self.damage_found_at) = (Some(now), Some(now));
         }
     }
 

@@ -9,6 +9,8 @@ pub const UNWATCHED_INTERVAL: Duration = Duration::from_secs(60);
 /// Minimum pause after a save, because each new snapshot costs several requests to the store. It does not apply to a
 /// requested save.
 pub const MIN_INTERVAL: Duration = Duration::from_secs(15);
+/// The same, after a save without changes.
+const MIN_UNCHANGED_INTERVAL: Duration = Duration::from_secs(5);
 /// While the watcher reports all changes, checks of unwatched files take at most 1/50 of the time, and saves of the
 /// whole home directory at most 1/100, unless the interval would then exceed its maximum.
 const UNWATCHED_INTERVAL_FACTOR: u32 = 50;
@@ -131,7 +133,7 @@ impl Schedule {
     }
 
     /// Records a save that ended at `now` and took `duration`. If it was unchanged, it cost nothing in the store, so the
-    /// minimum pause does not apply.
+    /// minimum pause is shorter.
     pub fn record_success(&mut self, saved: SaveScope, is_unchanged: bool, duration: Duration, now: Instant) {
         if saved == SaveScope::Everything {
             self.last_full = Some(now);
@@ -139,9 +141,9 @@ impl Schedule {
         }
         self.changed_since = None;
         self.failures = 0;
-        let pause =
-            if is_unchanged { (duration * PAUSE_FACTOR).min(MAX_PAUSE) } else { pause_after(duration) };
-        self.not_before = now + pause.min(pause_after(duration));
+        let pause = pause_after(duration);
+        let unchanged_pause = (duration * PAUSE_FACTOR).max(MIN_UNCHANGED_INTERVAL);
+        self.not_before = now + if is_unchanged { pause.min(unchanged_pause) } else { pause };
         self.is_requested = false;
         let check_duration = if saved == SaveScope::Changes { duration } else { Duration::ZERO };
         self.next_unwatched = now
@@ -219,7 +221,8 @@ mod tests {
     fn save_without_changes_does_not_delay_the_next_one() {
         let (mut schedule, now) = started();
         schedule.record_success(SaveScope::Changes, true, Duration::from_millis(50), now);
-        assert_eq!(schedule.decide(SETTLED, after(now, 1)), SaveScope::Changes);
+        assert_eq!(schedule.decide(SETTLED, after(now, 4)), SaveScope::Nothing);
+        assert_eq!(schedule.decide(SETTLED, after(now, 5)), SaveScope::Changes);
         schedule.record_success(SaveScope::Everything, true, Duration::from_secs(4), now);
         assert_eq!(schedule.decide(SETTLED, after(now, 39)), SaveScope::Nothing);
         assert_eq!(schedule.decide(SETTLED, after(now, 40)), SaveScope::Changes);

@@ -196,7 +196,7 @@ impl FileBackup {
                 // Only the work counts: a save that mostly waits for the upload limit is not slow.
                 let duration = began.elapsed().saturating_sub(throttled);
                 self.schedule.record_success(save, is_unchanged, duration, Instant::now());
-                if save == SaveScope::Everything {
+                if is_full || save == SaveScope::Everything {
                     // After the last save, the platform checks that it has the key.
                     self.offer_key(self.last_quiesced_at.is_some()).await;
                 }
@@ -309,9 +309,7 @@ impl FileBackup {
 
     /// Records that a save has read all files again because of damage, and requests a verification of the result.
     fn record_repair(&mut self, damage_found_at: Option<Timestamp>) {
-        tracing::info!(
-            "read all files again, because packs or the latest snapshot of the file backup are damaged"
-        );
+        tracing::info!("read all files again, because a part of the file backup is damaged");
         self.status.repaired_at = damage_found_at;
         let request = self.settings.layout.request(verify::REQUEST);
         if let Err(error) = fsx::write_atomic(&request, b"", 0o644) {
@@ -444,7 +442,7 @@ impl FileBackup {
         let quiesced_at =
             Quiesce::read(&self.settings.layout).ok().flatten().and_then(|quiesce| quiesce.quiesced_at);
         let saved_until = match quiesced_at {
-            Some(quiesced_at) if !is_full && self.is_full_save_due => {
+            Some(quiesced_at) if !is_full && !self.has_final_save(quiesced_at) => {
                 checked_at.min(quiesced_at - SignedDuration::from_millis(1))
             }
             _ => checked_at,
@@ -465,6 +463,11 @@ impl FileBackup {
                 "saved the owner's files"
             );
         }
+    }
+
+    /// Whether a full save has followed since the writers were stopped at this time.
+    fn has_final_save(&self, quiesced_at: Timestamp) -> bool {
+        self.last_quiesced_at == Some(quiesced_at) && !self.is_full_save_due
     }
 
     fn record_failure(&mut self, error: &SaveError, began: (Timestamp, Instant)) {

@@ -17,7 +17,7 @@ use svc_base::quantity::{format_bytes, pluralize};
 use svc_base::untrusted_text::truncate_printable;
 use svc_files::affected::{AffectedFiles, AffectedPath, find_affected_files};
 use svc_files::usage::has_snapshots;
-use svc_files::verify::{PackShare, find_unusable_snapshot, verify, verify_index};
+use svc_files::verify::{PackShare, find_unindexed, find_unusable_snapshot, verify};
 use svc_files::{FilesError, Id, Repository};
 use svc_store::StoreError;
 
@@ -35,6 +35,10 @@ use crate::system::lock::Lock;
 pub const REQUEST: &str = "files-verify";
 /// The name of the pointer in messages.
 const POINTER: &str = "pointer files/latest";
+/// The name of the key file in the record of damage.
+const KEY_FILE: &str = "key file";
+/// How long the first save may take to move the pointer to its snapshot.
+const FIRST_SAVE_DELAY: Duration = Duration::from_secs(5);
 const LOCK_FILE: &str = "verify.lock";
 /// Maximum time to wait for another verification to end.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(3600);
@@ -151,10 +155,10 @@ async fn verify_shares(
     shares: &[PackShare],
     result: &mut VerifyResult,
 ) -> Result<(), CheckError> {
-    // The cache would hide damage to the index and to the snapshot.
+    // The cache would hide damage to the index and to snapshots.
     let uncached = settings.open_uncached().await?.ok_or(CheckError::NothingSaved)?;
     let repository = settings.open_with_stored_key().await?.ok_or(CheckError::NothingSaved)?;
-    if let Err((what, damage)) = check_latest(settings, &repository, &uncached).await? {
+    if let Some((what, damage)) = check_latest(settings, &repository, &uncached).await? {
         checks.record_damaged_latest(&what, clock::now_ms());
         return Err(damage.into());
     }
@@ -204,29 +208,39 @@ async fn verify_shares(
 type Damage = (String, FilesError);
 
 /// Checks that the pointer names a snapshot that can be read, that the index contains everything that it needs, and that
-/// `restic` can open the repository.
+/// `restic` can open the repository. Returns damage that a save can repair.
 async fn check_latest(
     settings: &FilesSettings,
     repository: &Repository,
     uncached: &Repository,
-) -> Result<Result<(), Damage>, CheckError> {
-    let pointer_damage = |why: &str| (POINTER.to_owned(), FilesError::corrupt(POINTER.to_owned(), &why));
-    let latest = match settings.read_latest().await {
+) -> Result<Option<Damage>, CheckError> {
+    let pointer_damage = |why: &str| Some((POINTER.to_owned(), FilesError::corrupt(POINTER, &why)));
+    let mut latest = settings.read_latest().await;
+    if matches!(latest, Ok(None)) && has_snapshots(&settings.bucket, &settings.slot.files()).await? {
+        // The first save may be about to move the pointer.
+        tokio::time::sleep(FIRST_SAVE_DELAY).await;
+        latest = settings.read_latest().await;
+        if matches!(latest, Ok(None)) {
+            return Ok(pointer_damage("it names no snapshot, although there are some"));
+        }
+    }
+    let latest = match latest {
         Ok(Some(latest)) => latest,
-        // The pointer of a slot's first machine names no snapshot before the first save.
-        Ok(None) if !has_snapshots(&settings.bucket, &settings.slot.files()).await? => return Ok(Ok(())),
-        Ok(None) => return Ok(Err(pointer_damage("it names no snapshot, although there are some"))),
-        Err(StoreError::Corrupt { why, .. }) => return Ok(Err(pointer_damage(&why))),
+        Ok(None) => return Ok(None),
+        Err(StoreError::Corrupt { why, .. }) => return Ok(pointer_damage(&why)),
         Err(error) => return Err(error.into()),
     };
-    let checked = async {
-        let snapshot = uncached.read_snapshot(latest).await?;
-        verify_index(repository, uncached, Some(&snapshot)).await?;
-        uncached.check_key_file().await
+    let snapshot = match uncached.read_snapshot(latest).await {
+        Ok(snapshot) => snapshot,
+        Err(error) if error.is_damage() => return Ok(Some((latest.to_string(), error))),
+        Err(error) => return Err(error.into()),
     };
-    match checked.await {
-        Ok(()) => Ok(Ok(())),
-        Err(error) if error.is_damage() => Ok(Err((latest.to_string(), error))),
+    if let Some(error) = find_unindexed(repository, uncached, &snapshot).await? {
+        return Ok(Some((latest.to_string(), error)));
+    }
+    match uncached.check_key_file().await {
+        Ok(()) => Ok(None),
+        Err(error) if error.is_damage() => Ok(Some((KEY_FILE.to_owned(), error))),
         Err(error) => Err(error.into()),
     }
 }

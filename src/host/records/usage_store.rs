@@ -130,12 +130,9 @@ impl UsageStore {
         }
     }
 
-    /// Like [`Self::reload_if_restored`], so that restored records count toward the limits at once. If they cannot be
-    /// read, the present ones are used.
-    fn reload_before_reading(&self) {
-        if self.restore_marker.is_some() {
-            self.reload_if_restored(&mut lock(&self.line_count));
-        }
+    /// Whether a restore has replaced the files since they were last read. The next [`Self::write`] reads them again.
+    pub fn is_outdated(&self) -> bool {
+        self.restore_marker.as_ref().is_some_and(|marker| *lock(&marker.last) != marker.read())
     }
 
     fn lock_ledger(&self) -> MutexGuard<'_, Ledger> {
@@ -160,17 +157,14 @@ impl UsageStore {
     }
 
     pub fn report(&self, query: &UsageQuery) -> Report {
-        self.reload_before_reading();
         self.lock_ledger().report(query)
     }
 
     pub fn spent(&self, user: &str, start: Date, end: Date) -> Dollars {
-        self.reload_before_reading();
         self.lock_ledger().spent(user, start, end)
     }
 
     pub fn users_since(&self, start: Date) -> Vec<String> {
-        self.reload_before_reading();
         self.lock_ledger().users_since(start).into_iter().map(str::to_owned).collect()
     }
 

@@ -93,7 +93,10 @@ fn respond(body: impl Serialize) -> Response {
 /// a retry cannot succeed, so the detail says what to do.
 fn files_key_problem(machine: MachineId, error: FileKeyError) -> Problem {
     let error = match error {
-        FileKeyError::Key(error @ KeyError::Db(_)) => return key_unavailable(error),
+        // A retry may succeed once the platform has the right key.
+        FileKeyError::Key(error) if !matches!(error, KeyError::Corrupt { .. }) => {
+            return key_unavailable(error);
+        }
         error => error,
     };
     let text = format_chain(&error);

@@ -41,8 +41,8 @@ pub async fn show(State(platform): State<Arc<Platform>>, request: Request) -> Re
         Problem::new(
             Code::NotFound,
             format!(
-                "The platform has no key for the file backups of slot {user}/{slot}. Check that {user} is the user's id, not \
-                 the handle; `svcctl files key {user} --slot {slot}` explains why a key can be missing."
+                "The platform has no key for file backups of slot {user}/{slot}. Check that {user} is the user's id, not the \
+                 handle. If it is, no machine has saved files yet, or the platform's database is older than the key."
             ),
         )
     })?;

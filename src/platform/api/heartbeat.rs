@@ -69,10 +69,6 @@ pub async fn handle(
         if report.has_item(wire::FILES_NOT_RESTORED) && machine.is_active() {
             machine_changes::mark_predecessors_unsaved(&session, id).await?;
         }
-        let files_error = report.sent.files.as_ref().and_then(|files| files.error.as_deref());
-        if machine.is_active() && files_error.is_some_and(files_fence::is_fence_error) {
-            files_fence::restore(&platform, machine).await;
-        }
         // The host is running although a power-off was requested, so it may write data that no snapshot contains.
         if machine.is_active() && machine.power_off_ordered_at.is_some() {
             machine_server::record_power_on_in_slot(&session, id).await?;
@@ -87,6 +83,10 @@ pub async fn handle(
                 db::slots::set_release_for_machine(&session, id, &report.sent.image_version).await?;
             }
         }
+    }
+    let files_error = report.sent.files.as_ref().and_then(|files| files.error.as_deref());
+    if machine.is_active() && files_error.is_some_and(files_fence::is_fence_error) {
+        files_fence::try_restore(&platform, machine).await;
     }
     if is_healthy {
         heal::resume_healthy_machine(&platform, machine, epoch).await;

@@ -31,7 +31,7 @@ use svc_http::fields::Fields;
 use svc_http::openapi::{Operation, extensible, schema_of};
 use svc_http::problem::{Code, Problem};
 use svc_http::tls::SpkiPin;
-use svc_machine::event::Event;
+use svc_machine::event::{Event, RestoreMode};
 use svc_machine::id::MachineId;
 use svc_machine::name::ImageVersion;
 use svc_machine::state::Status;
@@ -252,8 +252,13 @@ fn read_restored_files(fields: &mut Fields) -> Option<wire::RestoredFiles> {
 
 /// Describes what a new machine restored, for the operation's log; `None` if there was nothing to restore.
 fn describe_restored(machine: &MachineRow, files: Option<&wire::RestoredFiles>) -> Option<String> {
-    let database =
-        machine.restore_snapshot.as_ref().map(|key| format!("the database was restored from {key}"));
+    let database = match (&machine.restore_snapshot, machine.restore) {
+        (Some(key), _) => Some(format!("the database was restored from {key}")),
+        (None, RestoreMode::Required) => {
+            Some("the database was restored from the latest snapshot".to_owned())
+        }
+        (None, RestoreMode::Empty) => None,
+    };
     let files = files.and_then(|files| match (&files.as_of, &files.error) {
         (_, Some(error)) => Some(format!("the owner's files were not restored: {error}")),
         (Some(at), None) => Some(format!("the owner's files were restored as of {at}")),

@@ -105,7 +105,7 @@ impl LastBackupProgress {
         }
         let hint = format!(
             "after 3 min, the operation continues and keeps the old server. `svcctl operation continue {} --accept-loss` \
-             continues now: unsaved changes are lost when that server is deleted",
+             continues now: what is only on that server is lost when it is deleted",
             leased.operation.id
         );
         StepOutcome::wait_for(POLL_INTERVAL, "files_unsaved", format!("{why}; {hint}"))
