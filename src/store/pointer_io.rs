@@ -330,16 +330,12 @@ pub(super) async fn write<S: PointedSnapshot>(
     paths: &PointerPaths,
     plan: impl Fn(Option<&Pointer<S>>) -> Result<Option<Pointer<S>>, FencedError>,
 ) -> Result<(), PointerError> {
-    let (mut retry_state, mut claimed_seq) = (RetryState::default(), None);
+    let (mut retry_state, mut is_claimed) = (RetryState::default(), false);
     for _ in 0..MAX_ATTEMPTS {
         let current = read_at(bucket, paths).await.map_err(|error| retry_state.report(error))?;
         let result = match current.as_ref().filter(|current| current.is_ahead_of_latest()) {
             Some(ahead) => publish(bucket, paths, &ahead.value, ahead.condition()).await,
-            None if claimed_seq.is_some()
-                && current.as_ref().map(|current| current.value.seq) >= claimed_seq =>
-            {
-                return Ok(());
-            }
+            None if is_claimed => return Ok(()),
             None => {
                 let Some(next) = plan_next(current.as_ref(), &plan)? else { return Ok(()) };
                 if next.seq >= pointer::MAX_SEQ {
@@ -348,7 +344,7 @@ pub(super) async fn write<S: PointedSnapshot>(
                     return Err(StoreError::Corrupt { key: paths.latest.to_string(), why }.into());
                 }
                 let claimed = claim(bucket, paths, &next).await;
-                claimed_seq = claimed.is_ok().then_some(next.seq);
+                is_claimed = claimed.is_ok();
                 let condition = current.as_ref().map_or(Condition::Absent, PointerRead::condition);
                 match claimed {
                     Ok(()) => publish(bucket, paths, &next, condition).await,

@@ -2,8 +2,11 @@
 
 use serde_json::{Value, json};
 use svc::clock::rfc3339_ms;
+use svc::machine::name::Slot;
+use svc::store::key::SlotPrefix;
 
 use super::fake_host::{FakeHost, start_host};
+use super::files_key::{create_repository, open_bucket};
 use super::stack::{Process, Stack, heartbeat_of};
 
 const SETTINGS: [(&str, &str); 2] =
@@ -14,6 +17,7 @@ async fn start() -> (Stack, Process, FakeHost) {
     let process = stack.start_platform_with(&SETTINGS);
     let old = start_host(&stack, &process).await;
     stack.store_snapshot("user_1");
+    create_repository(&stack, &process, &old.guest).await;
     (stack, process, old)
 }
 
@@ -59,6 +63,24 @@ async fn server_is_kept_if_its_file_backup_is_damaged() {
     assert_eq!(record["unsavedData"], "changes", "{record}");
     let path = format!("/vps/{}/discard", old.guest.machine);
     stack.post(&process, &path, &json!({})).await.assert_problem(409, "invalid_state");
+}
+
+/// A later machine could not restore the files, so the server, whose disk has the key, must not be deleted.
+#[tokio::test(flavor = "multi_thread")]
+async fn server_is_kept_if_the_platform_cannot_open_its_file_backup() {
+    let (stack, process, old) = start().await;
+    let config = format!("{}/config", SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary()).files());
+    // As if the platform's key did not open it.
+    let other = [0_u8; 64].to_vec();
+    open_bucket(&stack).put(&config.into(), other).await.unwrap();
+    let recovery = recover(&stack, &process).await;
+    old.wait_for_backup_request(&stack).await;
+    let later = rfc3339_ms(jiff::Timestamp::now() + jiff::SignedDuration::from_mins(1));
+    report_backup_with_files(&old, &stack, &json!({"savedUntil": later}));
+    let detail = wait_for_backup_detail(&stack, &process, &recovery).await;
+    assert!(detail.contains("the platform's key does not open the file backup"), "{detail}");
+    let record = stack.fetch_record(&process, &old.guest.machine).await;
+    assert!(record["unsavedSince"].is_string(), "{record}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

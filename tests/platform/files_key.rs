@@ -113,6 +113,12 @@ async fn key_lost_with_the_database_is_restored_from_the_host() {
     assert!(!sealed.windows(key.len()).any(|part| part == key.as_bytes()), "the key is stored in clear text");
 }
 
+/// Requests the slot's key and creates its repository, as a host does before its first save.
+pub async fn create_repository(stack: &Stack, process: &Process, guest: &Guest) {
+    let key = extract_key(&request_key(stack, process, guest, json!({})).await).parse().unwrap();
+    Repository::open_or_create(open_bucket(stack), slot().files(), &key, Cache::none()).await.unwrap();
+}
+
 /// Saves two states of a directory as a host does, and returns the ids of their snapshots.
 async fn save_twice(bucket: &Bucket, slot: &SlotPrefix, key: &str, machine: MachineId) -> Vec<Id> {
     let key = key.parse().unwrap();

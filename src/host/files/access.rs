@@ -212,21 +212,16 @@ impl FilesSettings {
         Ok(self.open_with_known_keys(cache).await?.repository)
     }
 
-    /// Opens the slot's repository, and creates it if there is none. Also returns why the platform has not sent the key, if
-    /// this machine's own was used.
+    /// Opens the slot's repository, and creates it, or its key file, if there is none. Also returns why the platform has
+    /// not sent the key, if this machine's own was used.
     ///
     /// # Errors
     /// Those of [`Self::open`].
     pub async fn open_or_create(&self) -> Result<(Repository, Option<AccessError>), AccessError> {
         let cache = self.cache();
-        let OpenedRepository { key, repository, key_error } = self.open_with_known_keys(&cache).await?;
-        let repository = match repository {
-            Some(repository) => repository,
-            None => {
-                let (bucket, root) = (self.bucket.clone(), self.slot.files());
-                Repository::open_or_create(bucket, root, &key, cache).await?
-            }
-        };
+        let OpenedRepository { key, key_error, .. } = self.open_with_known_keys(&cache).await?;
+        let (bucket, root) = (self.bucket.clone(), self.slot.files());
+        let repository = Repository::open_or_create(bucket, root, &key, cache).await?;
         Ok((repository, key_error))
     }
 
