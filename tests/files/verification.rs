@@ -171,7 +171,8 @@ async fn unreadable_latest_snapshot_is_replaced() -> Result<()> {
         }
         // The request is written before the log line.
         let reads_everything = ["lost", "damaged", "invalid pointer"].contains(&case);
-        while reads_everything && service.stderr().lines().filter_map(parse_files_read).last() < Some(50) {
+        while reads_everything && service.stderr().lines().filter_map(parse_files_read).next_back() < Some(50)
+        {
             ensure!(
                 Instant::now() < deadline,
                 "{case}: the service compared with that snapshot: {}",
