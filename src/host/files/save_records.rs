@@ -65,35 +65,24 @@ impl SaveRecords {
     ) {
         self.uploaded_bytes += saved.uploaded_bytes;
         self.snapshots += u64::from(!saved.is_unchanged);
-        self.write(layout, Status::Success, began, |record| FileBackupRecord {
+        let record = FileBackupRecord {
             stage: "done",
             key: Some(format!("files/snapshots/{}", saved.id)),
             size_bytes: Some(size_bytes.min(MAX_SAFE_INTEGER)),
-            ..record
-        });
+            ..self.new_record(Status::Success, began)
+        };
+        self.write_if_due(layout, &record);
     }
 
     /// Records a failed save that began at `began`.
     pub(super) fn record_failure(&mut self, layout: &Layout, error: &str, began: (Timestamp, Instant)) {
-        self.write(layout, Status::Error, began, |record| FileBackupRecord {
-            error: Some(error.to_owned()),
-            ..record
-        });
+        let error = Some(error.to_owned());
+        let record = FileBackupRecord { error, ..self.new_record(Status::Error, began) };
+        self.write_if_due(layout, &record);
     }
 
-    /// Writes a line if one is due. An error is only logged, because a full disk must not stop the backup.
-    fn write(
-        &mut self,
-        layout: &Layout,
-        status: Status,
-        (timestamp, began): (Timestamp, Instant),
-        complete: impl FnOnce(FileBackupRecord) -> FileBackupRecord,
-    ) {
-        let now = Instant::now();
-        if !is_line_due(self.last_line, status, now) {
-            return;
-        }
-        let record = complete(FileBackupRecord {
+    fn new_record(&self, status: Status, (timestamp, began): (Timestamp, Instant)) -> FileBackupRecord {
+        FileBackupRecord {
             timestamp,
             kind: BackupKind::Files,
             status,
@@ -104,8 +93,16 @@ impl SaveRecords {
             uploaded_bytes: self.uploaded_bytes.min(MAX_SAFE_INTEGER),
             duration_ms: u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX),
             error: None,
-        });
-        let line = serde_json::to_vec(&record).expect("plain fields serialize to JSON");
+        }
+    }
+
+    /// An error is only logged, because a full disk must not stop the backup.
+    fn write_if_due(&mut self, layout: &Layout, record: &FileBackupRecord) {
+        let (now, status) = (Instant::now(), record.status);
+        if !is_line_due(self.last_line, status, now) {
+            return;
+        }
+        let line = serde_json::to_vec(record).expect("plain fields serialize to JSON");
         match backup::append(layout, &line) {
             Ok(()) => *self = Self { last_line: Some((now, status)), ..Self::default() },
             Err(error) => {

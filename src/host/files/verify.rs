@@ -158,9 +158,9 @@ async fn verify_shares(
     // The cache would hide damage to the index and to snapshots.
     let uncached = settings.open_uncached().await?.ok_or(CheckError::NothingSaved)?;
     let repository = settings.open_with_stored_key().await?.ok_or(CheckError::NothingSaved)?;
-    if let Some((what, damage)) = check_latest(settings, &repository, &uncached).await? {
-        checks.record_damaged_latest(&what, clock::now_ms());
-        return Err(damage.into());
+    if let Some(RepairableDamage { part, error }) = check_latest(settings, &repository, &uncached).await? {
+        checks.record_damaged_latest(&part, clock::now_ms());
+        return Err(error.into());
     }
     checks.record_readable();
     // Contains all damaged blobs, because the shares with known damage are verified in each run.
@@ -204,43 +204,48 @@ async fn verify_shares(
     }
 }
 
-/// What is damaged, for [`FileChecks::record_damaged_latest`], and the error.
-type Damage = (String, FilesError);
+/// Damage that a save can repair.
+struct RepairableDamage {
+    /// The damaged part, as in [`FileChecks::record_damaged_latest`].
+    part: String,
+    error: FilesError,
+}
 
 /// Checks that the pointer names a snapshot that can be read, that the index contains everything that it needs, and that
-/// `restic` can open the repository. Returns damage that a save can repair.
+/// `restic` can open the repository.
 async fn check_latest(
     settings: &FilesSettings,
     repository: &Repository,
     uncached: &Repository,
-) -> Result<Option<Damage>, CheckError> {
-    let pointer_damage = |why: &str| Some((POINTER.to_owned(), FilesError::corrupt(POINTER, &why)));
+) -> Result<Option<RepairableDamage>, CheckError> {
+    let damage = |part: String, error: FilesError| Ok(Some(RepairableDamage { part, error }));
+    let pointer_damage = |why: &str| damage(POINTER.to_owned(), FilesError::corrupt(POINTER, &why));
     let mut latest = settings.read_latest().await;
     if matches!(latest, Ok(None)) && has_snapshots(&settings.bucket, &settings.slot.files()).await? {
         // The first save may be about to move the pointer.
         tokio::time::sleep(FIRST_SAVE_DELAY).await;
         latest = settings.read_latest().await;
         if matches!(latest, Ok(None)) {
-            return Ok(pointer_damage("it names no snapshot, although there are some"));
+            return pointer_damage("it names no snapshot, although there are some");
         }
     }
     let latest = match latest {
         Ok(Some(latest)) => latest,
         Ok(None) => return Ok(None),
-        Err(StoreError::Corrupt { why, .. }) => return Ok(pointer_damage(&why)),
+        Err(StoreError::Corrupt { why, .. }) => return pointer_damage(&why),
         Err(error) => return Err(error.into()),
     };
     let snapshot = match uncached.read_snapshot(latest).await {
         Ok(snapshot) => snapshot,
-        Err(error) if error.is_damage() => return Ok(Some((latest.to_string(), error))),
+        Err(error) if error.is_damage() => return damage(latest.to_string(), error),
         Err(error) => return Err(error.into()),
     };
     if let Some(error) = find_unindexed(repository, uncached, &snapshot).await? {
-        return Ok(Some((latest.to_string(), error)));
+        return damage(latest.to_string(), error);
     }
     match uncached.check_key_file().await {
         Ok(()) => Ok(None),
-        Err(error) if error.is_damage() => Ok(Some((KEY_FILE.to_owned(), error))),
+        Err(error) if error.is_damage() => damage(KEY_FILE.to_owned(), error),
         Err(error) => Err(error.into()),
     }
 }

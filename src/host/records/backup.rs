@@ -6,7 +6,7 @@ use svc_base::fsx::FileError;
 use super::jsonl;
 use crate::system::layout::Layout;
 
-/// What was backed up.
+/// The data that a backup contains.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum BackupKind {

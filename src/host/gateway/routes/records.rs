@@ -262,7 +262,7 @@ record!(
     "/api/backups",
     "Backups of the database, and the hourly results of the file backup",
     [
-        Parameter { schema: || one_of(&BACKUP_KINDS), ..filter_parameter("kind", "What was backed up.") },
+        Parameter { schema: || one_of(&BACKUP_KINDS), ..filter_parameter("kind", "`database` or `files`.") },
         OUTCOME_FILTER,
     ],
     "backups",
