@@ -252,6 +252,23 @@ impl History {
         self.snapshots.iter().find(|(_, snapshot)| is_wanted(snapshot.time))
     }
 
+    /// Returns the newest snapshot whose root directory can be read.
+    ///
+    /// # Errors
+    /// If the store fails.
+    pub async fn find_readable_snapshot(&self) -> Result<Option<(Id, Snapshot)>, FilesError> {
+        for listed in &self.snapshots {
+            match self.read_tree(listed.1.tree).await {
+                Ok(_) => return Ok(Some(listed.clone())),
+                Err(error) if error.is_damage() => {
+                    tracing::warn!(snapshot = %listed.0, %error, "a snapshot's root directory is damaged");
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(None)
+    }
+
     /// Returns a snapshot; `None` if it does not exist or is damaged.
     pub fn find_by_id(&self, id: Id) -> Option<&(Id, Snapshot)> {
         self.snapshots.iter().find(|(other, _)| *other == id)

@@ -11,7 +11,7 @@ use base64::prelude::{BASE64_STANDARD, BASE64_URL_SAFE_NO_PAD};
 use jiff::Timestamp;
 use ring::hkdf;
 use secrecy::{ExposeSecret, SecretString};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use zeroize::Zeroizing;
 
 use crate::error::FilesError;
@@ -23,8 +23,9 @@ const NONCE_BYTES: usize = 16;
 const TAG_BYTES: usize = 16;
 /// The number of bytes that encryption adds to a plaintext.
 pub(crate) const OVERHEAD_BYTES: usize = NONCE_BYTES + TAG_BYTES;
-const MASTER_KEY_BYTES: usize = 64;
+const ENCRYPTION_KEY_BYTES: usize = 64;
 const SALT_BYTES: usize = 64;
+const KDF: &str = "scrypt";
 /// The context of the derivation. Changing it would make all repositories unreadable.
 const DERIVATION_CONTEXT: &[&[u8]] = &[b"svc files: master key 1"];
 /// The binary logarithm of scrypt's cost N. With `SCRYPT_R`, scrypt takes 16 MiB of memory.
@@ -51,15 +52,15 @@ impl RepositoryKey {
         &self.0
     }
 
-    pub(crate) fn master_key(&self) -> MasterKey {
+    pub(crate) fn master_key(&self) -> EncryptionKey {
         let salt = hkdf::Salt::new(hkdf::HKDF_SHA256, b"");
         let derived = salt.extract(self.0.expose_secret().as_bytes());
-        let mut bytes = Zeroizing::new([0; MASTER_KEY_BYTES]);
+        let mut bytes = Zeroizing::new([0; ENCRYPTION_KEY_BYTES]);
         derived
-            .expand(DERIVATION_CONTEXT, MasterKeyLength)
+            .expand(DERIVATION_CONTEXT, EncryptionKeyLength)
             .and_then(|output| output.fill(&mut *bytes))
             .expect("HKDF-SHA256 yields up to 8,160 bytes");
-        MasterKey(bytes)
+        EncryptionKey(bytes)
     }
 
     /// Returns the content of the key file, which lets stock `restic` open the repository with the password.
@@ -81,7 +82,7 @@ impl RepositoryKey {
         ));
         let file = KeyFile {
             created,
-            kdf: "scrypt",
+            kdf: KDF.to_owned(),
             n: 1 << SCRYPT_LOG_N,
             r: SCRYPT_R,
             p: SCRYPT_P,
@@ -91,14 +92,27 @@ impl RepositoryKey {
         serde_json::to_vec(&file).map_err(|error| FilesError::encode("key file", &error))
     }
 
+    /// Whether `restic` can open the repository with this key and a key file with this content.
+    pub(crate) fn opens_key_file(&self, content: &[u8]) -> bool {
+        let Ok(file) = serde_json::from_slice::<KeyFile>(content) else { return false };
+        // Other parameters would let any writer of a key file choose how long this takes.
+        let has_our_parameters =
+            file.kdf == KDF && (file.n, file.r, file.p) == (1 << SCRYPT_LOG_N, SCRYPT_R, SCRYPT_P);
+        let (Ok(salt), Ok(data)) = (BASE64_STANDARD.decode(&file.salt), BASE64_STANDARD.decode(&file.data))
+        else {
+            return false;
+        };
+        has_our_parameters && self.password_key(&salt).decrypt(&data).is_some()
+    }
+
     /// Derives the key that encrypts the master key in the key file.
-    fn password_key(&self, salt: &[u8]) -> MasterKey {
+    fn password_key(&self, salt: &[u8]) -> EncryptionKey {
         let parameters =
             scrypt::Params::new(SCRYPT_LOG_N, SCRYPT_R, SCRYPT_P).expect("scrypt accepts these constants");
-        let mut bytes = Zeroizing::new([0; MASTER_KEY_BYTES]);
+        let mut bytes = Zeroizing::new([0; ENCRYPTION_KEY_BYTES]);
         scrypt::scrypt(self.0.expose_secret().as_bytes(), salt, &parameters, &mut *bytes)
             .expect("scrypt fills 64 bytes");
-        MasterKey(bytes)
+        EncryptionKey(bytes)
     }
 }
 
@@ -114,18 +128,18 @@ impl std::str::FromStr for RepositoryKey {
     }
 }
 
-struct MasterKeyLength;
+struct EncryptionKeyLength;
 
-impl hkdf::KeyType for MasterKeyLength {
+impl hkdf::KeyType for EncryptionKeyLength {
     fn len(&self) -> usize {
-        MASTER_KEY_BYTES
+        ENCRYPTION_KEY_BYTES
     }
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, Deserialize)]
 struct KeyFile {
     created: Timestamp,
-    kdf: &'static str,
+    kdf: String,
     #[serde(rename = "N")]
     n: u32,
     r: u32,
@@ -136,13 +150,14 @@ struct KeyFile {
     data: String,
 }
 
-/// The key that encrypts and authenticates all objects: AES-256 in counter mode with Poly1305-AES.
+/// A key that encrypts and authenticates: AES-256 in counter mode with Poly1305-AES. The repository's master key seals
+/// all objects, and the key derived from the password seals the master key.
 ///
 /// The bytes are the encryption key (32), then `k` (16) and `r` (16) of Poly1305-AES.
 #[derive(Clone)]
-pub(crate) struct MasterKey(Zeroizing<[u8; MASTER_KEY_BYTES]>);
+pub(crate) struct EncryptionKey(Zeroizing<[u8; ENCRYPTION_KEY_BYTES]>);
 
-impl MasterKey {
+impl EncryptionKey {
     fn cipher(&self) -> Aes256CtrPoly1305Aes {
         Aes256CtrPoly1305Aes::new((&*self.0).into())
     }

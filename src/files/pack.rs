@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::FilesError;
 use crate::id::Id;
-use crate::key::{MasterKey, OVERHEAD_BYTES};
+use crate::key::{EncryptionKey, OVERHEAD_BYTES};
 
 /// A pack is finished when it reaches this size. `restic` writes packs of 16 MiB; smaller packs take less memory.
 const TARGET_PACK_BYTES: usize = 8 << 20;
@@ -56,7 +56,7 @@ pub(crate) struct FinishedPack {
 
 /// Collects blobs of one type.
 pub(crate) struct PackWriter {
-    key: MasterKey,
+    key: EncryptionKey,
     blob_type: BlobType,
     buffer: Vec<u8>,
     blobs: Vec<PackedBlob>,
@@ -68,7 +68,7 @@ impl PackWriter {
     ///
     /// # Errors
     /// If zstd cannot allocate its memory.
-    pub(crate) fn new(key: MasterKey, blob_type: BlobType) -> Result<Self, FilesError> {
+    pub(crate) fn new(key: EncryptionKey, blob_type: BlobType) -> Result<Self, FilesError> {
         let compressor =
             zstd::bulk::Compressor::new(ZSTD_LEVEL).map_err(|error| FilesError::encode("blob", &error))?;
         Ok(Self { key, blob_type, buffer: Vec::new(), blobs: Vec::new(), compressor })
@@ -162,7 +162,11 @@ fn encode_header(blobs: &[PackedBlob]) -> Vec<u8> {
 /// # Errors
 /// [`FilesError::Corrupt`] if the blob cannot be decrypted or decompressed, does not have the recorded length before
 /// compression, is longer than `MAX_BLOB_BYTES`, or does not match its id.
-pub(crate) fn open_blob(key: &MasterKey, blob: &PackedBlob, sealed: &[u8]) -> Result<Vec<u8>, FilesError> {
+pub(crate) fn open_blob(
+    key: &EncryptionKey,
+    blob: &PackedBlob,
+    sealed: &[u8],
+) -> Result<Vec<u8>, FilesError> {
     let corrupt = |why: &str| FilesError::corrupt(format!("blob {}", blob.id), &why);
     let stored = key.decrypt(sealed).ok_or_else(|| corrupt("decryption failed"))?;
     let content = match blob.uncompressed_length as usize {
@@ -184,7 +188,11 @@ pub(crate) fn open_blob(key: &MasterKey, blob: &PackedBlob, sealed: &[u8]) -> Re
 ///
 /// # Errors
 /// [`FilesError::Corrupt`] if the header is invalid or does not describe all of the pack's bytes.
-pub(crate) fn parse_header(key: &MasterKey, pack: Id, bytes: &[u8]) -> Result<Vec<PackedBlob>, FilesError> {
+pub(crate) fn parse_header(
+    key: &EncryptionKey,
+    pack: Id,
+    bytes: &[u8],
+) -> Result<Vec<PackedBlob>, FilesError> {
     parse_header_at_end(key, pack, bytes, bytes.len() as u64)
 }
 
@@ -201,7 +209,7 @@ pub(crate) fn header_length(end: &[u8]) -> Option<u64> {
 /// [`FilesError::Corrupt`] if the header is invalid, does not describe all of the pack's bytes, or is not completely in
 /// `end`.
 pub(crate) fn parse_header_at_end(
-    key: &MasterKey,
+    key: &EncryptionKey,
     pack: Id,
     end: &[u8],
     size: u64,

@@ -18,7 +18,7 @@ use crate::cache::Cache;
 use crate::chunker::{self, Polynomial};
 use crate::error::FilesError;
 use crate::id::Id;
-use crate::key::{MasterKey, RepositoryKey};
+use crate::key::{EncryptionKey, RepositoryKey};
 use crate::pack::{FinishedPack, PackedBlob, ZSTD_LEVEL, open_blob};
 use crate::random::fill_random;
 use crate::snapshot::Snapshot;
@@ -30,6 +30,9 @@ const VERSION: u32 = 2;
 /// reads.
 pub(crate) const MAX_PACK_BYTES: u64 = 256 << 20;
 const MAX_OBJECT_BYTES: u64 = 64 << 20;
+const MAX_KEY_FILE_BYTES: u64 = 4 << 10;
+/// Maximum number of key files that are tried, as in `restic`.
+const MAX_KEY_FILES: usize = 20;
 /// Maximum size of a snapshot, compressed or not. Those that a save writes are smaller than 1 KiB, and all snapshots of
 /// a slot are in memory together.
 const MAX_SNAPSHOT_BYTES: usize = 64 << 10;
@@ -92,7 +95,8 @@ impl ObjectKind {
 pub struct Repository {
     pub(crate) bucket: Bucket,
     root: Path,
-    pub(crate) key: MasterKey,
+    password: RepositoryKey,
+    pub(crate) key: EncryptionKey,
     pub(crate) polynomial: Polynomial,
     cache: Cache,
     pub(crate) outage_timeout: Duration,
@@ -113,7 +117,7 @@ impl Repository {
         let Some(sealed) = bucket.get(&root.clone().join("config"), MAX_OBJECT_BYTES).await? else {
             return Ok(None);
         };
-        let key = key.master_key();
+        let (password, key) = (key.clone(), key.master_key());
         let plain = key.decrypt(&sealed.value).ok_or(FilesError::WrongKey)?;
         let config: Config =
             serde_json::from_slice(&plain).map_err(|error| FilesError::corrupt("config", &error))?;
@@ -121,7 +125,7 @@ impl Repository {
             return Err(FilesError::UnsupportedVersion(config.version));
         }
         let polynomial = config.polynomial;
-        Ok(Some(Self { bucket, root, key, polynomial, cache, outage_timeout: Duration::ZERO }))
+        Ok(Some(Self { bucket, root, password, key, polynomial, cache, outage_timeout: Duration::ZERO }))
     }
 
     /// Opens the repository, and creates it if there is none. If another process creates it at the same time, both use
@@ -157,19 +161,22 @@ impl Repository {
             .ok_or_else(|| StoreError::NotFound { key: root.join("config").to_string() }.into())
     }
 
-    /// Checks that the repository has a sound key file, without which only this crate can open it.
+    /// Checks that this repository's key opens one of the first 20 key files, which is as many as `restic` tries.
     ///
     /// # Errors
     /// If the store fails; [`FilesError::Corrupt`] if there is no sound key file.
     pub async fn check_key_file(&self) -> Result<(), FilesError> {
-        for meta in list_objects(&self.bucket, &self.root.clone().join("keys")).await? {
-            let content = self.bucket.get(&meta.location, MAX_OBJECT_BYTES).await?;
-            let name = meta.location.filename().and_then(|name| name.parse::<Id>().ok());
-            let is_key = |text: &[u8]| {
-                let json: serde_json::Value = serde_json::from_slice(text).unwrap_or_default();
-                ["kdf", "salt", "data"].iter().all(|member| json[member].is_string())
+        let key_files = list_objects(&self.bucket, &self.root.clone().join("keys")).await?;
+        for meta in key_files.into_iter().take(MAX_KEY_FILES) {
+            let content = match self.bucket.get(&meta.location, MAX_KEY_FILE_BYTES).await {
+                // The object is too large.
+                Err(StoreError::Corrupt { .. }) => continue,
+                content => content?,
             };
-            if content.is_some_and(|content| name == Some(Id::of(&content.value)) && is_key(&content.value)) {
+            let name = meta.location.filename().and_then(|name| name.parse::<Id>().ok());
+            let is_sound =
+                |content: &[u8]| name == Some(Id::of(content)) && self.password.opens_key_file(content);
+            if content.is_some_and(|content| is_sound(&content.value)) {
                 return Ok(());
             }
         }

@@ -247,7 +247,7 @@ fn sorted_by_offset(blobs: &[PackedBlob]) -> Vec<PackedBlob> {
     sorted
 }
 
-fn find_damage(key: &crate::key::MasterKey, pack: &IndexedPack, bytes: &[u8]) -> Option<Damage> {
+fn find_damage(key: &crate::key::EncryptionKey, pack: &IndexedPack, bytes: &[u8]) -> Option<Damage> {
     let mut why = None;
     if Id::of(bytes) != pack.id {
         why = Some("its content does not match its hash".to_owned());

@@ -42,8 +42,9 @@ pub enum FileKeyError {
     Lost(String),
     #[error(
         "the platform's key of slot {0} does not open its repository: the platform's database has another key, or the \
-         repository's configuration was replaced. If a machine has the right key, delete the row of the slot from the table \
-         file_keys, and run `systemctl restart svc-files` on that machine; otherwise restore the configuration"
+         repository's configuration was replaced. First save the platform's key (`svcctl files key USER`): earlier snapshots \
+         may need it. If the object `config` of the repository was replaced, restore it. If the platform's key is wrong, delete \
+         the row of the slot from the table file_keys, and run `systemctl restart svc-files` on the machine that has the right one"
     )]
     Mismatch(String),
 }

@@ -99,6 +99,25 @@ pub async fn set_fence(
     .await
 }
 
+/// Like [`set_fence`], but only if the current fence is `expected`.
+///
+/// # Errors
+/// [`PointerError`], but not `Fenced`.
+pub async fn replace_fence(
+    bucket: &Bucket,
+    slot: &SlotPrefix,
+    expected: (Epoch, Option<MachineId>),
+    (epoch, machine): (Epoch, MachineId),
+) -> Result<(), PointerError> {
+    let fence = Fence::unsigned(epoch, machine);
+    pointer_io::write(bucket, &slot.files_pointer_paths(), |current| {
+        let is_expected =
+            current.is_some_and(|current| (current.fence_epoch, current.fence_machine_id) == expected);
+        Ok(if is_expected { pointer::set_fence::<FilesSnapshotRef>(current, &fence) } else { None })
+    })
+    .await
+}
+
 /// Maximum number of log entries that one call to [`trim_log`] deletes.
 const MAX_TRIMMED_ENTRIES: usize = 20_000;
 /// Maximum number of log entries that are deleted concurrently.
@@ -111,7 +130,8 @@ const MAX_CONCURRENT_DELETIONS: usize = 16;
 /// [`StoreError`] if a request fails. Some entries may already have been deleted; no reader needs them.
 pub async fn trim_log(bucket: &Bucket, slot: &SlotPrefix, retained: u64) -> Result<u64, StoreError> {
     let paths = slot.files_pointer_paths();
-    let Some(pointer) = read(bucket, slot).await? else { return Ok(0) };
+    // Until `latest` contains the newest entry, an older one may be the only valid copy of the pointer.
+    let Some(pointer) = read(bucket, slot).await?.filter(PointerRead::is_published) else { return Ok(0) };
     let Some(first_retained) = pointer.value.seq.checked_sub(retained) else { return Ok(0) };
     let mut listing = bucket.raw().list(Some(&paths.log));
     let mut expired: Vec<Path> = Vec::new();
@@ -207,6 +227,12 @@ mod tests {
         advance(&bucket, &slot, &snapshot(7, 1)).await.unwrap();
         assert_eq!(read(&bucket, &slot).await.unwrap().unwrap().value.seq, 7);
         assert_eq!(trim_log(&bucket, &slot, 100).await.unwrap(), 0);
+        // Any holder of the slot's store credentials can create such an entry, and overwrite `latest` later.
+        bucket.put(&slot.files_pointer_paths().entry(97), "garbage").await.unwrap();
+        assert_eq!(trim_log(&bucket, &slot, 2).await.unwrap(), 0);
+        advance(&bucket, &slot, &snapshot(8, 1)).await.unwrap();
+        assert_eq!(read(&bucket, &slot).await.unwrap().unwrap().value.seq, 98);
+        assert_eq!(trim_log(&bucket, &slot, 2).await.unwrap(), 4);
     }
 
     #[tokio::test]
@@ -219,6 +245,13 @@ mod tests {
         set_fence(&bucket, &slot, Epoch(3), machine(3)).await.unwrap();
         let pointer = read(&bucket, &slot).await.unwrap().unwrap().value;
         assert_eq!((pointer.fence_epoch, pointer.seq), (Epoch(3), 3), "the same fence was written again");
+        // As if an operation had replaced the machine since the fence was read.
+        let raised = (Epoch(9000), None);
+        replace_fence(&bucket, &slot, raised, (Epoch(2), machine(2))).await.unwrap();
+        assert_eq!(read(&bucket, &slot).await.unwrap().unwrap().value, pointer);
+        let found = (pointer.fence_epoch, pointer.fence_machine_id);
+        replace_fence(&bucket, &slot, found, (Epoch(2), machine(2))).await.unwrap();
+        assert_eq!(read(&bucket, &slot).await.unwrap().unwrap().value.fence_epoch, Epoch(2));
     }
 
     #[tokio::test]

@@ -12,6 +12,8 @@
 
 use std::time::Duration;
 
+use futures_util::{StreamExt, stream};
+
 use super::bucket::{Bucket, Condition, StoreError, Version, VersionedValue};
 use super::key::{PointerPaths, SlotPrefix};
 use super::pointer::{self, Fence, FencedError, PointedSnapshot, Pointer, SnapshotRef};
@@ -21,6 +23,8 @@ use svc_machine::epoch::MAX_EPOCH;
 
 /// Maximum number of corrupt log entries that are skipped.
 const MAX_SKIPPED_ENTRIES: usize = 1000;
+/// Maximum number of log entries that are read concurrently.
+const MAX_CONCURRENT_READS: usize = 16;
 /// Maximum number of attempts to write if other writers interfere.
 const MAX_ATTEMPTS: u32 = 16;
 
@@ -59,7 +63,7 @@ impl<S> PointerRead<S> {
     }
 
     /// Whether `latest` already contains the current pointer.
-    fn is_published(&self) -> bool {
+    pub(super) fn is_published(&self) -> bool {
         self.latest.as_ref().is_some_and(|latest| latest.matches_log && latest.seq == Some(self.value.seq))
     }
 
@@ -196,15 +200,19 @@ async fn read_entry_or_skip<S: PointedSnapshot>(
     // In a log that is too long to list, only the entries just below are tried.
     let seqs =
         seqs.unwrap_or_else(|| (seq.saturating_sub(MAX_SKIPPED_ENTRIES as u64).max(first)..seq).collect());
-    for (skipped, candidate) in seqs.into_iter().rev().enumerate() {
-        if skipped >= MAX_SKIPPED_ENTRIES {
-            return Err(error);
-        }
-        match read_entry(bucket, paths, candidate).await {
+    let is_truncated = seqs.len() > MAX_SKIPPED_ENTRIES;
+    let candidates = seqs.into_iter().rev().take(MAX_SKIPPED_ENTRIES);
+    let reads = candidates.map(|candidate| read_entry(bucket, paths, candidate));
+    let mut reads = stream::iter(reads).buffered(MAX_CONCURRENT_READS);
+    while let Some(read) = reads.next().await {
+        match read {
             Ok(entry) => return Ok(Pointer { seq, ..entry }),
             Err(StoreError::Corrupt { .. } | StoreError::NotFound { .. }) => {}
             Err(error) => return Err(error),
         }
+    }
+    if is_truncated {
+        return Err(error);
     }
     latest.map(|latest| Pointer { seq, ..latest.clone() }).ok_or(error)
 }

@@ -67,7 +67,7 @@ pub struct FilesUsage {
 #[derive(Debug, Clone, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", default)]
 #[schemars(inline)]
-pub struct FilesPruneRequest {
+pub struct FilesPruneAccepted {
     pub idp_user_id: WireString<IdpUserId>,
     pub slot: WireString<Slot>,
 }
@@ -106,18 +106,18 @@ pub struct FileBackupStatus {
     /// Number of entries that the last save could not read, and the first of them.
     pub unreadable: u64,
     pub first_unreadable: Option<String>,
-    /// Number of files that changed during every attempt of the last save to read them.
+    /// Number of files that the last save could not read consistently, because they changed during every attempt.
     pub unstable: u64,
     /// Invalid lines in `.svcignore`, which exclude nothing.
     pub invalid_rules: Vec<String>,
     /// `null` until it has been measured.
     pub excluded: Option<ExcludedFiles>,
-    /// When a share of the backup was last verified.
+    /// When part of the backup was last verified.
     pub verified_at: Option<Time>,
     /// When a sample was last restored and compared with the current files.
     pub drilled_at: Option<Time>,
-    /// The damage that checks have found: damaged packs and the files that need them, or files that differ from those
-    /// on the machine; `null` if everything is intact.
+    /// The most serious known problem: damaged packs and the files that need them, files that differ from those on the
+    /// machine, or a key that the platform does not have; `null` if there is none.
     pub damage: Option<String>,
 }
 

@@ -257,7 +257,7 @@ async fn sts_outage_returns_503_and_delays_provisioning() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
-    for kind in [Fault::Status(503), Fault::Status(403), Fault::Refuse] {
+    for kind in [Fault::Status(503), Fault::Status(403), Fault::Disconnect] {
         let fault = stack.store.add_fault(Rule::new(kind.clone()).sts().always());
         let response = request_credentials(&stack, &process, &guest).await;
         response.assert_problem(503, "store_unavailable");

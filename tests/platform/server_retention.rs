@@ -44,8 +44,8 @@ enum LaterMachine {
         is_old: bool,
     },
     /// Proven long ago and deleted; its server still exists.
-    DeletedWithServer,
-    DeletedServerGone {
+    DeletedServerRemains,
+    DeletedServerDeleted {
         is_old: bool,
     },
     /// Proven long ago; the provider has lost its server.
@@ -55,7 +55,7 @@ enum LaterMachine {
         is_old: bool,
     },
     /// Replaced in turn; its server has been deleted.
-    ReplacedServerGone,
+    ReplacedServerDeleted,
 }
 
 const LATER_MACHINES: [LaterMachine; 12] = [
@@ -64,19 +64,19 @@ const LATER_MACHINES: [LaterMachine; 12] = [
     LaterMachine::Unproven,
     LaterMachine::Proven { is_old: true },
     LaterMachine::Proven { is_old: false },
-    LaterMachine::DeletedWithServer,
-    LaterMachine::DeletedServerGone { is_old: true },
-    LaterMachine::DeletedServerGone { is_old: false },
+    LaterMachine::DeletedServerRemains,
+    LaterMachine::DeletedServerDeleted { is_old: true },
+    LaterMachine::DeletedServerDeleted { is_old: false },
     LaterMachine::ServerLost,
     LaterMachine::ServerLostThenDeleted { is_old: true },
     LaterMachine::ServerLostThenDeleted { is_old: false },
-    LaterMachine::ReplacedServerGone,
+    LaterMachine::ReplacedServerDeleted,
 ];
 
 #[derive(Debug, Clone, Copy)]
 struct Case {
     departure: Departure,
-    has_departed_long_ago: bool,
+    is_departure_old: bool,
     is_registered: bool,
     is_unsaved: bool,
     is_discard_ordered: bool,
@@ -94,7 +94,7 @@ impl Case {
                     let bit = |n: u32| bits & (1 << n) != 0;
                     all.push(Self {
                         departure,
-                        has_departed_long_ago: bit(0),
+                        is_departure_old: bit(0),
                         is_registered: bit(1),
                         is_unsaved: bit(2),
                         is_discard_ordered: bit(3),
@@ -120,30 +120,30 @@ impl Case {
             return RetentionEnd::Never;
         }
         let unregistered =
-            if self.is_registered { RetentionEnd::Never } else { since(self.has_departed_long_ago) };
+            if self.is_registered { RetentionEnd::Never } else { since(self.is_departure_old) };
         let departure = match (self.departure, self.later) {
-            (Departure::Deleted | Departure::ReplacedThenDeleted, _) => since(self.has_departed_long_ago),
+            (Departure::Deleted | Departure::ReplacedThenDeleted, _) => since(self.is_departure_old),
             (
                 Departure::Replaced,
                 LaterMachine::Proven { is_old }
-                | LaterMachine::DeletedServerGone { is_old }
+                | LaterMachine::DeletedServerDeleted { is_old }
                 | LaterMachine::ServerLostThenDeleted { is_old },
             ) => since(is_old),
-            (Departure::Replaced, LaterMachine::DeletedWithServer) => RetentionEnd::Past,
+            (Departure::Replaced, LaterMachine::DeletedServerRemains) => RetentionEnd::Past,
             (
                 Departure::Replaced,
                 LaterMachine::Absent
                 | LaterMachine::Unregistered
                 | LaterMachine::Unproven
                 | LaterMachine::ServerLost
-                | LaterMachine::ReplacedServerGone,
+                | LaterMachine::ReplacedServerDeleted,
             ) => RetentionEnd::Never,
         };
         unregistered.min(departure)
     }
 
     fn departed_at(&self) -> &'static str {
-        if self.has_departed_long_ago { OLD } else { RECENT }
+        if self.is_departure_old { OLD } else { RECENT }
     }
 }
 
@@ -197,15 +197,15 @@ impl Columns {
             LaterMachine::Unregistered => Self { registered: NULL, proven: NULL, ..running },
             LaterMachine::Unproven => Self { proven: NULL, ..running },
             LaterMachine::Proven { is_old } => Self { proven: age(is_old), ..running },
-            LaterMachine::DeletedWithServer => Self { deleted: OLD, ..running },
-            LaterMachine::DeletedServerGone { is_old } => {
+            LaterMachine::DeletedServerRemains => Self { deleted: OLD, ..running },
+            LaterMachine::DeletedServerDeleted { is_old } => {
                 Self { deleted: OLD, server_deleted: age(is_old), ..running }
             }
             LaterMachine::ServerLost => Self { failure: "'server_gone'", ..running },
             LaterMachine::ServerLostThenDeleted { is_old } => {
                 Self { failure: "'server_gone'", deleted: age(is_old), ..running }
             }
-            LaterMachine::ReplacedServerGone => Self { retired: OLD, server_deleted: OLD, ..running },
+            LaterMachine::ReplacedServerDeleted => Self { retired: OLD, server_deleted: OLD, ..running },
         })
     }
 

@@ -101,8 +101,8 @@ impl Server {
     }
 
     /// Stores the initial state, before any actor starts.
-    pub async fn prepare(&self, bucket: impl AsyncFnOnce(Bucket)) {
-        bucket(Bucket::new(Arc::new(self.inner.clone()))).await;
+    pub async fn prepare(&self, setup: impl AsyncFnOnce(Bucket)) {
+        setup(Bucket::new(Arc::new(self.inner.clone()))).await;
     }
 
     async fn apply(

@@ -15,7 +15,7 @@ const DEPENDENTS: &str = "
          GROUP BY c.id, c.email;
     ALTER VIEW app_shop.totals OWNER TO app_shop; GRANT SELECT ON app_shop.totals TO reader;
     CREATE VIEW app_shop.best AS SELECT * FROM app_shop.totals WHERE orders > 3;
-    CREATE MATERIALIZED VIEW app_shop.mails AS SELECT email FROM app_shop.customers;
+    CREATE MATERIALIZED VIEW app_shop.emails AS SELECT email FROM app_shop.customers;
     CREATE VIEW app_shop.mixed AS SELECT c.email, l.message FROM app_shop.customers c, app_shop.log l;
     CREATE STATISTICS app_shop.moods (dependencies) ON mood, price FROM app_shop.customers;
     ALTER STATISTICS app_shop.moods OWNER TO app_shop;
@@ -63,7 +63,7 @@ async fn dropped_table_is_restored_with_its_dependents() -> Result<()> {
     let expected = json!([
         "view app_shop.totals",
         "view app_shop.best",
-        "materialized view app_shop.mails",
+        "materialized view app_shop.emails",
         "view app_shop.mixed",
         FOREIGN_KEY,
         "statistics object app_shop.moods"
@@ -91,7 +91,7 @@ async fn dropped_table_is_restored_with_its_dependents() -> Result<()> {
                 AND reloptions = '{security_barrier=true}' AND has_table_privilege('reader', oid, 'SELECT')";
     assert_eq!(query_text(&machine, view).await?, "true");
     assert_eq!(query_text(&machine, "SELECT count(*) FROM app_shop.best").await?, "500");
-    assert_eq!(query_text(&machine, "SELECT count(*) FROM app_shop.mails").await?, "502");
+    assert_eq!(query_text(&machine, "SELECT count(*) FROM app_shop.emails").await?, "502");
     let statistics = "SELECT stxowner::regrole FROM pg_statistic_ext WHERE stxname = 'moods'";
     assert_eq!(query_text(&machine, statistics).await?, "app_shop");
     Ok(())

@@ -16,7 +16,7 @@ use crate::blocking::run_blocking;
 use crate::error::FilesError;
 use crate::id::Id;
 use crate::index::BlobLocations;
-use crate::key::MasterKey;
+use crate::key::EncryptionKey;
 use crate::pack::{BlobType, open_blob};
 use crate::repository::Repository;
 
@@ -139,7 +139,7 @@ fn plan_reads(locations: &BlobLocations, placements: &[ChunkPlacement]) -> Vec<R
 /// Decrypts the chunks of a read, and writes each to every file position at which it occurs. Returns the number of
 /// bytes written, including holes.
 fn write_chunks(
-    key: &MasterKey,
+    key: &EncryptionKey,
     read: &RangeRead,
     bytes: &Bytes,
     files: &[PlannedEntry],

@@ -161,6 +161,7 @@ pub struct Saver {
     index: Option<LoadedIndex>,
     /// Packs that are damaged. Blobs that are in no other pack count as missing.
     damaged_packs: HashSet<Id>,
+    lost_snapshot: Option<Id>,
     /// [`INDEX_CHECK_INTERVAL`], except in most tests, which prune more often.
     pub(crate) index_check_interval: Duration,
     /// [`MAX_UNCHECKED_DURATION`], except in tests.
@@ -183,6 +184,7 @@ impl Saver {
             options,
             index: None,
             damaged_packs: HashSet::new(),
+            lost_snapshot: None,
             index_check_interval: if cfg!(test) { Duration::ZERO } else { INDEX_CHECK_INTERVAL },
             max_unchecked_duration: MAX_UNCHECKED_DURATION,
             upload_limiter: upload::RateLimiter::default(),
@@ -204,6 +206,12 @@ impl Saver {
             self.damaged_packs = damaged_packs;
             self.index = None;
         }
+    }
+
+    /// Sets the snapshot that the store has lost, if any. A save whose parent it is writes a new snapshot even if nothing
+    /// has changed.
+    pub fn set_lost_snapshot(&mut self, lost_snapshot: Option<Id>) {
+        self.lost_snapshot = lost_snapshot;
     }
 
     /// Saves the whole directory. `parent` is the previous snapshot; files that have not changed since then are not
@@ -302,6 +310,7 @@ impl Saver {
         let duration = began.elapsed().saturating_sub(throttled).max(walk_duration);
         if let Some((id, snapshot)) = &parent
             && snapshot.tree == tree
+            && self.lost_snapshot != Some(*id)
         {
             self.index = Some(LoadedIndex { blobs: known, files, checked_at });
             return Ok(SaveResult {

@@ -8,7 +8,7 @@ use tokio::sync::mpsc;
 
 use crate::error::FilesError;
 use crate::id::Id;
-use crate::key::MasterKey;
+use crate::key::EncryptionKey;
 use crate::pack::{BlobType, FinishedPack, PackWriter};
 
 /// Maximum number of chunks that wait for a worker; each is up to 8 MiB long.
@@ -28,7 +28,7 @@ impl Workers {
     /// If a thread cannot be started, or zstd cannot allocate its memory.
     pub(super) fn start(
         count: usize,
-        key: &MasterKey,
+        key: &EncryptionKey,
         packs: &mpsc::Sender<FinishedPack>,
     ) -> Result<Self, FilesError> {
         let (chunks, receiver) = sync_channel(MAX_WAITING_CHUNKS);

@@ -69,11 +69,15 @@ async fn snapshot_whose_root_directory_is_lost_is_found() {
     let saved = fixture.save().await;
     let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
     assert!(find_unusable_snapshot(&repository, &repository).await.unwrap().is_none());
-    let lost = Snapshot { tree: Id::of(b"lost"), ..saved.snapshot.clone() };
+    let time = saved.snapshot.time + jiff::SignedDuration::from_secs(1);
+    let lost = Snapshot { tree: Id::of(b"lost"), time, ..saved.snapshot.clone() };
     let id = repository.write_json(ObjectKind::Snapshot, &lost).await.unwrap();
     let error = find_unusable_snapshot(&repository, &repository).await.unwrap().unwrap().to_string();
     assert!(error.contains(&id.to_string()) && error.contains("restic forget"), "{error}");
     repository.read_snapshot(saved.id).await.expect("the latest snapshot is sound");
+    let history = History::open(repository.clone()).await.unwrap();
+    assert_eq!(history.find_snapshot(None).unwrap().0, id);
+    assert_eq!(history.find_readable_snapshot().await.unwrap().unwrap().0, saved.id);
     assert!(find_unindexed(&repository, &repository, &saved.snapshot).await.unwrap().is_none());
 }
 
@@ -92,7 +96,15 @@ async fn lost_key_file_and_index_are_detected_and_written_again() {
     }
     let error = find_unindexed(&repository, &repository, &saved.snapshot).await.unwrap().unwrap();
     assert!(error.is_damage() && error.to_string().contains("rebuild-index"), "{error}");
-    assert!(repository.check_key_file().await.unwrap_err().is_damage());
+    // Any holder of the slot's store credentials can create such objects.
+    let other_key = RepositoryKey::generate().unwrap().key_file(jiff::Timestamp::now()).unwrap();
+    for forged in [br#"{"kdf":"","salt":"","data":""}"#.to_vec(), other_key, vec![b'['; 1 << 20]] {
+        let path = root().join("keys").join(Id::of(&forged).to_string());
+        fixture.bucket.put(&path, forged).await.unwrap();
+        assert!(repository.check_key_file().await.unwrap_err().is_damage());
+        // `restic` ends at a key file that it cannot parse.
+        repository.delete(&path).await.unwrap();
+    }
     // As the service does after a restart.
     let bucket = fixture.bucket.clone();
     Repository::open_or_create(bucket, root(), &fixture.key, Cache::none()).await.unwrap();
@@ -101,6 +113,26 @@ async fn lost_key_file_and_index_are_detected_and_written_again() {
     repository.check_key_file().await.unwrap();
     assert!(find_unindexed(&repository, &repository, &saved.snapshot).await.unwrap().is_none());
     fixture.restic().check().unwrap();
+}
+
+/// The entry that cannot be read now is still in the trees of the lost snapshot.
+#[tokio::test]
+async fn lost_snapshot_is_replaced_with_its_unreadable_entries() {
+    let mut fixture = Fixture::new().await;
+    fixture.write("dir/sound", "content");
+    let unreadable = fixture.write("dir/unreadable", "earlier content");
+    let saved = fixture.save().await;
+    if File::options().write(true).open(&unreadable).unwrap().set_len(2 << 40).is_err() {
+        eprintln!("skipped: the file system does not support large sparse files");
+        return;
+    }
+    let unchanged = fixture.save().await;
+    assert_eq!((unchanged.id, unchanged.counts.unreadable), (saved.id, 1));
+    fixture.saver.set_lost_snapshot(Some(saved.id));
+    let replaced = fixture.save().await;
+    assert_ne!(replaced.id, saved.id);
+    assert_eq!(replaced.snapshot.tree, saved.snapshot.tree);
+    assert!(fixture.save().await.is_unchanged, "only the lost snapshot is replaced");
 }
 
 /// Any holder of the slot's store credentials can create such objects.

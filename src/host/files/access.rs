@@ -50,11 +50,12 @@ pub enum AccessError {
 }
 
 impl AccessError {
-    /// Describes the problem of a machine whose key opens the repository, unlike the platform's; `None` for any other error.
+    /// Describes the problem if this machine's key opens the repository but the platform's does not; `None` for any
+    /// other error.
     pub fn to_key_problem(&self) -> Option<String> {
         let Self::KeyLost(why) = self else { return None };
         Some(format!(
-            "the platform cannot open it, so a later machine could not restore it; copy /var/lib/svc/files/key to a safe \
+            "the platform cannot open the file backup, so a later machine could not restore it; copy /var/lib/svc/files/key to a safe \
              place, and to the next machine before `svc-sync-agent restore-home --retry` ({why})"
         ))
     }
@@ -212,8 +213,8 @@ impl FilesSettings {
         Ok(self.open_with_known_keys(cache).await?.repository)
     }
 
-    /// Opens the slot's repository, and creates it, or its key file, if there is none. Also returns why the platform has
-    /// not sent the key, if this machine's own was used.
+    /// Opens the slot's repository. Creates the repository, or the key file in it, if it is missing. Also returns why
+    /// the platform has not sent the key, if this machine's own was used.
     ///
     /// # Errors
     /// Those of [`Self::open`].

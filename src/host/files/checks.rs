@@ -195,8 +195,8 @@ impl FileChecks {
         self.update_failing_since(now);
     }
 
-    /// Records that the latest snapshot (`what` is its id), the pointer to it or the key file is missing or damaged. A save
-    /// then replaces it by reading all files again, but not more often than `MIN_REPAIR_INTERVAL`, in case the store loses
+    /// Records that the latest snapshot (`what` is its id), the pointer to it, the index or the key file is missing or
+    /// damaged. A save then replaces it by reading all files again, but not more often than `MIN_REPAIR_INTERVAL`, in case the store loses
     /// each new snapshot.
     pub fn record_damaged_latest(&mut self, what: &str, now: Timestamp) {
         let is_recent = |at: Timestamp| at <= now && now.duration_since(at) < MIN_REPAIR_INTERVAL;
@@ -211,8 +211,9 @@ impl FileChecks {
         (self.unreadable, self.damaged_latest) = (None, None);
     }
 
-    pub fn is_damaged_snapshot(&self, id: Id) -> bool {
-        self.damaged_latest.as_ref().is_some_and(|damaged| *damaged == id.to_string())
+    /// Returns the latest snapshot if it is missing or damaged.
+    pub fn damaged_snapshot(&self) -> Option<Id> {
+        self.damaged_latest.as_ref()?.parse().ok()
     }
 
     /// Whether a save may be able to repair damage by uploading data again.

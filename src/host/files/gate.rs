@@ -29,7 +29,7 @@ use svc_base::fsx::{self, FileError};
 use svc_files::history::History;
 use svc_files::restore::{RestoreOptions, RestoreProgress, RestoreReport, restore};
 use svc_files::usage::has_snapshots;
-use svc_files::{FilesError, Id, Repository};
+use svc_files::{FilesError, Id, Repository, Snapshot};
 use svc_store::StoreError;
 use svc_store::files_pointer::{self, FilesSnapshotRef};
 
@@ -404,29 +404,36 @@ async fn download(
     Ok(outcome)
 }
 
-/// Returns the id and time of the snapshot that the pointer names. With `should_skip_damaged`, the newest sound one if
-/// that one is damaged or lost.
+/// Returns the id and time of the snapshot that the pointer names. With `should_skip_damaged`, the newest readable one if
+/// that one, or its root directory, is damaged or lost.
 async fn choose_snapshot(
     repository: &Repository,
     latest: &FilesSnapshotRef,
     should_skip_damaged: bool,
 ) -> Result<(Id, Timestamp), GateError> {
-    let read = async || -> Result<(Id, Timestamp), GateError> {
-        let id: Id = latest.id.parse().map_err(|_| GateError::InvalidSnapshot)?;
-        repository.read_snapshot(id).await?;
-        Ok((id, latest.taken_at))
+    let id: Option<Id> = latest.id.parse().ok();
+    if !should_skip_damaged {
+        let id = id.ok_or(GateError::InvalidSnapshot)?;
+        let read = async || repository.read_snapshot(id).await;
+        retry(OUTAGE_TIMEOUT, FilesError::is_transient, read).await?;
+        return Ok((id, latest.taken_at));
+    }
+    let find = async || -> Result<Option<(Id, Snapshot)>, FilesError> {
+        let history = History::open_latest(repository.clone(), id).await?;
+        match history.find_readable_snapshot().await? {
+            Some(found) => Ok(Some(found)),
+            None => History::open(repository.clone()).await?.find_readable_snapshot().await,
+        }
     };
-    let is_transient = |error: &GateError| matches!(error, GateError::Files(error) if error.is_transient());
-    let error = match retry(OUTAGE_TIMEOUT, is_transient, read).await {
-        Err(error) if should_skip_damaged && error.is_damage() => error,
-        chosen => return chosen,
-    };
-    let open = async || History::open(repository.clone()).await;
-    let history = retry(OUTAGE_TIMEOUT, FilesError::is_transient, open).await?;
-    let Some((id, snapshot)) = history.find_snapshot(None) else { return Err(error) };
-    let at = clock::rfc3339_ms(snapshot.time);
-    tracing::warn!(error = %format_chain(&error), at, "the latest snapshot cannot be read; restoring the newest sound one");
-    Ok((*id, snapshot.time))
+    match retry(OUTAGE_TIMEOUT, FilesError::is_transient, find).await? {
+        Some((found, _)) if Some(found) == id => Ok((found, latest.taken_at)),
+        Some((found, snapshot)) => {
+            let at = clock::rfc3339_ms(snapshot.time);
+            tracing::warn!(at, "the latest snapshot cannot be read; restoring the newest readable one");
+            Ok((found, snapshot.time))
+        }
+        None => Err(FilesError::corrupt("file backup", &"no snapshot can be read").into()),
+    }
 }
 
 async fn show_progress(counts: &RestoreProgress, progress: &Progress) -> std::convert::Infallible {

@@ -151,11 +151,14 @@ impl Schedule {
     }
 
     /// Records a failed save that ended at `now` and took `duration`. The pause before the next one grows with each
-    /// failure, and with the duration, because the next one compares all files.
-    pub fn record_failure(&mut self, duration: Duration, now: Instant) {
+    /// failure. From the second failure on, it also grows with the duration, because each attempt compares all files,
+    /// unless the platform waits for the save (`is_awaited`).
+    pub fn record_failure(&mut self, duration: Duration, is_awaited: bool, now: Instant) {
         let (min, max) = RETRY_BACKOFF_RANGE;
         let backoff = (min * 2_u32.saturating_pow(self.failures.min(10))).min(max);
-        self.not_before = now + backoff.max((duration * PAUSE_FACTOR).min(MAX_PAUSE));
+        let ignores_duration = is_awaited || self.failures == 0;
+        let pause = if ignores_duration { Duration::ZERO } else { (duration * PAUSE_FACTOR).min(max) };
+        self.not_before = now + backoff.max(pause);
         self.next_unwatched = self.next_unwatched.min(self.not_before);
         self.failures += 1;
         self.is_requested = false;
@@ -244,7 +247,7 @@ mod tests {
         let (mut schedule, now) = started();
         schedule.request_everything();
         assert_eq!(schedule.decide(Observation::Unchanged, after(now, 1)), SaveScope::Everything);
-        schedule.record_failure(Duration::ZERO, after(now, 1));
+        schedule.record_failure(Duration::ZERO, false, after(now, 1));
         assert_eq!(schedule.decide(Observation::Unchanged, after(now, 60)), SaveScope::Everything);
         schedule.record_success(SaveScope::Everything, false, Duration::ZERO, after(now, 60));
         assert_eq!(schedule.decide(Observation::Unchanged, after(now, 70)), SaveScope::Nothing);
@@ -273,19 +276,22 @@ mod tests {
     #[test]
     fn failed_saves_back_off_and_requests_run_at_once() {
         let (mut schedule, now) = started();
-        schedule.record_failure(Duration::ZERO, now);
+        schedule.record_failure(Duration::ZERO, false, now);
         assert_eq!(schedule.decide(SETTLED, after(now, 4)), SaveScope::Nothing);
         assert_eq!(schedule.decide(SETTLED, after(now, 5)), SaveScope::Changes);
         for _ in 0..40 {
-            schedule.record_failure(Duration::ZERO, now);
+            schedule.record_failure(Duration::ZERO, false, now);
         }
         assert_eq!(schedule.decide(SETTLED, after(now, 119)), SaveScope::Nothing);
         schedule.request();
         assert_eq!(schedule.decide(SETTLED, after(now, 119)), SaveScope::Changes);
         assert_eq!(schedule.decide(SETTLED, after(now, 120)), SaveScope::Changes);
         let mut slow = started().0;
-        slow.record_failure(Duration::from_secs(20), now);
-        assert_eq!(slow.decide(SETTLED, after(now, 199)), SaveScope::Nothing);
-        assert_eq!(slow.decide(SETTLED, after(now, 200)), SaveScope::Changes);
+        // Only repeated failures of slow saves have longer pauses, and not while the platform waits.
+        for (is_awaited, pause) in [(false, 5), (false, 100), (true, 20)] {
+            slow.record_failure(Duration::from_secs(10), is_awaited, now);
+            assert_eq!(slow.decide(SETTLED, after(now, pause - 1)), SaveScope::Nothing);
+            assert_eq!(slow.decide(SETTLED, after(now, pause)), SaveScope::Changes);
+        }
     }
 }

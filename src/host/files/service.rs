@@ -213,7 +213,9 @@ impl FileBackup {
                 if error.is_withdrawn() {
                     self.settings = FilesSettings::read(self.settings.layout.clone())?;
                 }
-                self.schedule.record_failure(began.elapsed(), Instant::now());
+                // The platform waits for the last save of a machine only for minutes.
+                let is_awaited = self.last_quiesced_at.is_some();
+                self.schedule.record_failure(began.elapsed(), is_awaited, Instant::now());
                 self.record_failure(&error, (checked_at, began));
             }
         }
@@ -267,8 +269,8 @@ impl FileBackup {
         // The save writes content again if it is only in damaged packs.
         open.saver.set_damaged_packs(checks.damaged_packs());
         let save = if is_repair { SaveScope::Everything } else { save };
-        // The cache may still contain a snapshot that the store has lost.
-        let parent = open.parent.clone().filter(|(id, _)| !checks.is_damaged_snapshot(*id));
+        open.saver.set_lost_snapshot(checks.damaged_snapshot());
+        let parent = open.parent.clone();
         let (result, is_full) = match (save, parent) {
             // The changes since another machine's snapshot are unknown.
             (SaveScope::Changes, Some(parent)) if open.is_parent_from_this_machine => {

@@ -26,6 +26,7 @@ use super::checks::{AffectedFile, FileChecks, VerifyResult};
 use super::drill::drill;
 use super::home_path::HomePath;
 use super::save_request::SAVE_REQUEST;
+use super::status::FilesStatus;
 use crate::system::activity;
 use crate::system::config;
 use crate::system::layout::Layout;
@@ -35,10 +36,9 @@ use crate::system::lock::Lock;
 pub const REQUEST: &str = "files-verify";
 /// The name of the pointer in messages.
 const POINTER: &str = "pointer files/latest";
-/// The name of the key file in the record of damage.
+/// The names of the index and the key file in the record of damage.
+const INDEX: &str = "index";
 const KEY_FILE: &str = "key file";
-/// How long the first save may take to move the pointer to its snapshot.
-const FIRST_SAVE_DELAY: Duration = Duration::from_secs(5);
 const LOCK_FILE: &str = "verify.lock";
 /// Maximum time to wait for another verification to end.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(3600);
@@ -220,18 +220,14 @@ async fn check_latest(
 ) -> Result<Option<RepairableDamage>, CheckError> {
     let damage = |part: String, error: FilesError| Ok(Some(RepairableDamage { part, error }));
     let pointer_damage = |why: &str| damage(POINTER.to_owned(), FilesError::corrupt(POINTER, &why));
-    let mut latest = settings.read_latest().await;
-    if matches!(latest, Ok(None)) && has_snapshots(&settings.bucket, &settings.slot.files()).await? {
-        // The first save may be about to move the pointer.
-        tokio::time::sleep(FIRST_SAVE_DELAY).await;
-        latest = settings.read_latest().await;
-        if matches!(latest, Ok(None)) {
-            return pointer_damage("it names no snapshot, although there are some");
-        }
-    }
-    let latest = match latest {
+    // Read before the pointer: until this machine's first save ends, the pointer may name nothing.
+    let status = FilesStatus::read(&settings.layout).map_err(AccessError::File)?;
+    let has_saved = status.is_some_and(|status| status.saved_until.is_some());
+    let latest = match settings.read_latest().await {
         Ok(Some(latest)) => latest,
-        Ok(None) => return Ok(None),
+        Ok(None) if !has_snapshots(&settings.bucket, &settings.slot.files()).await? => return Ok(None),
+        Ok(None) if has_saved => return pointer_damage("it names no snapshot, although there are some"),
+        Ok(None) => return Err(CheckError::NothingSaved),
         Err(StoreError::Corrupt { why, .. }) => return pointer_damage(&why),
         Err(error) => return Err(error.into()),
     };
@@ -241,7 +237,7 @@ async fn check_latest(
         Err(error) => return Err(error.into()),
     };
     if let Some(error) = find_unindexed(repository, uncached, &snapshot).await? {
-        return damage(latest.to_string(), error);
+        return damage(INDEX.to_owned(), error);
     }
     match uncached.check_key_file().await {
         Ok(()) => Ok(None),

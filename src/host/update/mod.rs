@@ -94,7 +94,7 @@ struct ApplyArgs {
 #[derive(clap::Args)]
 #[group(required = true, multiple = false)]
 struct TargetArg {
-    /// The release
+    /// Version of the release to apply
     #[arg(long, value_name = "VERSION")]
     version: Option<ImageVersion>,
     /// Finish an interrupted update, then apply the release named by the request file, if any

@@ -25,7 +25,7 @@ use svc_http::openapi::{Operation, request_object, schema_of};
 use svc_http::problem::{Code, Problem, format_chain};
 use svc_machine::name::{IdpUserId, Slot};
 use svc_store::StoreError;
-use svc_wire::files::{FilesPrunePlan, FilesPruneRequest};
+use svc_wire::files::{FilesPruneAccepted, FilesPrunePlan};
 
 /// Timeout for computing a prune plan: for waiting until no other plan is being computed, and for reading the
 /// repository's index and trees. It is shorter than `svcctl`'s default timeout.
@@ -73,7 +73,8 @@ pub async fn start(State(platform): State<Arc<Platform>>, request: Request) -> R
             if !file_keys::request_prune(tx, user.as_str(), slot.as_str()).await? {
                 return Err(no_file_backups(&user, &slot));
             }
-            let requested = FilesPruneRequest { idp_user_id: user.clone().into(), slot: slot.clone().into() };
+            let requested =
+                FilesPruneAccepted { idp_user_id: user.clone().into(), slot: slot.clone().into() };
             let change = AuditChange {
                 action: "files.prune",
                 target: format!("{user}/{slot}"),
@@ -161,7 +162,7 @@ pub static START: Endpoint = Endpoint {
         responses: &[documented_json(
             202,
             "Pruning begins within a few minutes or, if the slot is already being pruned, after the current run.",
-            schema_of::<FilesPruneRequest>,
+            schema_of::<FilesPruneAccepted>,
         )],
         problems: &[Code::NotFound, Code::DatabaseUnavailable, Code::IdempotencyMismatch],
     },

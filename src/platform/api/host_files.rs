@@ -253,11 +253,15 @@ fn host_problem(id: MachineId, error: FilesCallError, is_restore: bool) -> Probl
             Problem::new(Code::HostUnreachable, format!("The host of machine {id} did not respond."))
         }
         FilesCallError::TimedOut(limit) => {
-            let detail = format!(
-                "The host of machine {id} did not complete the request within {} s. It may be busy: try again later. For a list, \
-                 the directory may be too large: use `svc-sync-agent` on the machine.",
-                limit.as_secs()
-            );
+            let advice = if is_restore {
+                "The restore may have started: check `activity.log` in the owner's `system/logs` before you repeat it."
+            } else {
+                "It may be busy: try again later. For a list, the directory may be too large: use `svc-sync-agent` on the \
+                 machine."
+            };
+            let seconds = limit.as_secs();
+            let detail =
+                format!("The host of machine {id} did not complete the request within {seconds} s. {advice}");
             Problem::new(Code::Unavailable, detail).retry_after(RETRY_AFTER_TIMEOUT_SECONDS)
         }
         FilesCallError::TooLarge(max) => {

@@ -7,7 +7,8 @@ use svc_base::error_chain::format_chain;
 use svc_machine::epoch::Epoch;
 use svc_machine::id::MachineId;
 use svc_store::key::SlotPrefix;
-use svc_store::{files_pointer, pointer, pointer_io};
+use svc_store::pointer_io::PointerError;
+use svc_store::{StoreError, files_pointer, pointer, pointer_io};
 use tokio::sync::Semaphore;
 
 use crate::context::Platform;
@@ -33,30 +34,34 @@ pub async fn try_restore(platform: &Platform, machine: &MachineRow) {
 /// Sets the fence of the file backups to that of the database's pointer, if the platform has signed that one for this
 /// machine. If the store fails, only logs it: the caller repeats the call later.
 pub async fn restore(platform: &Platform, machine: &MachineRow) {
-    let slot = SlotPrefix::new(&machine.user, &machine.slot);
-    let mut holder = match find_signed_holder(platform, &slot).await {
-        Some(holder) if holder == (machine.epoch, machine.id) => holder,
-        _ => return,
-    };
-    loop {
-        let (epoch, id) = holder;
-        if let Err(error) = files_pointer::set_fence(&platform.bucket, &slot, epoch, id).await {
-            tracing::warn!(machine = %machine.id, error = %format_chain(&error), "cannot restore the fence of the file backups");
-            return;
-        }
-        // An operation may have replaced the machine in the meantime: its fence must not be lowered.
-        match find_signed_holder(platform, &slot).await {
-            Some(current) if current.0 > epoch => holder = current,
-            _ => return,
-        }
+    if let Err(error) = try_replace(platform, machine).await {
+        tracing::warn!(machine = %machine.id, error = %format_chain(&error), "cannot restore the fence of the file backups");
     }
 }
 
+async fn try_replace(platform: &Platform, machine: &MachineRow) -> Result<(), PointerError> {
+    let slot = SlotPrefix::new(&machine.user, &machine.slot);
+    // An operation that replaces the machine fences the database's pointer before the files' pointer. Read in the
+    // opposite order, so that its fence is never lowered.
+    let Some(found) = files_pointer::read(&platform.bucket, &slot).await? else { return Ok(()) };
+    let found = (found.value.fence_epoch, found.value.fence_machine_id);
+    let holder = (machine.epoch, machine.id);
+    if find_signed_holder(platform, &slot).await? == Some(holder) {
+        files_pointer::replace_fence(&platform.bucket, &slot, found, holder).await?;
+    }
+    Ok(())
+}
+
 /// Returns the epoch and machine of the fence in the database's pointer, if the platform has signed it.
-async fn find_signed_holder(platform: &Platform, slot: &SlotPrefix) -> Option<(Epoch, MachineId)> {
-    let pointer = pointer_io::read(&platform.bucket, slot).await.ok()??.value;
-    let (epoch, id, proof) = (pointer.fence_epoch, pointer.fence_machine_id?, pointer.fence_proof?);
-    platform.mint.has_signed_fence(slot, epoch, id, &proof).then_some((epoch, id))
+async fn find_signed_holder(
+    platform: &Platform,
+    slot: &SlotPrefix,
+) -> Result<Option<(Epoch, MachineId)>, StoreError> {
+    let Some(pointer) = pointer_io::read(&platform.bucket, slot).await? else { return Ok(None) };
+    let (epoch, id, proof) =
+        (pointer.value.fence_epoch, pointer.value.fence_machine_id, pointer.value.fence_proof);
+    let Some((id, proof)) = id.zip(proof) else { return Ok(None) };
+    Ok(platform.mint.has_signed_fence(slot, epoch, id, &proof).then_some((epoch, id)))
 }
 
 #[cfg(test)]

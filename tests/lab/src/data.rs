@@ -26,7 +26,7 @@ pub async fn interrupt_store(stack: &Stack, machine: &MachineRecord) -> Result<(
     vm.run(RUN_BACKUP, LONG_TIMEOUT).await?.success().context("first backup")?;
     let before = verified_pointer(stack)?;
     vm.run(&retry_switch_command(false), SHORT_TIMEOUT).await?.success().context("cannot disable retries")?;
-    let outage = stack.store.add_fault(Rule::new(Fault::Refuse).key("/system/db/").always());
+    let outage = stack.store.add_fault(Rule::new(Fault::Disconnect).key("/system/db/").always());
     for nth in 1..=2 {
         let failed = vm.run(RUN_BACKUP, LONG_TIMEOUT).await?;
         ensure!(!failed.status.success(), "backup {nth} succeeded although the store was unreachable");

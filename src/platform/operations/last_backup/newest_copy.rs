@@ -17,7 +17,7 @@ use svc_store::pointer_io;
 /// Timeout for reading the pointer.
 const POINTER_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The newest copy of the slot's data. Displayed as the end of a sentence.
+/// The newest copy of the slot's data. `Display` completes the phrase "the newest copy is …".
 pub struct NewestCopy {
     pub snapshot: NewestSnapshot,
     /// `None` if the host has reported no file backup.
@@ -29,7 +29,7 @@ pub enum NewestSnapshot {
     Taken(Timestamp),
     /// The slot has no snapshot: nothing has been saved since the machine's registration.
     Nothing(Option<Timestamp>),
-    /// The pointer cannot be read, and no host has reported a snapshot.
+    /// The pointer cannot be read, and no reported backup time is available.
     Unknown(Option<Timestamp>),
 }
 
@@ -48,8 +48,8 @@ impl NewestCopy {
         Self { snapshot: NewestSnapshot::Taken(taken_at), files: self.files.clone() }
     }
 
-    /// Returns the time up to which both the database and the files are saved; if nothing is known to be saved, the
-    /// machine's registration time.
+    /// Returns the time up to which both the database and the files are saved. A part that is not known to be saved
+    /// counts from the machine's registration.
     pub fn saved_until(&self) -> Option<Timestamp> {
         let files = self.files.as_ref().and_then(ReportedFiles::restorable_until);
         [self.snapshot.saved_until(), files].into_iter().flatten().min()
@@ -125,7 +125,7 @@ impl fmt::Display for ReportedFiles {
 }
 
 /// Finds the newest copy of a slot's data. The pointer names the database's snapshot; if the pointer is unreadable, the
-/// newest backup time that the slot's hosts have reported counts. The state of the files comes from the machine's last
+/// newest backup time reported by the slot's hosts is used instead. The state of the files comes from the machine's last
 /// heartbeat.
 pub async fn find_newest_copy(leased: &LeasedOperation<'_>, machine: &MachineRow) -> NewestCopy {
     let files = ReportedFiles::from_machine(machine);

@@ -1,4 +1,4 @@
-//! A file of 1 GiB from an app's pages, and a request body of 1 GiB to the shell.
+//! Measures a 1 GiB download of an app's file, and a 1 GiB upload to a stand-in for the shell.
 
 use std::time::{Duration, Instant};
 

@@ -42,7 +42,7 @@ pub enum Fault {
     /// A read returns the content that the key's last write replaced. Has no effect with a third-party server.
     StaleRead,
     /// The request is not executed; the connection is cut.
-    Refuse,
+    Disconnect,
 }
 
 /// Selects the requests that a [`Fault`] affects: by default, only the next request of any kind.

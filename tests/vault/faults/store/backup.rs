@@ -49,7 +49,7 @@ fn fault_cases() -> Vec<(&'static str, Disruption, ExpectedRun)> {
             Disruption::Action(|fixture| fixture.store.take_down()),
             unavailable("gate"),
         ),
-        ("connections are cut", single_rule(rule(Fault::Refuse).always()), unavailable("gate")),
+        ("connections are cut", single_rule(rule(Fault::Disconnect).always()), unavailable("gate")),
         ("slow responses", single_rule(rule(Fault::Delay(Duration::from_millis(250))).always()), SUCCESS),
         ("500 for everything", single_rule(rule(Fault::Status(500)).always()), unavailable("gate")),
         ("503 for everything", single_rule(rule(Fault::Status(503)).always()), unavailable("gate")),
@@ -59,10 +59,10 @@ fn fault_cases() -> Vec<(&'static str, Disruption, ExpectedRun)> {
             single_rule(upload_starts(Fault::Status(503)).always()),
             unavailable("dump"),
         ),
-        ("every part is refused", single_rule(parts(Fault::Status(500)).always()), unavailable("dump")),
+        ("every part upload fails", single_rule(parts(Fault::Status(500)).always()), unavailable("dump")),
         (
             "the connection for every part is cut",
-            single_rule(parts(Fault::Refuse).always()),
+            single_rule(parts(Fault::Disconnect).always()),
             unavailable("dump"),
         ),
         (
@@ -71,17 +71,17 @@ fn fault_cases() -> Vec<(&'static str, Disruption, ExpectedRun)> {
             unavailable("upload"),
         ),
         (
-            "the sidecar's write is refused",
+            "the sidecar write fails",
             single_rule(sidecar(Fault::Status(503)).always()),
             unavailable("sideRecord"),
         ),
         (
-            "the pointer's claim is refused",
+            "the pointer claim fails",
             single_rule(claim_writes(Fault::Status(500)).always()),
             unavailable("pointer"),
         ),
         (
-            "the pointer's write is refused",
+            "the pointer write fails",
             single_rule(pointer_writes(Fault::Status(500)).always()),
             unavailable("pointer"),
         ),
@@ -203,7 +203,7 @@ async fn fault_fixture() -> Result<FaultFixture> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn store_faults_end_backups_as_expected_without_data_loss() -> Result<()> {
+async fn backup_under_store_faults_loses_no_data() -> Result<()> {
     let fixture = fault_fixture().await?;
     fixture.machine.run(&["svc-db-backup"])?.expect(0);
     // A stale read needs an older value.

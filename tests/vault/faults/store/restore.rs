@@ -28,7 +28,7 @@ fn fault_cases() -> Vec<(&'static str, Disruption, ExpectedRestore)> {
     let clock = Fault::Code(403, "RequestTimeTooSkewed");
     vec![
         ("connections are refused", Disruption::Action(|fixture| fixture.store.take_down()), UNAVAILABLE),
-        ("connections are cut", single_rule(rule(Fault::Refuse).always()), UNAVAILABLE),
+        ("connections are cut", single_rule(rule(Fault::Disconnect).always()), UNAVAILABLE),
         ("slow responses", single_rule(rule(Fault::Delay(Duration::from_millis(250))).always()), RESTORED),
         ("500 for everything", single_rule(rule(Fault::Status(500)).always()), UNAVAILABLE),
         ("503 for everything", single_rule(rule(Fault::Status(503)).always()), UNAVAILABLE),

@@ -35,7 +35,7 @@ const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 
 #[derive(Debug, thiserror::Error)]
 enum ExportError {
-    #[error("{} exists and is not overwritten\n  next: choose another file name", .path.display())]
+    #[error("{} already exists\n  next: choose another file name", .path.display())]
     Exists { path: PathBuf },
     #[error(
         "{} can be changed by users other than root\n  next: choose a directory that only root can change, such as /var/backups",

@@ -44,7 +44,7 @@ async fn rules_select_requests_and_count_faults() -> Result<()> {
     assert!(fixture.get("one").await.is_ok(), "the fault must occur only twice");
     assert_eq!(unavailable.hits(), 2);
 
-    fixture.server.add_fault(Rule::new(Fault::Refuse).method("PUT").always());
+    fixture.server.add_fault(Rule::new(Fault::Disconnect).method("PUT").always());
     assert!(fixture.put_if("three", "x", PutMode::Overwrite).await.is_err());
     assert!(fixture.server.read("fleet", "three").is_none());
     fixture.server.heal();
