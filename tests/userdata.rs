@@ -135,7 +135,7 @@ impl UserDataInput {
         let keys = vec![json!({"kid": "k".repeat(36), "x": "x".repeat(43)}); self.proof_keys];
         let keys: ProofKeys = serde_json::from_value(json!({"keys": keys}))?;
         let mint = TokenMint::new(&SecretSlice::from(vec![7_u8; 32]));
-        Ok(userdata::render(&machine, &hosts, &access, &keys, &mint)?.expose_secret().to_owned())
+        Ok(userdata::render(&machine, &hosts, &access, &keys, &mint, false)?.expose_secret().to_owned())
     }
 
     fn machine(&self) -> Result<MachineRow> {

@@ -20,12 +20,18 @@ const MAX_PATHS: usize = 20;
 /// The files and snapshots that damaged blobs affect.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct AffectedFiles {
-    /// The first `MAX_PATHS` affected files, sorted by path. A directory whose tree is damaged is listed instead of its
-    /// entries, which are unknown.
+    /// The first `MAX_PATHS` affected files: those of the latest snapshot, sorted by path, and then the others. A
+    /// directory whose tree is damaged is listed instead of its entries, which are unknown.
     pub paths: Vec<AffectedPath>,
+    /// Whether there are other affected files.
+    pub has_more: bool,
     /// The number of snapshots that need a damaged blob.
     pub snapshots: u64,
 }
+
+/// The times of the first and the last snapshot in which each path is damaged. `find_below` returns only the first
+/// paths, so these can be too close to each other if a snapshot has many affected files.
+type TimesByPath = BTreeMap<PathBuf, (Timestamp, Timestamp)>;
 
 /// A path below the home directory, and the times of the first and the last snapshot in which it is damaged.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -49,22 +55,26 @@ pub async fn find_affected_files(
     let locations = repository.load_tree_locations().await?;
     let mut search = Search::new(repository, &locations, damaged);
     let mut affected = AffectedFiles::default();
-    let mut times_by_path: BTreeMap<PathBuf, (Timestamp, Timestamp)> = BTreeMap::new();
-    for (_, snapshot) in snapshots {
+    let (mut in_latest, mut others) = (TimesByPath::new(), TimesByPath::new());
+    // The latest snapshot is the first one.
+    for (index, (_, snapshot)) in snapshots.into_iter().enumerate() {
         let paths = search.find_below(snapshot.tree).await?;
         affected.snapshots += u64::from(!paths.is_empty());
+        affected.has_more |= paths.len() >= MAX_PATHS;
         for path in paths.iter() {
+            let is_in_latest = index == 0 || in_latest.contains_key(path);
+            let times_by_path = if is_in_latest { &mut in_latest } else { &mut others };
             let times = times_by_path.entry(path.clone()).or_insert((snapshot.time, snapshot.time));
             *times = (times.0.min(snapshot.time), times.1.max(snapshot.time));
         }
-        // A path among the first of all snapshots is also among the first of each snapshot in which it is damaged, so
-        // the truncated results of `find_below` suffice for its times.
-        while times_by_path.len() > MAX_PATHS {
-            times_by_path.pop_last();
+        while others.len() > MAX_PATHS {
+            affected.has_more = true;
+            others.pop_last();
         }
     }
-    affected.paths =
-        times_by_path.into_iter().map(|(path, (first, last))| AffectedPath { path, first, last }).collect();
+    affected.has_more |= in_latest.len() + others.len() > MAX_PATHS;
+    let listed = in_latest.into_iter().chain(others).take(MAX_PATHS);
+    affected.paths = listed.map(|(path, (first, last))| AffectedPath { path, first, last }).collect();
     Ok(affected)
 }
 

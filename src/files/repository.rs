@@ -174,9 +174,8 @@ impl Repository {
                 content => content?,
             };
             let name = meta.location.filename().and_then(|name| name.parse::<Id>().ok());
-            let is_sound =
-                |content: &[u8]| name == Some(Id::of(content)) && self.password.opens_key_file(content);
-            if content.is_some_and(|content| is_sound(&content.value)) {
+            let opens = |text: &[u8]| name == Some(Id::of(text)) && self.password.opens_key_file(text);
+            if content.is_some_and(|content| opens(&content.value)) {
                 return Ok(());
             }
         }

@@ -23,6 +23,10 @@ mod go_mode {
     pub(super) const STICKY: u32 = 1 << 20;
 }
 
+/// The size of a typical node without its name, target, attributes and chunks, and that of a chunk's id, in bytes.
+pub(crate) const NODE_BYTES: usize = 450;
+const CHUNK_ID_BYTES: usize = 67;
+
 /// Maximum length of a name and of the target of a symbolic link on Linux.
 const MAX_NAME_BYTES: usize = 255;
 const MAX_TARGET_BYTES: usize = 4095;
@@ -151,6 +155,22 @@ where
 }
 
 impl Node {
+    /// Returns the approximate size of the node in a tree.
+    pub(crate) fn approximate_bytes(&self) -> usize {
+        let raw = self.linktarget_raw.as_ref().map_or(0, String::len);
+        let attributes = self
+            .extended_attributes
+            .iter()
+            .map(|attribute| attribute.name.len() + attribute.value.as_ref().map_or(0, String::len));
+        let chunks = self.content.as_ref().map_or(0, Vec::len);
+        NODE_BYTES
+            + self.name.len()
+            + self.linktarget.len()
+            + raw
+            + attributes.sum::<usize>()
+            + chunks * CHUNK_ID_BYTES
+    }
+
     /// Creates a node without content, owner or times.
     pub fn new(name: &OsStr, node_type: NodeType, unix_mode: u32) -> Self {
         Self {

@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 
 use bytes::Bytes;
 
+use crate::blocking::run_blocking;
 use crate::error::FilesError;
 use crate::id::Id;
 use crate::index::{BlobLocation, BlobLocations};
@@ -14,6 +15,9 @@ use crate::tree_references::TreeReferences;
 
 /// Maximum number of packs kept in memory. The trees of one save are in a few packs, but not in the order of the walk.
 const MAX_CACHED_PACKS: usize = 4;
+
+/// Larger trees are opened and parsed outside the async threads: a tree of 128 MiB can take a pack of a few KB.
+const MAX_INLINE_BYTES: usize = 256 << 10;
 
 pub(crate) struct TreeReader<'a> {
     repository: &'a Repository,
@@ -48,7 +52,7 @@ impl<'a> TreeReader<'a> {
         if self.is_caching {
             self.repository.cache_tree(id, &json);
         }
-        Tree::parse(id, &json)
+        run_if_large(json.len(), move || Tree::parse(id, &json)).await
     }
 
     /// Reads the blobs to which a tree refers. This takes a fraction of the memory of [`Self::read`], and does not use
@@ -57,7 +61,8 @@ impl<'a> TreeReader<'a> {
     /// # Errors
     /// See [`Self::read`]; the names of the entries are not checked.
     pub(crate) async fn read_references(&mut self, id: Id) -> Result<TreeReferences, FilesError> {
-        TreeReferences::parse(id, &self.read_json(id).await?)
+        let json = self.read_json(id).await?;
+        run_if_large(json.len(), move || TreeReferences::parse(id, &json)).await
     }
 
     /// Reads a tree's JSON: the first copy whose hash is the tree's id.
@@ -75,7 +80,9 @@ impl<'a> TreeReader<'a> {
 
     async fn read_at(&mut self, id: Id, location: BlobLocation) -> Result<Vec<u8>, FilesError> {
         let sealed = self.read_sealed(location).await?;
-        self.repository.open_blob(&location.to_packed(BlobType::Tree, id), &sealed)
+        let (repository, blob) = (self.repository.clone(), location.to_packed(BlobType::Tree, id));
+        let length = location.content_length().max(sealed.len() as u64) as usize;
+        run_if_large(length, move || repository.open_blob(&blob, &sealed)).await
     }
 
     /// Reads an encrypted tree. If the pack is damaged, reads only the tree's range: it may be in the sound part of a
@@ -119,4 +126,17 @@ impl<'a> TreeReader<'a> {
         self.add_pack(location.pack, bytes.clone());
         Ok(bytes)
     }
+}
+
+/// Runs the work that a tree of this length needs. Yields to other tasks now and then, because reading a tree of a
+/// cached pack waits for nothing.
+async fn run_if_large<T: Send + 'static>(
+    length: usize,
+    work: impl FnOnce() -> Result<T, FilesError> + Send + 'static,
+) -> Result<T, FilesError> {
+    if length > MAX_INLINE_BYTES {
+        return run_blocking(work).await;
+    }
+    tokio::task::consume_budget().await;
+    work()
 }

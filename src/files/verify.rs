@@ -10,13 +10,17 @@ use futures_util::{StreamExt, stream};
 use crate::blocking::run_blocking;
 use crate::error::FilesError;
 use crate::id::Id;
-use crate::index::{IndexFile, IndexedPack};
+use crate::index::{BlobLocations, IndexFile, IndexedPack};
 use crate::pack::{BlobType, PackedBlob, open_blob, parse_header};
 use crate::repository::Repository;
 use crate::snapshot::Snapshot;
 use crate::tree_reader::TreeReader;
+use crate::tree_references::TreeReferences;
 
 const MAX_CONCURRENT_READS: usize = 2;
+/// What to do about a snapshot whose trees or chunks are not in the index.
+const SNAPSHOT_REMEDY: &str = "run `restic rebuild-index` if its pack still exists; otherwise restore the pack, or remove the \
+                               snapshot with `restic forget`";
 
 /// A share of the packs: those for which the first 16 bits of the id, modulo `count`, are `index`. Together, the shares
 /// with all values of `index` below `count` contain every pack.
@@ -123,10 +127,57 @@ pub async fn find_unusable_snapshot(
     let locations = repository.load_tree_locations().await?;
     Ok(snapshots.into_iter().find_map(|(id, snapshot)| {
         let error = locations.find(BlobType::Tree, snapshot.tree).err()?;
-        let remedy = "run `restic rebuild-index` if its pack still exists; otherwise restore the pack, or remove the snapshot with `restic \
-                      forget`";
-        Some(FilesError::corrupt(format!("snapshot {id}"), &format!("{error}; {remedy}")))
+        Some(FilesError::corrupt(format!("snapshot {id}"), &format!("{error}; {SNAPSHOT_REMEDY}")))
     }))
+}
+
+/// Searches snapshots, newest first, for the first one that needs a directory that cannot be read, or a chunk that is not in the
+/// index. Returns an error that names it.
+///
+/// # Errors
+/// If the store fails, or an index file is damaged.
+pub(crate) async fn find_damaged_snapshot(
+    repository: &Repository,
+    snapshots: &[(Id, &Snapshot)],
+) -> Result<Option<FilesError>, FilesError> {
+    let locations = repository.load_locations().await?;
+    let mut trees = TreeReader::without_caching(repository, &locations);
+    let mut is_sound = vec![false; locations.len()];
+    let mut newest_first: Vec<&(Id, &Snapshot)> = snapshots.iter().collect();
+    newest_first.sort_by_key(|(_, snapshot)| std::cmp::Reverse(snapshot.time));
+    for (id, snapshot) in newest_first {
+        match find_damaged_tree(&mut trees, &locations, &mut is_sound, snapshot.tree).await {
+            Ok(()) => {}
+            Err(error) if error.is_damage() => {
+                let why = format!("{error}; {SNAPSHOT_REMEDY}");
+                return Ok(Some(FilesError::corrupt(format!("snapshot {id}"), &why)));
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(None)
+}
+
+/// Reads the trees of a snapshot that are not known to be sound yet.
+async fn find_damaged_tree(
+    trees: &mut TreeReader<'_>,
+    locations: &BlobLocations,
+    is_sound: &mut [bool],
+    root: Id,
+) -> Result<(), FilesError> {
+    let mut pending = vec![root];
+    while let Some(id) = pending.pop() {
+        let position = locations.position(BlobType::Tree, id)?;
+        if std::mem::replace(&mut is_sound[position], true) {
+            continue;
+        }
+        let TreeReferences { subtrees, chunks } = trees.read_references(id).await?;
+        for chunk in chunks {
+            locations.position(BlobType::Data, chunk)?;
+        }
+        pending.extend(subtrees);
+    }
+    Ok(())
 }
 
 /// Verifies a share of the packs, and reports the damaged ones.

@@ -54,7 +54,7 @@ pub enum RenderError {
     ControlCharacter { path: &'static str, name: String },
 }
 
-/// Renders the user-data of a machine's server.
+/// Renders the user-data of a machine's server. `expects_files`: whether an earlier machine of the slot has saved files.
 ///
 /// # Errors
 /// [`RenderError`] if the user-data is too large, or a value cannot be stored in an env file.
@@ -64,11 +64,12 @@ pub fn render(
     store: &StoreAccess,
     keys: &ProofKeys,
     mint: &TokenMint,
+    expects_files: bool,
 ) -> Result<SecretString, RenderError> {
     let env_files = [
         ("/opt/svc/env/host.env", host_env(machine, hosts, keys, mint)),
         ("/opt/svc/env/r2.env", store.to_env_file()),
-        ("/opt/svc/env/boot.env", boot_env(machine, mint)),
+        ("/opt/svc/env/boot.env", boot_env(machine, mint, expects_files)),
         ("/opt/svc/env/update.env", update_env(machine, hosts)),
     ];
     for (path, content) in &env_files {
@@ -176,7 +177,7 @@ fn host_env(machine: &MachineRow, hosts: &HostSettings, keys: &ProofKeys, mint: 
     text
 }
 
-fn boot_env(machine: &MachineRow, mint: &TokenMint) -> String {
+fn boot_env(machine: &MachineRow, mint: &TokenMint, expects_files: bool) -> String {
     let token = mint.first_token(machine.id, Purpose::Registration, &machine.registration_token_hash);
     let mut text = env_lines(&[
         ("REGISTRATION_TOKEN", token.expose_secret()),
@@ -188,6 +189,8 @@ fn boot_env(machine: &MachineRow, mint: &TokenMint) -> String {
     }
     if !machine.restore_files {
         text.push_str(&format_env_line("SVC_RESTORE_FILES", "false"));
+    } else if expects_files {
+        text.push_str(&format_env_line("SVC_EXPECT_FILES", "true"));
     }
     text
 }

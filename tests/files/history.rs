@@ -339,6 +339,22 @@ async fn restored_directory_lacks_only_damaged_files() -> Result<()> {
     let mut damaged = history.store.read(BUCKET, &pack.key).context("no pack")?;
     damaged[100] ^= 1;
     history.store.write(BUCKET, &pack.key, damaged);
+    for format in ["tar", "zip"] {
+        let client = reqwest::Client::builder().unix_socket(history.socket()).build()?;
+        let url = format!("http://history/api/files/download?path=projects/app&format={format}");
+        let mut response = client.get(url).send().await?;
+        let mut archive = Vec::new();
+        let error = loop {
+            match response.chunk().await {
+                Ok(Some(chunk)) => archive.extend(chunk),
+                Ok(None) => break None,
+                Err(error) => break Some(error),
+            }
+        };
+        assert!(error.is_some(), "the incomplete {format} ended without an error");
+        let end_of_zip = b"PK\x05\x06";
+        assert!(!archive.windows(4).any(|window| window == end_of_zip), "the incomplete zip looks complete");
+    }
     let state = history.restore(&json!({ "path": "projects/app", "into": "projects/copy" }), 0)?;
     assert_eq!((&state["status"], &state["files"]), (&"done".into(), &1.into()), "{state}");
     let left_out = "the content of 1 damaged item was left out: /home/svc/home/projects/app/large";

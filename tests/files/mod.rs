@@ -300,6 +300,31 @@ async fn requested_save_needs_no_watcher() -> Result<()> {
     Ok(())
 }
 
+/// The store has lost everything, or only the latest snapshot or the pointer, since the last save, and no file has changed.
+#[tokio::test(flavor = "multi_thread")]
+async fn requested_save_replaces_what_the_store_has_lost() -> Result<()> {
+    let store = start_store()?;
+    let platform = FilesPlatform::start().await?;
+    let first = Host::new(&store, &platform, 1)?;
+    populate_home(&first)?;
+    let _watcher = first.start_watcher()?;
+    let _service = first.start_and_save().await?;
+    for folder in ["", "snapshots/", "latest"] {
+        let prefix = format!("{}/{folder}", slot().files());
+        let lost = store.objects(BUCKET, &prefix);
+        assert!(!lost.is_empty() && lost.iter().all(|object| store.remove(BUCKET, &object.key)), "{prefix}");
+        first.machine.run(&["svc-sync-agent", "now"])?.expect(0);
+        let next = Host::new(&store, &platform, 2)?;
+        next.machine.run(&["svc-sync-agent", "restore-home"])?.expect(0);
+        let restored = next.home().join("home/projects/app/main.rs");
+        assert!(
+            restored.exists(),
+            "after the loss of {prefix}, the save reported success with nothing in the store"
+        );
+    }
+    Ok(())
+}
+
 /// Without the watcher, moves during a save are unknown, so a slow save is repeated before the pointer moves.
 #[tokio::test(flavor = "multi_thread")]
 async fn slow_save_without_watcher_includes_moved_files() -> Result<()> {
@@ -406,7 +431,11 @@ async fn machine_reports_that_the_platform_lacks_its_key() -> Result<()> {
     platform.lose_key();
     let _service = first.start_and_save().await?;
     let status = first.machine.run(&["svc-sync-agent", "status"])?.expect(0);
-    assert!(status.stdout.contains("key         the platform cannot open it"), "{}", status.stdout);
+    assert!(
+        status.stdout.contains("key         the platform cannot open the file backup"),
+        "{}",
+        status.stdout
+    );
     Ok(())
 }
 

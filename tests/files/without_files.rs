@@ -49,7 +49,7 @@ async fn machine_can_start_without_files_and_restore_or_give_up_later() -> Resul
 
             next.machine.run(&restore(&["--give-up"]))?.expect(0);
             next.machine.run(&restore(&["--give-up"]))?.expect(65);
-            next.machine.run(&restore(&["--retry"]))?.expect(0);
+            next.machine.run(&restore(&["--retry"]))?.expect(65);
             assert!(!next.home().join("home/projects").exists(), "restored although it was given up");
             let status = next.machine.run(&["svc-sync-agent", "status"])?.expect(0);
             assert!(status.stdout.contains("an operator decided"), "{}", status.stdout);
@@ -91,6 +91,21 @@ async fn pointer_without_snapshot_does_not_count_as_no_files() -> Result<()> {
     store.write(BUCKET, &key, intact);
     next.machine.run(&["svc-sync-agent", "restore-home", "--retry"])?.expect(0);
     assert!(next.home().join("home/projects/app/main.rs").exists());
+    Ok(())
+}
+
+/// If everything in the store is lost, only the platform knows that there were files.
+#[tokio::test(flavor = "multi_thread")]
+async fn empty_store_counts_as_loss_if_the_platform_expects_files() -> Result<()> {
+    let store = start_store()?;
+    let platform = FilesPlatform::start().await?;
+    for is_expected in [false, true] {
+        let next = Host::new(&store, &platform, 2)?;
+        next.machine.write_boot_env(&[("SVC_EXPECT_FILES", if is_expected { "true" } else { "false" })])?;
+        next.machine.run(&["svc-sync-agent", "restore-home"])?.expect(0);
+        let outcome = next.read_outcome()?;
+        assert_eq!(outcome["error"].is_string(), is_expected, "{outcome}");
+    }
     Ok(())
 }
 

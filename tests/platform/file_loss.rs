@@ -44,6 +44,39 @@ async fn wait_for_backup_detail(stack: &Stack, process: &Process, recovery: &Val
     done.unwrap()["detail"].as_str().unwrap().to_owned()
 }
 
+/// If everything in the store is lost, the next machine must not start as if there had never been any files.
+#[tokio::test(flavor = "multi_thread")]
+async fn next_machine_expects_files_that_were_reported_as_saved() {
+    for has_saved in [false, true] {
+        let stack = Stack::start().await;
+        let process = stack.start_platform_with(&SETTINGS);
+        let old = stack.start_machine(&process, "user_1").await;
+        stack.store_snapshot("user_1");
+        let mut beat = heartbeat_of(&old);
+        if has_saved {
+            beat["files"] = json!({"files": 1, "bytes": 1, "savedUntil": rfc3339_ms(jiff::Timestamp::now())});
+        }
+        assert_eq!(stack.send_heartbeat(&process, &old, &beat).await.status, 200);
+        let body = json!({"idpUserId": "user_1", "acceptLoss": true});
+        let accepted = stack.post(&process, "/vps/recover", &body).await;
+        let new = stack.wait_for_guest(&process, accepted.body["machineId"].as_str().unwrap()).await;
+        assert_eq!(new.user_data.contains("SVC_EXPECT_FILES"), has_saved, "{accepted:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn unreadable_files_count_as_unsaved() {
+    let (stack, process, old) = start().await;
+    let recovery = recover(&stack, &process).await;
+    old.wait_for_backup_request(&stack).await;
+    let later = rfc3339_ms(jiff::Timestamp::now() + jiff::SignedDuration::from_mins(1));
+    let why = "1 entry of the owner's home cannot be read, and is not saved, such as home/vm/disk.img";
+    report_backup_with_files(&old, &stack, &json!({"savedUntil": later, "unreadable": why}));
+    let detail = wait_for_backup_detail(&stack, &process, &recovery).await;
+    let discard = format!("svcctl discard {} --accept-loss", old.guest.machine);
+    assert!(detail.contains(why) && detail.contains(&discard), "{detail}");
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn server_is_kept_if_its_file_backup_is_damaged() {
     let (stack, process, old) = start().await;

@@ -31,6 +31,7 @@ use crate::pack::{BlobType, FinishedPack, PackWriter, PackedBlob};
 use crate::repository::{MAX_CONCURRENT_REQUESTS, MAX_PACK_BYTES, ObjectKind, Repository};
 use crate::retention::RetentionPolicy;
 use crate::snapshot::Snapshot;
+use crate::verify::find_damaged_snapshot;
 #[cfg(test)]
 pub(crate) use plan::MIN_MERGED_PACKS;
 use plan::{PrunePlan, UsedBlobs};
@@ -94,9 +95,14 @@ pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pr
     let snapshots = repository.list_uploaded_snapshots().await?;
     let index = repository.load_index_to_prune().await?;
     let expired = select_expired(&snapshots, options);
-    let kept_snapshots: Vec<&Snapshot> =
-        snapshots.iter().filter(|(id, ..)| !expired.contains(id)).map(|(_, snapshot, _)| snapshot).collect();
-    let used = UsedBlobs::find(repository, &index.files, &kept_snapshots).await?;
+    let kept = snapshots.iter().filter(|(id, ..)| !expired.contains(id));
+    let kept_snapshots: Vec<(Id, &Snapshot)> = kept.map(|(id, snapshot, _)| (*id, snapshot)).collect();
+    let used = match UsedBlobs::find(repository, &index.files, &kept_snapshots).await {
+        Err(error) if error.is_damage() => {
+            return Err(find_damaged_snapshot(repository, &kept_snapshots).await?.unwrap_or(error));
+        }
+        used => used?,
+    };
     let uploads: HashMap<Id, Timestamp> = repository.list_packs().await?.into_iter().collect();
     let last_snapshot = snapshots.iter().map(|(_, _, uploaded)| *uploaded).max();
     let mut plan = PrunePlan::create(&index, &used, &uploads, last_snapshot, options);

@@ -52,7 +52,7 @@ impl UsedBlobs {
     pub(super) async fn find(
         repository: &Repository,
         index: &[(Id, IndexFile)],
-        snapshots: &[&Snapshot],
+        snapshots: &[(Id, &Snapshot)],
     ) -> Result<Self, FilesError> {
         let mut locations = BlobLocations::default();
         for (_, file) in index {
@@ -74,7 +74,7 @@ impl UsedBlobs {
         };
         let mut reads = FuturesUnordered::new();
         // Trees that have been found, but not yet counted as used.
-        let mut found: Vec<Id> = snapshots.iter().map(|snapshot| snapshot.tree).collect();
+        let mut found: Vec<Id> = snapshots.iter().map(|(_, snapshot)| snapshot.tree).collect();
         // Trees whose packs the tree reader has in memory.
         let mut ready = Vec::new();
         // The other trees, by the number of their pack.

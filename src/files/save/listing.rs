@@ -8,14 +8,12 @@ use std::os::unix::ffi::OsStrExt;
 use rustix::fs::Dir;
 
 use super::entry_stat::{CACHE_TAG, has_cache_tag};
-use super::walk::{EntryError, Walker};
-use crate::pack::MAX_BLOB_BYTES;
+use super::walk::{EntryError, MAX_DIRECTORY_BYTES, Walker};
+use crate::tree::NODE_BYTES;
 
-/// Directories with more entries, or whose tree would be larger than [`MAX_BLOB_BYTES`], are not saved: a tree is one
+/// Directories with more entries, or whose tree would be larger than [`MAX_DIRECTORY_BYTES`], are not saved: a tree is one
 /// blob, which is parsed in memory.
 const MAX_DIRECTORY_ENTRIES: usize = if cfg!(test) { 2000 } else { 200_000 };
-/// The size of a typical node without the name, in bytes.
-const NODE_BYTES: usize = 450;
 
 impl Walker<'_> {
     /// Returns the names in a directory, sorted. For a cache directory, returns only the tag, and counts the other
@@ -66,12 +64,12 @@ impl Walker<'_> {
 
 /// Checks the number of entries, and the size of their nodes, that have been listed so far.
 fn check_size(entries: usize, bytes: usize) -> Result<(), EntryError> {
-    if entries <= MAX_DIRECTORY_ENTRIES && bytes <= MAX_BLOB_BYTES {
+    if entries <= MAX_DIRECTORY_ENTRIES && bytes <= MAX_DIRECTORY_BYTES {
         return Ok(());
     }
     let why = format!(
         "its first {entries} entries take about {bytes} bytes, but the limits are {MAX_DIRECTORY_ENTRIES} entries and \
-         {MAX_BLOB_BYTES} bytes"
+         {MAX_DIRECTORY_BYTES} bytes"
     );
     Err(EntryError::Unreadable(io::Error::other(why)))
 }
@@ -82,8 +80,11 @@ mod tests {
 
     #[test]
     fn check_size_refuses_too_many_entries_and_bytes() {
-        assert!(check_size(MAX_DIRECTORY_ENTRIES, MAX_BLOB_BYTES).is_ok());
-        assert!(check_size(MAX_DIRECTORY_ENTRIES + 1, MAX_BLOB_BYTES).is_err());
-        assert!(check_size(MAX_DIRECTORY_ENTRIES, MAX_BLOB_BYTES + 1).is_err(), "long names take more space");
+        assert!(check_size(MAX_DIRECTORY_ENTRIES, MAX_DIRECTORY_BYTES).is_ok());
+        assert!(check_size(MAX_DIRECTORY_ENTRIES + 1, MAX_DIRECTORY_BYTES).is_err());
+        assert!(
+            check_size(MAX_DIRECTORY_ENTRIES, MAX_DIRECTORY_BYTES + 1).is_err(),
+            "long names take more space"
+        );
     }
 }

@@ -208,6 +208,15 @@ impl Saver {
         }
     }
 
+    /// Whether the store has this snapshot. Does not use the cache.
+    ///
+    /// # Errors
+    /// If the store fails.
+    pub async fn has_snapshot(&self, id: Id) -> Result<bool, FilesError> {
+        let path = self.repository.path(ObjectKind::Snapshot, id);
+        Ok(self.repository.bucket.head(&path).await?.is_some())
+    }
+
     /// Sets the snapshot that the store has lost, if any. A save whose parent it is writes a new snapshot even if nothing
     /// has changed.
     pub fn set_lost_snapshot(&mut self, lost_snapshot: Option<Id>) {

@@ -40,6 +40,8 @@ use crate::xattrs::read_xattrs;
 pub(super) const MAX_READ_ATTEMPTS: u32 = 3;
 /// Directories that are nested deeper are not saved: each level takes a file descriptor and stack space.
 const MAX_DEPTH: usize = 1000;
+/// Maximum size of a directory's tree, which is built in memory.
+pub(super) const MAX_DIRECTORY_BYTES: usize = if cfg!(test) { 8 << 20 } else { MAX_BLOB_BYTES };
 /// The start of the notes about sockets, FIFOs and devices.
 pub const SPECIAL_FILE_NOTE: &str = "special file";
 /// Maximum number of notes in the result.
@@ -88,6 +90,7 @@ impl Walk {
             trees: matches!(scope, Scope::All).then(HashSet::new),
             linked: HashMap::new(),
             path: PathBuf::new(),
+            node_bytes: 0,
             has_read_database: false,
             is_in_git_objects: false,
             has_vanished: false,
@@ -131,6 +134,8 @@ pub(super) struct Walker<'a> {
     pub(super) linked: HashMap<u64, HardLinkedContent>,
     /// The path of the current entry, relative to the home directory.
     pub(super) path: PathBuf,
+    /// The approximate size of the nodes of the current directory that have been saved.
+    node_bytes: usize,
     /// Whether a database was read in the current directory.
     pub(super) has_read_database: bool,
     /// Whether the current directory contains the objects of a git repository.
@@ -168,19 +173,29 @@ impl Walker<'_> {
         self.counts.directories += 1;
         let earlier_nodes = self.load_earlier(earlier)?;
         let is_cached = earlier_nodes.is_some();
-        let mut nodes = match earlier_nodes {
+        let outer_bytes = std::mem::take(&mut self.node_bytes);
+        let nodes = match earlier_nodes {
             Some(earlier) if can_save_marked(&earlier, scope) => {
-                self.save_marked(directory, earlier, scope)?
+                self.save_marked(directory, earlier, scope).map_err(EntryError::from)
             }
-            Some(earlier) => self.save_all(directory, earlier, scope)?,
-            None => self.save_all(directory, BTreeMap::new(), Scope::All)?,
+            Some(earlier) => self.save_all(directory, earlier, scope),
+            None => self.save_all(directory, BTreeMap::new(), Scope::All),
         };
+        let node_bytes = std::mem::replace(&mut self.node_bytes, outer_bytes);
+        let mut nodes = nodes?;
+        // A directory within the limit of entries can exceed this limit, because link targets and attributes may be
+        // long.
+        let too_large = || {
+            let why = format!("its entries take more than {MAX_DIRECTORY_BYTES} bytes");
+            EntryError::Unreadable(io::Error::other(why))
+        };
+        if node_bytes > MAX_DIRECTORY_BYTES {
+            return Err(too_large());
+        }
         nodes.sort_by_cached_key(Node::file_name);
         let json = Tree { nodes }.to_json()?;
-        // A directory within the limit of entries can exceed this limit, because names and attributes may be long.
-        if json.len() > MAX_BLOB_BYTES {
-            let why = format!("its entries take more than {MAX_BLOB_BYTES} bytes");
-            return Err(EntryError::Unreadable(io::Error::other(why)));
+        if json.len() > MAX_DIRECTORY_BYTES {
+            return Err(too_large());
         }
         let id = Id::of(&json);
         if earlier != Some(id) || !is_cached {
@@ -277,6 +292,10 @@ impl Walker<'_> {
         if self.is_stopped.load(Ordering::Relaxed) {
             return Err(FilesError::Stopped);
         }
+        if self.node_bytes > MAX_DIRECTORY_BYTES {
+            // The directory cannot be saved; the other nodes would only take memory.
+            return Ok(None);
+        }
         self.path.push(name);
         let mut attempts = 1;
         let saved = loop {
@@ -298,6 +317,9 @@ impl Walker<'_> {
             Err(EntryError::Fatal(error)) => Err(error),
         };
         self.path.pop();
+        if let Ok(Some(node)) = &saved {
+            self.node_bytes += node.approximate_bytes();
+        }
         saved
     }
 

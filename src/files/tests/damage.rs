@@ -4,7 +4,9 @@ use super::edge_cases::changes_in;
 use super::*;
 use crate::history::History;
 use crate::pack::BlobType;
+use crate::prune::{PruneOptions, prune};
 use crate::repository::{ObjectKind, list_objects};
+use crate::retention::RetentionPolicy;
 use crate::verify::{find_unindexed, find_unusable_snapshot};
 
 /// Flips a bit of a blob in the store.
@@ -133,6 +135,26 @@ async fn lost_snapshot_is_replaced_with_its_unreadable_entries() {
     assert_ne!(replaced.id, saved.id);
     assert_eq!(replaced.snapshot.tree, saved.snapshot.tree);
     assert!(fixture.save().await.is_unchanged, "only the lost snapshot is replaced");
+}
+
+/// Only the snapshot's name lets an operator remove it.
+#[tokio::test]
+async fn prune_names_the_snapshot_with_a_lost_directory() {
+    let mut fixture = Fixture::new().await;
+    fixture.write("projects/app/main.rs", "lost");
+    let earlier = fixture.save().await;
+    fixture.write("projects/app/main.rs", "sound");
+    fixture.save().await;
+    let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
+    let history = History::open(repository.clone()).await.unwrap();
+    let lost = history.find(&earlier.snapshot, Path::new("projects/app")).await.unwrap().unwrap();
+    damage(&fixture, BlobType::Tree, lost.node.subtree.unwrap()).await;
+    let policy = RetentionPolicy::default();
+    let options = PruneOptions { policy, is_dry_run: true, ..pruning::days_later(0) };
+    let error = prune(&repository, &options).await.unwrap_err();
+    assert!(error.is_damage(), "{error}");
+    let text = error.to_string();
+    assert!(text.contains(&format!("snapshot {}", earlier.id)) && text.contains("restic forget"), "{text}");
 }
 
 /// Any holder of the slot's store credentials can create such objects.

@@ -256,7 +256,7 @@ async fn damage_is_traced_to_files_and_repaired() {
     let affected = find_affected_files(&repository, &blobs).await.unwrap();
     let expected =
         AffectedPath { path: "projects/kept".into(), first: first.snapshot.time, last: second.snapshot.time };
-    assert_eq!(affected, AffectedFiles { paths: vec![expected], snapshots: 2 });
+    assert_eq!(affected, AffectedFiles { paths: vec![expected], has_more: false, snapshots: 2 });
 
     let (damaged_pack, lost_blob) = (pack, *blobs.iter().next().unwrap());
     fixture.saver.set_damaged_packs(HashSet::from([pack]));
@@ -321,7 +321,7 @@ async fn lost_blob_is_reported_for_packs_of_all_shares() {
 
 /// Of 31 affected paths, each snapshot has 30, so the first 20 of one snapshot are not those of the other.
 #[tokio::test]
-async fn affected_times_are_exact_for_many_paths() {
+async fn affected_files_of_the_latest_snapshot_are_listed_first() {
     let mut fixture = Fixture::new().await;
     for number in 1..=30 {
         fixture.write(&format!("f{number:02}"), "same");
@@ -332,12 +332,13 @@ async fn affected_times_are_exact_for_many_paths() {
     let newer = fixture.save().await.snapshot.time;
     let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
     let affected = find_affected_files(&repository, &HashSet::from([Id::of(b"same")])).await.unwrap();
-    let expected = (1..=20).map(|number| AffectedPath {
+    let expected = (2..=21).map(|number| AffectedPath {
         path: format!("f{number:02}").into(),
-        first: older,
-        last: if number == 1 { older } else { newer },
+        // f21 is not among the first 20 of the older snapshot.
+        first: if number == 21 { newer } else { older },
+        last: newer,
     });
-    assert_eq!(affected, AffectedFiles { paths: expected.collect(), snapshots: 2 });
+    assert_eq!(affected, AffectedFiles { paths: expected.collect(), has_more: true, snapshots: 2 });
 }
 
 /// A range beyond the end of a pack counts as damage, for which another copy is tried, and not as an outage.

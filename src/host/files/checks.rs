@@ -63,6 +63,7 @@ pub struct FileChecks {
     /// The first affected files; `None` if they are not known yet.
     pub affected: Option<Vec<AffectedFile>>,
     pub affected_snapshots: u64,
+    pub has_more_affected: bool,
 }
 
 /// The last verification.
@@ -329,7 +330,9 @@ impl FileChecks {
             return format!("{packs}, which no snapshot needs");
         }
         let snapshots = pluralize(self.affected_snapshots, "snapshot");
-        format!("{packs}, needed by {snapshots}: {}", files.join("; "))
+        let has_more = self.has_more_affected || affected.len() > MAX_NAMED_FILES;
+        let others = if has_more { "; and others" } else { "" };
+        format!("{packs}, needed by {snapshots}: {}{others}", files.join("; "))
     }
 
     pub fn damaged_packs(&self) -> HashSet<Id> {

@@ -5,6 +5,7 @@ use jiff::Timestamp;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::clock;
 use svc_base::quantity::pluralize;
+use svc_base::stdout;
 use svc_base::untrusted_text::one_line;
 use svc_wire::files::ExcludedFiles;
 
@@ -27,7 +28,8 @@ pub fn show_status(layout: &Layout) -> Result<(), Failure> {
     let outcome = RestoreOutcome::read(layout).or_exit(Exit::Internal)?;
     let checks = FileChecks::read(layout).or_exit(Exit::Internal)?;
     let now = Timestamp::now();
-    print!("{}{}", describe(status.as_ref(), outcome.as_ref(), now), describe_checks(&checks, now));
+    let text = describe(status.as_ref(), outcome.as_ref(), now) + &describe_checks(&checks, now);
+    stdout::print(&text)?;
     let has_failed = outcome.is_some_and(|outcome| outcome.error.is_some());
     let is_unsaved = status.is_none_or(|status| status.is_unsaved(now));
     if has_failed || is_unsaved {

@@ -102,6 +102,7 @@ pub async fn run(layout: Layout, should_retry: bool, should_skip_damaged: bool) 
         // There was a snapshot then: an empty store must not count as success.
         Some(error) if error != SKIPPED => ExpectedSnapshot::Certain,
         None if settings.layout.restore_complete().exists() => ExpectedSnapshot::Unknown,
+        None if has_expected_files(&settings.layout)? => ExpectedSnapshot::Certain,
         Some(_) | None => ExpectedSnapshot::IfAnyExists,
     };
     match restore_files(&settings, &progress, expected, should_skip_damaged).await {
@@ -189,6 +190,13 @@ fn is_restore_requested(layout: &Layout) -> Result<bool, Failure> {
     Ok(env.finish(Some(flag))?.is_on())
 }
 
+/// Whether an earlier machine had saved files when the platform created this one.
+fn has_expected_files(layout: &Layout) -> Result<bool, Failure> {
+    let mut env = config::environment(layout);
+    let flag = env.flag(&vars::SVC_EXPECT_FILES);
+    Ok(env.finish(Some(flag))?.is_on())
+}
+
 /// Records that the operator chose to start the machine without its files.
 fn record_skipped(layout: &Layout) -> Result<(), Failure> {
     RestoreOutcome::failed(SKIPPED.to_owned()).write(layout).or_exit(Exit::Internal)?;
@@ -209,10 +217,13 @@ fn is_done(layout: &Layout, should_retry: bool) -> Result<bool, Failure> {
         }
         Some(RestoreOutcome { error: Some(_), .. }) => return Ok(false),
         Some(RestoreOutcome { is_given_up: true, .. }) => {
-            println!(
-                "an operator chose not to restore the previous machine's files; `svc-sync-agent restore PATH --time TIME` \
-                 restores single files"
-            );
+            if should_retry {
+                let why = anyhow!(
+                    "an operator chose not to restore the previous machine's files; `svc-sync-agent restore PATH --time TIME` \
+                     restores single files"
+                );
+                return Err(Failure::new(Exit::Refused, why));
+            }
             return Ok(true);
         }
         Some(RestoreOutcome { error: None, .. }) => {}
@@ -280,7 +291,7 @@ async fn restore_files(
 /// Whether the pointer must name a snapshot of an earlier machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ExpectedSnapshot {
-    /// An earlier restore of it failed.
+    /// An earlier restore of it failed, or the platform knows that an earlier machine has saved files.
     Certain,
     /// It must if there are any snapshots, because this machine has saved none.
     IfAnyExists,
@@ -415,8 +426,8 @@ async fn choose_snapshot(
     if !should_skip_damaged {
         let id = id.ok_or(GateError::InvalidSnapshot)?;
         let read = async || repository.read_snapshot(id).await;
-        retry(OUTAGE_TIMEOUT, FilesError::is_transient, read).await?;
-        return Ok((id, latest.taken_at));
+        let snapshot = retry(OUTAGE_TIMEOUT, FilesError::is_transient, read).await?;
+        return Ok((id, restored_as_of(latest, &snapshot)));
     }
     let find = async || -> Result<Option<(Id, Snapshot)>, FilesError> {
         let history = History::open_latest(repository.clone(), id).await?;
@@ -426,7 +437,7 @@ async fn choose_snapshot(
         }
     };
     match retry(OUTAGE_TIMEOUT, FilesError::is_transient, find).await? {
-        Some((found, _)) if Some(found) == id => Ok((found, latest.taken_at)),
+        Some((found, snapshot)) if Some(found) == id => Ok((found, restored_as_of(latest, &snapshot))),
         Some((found, snapshot)) => {
             let at = clock::rfc3339_ms(snapshot.time);
             tracing::warn!(at, "the latest snapshot cannot be read; restoring the newest readable one");
@@ -434,6 +445,12 @@ async fn choose_snapshot(
         }
         None => Err(FilesError::corrupt("file backup", &"no snapshot can be read").into()),
     }
+}
+
+/// Returns the time up to which a snapshot contains all changes. Any holder of the slot's store credentials can write a
+/// later time to the pointer, but only a holder of the key can write a snapshot.
+fn restored_as_of(latest: &FilesSnapshotRef, snapshot: &Snapshot) -> Timestamp {
+    latest.taken_at.min(snapshot.time)
 }
 
 async fn show_progress(counts: &RestoreProgress, progress: &Progress) -> std::convert::Infallible {

@@ -19,6 +19,7 @@ mod gate_error;
 pub mod history;
 pub mod home_path;
 mod home_placement;
+mod open_saver;
 mod owner;
 pub mod restore_entry;
 pub mod restore_outcome;

@@ -13,18 +13,14 @@ use svc_base::clock;
 use svc_base::error_chain::format_chain;
 use svc_base::failpoint;
 use svc_base::fsx;
-use svc_files::save::{
-    ChangeSet, Exclusions, SaveOptions, SaveResult, Saver, estimate_pending_bytes, read_parent,
-};
-use svc_files::{Id, Snapshot};
+use svc_files::save::{ChangeSet, Exclusions, SaveResult, estimate_pending_bytes};
 use svc_store::files_pointer::{self, FilesSnapshotRef};
-use svc_store::pointer_io::PointerError;
 use tokio::signal::unix::{SignalKind, signal};
 
 use super::access::{AccessError, FilesSettings};
 use super::changes;
 use super::checks::FileChecks;
-use super::home_path::DISPLAY_HOME;
+use super::open_saver::OpenSaver;
 use super::restore_outcome::RestoreOutcome;
 use super::rules::{OwnerRules, read_rules, set_rules};
 use super::save_error::SaveError;
@@ -111,16 +107,6 @@ struct FinishedSave {
     is_full: bool,
     /// Whether no snapshot was taken.
     is_unchanged: bool,
-}
-
-struct OpenSaver {
-    saver: Saver,
-    /// The snapshot with which the next save compares the files; `None` if there is none, or if it is damaged.
-    parent: Option<(Id, Snapshot)>,
-    /// Whether this machine took the snapshot that the pointer names.
-    is_parent_from_this_machine: bool,
-    /// The id of the snapshot that the pointer names.
-    pointer_target: Option<String>,
 }
 
 impl FileBackup {
@@ -248,12 +234,19 @@ impl FileBackup {
         self.ensure_home_is_complete()?;
         let checks = FileChecks::read(&self.settings.layout).map_err(AccessError::File)?;
         let is_repair = self.status.needs_repair(checks.damage_found_at);
+        // A requested save must not succeed because of what the store contained earlier.
+        let must_check = self.schedule.is_requested() || save == SaveScope::Everything;
         let open = match self.saver.take().filter(|_| !is_repair) {
-            Some(open) => open,
-            // For a repair, the pointer is read again.
-            None => self.open().await?,
+            Some(open) if !must_check || open.is_pointer_current(&self.settings).await? => open,
+            _ => {
+                let (open, key_error) = OpenSaver::open(&self.settings).await?;
+                self.status.record_key(key_error.as_ref());
+                open
+            }
         };
         let open = self.saver.insert(open);
+        let lost_snapshot = if must_check { open.find_lost_parent().await? } else { None };
+        open.saver.set_lost_snapshot(lost_snapshot.or(checks.damaged_snapshot()));
         let paths = reply.as_ref().and_then(|reply| reply.paths.as_ref());
         let options = open.saver.options_mut();
         options.origin = self.settings.origin();
@@ -269,9 +262,7 @@ impl FileBackup {
         // The save writes content again if it is only in damaged packs.
         open.saver.set_damaged_packs(checks.damaged_packs());
         let save = if is_repair { SaveScope::Everything } else { save };
-        open.saver.set_lost_snapshot(checks.damaged_snapshot());
-        let parent = open.parent.clone();
-        let (result, is_full) = match (save, parent) {
+        let (result, is_full) = match (save, open.parent.clone()) {
             // The changes since another machine's snapshot are unknown.
             (SaveScope::Changes, Some(parent)) if open.is_parent_from_this_machine => {
                 let mut changed = changes::unwatched_changes(&self.settings.layout.user_home());
@@ -341,60 +332,6 @@ impl FileBackup {
             Some(RestoreOutcome { error: Some(_), .. }) => Err(AccessError::NotRestored.into()),
             _ => Ok(()),
         }
-    }
-
-    /// Refuses to save on a machine that has not restored its predecessor's files, because it booted with an earlier
-    /// release.
-    fn ensure_latest_was_restored(&self, latest: Option<&FilesSnapshotRef>) -> Result<(), SaveError> {
-        let identity = &self.settings.identity;
-        // Compare with the epoch at provisioning: the current one was raised if a recovery was undone, and the machine
-        // of that recovery is not a predecessor.
-        let is_from_predecessor = latest
-            .is_some_and(|latest| latest.machine_id != identity.machine && latest.epoch < identity.epoch);
-        if is_from_predecessor
-            && RestoreOutcome::read(&self.settings.layout).map_err(AccessError::File)?.is_none()
-        {
-            return Err(AccessError::NotRestored.into());
-        }
-        Ok(())
-    }
-
-    async fn open(&mut self) -> Result<OpenSaver, SaveError> {
-        let (repository, key_error) = self.settings.open_or_create().await?;
-        self.status.record_key(key_error.as_ref());
-        let pointer = files_pointer::read(&self.settings.bucket, &self.settings.slot).await?;
-        let pointer = pointer.map(|pointer| pointer.value);
-        if let Some(pointer) = &pointer {
-            // A replaced machine would only add snapshots to which the pointer never moves.
-            pointer
-                .admit(self.settings.epoch(), self.settings.identity.machine)
-                .map_err(PointerError::from)?;
-        }
-        let latest = pointer.and_then(|pointer| pointer.snapshot);
-        self.ensure_latest_was_restored(latest.as_ref())?;
-        let this_machine = self.settings.identity.machine;
-        let is_parent_from_this_machine =
-            latest.as_ref().is_some_and(|latest| latest.machine_id == this_machine);
-        let pointer_target = latest.map(|snapshot| snapshot.id);
-        let parent = match pointer_target.as_deref().and_then(|id| id.parse::<Id>().ok()) {
-            Some(id) => read_parent(&repository, id).await?,
-            None => None,
-        };
-        let identity = &self.settings.identity;
-        let options = SaveOptions {
-            shown_path: DISPLAY_HOME.to_owned(),
-            hostname: identity.handle.to_string(),
-            username: "svc".to_owned(),
-            system_root: self.settings.layout.root().to_owned(),
-            max_bytes_per_second: self.settings.max_bytes_per_second,
-            ..SaveOptions::new(self.settings.layout.user_home(), self.settings.origin())
-        };
-        Ok(OpenSaver {
-            saver: Saver::new(repository, options),
-            parent,
-            is_parent_from_this_machine,
-            pointer_target,
-        })
     }
 
     fn record_changed_since(&mut self, checked_at: Timestamp) {

@@ -176,6 +176,18 @@ impl FilesStatus {
         }
     }
 
+    /// Describes the entries that the last save could not read; `None` if there are none.
+    pub fn describe_unreadable(&self) -> Option<String> {
+        let first =
+            self.first_unreadable.as_ref().map_or_else(String::new, |first| format!(", such as {first}"));
+        let (subject, verb) = match self.unreadable {
+            0 => return None,
+            1 => ("1 entry".to_owned(), "is"),
+            count => (format!("{count} entries"), "are"),
+        };
+        Some(format!("{subject} of the owner's home cannot be read, and {verb} not saved{first}"))
+    }
+
     /// Describes the most serious known problem of what is saved.
     pub fn find_problem(&self, checks: &FileChecks) -> Option<String> {
         checks.find_problem().or_else(|| self.key_problem.clone())

@@ -190,7 +190,7 @@ async fn verify_shares(
     } else {
         find_affected_files(&repository, &blobs).await?
     };
-    checks.affected_snapshots = affected.snapshots;
+    (checks.affected_snapshots, checks.has_more_affected) = (affected.snapshots, affected.has_more);
     let describe = |file: AffectedPath| AffectedFile {
         path: truncate_printable(&HomePath::from_relative(file.path).to_string()),
         first: file.first,

@@ -33,7 +33,7 @@ pub enum AcceptReason {
 }
 
 /// The settings that root accepts from other users' files.
-pub const ALLOWED_FROM_OTHERS: [(&Variable, AcceptReason); 30] = [
+pub const ALLOWED_FROM_OTHERS: [(&Variable, AcceptReason); 31] = [
     (&vars::SVC_MACHINE_ID, AcceptReason::Identifier),
     (&vars::SVC_USER_ID, AcceptReason::Identifier),
     (&vars::SVC_HANDLE, AcceptReason::Identifier),
@@ -43,6 +43,7 @@ pub const ALLOWED_FROM_OTHERS: [(&Variable, AcceptReason); 30] = [
     (&vars::SVC_RESTORE_SNAPSHOT, AcceptReason::Identifier),
     (&vars::SVC_RESTORE_MODE, AcceptReason::Choice),
     (&vars::SVC_RESTORE_FILES, AcceptReason::Choice),
+    (&vars::SVC_EXPECT_FILES, AcceptReason::Choice),
     (&vars::BACKUP_COMPRESSION, AcceptReason::Choice),
     (&vars::BACKUP_RETRY_SECONDS, AcceptReason::Choice),
     (&vars::VERIFY_WITHIN_DAYS, AcceptReason::Choice),

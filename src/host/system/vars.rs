@@ -60,6 +60,8 @@ svc_base::variables! {
         SVC_RESTORE_MODE: "`required` or `empty`" = required, in "`boot.env`", by ["svc-restore"];
         /// Whether the first boot restores the owner's files. `svcctl recover --without-files` sets `false`.
         SVC_RESTORE_FILES: "`true` or `false`" = "true", in "`boot.env`", by ["svc-sync-agent"];
+        /// Whether an earlier machine has saved files, so that an empty file backup counts as a loss.
+        SVC_EXPECT_FILES: "`true` or `false`" = "false", in "`boot.env`", by ["svc-sync-agent"];
     }
 
     "host.settings", in "process environment or the files above", by ["svc-gateway"] {

@@ -61,6 +61,18 @@ pub async fn lock_in_slot(
     find_one(tx, &condition, &[&user.as_str(), &slot.as_str()]).await
 }
 
+/// Whether an earlier machine of the slot has reported that it saved the owner's files.
+pub async fn has_earlier_saved_files(
+    client: &impl GenericClient,
+    machine: &MachineRow,
+) -> Result<bool, DbError> {
+    let sql = "SELECT EXISTS (SELECT FROM user_machines WHERE idp_user_id = $1 AND slot = $2 AND epoch < $3 \
+               AND files->>'savedUntil' IS NOT NULL)";
+    let epoch = sql_epoch(machine.epoch);
+    let params: Params<'_> = &[&machine.user.as_str(), &machine.slot.as_str(), &epoch];
+    Ok(query_opt(client, sql, params).await?.is_some_and(|row| row.get(0)))
+}
+
 /// Reads and locks the newest earlier machine in the slot whose host has registered: no other machine's data can be
 /// newer than every snapshot. The row stays locked until the transaction ends.
 pub async fn lock_last_registered(

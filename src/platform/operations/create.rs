@@ -21,6 +21,7 @@ use crate::host_store::SessionGrant;
 use crate::userdata;
 use svc_http::problem::format_chain;
 use svc_http::proof::ProofKeys;
+use svc_machine::event::RestoreMode;
 use svc_machine::id::MachineId;
 use svc_provider::{ActionId, ActionStatus, Cause, ErrorKind, ProviderError, Server, ServerOrder};
 
@@ -204,7 +205,16 @@ async fn build_order(
     let store = platform.host_store.grant_access(machine, SessionGrant::Working).await;
     let store =
         store.map_err(|error| StepError::transient("cannot get store credentials for the host", error))?;
-    let user_data = userdata::render(machine, &config.hosts, &store, keys, &platform.mint)
+    let has_saved_files = async {
+        let session = platform.db.session().await?;
+        db::machines::has_earlier_saved_files(&session, machine).await
+    };
+    let has_saved_files = has_saved_files
+        .await
+        .map_err(|error| StepError::transient("cannot read the slot's machines", error))?;
+    // A slot that is provisioned anew may start empty.
+    let expects_files = machine.restore == RestoreMode::Required && has_saved_files;
+    let user_data = userdata::render(machine, &config.hosts, &store, keys, &platform.mint, expects_files)
         .map_err(|error| StepError::permanent("cannot render user-data", error))?;
     let slot = Sha256::digest(format!("{}/{}", machine.user, machine.slot));
     let labels = BTreeMap::from([

@@ -164,6 +164,8 @@ pub struct FilesProgress {
     #[serde(with = "svc_base::clock::wire_option")]
     pub saved_until: Option<Timestamp>,
     pub error: Option<String>,
+    /// Names the entries that the last save could not read. Earlier releases do not report them.
+    pub unreadable: Option<String>,
 }
 
 #[derive(Debug, Default, serde::Deserialize)]

@@ -5,6 +5,8 @@ use std::io::{self, BufWriter, Read, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use axum::body::Body;
 use futures_util::{Stream, StreamExt, stream};
@@ -53,13 +55,23 @@ pub fn stream_archive(history: History, entry: Entry, name: OsString, format: Ar
     let (sender, buffers) = mpsc::channel::<io::Result<Vec<u8>>>(MAX_PENDING_BUFFERS);
     let runtime = Handle::current();
     tokio::task::spawn_blocking(move || {
-        let errors = sender.clone();
-        let output = BufWriter::with_capacity(BUFFER_BYTES, ChannelWriter(sender));
-        let writer = match format {
+        let (errors, is_failed) = (sender.clone(), Arc::new(AtomicBool::new(false)));
+        let channel = ChannelWriter { buffers: sender, is_failed: Arc::clone(&is_failed) };
+        let output = BufWriter::with_capacity(BUFFER_BYTES, channel);
+        let mut writer = match format {
             ArchiveFormat::Tar => Writer::Tar(Box::new(tar::Builder::new(output)), FirstNames::default()),
             ArchiveFormat::Zip => Writer::Zip(Box::new(ZipWriter::new_stream(output))),
         };
-        if let Err(error) = write_archive(&history, &entry, &name, writer, &runtime) {
+        let written = match write_entries(&history, &entry, &name, &mut writer, &runtime) {
+            Ok(()) => writer.finish(),
+            Err(error) => {
+                // Both libraries complete the archive when their writer is dropped.
+                is_failed.store(true, Ordering::Relaxed);
+                drop(writer);
+                Err(error)
+            }
+        };
+        if let Err(error) = written {
             tracing::warn!(error = %format_chain(&error), "an archive of the owner's files is incomplete");
             // This fails if the client has disconnected.
             let _ = errors.blocking_send(Err(error));
@@ -70,12 +82,18 @@ pub fn stream_archive(history: History, entry: Entry, name: OsString, format: Ar
     }))
 }
 
-struct ChannelWriter(mpsc::Sender<io::Result<Vec<u8>>>);
+struct ChannelWriter {
+    buffers: mpsc::Sender<io::Result<Vec<u8>>>,
+    is_failed: Arc<AtomicBool>,
+}
 
 impl Write for ChannelWriter {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if self.is_failed.load(Ordering::Relaxed) {
+            return Err(io::Error::other("the archive is incomplete"));
+        }
         let disconnected = |_| io::Error::new(io::ErrorKind::BrokenPipe, "the client has disconnected");
-        self.0.blocking_send(Ok(bytes.to_vec())).map_err(disconnected)?;
+        self.buffers.blocking_send(Ok(bytes.to_vec())).map_err(disconnected)?;
         Ok(bytes.len())
     }
 
@@ -91,11 +109,11 @@ enum Writer<W: Write> {
     Zip(Box<ZipWriter<StreamWriter<W>>>),
 }
 
-fn write_archive<W: Write>(
+fn write_entries<W: Write>(
     history: &History,
     entry: &Entry,
     name: &OsStr,
-    mut writer: Writer<W>,
+    writer: &mut Writer<W>,
     runtime: &Handle,
 ) -> io::Result<()> {
     // Full paths of the entries of deep directories would take much memory.
@@ -129,7 +147,7 @@ fn write_archive<W: Write>(
             EntryKind::Special => {}
         }
     }
-    writer.finish()
+    Ok(())
 }
 
 impl<W: Write> Writer<W> {

@@ -65,6 +65,9 @@ struct FilesView {
     saved_until: Option<Timestamp>,
     #[serde(skip_serializing_if = "Option::is_none")]
     error: Option<String>,
+    /// Names the entries that the last save could not read.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    unreadable: Option<String>,
 }
 
 /// `GET /_svc/internal/backup`.
@@ -92,7 +95,8 @@ fn read_backup_status(layout: &Layout) -> Result<Value, LockError> {
         summary["last"] = serde_json::to_value(last).expect("the last run can be serialized");
     }
     if let Some(status) = FilesStatus::read(layout)? {
-        let files = FilesView { saved_until: status.saved_until, error: status.error };
+        let unreadable = status.describe_unreadable();
+        let files = FilesView { saved_until: status.saved_until, error: status.error, unreadable };
         summary["files"] = serde_json::to_value(files).expect("the status can be serialized");
     }
     Ok(summary)
@@ -121,7 +125,10 @@ pub static BACKUP_PROGRESS: Endpoint = Endpoint {
                     ("uploadedBytes", count()),
                     ("updatedAt", time()),
                     ("last", last),
-                    ("files", object(&[], &[("savedUntil", time()), ("error", text())])),
+                    (
+                        "files",
+                        object(&[], &[("savedUntil", time()), ("error", text()), ("unreadable", text())]),
+                    ),
                 ],
             )
         })],

@@ -23,7 +23,9 @@ use svc_base::fsx;
 use svc_http::openapi::MAX_SAFE_INTEGER;
 use svc_http::proof::ProofKeys;
 use svc_store::key;
-use svc_wire::heartbeat::{ComponentHealth, FILES_DAMAGED, FILES_NOT_RESTORED, FILES_UNSAVED};
+use svc_wire::heartbeat::{
+    ComponentHealth, FILES_DAMAGED, FILES_NOT_RESTORED, FILES_UNREADABLE, FILES_UNSAVED,
+};
 use svc_wire::host::{
     ComponentStatus, FileBackupReport, LastBackup, LastUpdate, MAX_DAMAGED_KEYS, Outcome, SnapshotCheck,
     SnapshotChecks, UpdateOutcome,
@@ -83,6 +85,7 @@ pub async fn check_health(config: &SyncConfig) -> (ComponentHealth, Vec<Attentio
     attention.extend(waiting_update_item(config));
     attention.extend(unsaved_files_item(config));
     attention.extend(damaged_files_item(config));
+    attention.extend(unreadable_files_item(config));
     (health, attention)
 }
 
@@ -138,6 +141,12 @@ fn damaged_files_item(config: &SyncConfig) -> Option<Attention> {
         None => format!("the file backup may be damaged: {}", checks.find_failure(Timestamp::now())?),
     };
     Some(attention_item(FILES_DAMAGED, detail))
+}
+
+/// Returns the item for files that cannot be saved because they cannot be read.
+fn unreadable_files_item(config: &SyncConfig) -> Option<Attention> {
+    let status = FilesStatus::read(&config.layout).ok()??;
+    Some(attention_item(FILES_UNREADABLE, status.describe_unreadable()?))
 }
 
 /// Reads the state of the file backup; `None` if it has not started.

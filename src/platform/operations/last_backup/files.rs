@@ -12,7 +12,7 @@ use super::final_backup::HostReport;
 use super::progress::LastBackupProgress;
 use svc_base::clock;
 use svc_base::untrusted_text::truncate_printable;
-use svc_wire::heartbeat::{FILES_DAMAGED, FILES_NOT_RESTORED};
+use svc_wire::heartbeat::{FILES_DAMAGED, FILES_NOT_RESTORED, FILES_UNREADABLE};
 
 /// How long the step waits for the files after the database is saved.
 const FILES_TIMEOUT: SignedDuration = SignedDuration::from_mins(3);
@@ -45,11 +45,12 @@ impl SavedFiles {
         let stopped_at = progress.quiesced_at.or(progress.first_requested_at);
         let saved_until = files.and_then(|files| files.saved_until);
         let complete_until = saved_until.filter(|until| stopped_at.is_some_and(|stopped| *until >= stopped));
-        match (files, complete_until, find_item(attention, FILES_DAMAGED)) {
-            (_, _, Some(problem)) => Self::Unreliable {
-                problem: problem.to_owned(),
-                can_improve: files.is_some() && complete_until.is_none(),
-            },
+        let unreadable = files.and_then(|files| files.unreadable.as_deref()).map(truncate_printable);
+        let problem = find_item(attention, FILES_DAMAGED).map(str::to_owned).or(unreadable);
+        match (files, complete_until, problem) {
+            (_, _, Some(problem)) => {
+                Self::Unreliable { problem, can_improve: files.is_some() && complete_until.is_none() }
+            }
             (_, Some(until), None) => Self::Complete { until },
             (Some(files), None, None) => {
                 Self::Partial { until: saved_until, error: files.error.as_deref().map(truncate_printable) }
@@ -87,7 +88,9 @@ impl SavedFiles {
 
 /// Returns the detail of an attention item that says that the file backup may be incomplete.
 pub fn find_reported_problem(attention: &Value) -> Option<&str> {
-    find_item(attention, FILES_NOT_RESTORED).or_else(|| find_item(attention, FILES_DAMAGED))
+    [FILES_NOT_RESTORED, FILES_DAMAGED, FILES_UNREADABLE]
+        .into_iter()
+        .find_map(|code| find_item(attention, code))
 }
 
 fn find_item<'a>(attention: &'a Value, code: &str) -> Option<&'a str> {
@@ -142,6 +145,7 @@ mod tests {
         let files = FilesProgress {
             saved_until: saved_until.map(timestamp),
             error: Some("the store is unavailable".to_owned()),
+            unreadable: None,
         };
         HostReport::Backups(BackupProgress { files: Some(Box::new(files)), ..BackupProgress::default() })
     }
@@ -190,6 +194,14 @@ mod tests {
 
     #[test]
     fn files_with_reported_problem_count_as_unsaved() {
+        let unreadable = Some("1 entry of the owner's home cannot be read".to_owned());
+        let files = FilesProgress { saved_until: Some(timestamp(101)), error: None, unreadable };
+        let report_unreadable =
+            HostReport::Backups(BackupProgress { files: Some(Box::new(files)), ..BackupProgress::default() });
+        let files = SavedFiles::from_report(&report_unreadable, &stopped_at_100(), &json!([]));
+        assert_eq!(files.unsaved_since(), Some(None));
+        assert!(files.to_string().contains("cannot be read"), "{files}");
+        assert_eq!(files.wait_reason(&mut stopped_at_100(), timestamp(0)), None, "waiting would not help");
         for code in [FILES_NOT_RESTORED, FILES_DAMAGED] {
             // A host that could not restore the files has no state of its file backup.
             for report in [report(Some(101)), HostReport::Backups(BackupProgress::default())] {
