@@ -441,16 +441,17 @@ async fn choose_snapshot(
         Some((found, snapshot)) => {
             let at = clock::rfc3339_ms(snapshot.time);
             tracing::warn!(at, "the latest snapshot cannot be read; restoring the newest readable one");
-            Ok((found, snapshot.time))
+            Ok((found, snapshot.time.max(Timestamp::UNIX_EPOCH)))
         }
         None => Err(FilesError::corrupt("file backup", &"no snapshot can be read").into()),
     }
 }
 
-/// Returns the time up to which a snapshot contains all changes. Any holder of the slot's store credentials can write a
-/// later time to the pointer, but only a holder of the key can write a snapshot.
+/// Returns the time up to which a snapshot contains all changes. Any holder of the slot's store credentials can write
+/// the pointer's time, so it only makes the result earlier. A time before 1970 is replaced, because it has no RFC 3339
+/// form.
 fn restored_as_of(latest: &FilesSnapshotRef, snapshot: &Snapshot) -> Timestamp {
-    latest.taken_at.min(snapshot.time)
+    latest.taken_at.min(snapshot.time).max(Timestamp::UNIX_EPOCH)
 }
 
 async fn show_progress(counts: &RestoreProgress, progress: &Progress) -> std::convert::Infallible {

@@ -155,7 +155,7 @@ fn read_files(fields: &mut Fields) -> Option<FileBackupReport> {
         pending_bytes: inner.optional_number("pendingBytes"),
         files: inner.required_number("files").unwrap_or(0),
         bytes: inner.required_number("bytes").unwrap_or(0),
-        restored_as_of: inner.lenient_time("restoredAsOf").map(Into::into),
+        restored_as_of: inner.time("restoredAsOf").map(Into::into),
         error: inner.host_text("error"),
         verified_at: inner.time("verifiedAt").map(Into::into),
         drilled_at: inner.time("drilledAt").map(Into::into),
