@@ -1,4 +1,5 @@
-//! Checks the generated sections of the documentation, which are tables built from declarations in the code.
+//! Checks the generated sections of the documentation: tables built from declarations in the code, and the table of
+//! stores, which is built by probing them.
 //!
 //! A generated section is between `<!-- generated: NAME -->` and `<!-- end -->` on a page in `docs`; the text around it
 //! is written by hand. With [`REWRITE_VAR`], the test rewrites the pages; otherwise, it compares them.

@@ -23,8 +23,10 @@ mod go_mode {
     pub(super) const STICKY: u32 = 1 << 20;
 }
 
-/// The size of a typical node without its name, target, attributes and chunks, and that of a chunk's id, in bytes.
+/// The typical and the minimum size of a node without its name, target, attributes and chunks, and the size of a chunk's
+/// id, in bytes.
 pub(crate) const NODE_BYTES: usize = 450;
+const MIN_NODE_BYTES: usize = 250;
 const CHUNK_ID_BYTES: usize = 67;
 
 /// Maximum length of a name and of the target of a symbolic link on Linux.
@@ -155,15 +157,15 @@ where
 }
 
 impl Node {
-    /// Returns the approximate size of the node in a tree.
-    pub(crate) fn approximate_bytes(&self) -> usize {
+    /// Returns a lower bound of the node's size in a tree.
+    pub(crate) fn min_bytes(&self) -> usize {
         let raw = self.linktarget_raw.as_ref().map_or(0, String::len);
         let attributes = self
             .extended_attributes
             .iter()
             .map(|attribute| attribute.name.len() + attribute.value.as_ref().map_or(0, String::len));
         let chunks = self.content.as_ref().map_or(0, Vec::len);
-        NODE_BYTES
+        MIN_NODE_BYTES
             + self.name.len()
             + self.linktarget.len()
             + raw

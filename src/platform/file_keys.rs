@@ -12,7 +12,7 @@ use svc_store::key::SlotPrefix;
 
 use super::context::Platform;
 use super::db::DbError;
-use super::db::file_keys::{self, SealedFileKey};
+use super::db::file_keys::{self, SealedFilesKey};
 use super::keys::{KeyError, Seal};
 
 /// Maximum number of keys that one call reseals.
@@ -25,7 +25,7 @@ fn seal_name(user: &str, slot: &str) -> String {
 
 /// The reason a slot's key cannot be sent to a host.
 #[derive(Debug, thiserror::Error)]
-pub enum FileKeyError {
+pub enum FilesKeyError {
     #[error(transparent)]
     Key(#[from] KeyError),
     #[error("cannot check the key of slot {slot} against its repository")]
@@ -49,7 +49,7 @@ pub enum FileKeyError {
     Mismatch(String),
 }
 
-impl From<DbError> for FileKeyError {
+impl From<DbError> for FilesKeyError {
     fn from(error: DbError) -> Self {
         Self::Key(error.into())
     }
@@ -61,14 +61,14 @@ impl From<DbError> for FileKeyError {
 /// stored, unless the slot has a repository that this key does not open.
 ///
 /// # Errors
-/// [`FileKeyError`]; `Mismatch` if the slot has a repository that the stored key does not open. If no key is stored,
+/// [`FilesKeyError`]; `Mismatch` if the slot has a repository that the stored key does not open. If no key is stored,
 /// `Lost` if the slot has a repository, and the host offers no key or a key that does not open it. The stored key is not
 /// tested if the host offers the same key or none.
 pub async fn load_or_create(
     platform: &Platform,
     (user, slot): (&IdpUserId, &Slot),
     offered: Option<RepositoryKey>,
-) -> Result<RepositoryKey, FileKeyError> {
+) -> Result<RepositoryKey, FilesKeyError> {
     let (seal, session) = (&platform.seal, platform.host_db.session().await?);
     let stored = find(&session, seal, (user, slot)).await?;
     drop(session);
@@ -85,20 +85,23 @@ pub async fn load_or_create(
                 match Repository::open(platform.bucket.clone(), prefix.files(), &key, Cache::none()).await {
                     Ok(opened) => Ok(Some((key, opened.is_some()))),
                     Err(FilesError::WrongKey) => Ok(None),
-                    Err(source) => Err(FileKeyError::Repository { slot: name(), source }),
+                    Err(source) => Err(FilesKeyError::Repository { slot: name(), source }),
                 }
             };
             if let Some(stored) = stored {
                 // The stored key is never replaced: a host could have replaced the repository's configuration with one
                 // that only the offered key opens.
-                return test(stored).await?.map(|(key, _)| key).ok_or_else(|| FileKeyError::Mismatch(name()));
+                return test(stored)
+                    .await?
+                    .map(|(key, _)| key)
+                    .ok_or_else(|| FilesKeyError::Mismatch(name()));
             }
             let key = match offered {
                 Some(offered) => test(offered).await?.map(|(key, _)| key),
                 // A new key passes the test only if the slot has no repository.
                 None => test(generate()?).await?.map(|(key, _)| key),
             };
-            let key = key.ok_or_else(|| FileKeyError::Lost(name()))?;
+            let key = key.ok_or_else(|| FilesKeyError::Lost(name()))?;
             store(platform, (user, slot), &key).await
         }
     }
@@ -113,12 +116,12 @@ async fn store(
     platform: &Platform,
     (user, slot): (&IdpUserId, &Slot),
     key: &RepositoryKey,
-) -> Result<RepositoryKey, FileKeyError> {
+) -> Result<RepositoryKey, FilesKeyError> {
     let seal = &platform.seal;
     let (user_text, slot_text) = (user.to_string(), slot.to_string());
     let name = seal_name(&user_text, &slot_text);
     let sealed = seal.seal(&name, key.password().expose_secret().as_bytes())?;
-    let sealed = SealedFileKey { user: user_text, slot: slot_text, sealed };
+    let sealed = SealedFilesKey { user: user_text, slot: slot_text, sealed };
     let session = platform.host_db.session().await?;
     file_keys::insert_if_absent(&session, &sealed, seal.id()).await?;
     let stored = find(&session, seal, (user, slot)).await?;
@@ -166,7 +169,7 @@ pub async fn reseal_batch(client: &impl GenericClient, seal: &Seal) -> Result<bo
 async fn reseal_all(
     client: &impl GenericClient,
     seal: &Seal,
-    keys: Vec<SealedFileKey>,
+    keys: Vec<SealedFilesKey>,
 ) -> Result<bool, KeyError> {
     let mut has_resealed = false;
     for mut key in keys {

@@ -153,7 +153,8 @@ async fn fleet_shows_the_keys_that_hosts_trust() {
             200
         );
     }
-    // A reported value remains if a later heartbeat omits it, because the host may run an older release again.
+    // A reported value remains if a later heartbeat omits it, because the host may have been rolled back to a
+    // release that does not report it.
     assert_eq!(stack.send_heartbeat(&process, &trusts_both, &heartbeat_of(&trusts_both)).await.status, 200);
     let silent = stack.start_machine(&process, "user_3").await;
 

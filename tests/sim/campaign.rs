@@ -14,7 +14,7 @@ use svc::http::client::{self, Timeouts};
 use super::check::{self, CallerView, Observations};
 use super::host::Host;
 use super::ledger::{Ledger, RequestRecord};
-use super::memory_provider::OrderedServer;
+use super::memory_provider::ServerCreation;
 use super::process::ApiResponse;
 use super::rng::Rng;
 use super::run_database::StoredTimes;
@@ -167,7 +167,7 @@ impl Fleet {
         loop {
             for server in self.stack.provider.servers() {
                 if !hosts.iter().any(|host| host.server == server.name) {
-                    hosts.push(Host::from_order(&OrderedServer {
+                    hosts.push(Host::from_order(&ServerCreation {
                         name: server.name,
                         user_data: server.user_data,
                     }));
@@ -292,7 +292,8 @@ async fn run_campaign(seed: u64) -> Result<u32> {
 }
 
 fn machines_with_servers(stack: &Stack) -> Vec<String> {
-    let machine = |server: kit::provider::ServerView| server.labels.get("svc-machine").cloned();
+    let machine =
+        |server: kit::provider::ServerView| server.labels.get(super::memory_provider::MACHINE_LABEL).cloned();
     stack.provider.servers().into_iter().filter_map(machine).collect()
 }
 

@@ -19,7 +19,7 @@ use svc::store::snapshot::{self, FORMAT, Sidecar, SnapshotUnusable};
 use svc::store::upload::{PartLayout, Upload};
 use svc::store::{Bucket, pointer_io};
 
-use super::memory_provider::OrderedServer;
+use super::memory_provider::ServerCreation;
 use super::rows::Rows;
 use super::store::{Store, StoreConnection};
 use super::violation::BrokenRule;
@@ -46,7 +46,7 @@ struct Dump {
 }
 
 impl Host {
-    pub fn from_order(order: &OrderedServer) -> Self {
+    pub fn from_order(order: &ServerCreation) -> Self {
         let text =
             order.user_data.strip_prefix("#cloud-config\n").expect("user-data starts with #cloud-config");
         let config: Value = serde_json::from_str(text).expect("the cloud-config is JSON");

@@ -23,13 +23,13 @@ use super::violation::BrokenRule;
 const ACTION_DURATION: Duration = Duration::from_millis(15);
 const LATE_DELAY: Duration = Duration::from_millis(120);
 const SLOW_DELAY: Duration = Duration::from_millis(200);
-const MACHINE_LABEL: &str = "svc-machine";
+pub const MACHINE_LABEL: &str = "svc-machine";
 const LOCATIONS: [&str; 3] = ["nbg1", "hel1", "fsn1"];
 const TYPES: [(&str, u32); 4] = [("cpx12", 40), ("cpx22", 80), ("cpx32", 160), ("cpx52", 480)];
 
 /// A server that was created, and its user-data, from which a host is built.
 #[derive(Debug, Clone)]
-pub struct OrderedServer {
+pub struct ServerCreation {
     pub name: String,
     pub user_data: String,
 }
@@ -44,7 +44,7 @@ struct ProviderState {
     last_id: i64,
     servers: BTreeMap<i64, Server>,
     actions: BTreeMap<i64, PendingAction>,
-    created: Vec<OrderedServer>,
+    created: Vec<ServerCreation>,
     faults: Vec<(ProviderCall, ProviderFault, u8)>,
     had_duplicate: bool,
 }
@@ -90,7 +90,7 @@ impl InMemoryProvider {
     }
 
     /// Returns every server ever created, oldest first.
-    pub fn created_servers(&self) -> Vec<OrderedServer> {
+    pub fn created_servers(&self) -> Vec<ServerCreation> {
         self.state().created.clone()
     }
 
@@ -155,7 +155,7 @@ impl InMemoryProvider {
             labels: order.labels.clone(),
             is_locked: false,
         };
-        state.created.push(OrderedServer {
+        state.created.push(ServerCreation {
             name: order.name.clone(),
             user_data: order.user_data.expose_secret().to_owned(),
         });

@@ -1,22 +1,23 @@
 //! A run's provider: in memory, or the kit's simulator behind the production adapter.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::Result;
+use jiff::Timestamp;
 use kit::provider::{Fault, FaultRule, Power, RateLimit, Simulator, SimulatorOptions};
 use svc::http::client::{self, Timeouts};
 use svc::provider::Provider;
 use svc::provider::hetzner::{CallLimits, Hetzner};
 
-use super::memory_provider::{InMemoryProvider, OrderedServer, SharedProvider};
+use super::memory_provider::{InMemoryProvider, MACHINE_LABEL, ServerCreation, SharedProvider};
 use super::plan::{ProviderCall, ProviderFault};
 use super::violation::BrokenRule;
 
 pub enum RunProvider {
     InMemory(Arc<InMemoryProvider>),
-    Http { simulator: Box<Simulator>, created: Mutex<Vec<OrderedServer>> },
+    Http { simulator: Box<Simulator>, created: Mutex<Vec<ServerCreation>> },
 }
 
 impl RunProvider {
@@ -55,7 +56,7 @@ impl RunProvider {
             Self::Http { simulator, .. } => simulator
                 .servers()
                 .into_iter()
-                .map(|server| server.labels.get("svc-machine").cloned().unwrap_or_default())
+                .map(|server| server.labels.get(MACHINE_LABEL).cloned().unwrap_or_default())
                 .collect(),
         }
     }
@@ -67,21 +68,21 @@ impl RunProvider {
             Self::Http { simulator, .. } => {
                 let running =
                     simulator.servers().into_iter().filter(|server| server.status == Power::Running);
-                running.filter_map(|server| server.labels.get("svc-machine").cloned()).collect()
+                running.filter_map(|server| server.labels.get(MACHINE_LABEL).cloned()).collect()
             }
         }
     }
 
     /// Returns the created servers, oldest first. Over HTTP, a server that is created and deleted between two calls is
     /// missing.
-    pub fn created_servers(&self) -> Vec<OrderedServer> {
+    pub fn created_servers(&self) -> Vec<ServerCreation> {
         match self {
             Self::InMemory(provider) => provider.created_servers(),
             Self::Http { simulator, created } => {
                 let mut created = created.lock().unwrap_or_else(PoisonError::into_inner);
                 for server in simulator.servers() {
                     if !created.iter().any(|existing| existing.name == server.name) {
-                        created.push(OrderedServer { name: server.name, user_data: server.user_data });
+                        created.push(ServerCreation { name: server.name, user_data: server.user_data });
                     }
                 }
                 created.clone()
@@ -93,10 +94,14 @@ impl RunProvider {
         match self {
             Self::InMemory(provider) => provider.had_duplicate(),
             Self::Http { simulator, .. } => {
-                // A second server with the same name is allowed only after the first has been deleted.
-                let mut open = BTreeSet::new();
-                let mut creations = simulator.creations().into_iter();
-                creations.any(|creation| creation.ended.is_none() && !open.insert(creation.name))
+                // A machine's second server is allowed only after the first has been deleted.
+                let creations = simulator.creations();
+                let mut last_ends: BTreeMap<String, Option<Timestamp>> = BTreeMap::new();
+                creations.into_iter().any(|creation| {
+                    let label = creation.labels.get(MACHINE_LABEL).cloned().unwrap_or_default();
+                    let earlier = last_ends.insert(label, creation.ended);
+                    earlier.is_some_and(|ended| ended.is_none_or(|ended| ended > creation.created))
+                })
             }
         }
     }
@@ -136,8 +141,7 @@ fn fault_rule(call: ProviderCall, fault: ProviderFault, times: u8) -> FaultRule 
         ProviderFault::RateLimited => status(429, "rate_limit_exceeded"),
         ProviderFault::ServerError => status(503, "unavailable"),
         ProviderFault::LostReply => Fault::LostReplyAfterCommit,
-        // The kit's provider executes no call late and always lists every server, so over HTTP a lost request replaces
-        // both faults.
+        // The simulator has no fault for a late call or a partial list, so over HTTP both become a lost request.
         ProviderFault::Late | ProviderFault::Partial => Fault::LostRequest,
         ProviderFault::Slow => Fault::SlowReply { ms: 200 },
         ProviderFault::Refused => status(422, "unsupported_error"),

@@ -14,6 +14,7 @@ mod providers;
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::{StreamExt, stream};
@@ -83,6 +84,10 @@ pub struct PruneReport {
     pub left_packs: u64,
 }
 
+/// Maximum time to search for the damaged snapshot after a failure. The caller of a dry run waits for at most 20 s.
+const SEARCH_TIMEOUT: Duration = Duration::from_secs(600);
+const DRY_RUN_SEARCH_TIMEOUT: Duration = Duration::from_secs(5);
+
 /// Prunes a repository.
 ///
 /// # Errors
@@ -99,7 +104,11 @@ pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pr
     let kept_snapshots: Vec<(Id, &Snapshot)> = kept.map(|(id, snapshot, _)| (*id, snapshot)).collect();
     let used = match UsedBlobs::find(repository, &index.files, &kept_snapshots).await {
         Err(error) if error.is_damage() => {
-            return Err(find_damaged_snapshot(repository, &kept_snapshots).await?.unwrap_or(error));
+            let limit = if options.is_dry_run { DRY_RUN_SEARCH_TIMEOUT } else { SEARCH_TIMEOUT };
+            let search = find_damaged_snapshot(repository, &kept_snapshots);
+            let named = tokio::time::timeout(limit, search).await;
+            // If the search fails, the first error is still the cause.
+            return Err(named.ok().and_then(Result::ok).flatten().unwrap_or(error));
         }
         used => used?,
     };

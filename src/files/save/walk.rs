@@ -41,7 +41,7 @@ pub(super) const MAX_READ_ATTEMPTS: u32 = 3;
 /// Directories that are nested deeper are not saved: each level takes a file descriptor and stack space.
 const MAX_DEPTH: usize = 1000;
 /// Maximum size of a directory's tree, which is built in memory.
-pub(super) const MAX_DIRECTORY_BYTES: usize = if cfg!(test) { 8 << 20 } else { MAX_BLOB_BYTES };
+pub(super) const MAX_DIRECTORY_BYTES: usize = if cfg!(test) { 6 << 20 } else { MAX_BLOB_BYTES };
 /// The start of the notes about sockets, FIFOs and devices.
 pub const SPECIAL_FILE_NOTE: &str = "special file";
 /// Maximum number of notes in the result.
@@ -134,7 +134,7 @@ pub(super) struct Walker<'a> {
     pub(super) linked: HashMap<u64, HardLinkedContent>,
     /// The path of the current entry, relative to the home directory.
     pub(super) path: PathBuf,
-    /// The approximate size of the nodes of the current directory that have been saved.
+    /// A lower bound of the size of the current directory's nodes that have been saved.
     node_bytes: usize,
     /// Whether a database was read in the current directory.
     pub(super) has_read_database: bool,
@@ -318,7 +318,7 @@ impl Walker<'_> {
         };
         self.path.pop();
         if let Ok(Some(node)) = &saved {
-            self.node_bytes += node.approximate_bytes();
+            self.node_bytes += node.min_bytes();
         }
         saved
     }

@@ -21,6 +21,8 @@ const DRILL_INTERVAL: SignedDuration = SignedDuration::from_hours(7 * 24 - 12);
 const FAILURE_REPORT_DELAY: SignedDuration = SignedDuration::from_hours(36);
 /// Maximum number of overdue shares that one run verifies, to catch up after days without a run.
 const MAX_OVERDUE_SHARES: usize = 3;
+/// The name of the index in the record of damage.
+pub const DAMAGED_INDEX: &str = "index";
 /// Maximum number of affected files that a message names.
 const MAX_NAMED_FILES: usize = 5;
 /// Minimum interval between two repairs of the latest snapshot.
@@ -210,6 +212,11 @@ impl FileChecks {
     /// Records that the latest snapshot and the index can be read.
     pub fn record_readable(&mut self) {
         (self.unreadable, self.damaged_latest) = (None, None);
+    }
+
+    /// Whether a part of the index is lost.
+    pub fn is_index_damaged(&self) -> bool {
+        self.damaged_latest.as_deref() == Some(DAMAGED_INDEX)
     }
 
     /// Returns the latest snapshot if it is missing or damaged.

@@ -39,7 +39,8 @@ const APPS_DIRECTORY: &str = "home/apps";
 /// Moves everything in `from` to `to`, on the same file system, and gives existing directories the owner, mode,
 /// attributes and times of the restored ones. An existing entry that a restored one replaces is moved to the same path
 /// in `replaced`, which is created if it is missing and must be empty. Directories created in it belong to `owner`.
-/// Returns the number of entries that were replaced.
+/// Returns the number of entries that were set aside: existing ones that were replaced, and those of the snapshot that
+/// conflict with a reserved directory.
 ///
 /// # Errors
 /// If an entry cannot be moved. Entries that were already moved remain in `to`; a repeated call moves the rest.
@@ -60,7 +61,7 @@ pub fn move_contents(
 /// The directories to which entries are moved.
 struct Destination<'a> {
     root: &'a Path,
-    /// The directory for entries that are replaced.
+    /// The directory for entries that are set aside.
     replaced: &'a Path,
     /// The user and group of the directories that are created in `replaced`.
     owner: Option<(u32, u32)>,
@@ -137,7 +138,7 @@ fn move_between(
             continue;
         }
         if is_staging || !is_directory(&source) && is_written_by_services(&inner_path) {
-            tracing::error!(path = %target.display(), "the snapshot has an entry in place of a service's directory");
+            tracing::error!(path = %target.display(), "the snapshot has an entry that conflicts with a reserved directory; setting it aside");
             destination.set_aside(from, path, &name)?;
             keep_times()?;
             replaced += 1;
@@ -283,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn directories_of_services_keep_their_place() {
+    fn service_directories_are_not_replaced() {
         for path in SERVICE_DIRECTORIES.into_iter().chain([APPS_DIRECTORY]) {
             let root = tempfile::tempdir().unwrap();
             let [from, to, replaced] = ["from", "to", "replaced"].map(|name| root.path().join(name));

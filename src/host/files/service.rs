@@ -262,7 +262,9 @@ impl FileBackup {
         // The save writes content again if it is only in damaged packs.
         open.saver.set_damaged_packs(checks.damaged_packs());
         let save = if is_repair { SaveScope::Everything } else { save };
-        let (result, is_full) = match (save, open.parent.clone()) {
+        // With a parent, entries that cannot be read now would refer to the lost part of the index.
+        let parent = open.parent.clone().filter(|_| !checks.is_index_damaged());
+        let (result, is_full) = match (save, parent) {
             // The changes since another machine's snapshot are unknown.
             (SaveScope::Changes, Some(parent)) if open.is_parent_from_this_machine => {
                 let mut changed = changes::unwatched_changes(&self.settings.layout.user_home());

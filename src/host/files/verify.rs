@@ -16,13 +16,12 @@ use svc_base::fsx::{self, FileError};
 use svc_base::quantity::{format_bytes, pluralize};
 use svc_base::untrusted_text::truncate_printable;
 use svc_files::affected::{AffectedFiles, AffectedPath, find_affected_files};
-use svc_files::usage::has_snapshots;
 use svc_files::verify::{PackShare, find_unindexed, find_unusable_snapshot, verify};
 use svc_files::{FilesError, Id, Repository};
 use svc_store::StoreError;
 
 use super::access::{AccessError, FilesSettings};
-use super::checks::{AffectedFile, FileChecks, VerifyResult};
+use super::checks::{AffectedFile, DAMAGED_INDEX, FileChecks, VerifyResult};
 use super::drill::drill;
 use super::home_path::HomePath;
 use super::save_request::SAVE_REQUEST;
@@ -36,8 +35,7 @@ use crate::system::lock::Lock;
 pub const REQUEST: &str = "files-verify";
 /// The name of the pointer in messages.
 const POINTER: &str = "pointer files/latest";
-/// The names of the index and the key file in the record of damage.
-const INDEX: &str = "index";
+/// The name of the key file in the record of damage.
 const KEY_FILE: &str = "key file";
 const LOCK_FILE: &str = "verify.lock";
 /// Maximum time to wait for another verification to end.
@@ -225,8 +223,9 @@ async fn check_latest(
     let has_saved = status.is_some_and(|status| status.saved_until.is_some());
     let latest = match settings.read_latest().await {
         Ok(Some(latest)) => latest,
-        Ok(None) if !has_snapshots(&settings.bucket, &settings.slot.files()).await? => return Ok(None),
-        Ok(None) if has_saved => return pointer_damage("it names no snapshot, although there are some"),
+        Ok(None) if has_saved => {
+            return pointer_damage("it names no snapshot, although this machine has saved files");
+        }
         Ok(None) => return Err(CheckError::NothingSaved),
         Err(StoreError::Corrupt { why, .. }) => return pointer_damage(&why),
         Err(error) => return Err(error.into()),
@@ -237,7 +236,7 @@ async fn check_latest(
         Err(error) => return Err(error.into()),
     };
     if let Some(error) = find_unindexed(repository, uncached, &snapshot).await? {
-        return damage(INDEX.to_owned(), error);
+        return damage(DAMAGED_INDEX.to_owned(), error);
     }
     match uncached.check_key_file().await {
         Ok(()) => Ok(None),

@@ -58,7 +58,7 @@ async fn run_maintenance(layout: Layout) -> Result<(), Failure> {
     let mut env = config::environment(&layout);
     let database = DatabaseUrl::read(&mut env);
     let server = PostgresServer::new(env.finish(database)?.config()?);
-    let _lock = Lock::acquire(&layout.heartbeat_lock()).map_err(|error| match error {
+    let _lock = Lock::acquire(&layout.retention_lock()).map_err(|error| match error {
         LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!("another instance is running")),
         error @ LockError::File(_) => Failure::new(Exit::Internal, error),
     })?;
@@ -88,7 +88,7 @@ fn rotate_and_expire(layout: &Layout, calendar: &Calendar, now: Timestamp) -> Re
         }
         failpoint::trigger("heartbeat.rotated").or_exit(Exit::Internal)
     });
-    let trusted_now = clock_trust::update_trusted_time(&layout.heartbeat_clock(), &logs, now);
+    let trusted_now = clock_trust::update_trusted_time(&layout.retention_clock(), &logs, now);
     let expired =
         trusted_now.and_then(|now| expire::expire(&logs, calendar.day(now))).or_exit(Exit::Internal);
     let expired = expired.and_then(|names| {

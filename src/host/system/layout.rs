@@ -48,7 +48,8 @@ impl Layout {
         self.opt("env/boot.env")
     }
 
-    /// The environment for the database container; owned by root; only podman reads it.
+    /// The environment of the database container, including its password. Owned by root; read by podman and
+    /// `svc-update`.
     pub fn postgres_env(&self) -> PathBuf {
         self.opt("env/postgres.env")
     }
@@ -235,7 +236,7 @@ impl Layout {
         self.state("backup-progress.json")
     }
 
-    /// Exists while this machine's writers are stopped.
+    /// Exists while this machine's writers are stopping or stopped.
     pub fn quiesce(&self) -> PathBuf {
         self.state("quiesce.json")
     }
@@ -254,11 +255,11 @@ impl Layout {
     }
 
     /// The clock readings of the last run of `svc-heartbeat`, which deletes expired records.
-    pub fn heartbeat_clock(&self) -> PathBuf {
+    pub fn retention_clock(&self) -> PathBuf {
         self.state("heartbeat-clock.json")
     }
 
-    pub fn heartbeat_lock(&self) -> PathBuf {
+    pub fn retention_lock(&self) -> PathBuf {
         self.state("heartbeat.lock")
     }
 
@@ -267,7 +268,7 @@ impl Layout {
         self.state("requests").join(name)
     }
 
-    /// Exists while the platform does not accept this machine's heartbeats.
+    /// Exists while this machine's heartbeats fail.
     pub fn heartbeat_failure(&self) -> PathBuf {
         self.state("heartbeat-failure.json")
     }
@@ -341,8 +342,8 @@ impl Layout {
         self.root.join("run/svc/hooks")
     }
 
-    /// The directory that contains `watch.sock`, to which all hooks connect, including agents' hooks. It belongs to the
-    /// gateway's user.
+    /// The directory of svc-watch's sockets: `watch.sock`, to which all hooks connect, including agents' hooks, and
+    /// `changes.sock`, to which svc-files connects. It belongs to the gateway's user.
     pub fn watch_sockets(&self) -> PathBuf {
         self.root.join("run/svc/watch")
     }

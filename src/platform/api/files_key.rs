@@ -21,7 +21,7 @@ use super::mutation::{self, AuditChange};
 use super::pointer::{SLOT, USER};
 use crate::context::Platform;
 use crate::db;
-use crate::file_keys::{self, FileKeyError};
+use crate::file_keys::{self, FilesKeyError};
 use crate::keys::KeyError;
 use svc_files::{FilesError, RepositoryKey};
 use svc_http::openapi::{Operation, request_object, schema_of, text_matching};
@@ -91,10 +91,10 @@ fn respond(body: impl Serialize) -> Response {
 
 /// Returns the problem for a key that cannot be sent to a host. If the repository rejects every known key or is damaged,
 /// a retry cannot succeed, so the detail says what to do.
-fn files_key_problem(machine: MachineId, error: FileKeyError) -> Problem {
+fn files_key_problem(machine: MachineId, error: FilesKeyError) -> Problem {
     let error = match error {
         // A retry may succeed once the platform has the right key.
-        FileKeyError::Key(error) if !matches!(error, KeyError::Corrupt { .. }) => {
+        FilesKeyError::Key(error) if !matches!(error, KeyError::Corrupt { .. }) => {
             return key_unavailable(error);
         }
         error => error,
@@ -102,7 +102,7 @@ fn files_key_problem(machine: MachineId, error: FileKeyError) -> Problem {
     let text = format_chain(&error);
     tracing::error!(%machine, error = text, "cannot provide the host with the key of its slot's file backups");
     match &error {
-        FileKeyError::Repository { source: FilesError::Store(source), .. }
+        FilesKeyError::Repository { source: FilesError::Store(source), .. }
             if !matches!(source, StoreError::Corrupt { .. }) =>
         {
             svc_store::problem::unavailable()
@@ -115,10 +115,10 @@ fn key_unavailable(error: KeyError) -> Problem {
     match error {
         KeyError::Db(error) => error.into(),
         error => {
-            tracing::error!(error = %format_chain(&error), "cannot decrypt the key of a slot's file backups");
+            tracing::error!(error = %format_chain(&error), "cannot provide the key of a slot's file backups");
             Problem::new(
                 Code::Internal,
-                "The key of the slot's file backups cannot be decrypted; see the platform's log for the reason.",
+                "The key of the slot's file backups is unavailable; see the platform's log for the reason.",
             )
         }
     }

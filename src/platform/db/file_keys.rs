@@ -10,7 +10,7 @@ use super::{DbError, execute, query, query_opt};
 use crate::platform_key::{KeyId, KeyIds};
 
 /// A slot's sealed key. `user` and `slot` are the stored texts, to which the seal is bound.
-pub struct SealedFileKey {
+pub struct SealedFilesKey {
     pub user: String,
     pub slot: String,
     pub sealed: Vec<u8>,
@@ -20,7 +20,7 @@ pub async fn find(
     client: &impl GenericClient,
     user: &str,
     slot: &str,
-) -> Result<Option<SealedFileKey>, DbError> {
+) -> Result<Option<SealedFilesKey>, DbError> {
     let sql = "SELECT idp_user_id, slot, sealed FROM file_keys WHERE idp_user_id = $1 AND slot = $2";
     Ok(query_opt(client, sql, &[&user, &slot]).await?.as_ref().map(parse))
 }
@@ -28,7 +28,7 @@ pub async fn find(
 /// Stores a key unless the slot has one.
 pub async fn insert_if_absent(
     client: &impl GenericClient,
-    key: &SealedFileKey,
+    key: &SealedFilesKey,
     sealed_with: &KeyId,
 ) -> Result<(), DbError> {
     // `pruned_at` equals `created_at` until the first prune.
@@ -43,7 +43,7 @@ pub async fn list_sealed_with(
     sealed_with: &KeyId,
     (user, slot): &(String, String),
     limit: i64,
-) -> Result<Vec<SealedFileKey>, DbError> {
+) -> Result<Vec<SealedFilesKey>, DbError> {
     let sql = "SELECT idp_user_id, slot, sealed FROM file_keys \
                WHERE key_id = $1 AND (idp_user_id, slot) > ($2, $3) ORDER BY idp_user_id, slot LIMIT $4";
     let rows = query(client, sql, &[&sealed_with.as_str(), user, slot, &limit]).await?;
@@ -77,7 +77,7 @@ pub async fn find_sealed_with_neither(
 /// Replaces a key's sealed form.
 pub async fn reseal(
     client: &impl GenericClient,
-    key: &SealedFileKey,
+    key: &SealedFilesKey,
     sealed_with: &KeyId,
 ) -> Result<(), DbError> {
     let sql = "UPDATE file_keys SET sealed = $3, key_id = $4 WHERE idp_user_id = $1 AND slot = $2";
@@ -237,6 +237,6 @@ pub async fn record_unfinished_prune(
     execute(client, sql, &[&user, &slot]).await.map(drop)
 }
 
-fn parse(row: &Row) -> SealedFileKey {
-    SealedFileKey { user: row.get(0), slot: row.get(1), sealed: row.get(2) }
+fn parse(row: &Row) -> SealedFilesKey {
+    SealedFilesKey { user: row.get(0), slot: row.get(1), sealed: row.get(2) }
 }

@@ -141,8 +141,8 @@ pub(super) async fn start_database(session: &PowerSession, settings: &HostSettin
     Ok(())
 }
 
-/// Returns a unit's program: the release's if installed, otherwise the image's bootstrap binary.
-pub(super) fn program(session: &PowerSession, settings: &HostSettings, unit: &str) -> Vec<PathBuf> {
+/// Returns a unit's command line: the release's program if installed, otherwise the image's bootstrap binary.
+pub(super) fn command_line(session: &PowerSession, settings: &HostSettings, unit: &str) -> Vec<PathBuf> {
     let installed = session.disk.program(unit);
     if installed.exists() { vec![installed] } else { vec![settings.svc_binary.clone(), unit.into()] }
 }
@@ -153,9 +153,9 @@ pub(super) async fn run_requested_backup(session: &PowerSession, settings: &Host
 }
 
 async fn run_unit(session: &PowerSession, settings: &HostSettings, unit: &str, args: &[&str]) -> Result<()> {
-    let program = program(session, settings, unit);
+    let command_line = command_line(session, settings, unit);
     let args: Vec<String> = args.iter().map(|arg| (*arg).to_owned()).collect();
-    let finished = session.run_oneshot(unit, &program, &args, &[], settings.unit_timeout).await?;
+    let finished = session.run_oneshot(unit, &command_line, &args, &[], settings.unit_timeout).await?;
     ensure!(finished.status.success(), "{unit}: {}", summarize(&finished));
     Ok(())
 }
@@ -176,7 +176,7 @@ pub(super) fn start_service(
         session,
         ServiceUnit {
             name,
-            program: [session.disk.program(program)]
+            command_line: [session.disk.program(program)]
                 .into_iter()
                 .chain(arguments.iter().map(PathBuf::from))
                 .collect(),
@@ -189,10 +189,10 @@ pub(super) fn start_service(
 
 /// Registers the machine; retries exit code 75 (platform unreachable) until the timeout.
 async fn register(session: &PowerSession, settings: &HostSettings) -> Result<()> {
-    let (unit, program) = ("svc-register", program(session, settings, "svc-register"));
+    let (unit, command_line) = ("svc-register", command_line(session, settings, "svc-register"));
     let deadline = Instant::now() + settings.register_timeout;
     loop {
-        let finished = session.run_oneshot(unit, &program, &[], &[], settings.unit_timeout).await?;
+        let finished = session.run_oneshot(unit, &command_line, &[], &[], settings.unit_timeout).await?;
         if finished.status.success() {
             return Ok(());
         }
@@ -207,8 +207,8 @@ async fn register(session: &PowerSession, settings: &HostSettings) -> Result<()>
     }
 }
 
-/// Returns `svc-register` from the release if installed, otherwise from the image.
-fn register_program(session: &PowerSession, settings: &HostSettings) -> [PathBuf; 2] {
+/// Returns the command line of `svc-register` from the release if installed, otherwise from the image.
+fn register_command_line(session: &PowerSession, settings: &HostSettings) -> [PathBuf; 2] {
     let current = session.disk.opt("current/bin/svc");
     let svc = if current.exists() { current } else { settings.svc_binary.clone() };
     [svc, "svc-register".into()]
@@ -217,14 +217,14 @@ fn register_program(session: &PowerSession, settings: &HostSettings) -> [PathBuf
 /// Reports the boot stage to the platform; errors are ignored.
 async fn report_stage(session: &PowerSession, settings: &HostSettings, stage: &str) {
     let args = ["stage", stage].map(str::to_owned);
-    let program = register_program(session, settings);
+    let program = register_command_line(session, settings);
     session.run_oneshot("svc-register", &program, &args, &[], settings.unit_timeout).await.ok();
 }
 
 async fn report_failure(session: &PowerSession, settings: &HostSettings, failure: &BootFailure) {
     let message: String = format!("{:#}", failure.error).chars().take(1000).collect();
     let args = ["failure", "--stage", failure.stage, "--message", &message].map(str::to_owned);
-    let program = register_program(session, settings);
+    let program = register_command_line(session, settings);
     let result = session.run_oneshot("svc-register", &program, &args, &[], settings.unit_timeout).await;
     if let Err(error) = result.context("cannot report the boot failure") {
         session.disk.append_log("init", format!("{error:#}\n").as_bytes()).ok();

@@ -161,8 +161,8 @@ impl ProcessHost {
     ) -> Result<Output> {
         let session = self.current_session()?;
         let Some(service) = boot::SERVICES.into_iter().find(|service| *service == unit) else {
-            let program = boot::program(&session, &self.settings, unit);
-            return session.run_oneshot(unit, &program, args, env, self.settings.unit_timeout).await;
+            let command_line = boot::command_line(&session, &self.settings, unit);
+            return session.run_oneshot(unit, &command_line, args, env, self.settings.unit_timeout).await;
         };
         ensure!(
             args.is_empty() && env.is_empty(),

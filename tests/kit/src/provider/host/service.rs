@@ -43,7 +43,7 @@ pub(super) struct Service {
 #[derive(Clone)]
 pub(super) struct ServiceUnit {
     pub(super) name: &'static str,
-    pub(super) program: Vec<PathBuf>,
+    pub(super) command_line: Vec<PathBuf>,
     /// The service is not started if this file is missing.
     pub(super) condition: Option<PathBuf>,
     pub(super) ready_timeout: Duration,
@@ -155,7 +155,7 @@ async fn run_once(
     std::fs::remove_file(&path).ok();
     let socket = UnixDatagram::bind(&path).context("cannot bind the notify socket")?;
     let env = [("NOTIFY_SOCKET".to_owned(), path.display().to_string())];
-    let mut running = session.spawn(unit.name, &unit.program, &[], &env, Output::Log)?;
+    let mut running = session.spawn(unit.name, &unit.command_line, &[], &env, Output::Log)?;
 
     let ready_by = tokio::time::sleep(unit.ready_timeout);
     tokio::pin!(ready_by);
