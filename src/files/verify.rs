@@ -4,6 +4,7 @@
 //! that need lost blobs, and a save writes these blobs again if the machine still has the content.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::time::Duration;
 
 use futures_util::{StreamExt, stream};
 
@@ -131,12 +132,32 @@ pub async fn find_unusable_snapshot(
     }))
 }
 
+/// Maximum time to search for a damaged snapshot. The caller of a dry run waits for at most 20 s.
+const SEARCH_TIMEOUT: Duration = Duration::from_secs(600);
+const DRY_RUN_SEARCH_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Returns an error that names the newest snapshot affected by the damage in `error`; `error` itself if it is not damage,
+/// or if the search fails or takes too long.
+pub(crate) async fn name_damaged_snapshot(
+    repository: &Repository,
+    snapshots: &[(Id, &Snapshot)],
+    error: FilesError,
+    is_dry_run: bool,
+) -> FilesError {
+    if !error.is_damage() {
+        return error;
+    }
+    let limit = if is_dry_run { DRY_RUN_SEARCH_TIMEOUT } else { SEARCH_TIMEOUT };
+    let named = tokio::time::timeout(limit, find_damaged_snapshot(repository, snapshots)).await;
+    named.ok().and_then(Result::ok).flatten().unwrap_or(error)
+}
+
 /// Searches snapshots, newest first, for the first one that needs a directory that cannot be read, or a chunk that is not in the
 /// index. Returns an error that names it.
 ///
 /// # Errors
 /// If the store fails, or an index file is damaged.
-pub(crate) async fn find_damaged_snapshot(
+async fn find_damaged_snapshot(
     repository: &Repository,
     snapshots: &[(Id, &Snapshot)],
 ) -> Result<Option<FilesError>, FilesError> {

@@ -12,8 +12,8 @@ pub fn show(view: &View, by: GroupBy, report: &UsageReport) -> String {
     }
     let head = match by {
         GroupBy::Day => "DAY",
-        GroupBy::Week => "WEEK FROM",
-        GroupBy::Month => "MONTH FROM",
+        GroupBy::Week => "WEEK OF",
+        GroupBy::Month => "MONTH",
         GroupBy::Model => "MODEL",
         GroupBy::User => "USER",
     };

@@ -14,7 +14,6 @@ mod providers;
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
-use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::{StreamExt, stream};
@@ -32,7 +31,7 @@ use crate::pack::{BlobType, FinishedPack, PackWriter, PackedBlob};
 use crate::repository::{MAX_CONCURRENT_REQUESTS, MAX_PACK_BYTES, ObjectKind, Repository};
 use crate::retention::RetentionPolicy;
 use crate::snapshot::Snapshot;
-use crate::verify::find_damaged_snapshot;
+use crate::verify::name_damaged_snapshot;
 #[cfg(test)]
 pub(crate) use plan::MIN_MERGED_PACKS;
 use plan::{PrunePlan, UsedBlobs};
@@ -84,33 +83,24 @@ pub struct PruneReport {
     pub left_packs: u64,
 }
 
-/// Maximum time to search for the damaged snapshot after a failure. The caller of a dry run waits for at most 20 s.
-const SEARCH_TIMEOUT: Duration = Duration::from_secs(600);
-const DRY_RUN_SEARCH_TIMEOUT: Duration = Duration::from_secs(5);
-
 /// Prunes a repository.
 ///
 /// # Errors
 /// `Corrupt` if a snapshot, an index file or a needed tree is damaged, or if a snapshot needs a blob that no index file
-/// lists; nothing is removed in that case. `Corrupt` if a pack to rewrite is missing; expired snapshots are removed in
-/// that case, but no packs. `IndexChanging` if the index changed during every attempt to read it; a store error if the
-/// store fails.
+/// lists; nothing is removed then. `Corrupt` if a pack to rewrite is missing; expired snapshots are removed then, but no
+/// packs. `IndexChanging` if the index changed during every attempt to read it; a store error if the store fails.
 pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<PruneReport, FilesError> {
     // Snapshots are listed first, so that the index, which is read later, contains all of their blobs.
     let snapshots = repository.list_uploaded_snapshots().await?;
     let index = repository.load_index_to_prune().await?;
     let expired = select_expired(&snapshots, options);
-    let kept = snapshots.iter().filter(|(id, ..)| !expired.contains(id));
-    let kept_snapshots: Vec<(Id, &Snapshot)> = kept.map(|(id, snapshot, _)| (*id, snapshot)).collect();
+    let kept = snapshots.iter().filter(|(id, ..)| !expired.contains(id)).map(|(id, kept, _)| (*id, kept));
+    let kept_snapshots: Vec<(Id, &Snapshot)> = kept.collect();
     let used = match UsedBlobs::find(repository, &index.files, &kept_snapshots).await {
-        Err(error) if error.is_damage() => {
-            let limit = if options.is_dry_run { DRY_RUN_SEARCH_TIMEOUT } else { SEARCH_TIMEOUT };
-            let search = find_damaged_snapshot(repository, &kept_snapshots);
-            let named = tokio::time::timeout(limit, search).await;
-            // If the search fails, the first error is still the cause.
-            return Err(named.ok().and_then(Result::ok).flatten().unwrap_or(error));
+        Ok(used) => used,
+        Err(error) => {
+            return Err(name_damaged_snapshot(repository, &kept_snapshots, error, options.is_dry_run).await);
         }
-        used => used?,
     };
     let uploads: HashMap<Id, Timestamp> = repository.list_packs().await?.into_iter().collect();
     let last_snapshot = snapshots.iter().map(|(_, _, uploaded)| *uploaded).max();

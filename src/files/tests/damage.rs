@@ -201,3 +201,18 @@ async fn index_is_checked_by_full_saves_and_after_the_interval() {
         assert_eq!(saved.uploaded_bytes > 100_000, is_detected, "{interval:?} {is_full}");
     }
 }
+
+/// Otherwise, it would take all of the memory.
+#[tokio::test]
+async fn directory_with_long_link_targets_is_unreadable() {
+    let mut fixture = Fixture::new().await;
+    fixture.write("sound", "content");
+    fs::create_dir(fixture.home().join("links")).unwrap();
+    for number in 0..1950 {
+        symlink("x".repeat(4000), fixture.home().join(format!("links/{number}"))).unwrap();
+    }
+    let saved = fixture.save().await;
+    assert_eq!((saved.counts.unreadable, saved.counts.files), (1, 1));
+    let why = saved.counts.first_unreadable.unwrap();
+    assert!(why.contains("links: its entries take more than"), "{why}");
+}

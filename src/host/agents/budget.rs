@@ -210,7 +210,7 @@ impl Kernel {
     }
 
     /// Describes the spending that already counts toward a changed limit.
-    pub(super) fn describe_spent(&self, settings: &OwnerSettings, period: Period) -> String {
+    pub(super) fn describe_spending(&self, settings: &OwnerSettings, period: Period) -> String {
         let Ok(store) = self.usage_store() else {
             return "spending so far in the current period counts toward it".to_owned();
         };

@@ -101,7 +101,7 @@ impl Kernel {
 
     /// The owner's current settings.
     pub fn settings(&self) -> Arc<OwnerSettings> {
-        self.settings.current(|settings, period| self.describe_spent(settings, period))
+        self.settings.current(|settings, period| self.describe_spending(settings, period))
     }
 
     /// Writes a line to `activity.log`. A dropped line is reported as a gap.
@@ -177,7 +177,7 @@ impl Kernel {
                     let store = kernel.usage_store.get();
                     store.map(|store| if is_new_day { store.seal() } else { store.write() })
                 };
-                // The panic hook has logged a panic.
+                // If the task panicked, the panic hook has already logged it.
                 let _ = tokio::task::spawn_blocking(work).await;
                 (last_write, day) = (tokio::time::Instant::now(), today);
             }

@@ -47,13 +47,16 @@ impl LiveSettings {
     }
 
     /// Returns the current settings. Each call checks whether the file has changed, which takes about a microsecond.
-    /// `describe_spent` describes the spending that counts toward a changed limit, for `activity.log`.
-    pub fn current(&self, describe_spent: impl Fn(&OwnerSettings, Period) -> String) -> Arc<OwnerSettings> {
+    /// `describe_spending` describes the spending that counts toward a changed limit, for `activity.log`.
+    pub fn current(
+        &self,
+        describe_spending: impl Fn(&OwnerSettings, Period) -> String,
+    ) -> Arc<OwnerSettings> {
         let mut cached = self.cached.lock().unwrap_or_else(PoisonError::into_inner);
         let stamp = read_file_stamp(&self.path);
         let is_retry_due = cached.retry_at.is_some_and(|at| at <= Instant::now());
         if cached.stamp != Some(stamp) || is_retry_due {
-            let (settings, is_complete) = self.reload(&cached.settings, describe_spent);
+            let (settings, is_complete) = self.reload(&cached.settings, describe_spending);
             cached.stamp = Some(stamp);
             cached.retry_at = (!is_complete).then(|| Instant::now() + RETRY_INTERVAL);
             cached.settings = Arc::new(settings);
@@ -65,7 +68,7 @@ impl LiveSettings {
     fn reload(
         &self,
         before: &OwnerSettings,
-        describe_spent: impl Fn(&OwnerSettings, Period) -> String,
+        describe_spending: impl Fn(&OwnerSettings, Period) -> String,
     ) -> (OwnerSettings, bool) {
         let parsed = match read_config_file(&self.path) {
             Ok(Some(text)) => OwnerSettings::parse(&text).map(|settings| (settings, text)),
@@ -83,7 +86,7 @@ impl LiveSettings {
         };
         match parsed {
             Ok((settings, text)) => {
-                self.report_changes(before, &settings, describe_spent);
+                self.report_changes(before, &settings, describe_spending);
                 let saved = fsx::write_atomic(&self.last_good, &text, 0o600);
                 if let Err(error) = &saved {
                     tracing::warn!(error = %format_chain(error), "cannot save the last good settings; retrying");
@@ -103,7 +106,7 @@ impl LiveSettings {
         &self,
         before: &OwnerSettings,
         current: &OwnerSettings,
-        describe_spent: impl Fn(&OwnerSettings, Period) -> String,
+        describe_spending: impl Fn(&OwnerSettings, Period) -> String,
     ) {
         for period in Period::ALL {
             let (earlier_limit, limit) =
@@ -112,7 +115,7 @@ impl LiveSettings {
                 let name = period.as_str();
                 self.report(&match limit {
                     Dollars::ZERO => format!("the {name} cost limit was removed"),
-                    _ => format!("the {name} cost limit is {limit}; {}", describe_spent(current, period)),
+                    _ => format!("the {name} cost limit is {limit}; {}", describe_spending(current, period)),
                 });
             }
         }

@@ -52,7 +52,7 @@ enum Command {
     Replace,
     /// Import an archive written by `svc-db-backup export`: its database and its files
     #[command(
-        after_help = "Run this command as root. Every byte is compared with the archive's manifest first. Replaced data \
+        after_help = "Run this command as root. The archive is verified against its manifest first. Replaced data \
 is kept: the database as svc_before_<n> for seven days, and as a snapshot that is taken first; files in /home/svc/home/.before-import-<n> and /home/svc/home/system/.before-import-<n>.\n\n\
 Examples:\n  svc-restore import ada.tar --check\n  svc-restore import ada.tar"
     )]

@@ -1,6 +1,6 @@
 //! `svc-db-backup side`: loads an earlier snapshot next to the owner's database, to inspect it and copy tables back.
 //!
-//! This module runs one action at a time and keeps its state in a file. An interrupted action is repeated; a committed
+//! This module runs one action at a time and keeps its state in a file. An interrupted action is retried; a committed
 //! copy is recognized by its request id.
 
 mod catalog;
