@@ -26,6 +26,7 @@ use svc_base::clock;
 use svc_base::error_chain::format_chain;
 use svc_base::failpoint;
 use svc_base::fsx::{self, FileError};
+use svc_base::variable::Variable;
 use svc_files::history::History;
 use svc_files::restore::{RestoreOptions, RestoreProgress, RestoreReport, restore};
 use svc_files::usage::has_snapshots;
@@ -185,15 +186,17 @@ fn acquire_lock(layout: &Layout) -> Result<Lock, Failure> {
 
 /// Whether the first boot is to restore the owner's files.
 fn is_restore_requested(layout: &Layout) -> Result<bool, Failure> {
-    let mut env = config::environment(layout);
-    let flag = env.flag(&vars::SVC_RESTORE_FILES);
-    Ok(env.finish(Some(flag))?.is_on())
+    read_flag(layout, &vars::SVC_RESTORE_FILES)
 }
 
 /// Whether an earlier machine had saved files when the platform created this one.
 fn has_expected_files(layout: &Layout) -> Result<bool, Failure> {
+    read_flag(layout, &vars::SVC_EXPECT_FILES)
+}
+
+fn read_flag(layout: &Layout, variable: &'static Variable) -> Result<bool, Failure> {
     let mut env = config::environment(layout);
-    let flag = env.flag(&vars::SVC_EXPECT_FILES);
+    let flag = env.flag(variable);
     Ok(env.finish(Some(flag))?.is_on())
 }
 

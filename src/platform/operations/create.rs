@@ -212,7 +212,7 @@ async fn build_order(
     let has_saved_files = has_saved_files
         .await
         .map_err(|error| StepError::transient("cannot read the slot's machines", error))?;
-    // A slot that is provisioned anew may start empty.
+    // A machine that `svcctl provision` creates may start without files.
     let expects_files = machine.restore == RestoreMode::Required && has_saved_files;
     let user_data = userdata::render(machine, &config.hosts, &store, keys, &platform.mint, expects_files)
         .map_err(|error| StepError::permanent("cannot render user-data", error))?;
