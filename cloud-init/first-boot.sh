@@ -166,7 +166,7 @@ systemctl daemon-reload
 stage database
 wait "$pulling" || fail "the image $image could not be pulled"
 # A database whose creation was interrupted may never start. It holds no data before the gate is open.
-if [ ! -e "$svc/database-made" ] && [ ! -e "$root/var/lib/svc/restore-complete" ] && podman volume exists svc-postgres; then
+if [ ! -e "$svc/database-created" ] && [ ! -e "$root/var/lib/svc/restore-complete" ] && podman volume exists svc-postgres; then
   systemctl stop svc-postgres.service
   podman volume rm --force svc-postgres >/dev/null || fail 'the incomplete database could not be removed'
 fi
@@ -175,7 +175,7 @@ start svc-postgres.service
 accepts_queries() { podman exec svc-postgres sh -c 'PGPASSWORD=$POSTGRES_PASSWORD psql -qh 127.0.0.1 -U postgres -d svc -c ""'; }
 retry accepts_queries || fail "the database svc does not respond: $(last_log_line svc-postgres.service)"
 sync
-: >"$svc/database-made"
+: >"$svc/database-created"
 stage restore
 # Earlier releases do not have this unit.
 if systemctl cat svc-files-restore.service >/dev/null 2>&1; then start svc-files-restore.service; fi

@@ -33,7 +33,7 @@ const BEGIN_PREFIX: &str = "<!-- generated: ";
 const BEGIN_SUFFIX: &str = " -->";
 const END_MARKER: &str = "<!-- end -->";
 
-/// A generated text and the name in its marker.
+/// Generated text, and the name in its marker.
 pub struct GeneratedSection {
     pub name: String,
     pub text: String,
@@ -93,9 +93,9 @@ fn fill_page(page: &ProjectFile, sections: &[GeneratedSection]) -> Result<(Strin
     Ok((text, names))
 }
 
-/// Finds invalid markers, pages whose generated sections differ from the code and were not rewritten, and generated
-/// sections that are not on exactly one page.
-fn find_outdated(
+/// Passes pages whose generated sections differ from the code to `rewrite`, which returns whether it rewrote the page.
+/// Finds the pages that it did not rewrite, invalid markers, and generated sections that are not on exactly one page.
+fn rewrite_or_find_problems(
     pages: &[ProjectFile],
     sections: &[GeneratedSection],
     mut rewrite: impl FnMut(&ProjectFile, &str) -> bool,
@@ -134,7 +134,7 @@ fn check_or_rewrite(pages: &[ProjectFile], sections: &[GeneratedSection]) {
         }
         is_rewriting
     };
-    assert_no_problems(&find_outdated(pages, sections, rewrite));
+    assert_no_problems(&rewrite_or_find_problems(pages, sections, rewrite));
 }
 
 #[test]
@@ -159,7 +159,7 @@ fn stores_table_is_current() {
 fn outdated_page_is_detected() {
     let section = || GeneratedSection::new("a", "new\n".to_owned());
     let problems = |text: &str, sections: &[GeneratedSection]| {
-        find_outdated(&[ProjectFile::sample("docs/p.md", text)], sections, |_, _| false).concat()
+        rewrite_or_find_problems(&[ProjectFile::sample("docs/p.md", text)], sections, |_, _| false).concat()
     };
     let current = "# P\n<!-- generated: a -->\n\nnew\n\n<!-- end -->\nafter\n";
     assert_eq!(problems(current, &[section()]), "");

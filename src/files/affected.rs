@@ -23,14 +23,14 @@ pub struct AffectedFiles {
     /// The first `MAX_PATHS` affected files: those of the latest snapshot, sorted by path, and then the others. A
     /// directory whose tree is damaged is listed instead of its entries, which are unknown.
     pub paths: Vec<AffectedPath>,
-    /// Whether there are other affected files.
+    /// Whether there may be other affected files.
     pub has_more: bool,
     /// The number of snapshots that need a damaged blob.
     pub snapshots: u64,
 }
 
 /// The times of the first and the last snapshot in which each path is damaged. `find_below` returns only the first
-/// paths, so these can be too close to each other if a snapshot has many affected files.
+/// paths, so the range between the two times can be too narrow if a snapshot has many affected files.
 type TimesByPath = BTreeMap<PathBuf, (Timestamp, Timestamp)>;
 
 /// A path below the home directory, and the times of the first and the last snapshot in which it is damaged.

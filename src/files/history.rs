@@ -252,18 +252,24 @@ impl History {
         self.snapshots.iter().find(|(_, snapshot)| is_wanted(snapshot.time))
     }
 
-    /// Returns the newest snapshot whose root directory can be read.
+    /// Returns the newest snapshot up to this time whose root directory, and `directory` in it, can be read.
     ///
     /// # Errors
     /// If the store fails.
-    pub async fn find_readable_snapshot(&self) -> Result<Option<(Id, Snapshot)>, FilesError> {
-        for listed in &self.snapshots {
-            match self.read_tree(listed.1.tree).await {
-                Ok(_) => return Ok(Some(listed.clone())),
-                Err(error) if error.is_damage() => {
-                    tracing::warn!(snapshot = %listed.0, %error, "a snapshot's root directory is damaged");
-                }
-                Err(error) => return Err(error),
+    pub async fn find_readable_snapshot(
+        &self,
+        directory: &Path,
+        up_to: Timestamp,
+    ) -> Result<Option<(Id, Snapshot)>, FilesError> {
+        for listed in self.snapshots.iter().filter(|(_, snapshot)| snapshot.time <= up_to) {
+            let found = match self.find(&listed.1, directory).await {
+                Ok(Some(entry)) => self.list(&entry).await.map(drop),
+                found => found.map(drop),
+            };
+            match found {
+                Ok(()) => return Ok(Some(listed.clone())),
+                Err(error) if !error.is_damage() => return Err(error),
+                Err(error) => tracing::warn!(snapshot = %listed.0, %error, "a snapshot is damaged"),
             }
         }
         Ok(None)

@@ -16,7 +16,8 @@ use crate::tree_references::TreeReferences;
 /// Maximum number of packs kept in memory. The trees of one save are in a few packs, but not in the order of the walk.
 const MAX_CACHED_PACKS: usize = 4;
 
-/// Larger trees are opened and parsed outside the async threads: a tree of 128 MiB can take a pack of a few KB.
+/// Larger trees are opened and parsed outside the async threads: a pack of a few KB can hold a tree that decompresses
+/// to 128 MiB.
 const MAX_INLINE_BYTES: usize = 256 << 10;
 
 pub(crate) struct TreeReader<'a> {
@@ -52,7 +53,7 @@ impl<'a> TreeReader<'a> {
         if self.is_caching {
             self.repository.cache_tree(id, &json);
         }
-        run_if_large(json.len(), move || Tree::parse(id, &json)).await
+        run_blocking_if_large(json.len(), move || Tree::parse(id, &json)).await
     }
 
     /// Reads the blobs to which a tree refers. This takes a fraction of the memory of [`Self::read`], and does not use
@@ -62,7 +63,7 @@ impl<'a> TreeReader<'a> {
     /// See [`Self::read`]; the names of the entries are not checked.
     pub(crate) async fn read_references(&mut self, id: Id) -> Result<TreeReferences, FilesError> {
         let json = self.read_json(id).await?;
-        run_if_large(json.len(), move || TreeReferences::parse(id, &json)).await
+        run_blocking_if_large(json.len(), move || TreeReferences::parse(id, &json)).await
     }
 
     /// Reads a tree's JSON: the first copy whose hash is the tree's id.
@@ -82,7 +83,7 @@ impl<'a> TreeReader<'a> {
         let sealed = self.read_sealed(location).await?;
         let (repository, blob) = (self.repository.clone(), location.to_packed(BlobType::Tree, id));
         let length = location.content_length().max(sealed.len() as u64) as usize;
-        run_if_large(length, move || repository.open_blob(&blob, &sealed)).await
+        run_blocking_if_large(length, move || repository.open_blob(&blob, &sealed)).await
     }
 
     /// Reads an encrypted tree. If the pack is damaged, reads only the tree's range: it may be in the sound part of a
@@ -128,9 +129,9 @@ impl<'a> TreeReader<'a> {
     }
 }
 
-/// Runs the work that a tree of this length needs. Yields to other tasks now and then, because reading a tree of a
-/// cached pack waits for nothing.
-async fn run_if_large<T: Send + 'static>(
+/// Runs the work inline, or on a blocking thread if the tree is large. Inline work consumes the task's budget, because
+/// reading from a cached pack never awaits I/O.
+async fn run_blocking_if_large<T: Send + 'static>(
     length: usize,
     work: impl FnOnce() -> Result<T, FilesError> + Send + 'static,
 ) -> Result<T, FilesError> {

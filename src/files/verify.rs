@@ -4,23 +4,21 @@
 //! that need lost blobs, and a save writes these blobs again if the machine still has the content.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::time::Duration;
 
 use futures_util::{StreamExt, stream};
 
 use crate::blocking::run_blocking;
 use crate::error::FilesError;
 use crate::id::Id;
-use crate::index::{BlobLocations, IndexFile, IndexedPack};
+use crate::index::{IndexFile, IndexedPack};
 use crate::pack::{BlobType, PackedBlob, open_blob, parse_header};
 use crate::repository::Repository;
 use crate::snapshot::Snapshot;
 use crate::tree_reader::TreeReader;
-use crate::tree_references::TreeReferences;
 
 const MAX_CONCURRENT_READS: usize = 2;
 /// What to do about a snapshot whose trees or chunks are not in the index.
-const SNAPSHOT_REMEDY: &str = "run `restic rebuild-index` if its pack still exists; otherwise restore the pack, or remove the \
+pub(crate) const SNAPSHOT_REMEDY: &str = "run `restic rebuild-index` if its pack still exists; otherwise restore the pack, or remove the \
                                snapshot with `restic forget`";
 
 /// A share of the packs: those for which the first 16 bits of the id, modulo `count`, are `index`. Together, the shares
@@ -130,75 +128,6 @@ pub async fn find_unusable_snapshot(
         let error = locations.find(BlobType::Tree, snapshot.tree).err()?;
         Some(FilesError::corrupt(format!("snapshot {id}"), &format!("{error}; {SNAPSHOT_REMEDY}")))
     }))
-}
-
-/// Maximum time to search for a damaged snapshot. The caller of a dry run waits for at most 20 s.
-const SEARCH_TIMEOUT: Duration = Duration::from_secs(600);
-const DRY_RUN_SEARCH_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// Returns an error that names the newest snapshot affected by the damage in `error`; `error` itself if it is not damage,
-/// or if the search fails or takes too long.
-pub(crate) async fn name_damaged_snapshot(
-    repository: &Repository,
-    snapshots: &[(Id, &Snapshot)],
-    error: FilesError,
-    is_dry_run: bool,
-) -> FilesError {
-    if !error.is_damage() {
-        return error;
-    }
-    let limit = if is_dry_run { DRY_RUN_SEARCH_TIMEOUT } else { SEARCH_TIMEOUT };
-    let named = tokio::time::timeout(limit, find_damaged_snapshot(repository, snapshots)).await;
-    named.ok().and_then(Result::ok).flatten().unwrap_or(error)
-}
-
-/// Searches snapshots, newest first, for the first one that needs a directory that cannot be read, or a chunk that is not in the
-/// index. Returns an error that names it.
-///
-/// # Errors
-/// If the store fails, or an index file is damaged.
-async fn find_damaged_snapshot(
-    repository: &Repository,
-    snapshots: &[(Id, &Snapshot)],
-) -> Result<Option<FilesError>, FilesError> {
-    let locations = repository.load_locations().await?;
-    let mut trees = TreeReader::without_caching(repository, &locations);
-    let mut is_sound = vec![false; locations.len()];
-    let mut newest_first: Vec<&(Id, &Snapshot)> = snapshots.iter().collect();
-    newest_first.sort_by_key(|(_, snapshot)| std::cmp::Reverse(snapshot.time));
-    for (id, snapshot) in newest_first {
-        match find_damaged_tree(&mut trees, &locations, &mut is_sound, snapshot.tree).await {
-            Ok(()) => {}
-            Err(error) if error.is_damage() => {
-                let why = format!("{error}; {SNAPSHOT_REMEDY}");
-                return Ok(Some(FilesError::corrupt(format!("snapshot {id}"), &why)));
-            }
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(None)
-}
-
-/// Reads the trees of a snapshot that are not known to be sound yet.
-async fn find_damaged_tree(
-    trees: &mut TreeReader<'_>,
-    locations: &BlobLocations,
-    is_sound: &mut [bool],
-    root: Id,
-) -> Result<(), FilesError> {
-    let mut pending = vec![root];
-    while let Some(id) = pending.pop() {
-        let position = locations.position(BlobType::Tree, id)?;
-        if std::mem::replace(&mut is_sound[position], true) {
-            continue;
-        }
-        let TreeReferences { subtrees, chunks } = trees.read_references(id).await?;
-        for chunk in chunks {
-            locations.position(BlobType::Data, chunk)?;
-        }
-        pending.extend(subtrees);
-    }
-    Ok(())
 }
 
 /// Verifies a share of the packs, and reports the damaged ones.

@@ -207,9 +207,8 @@ fn apply_boot_failure(machine: &Machine, cause: FailureCause) -> Result<Outcome,
 fn apply_server_gone(machine: &Machine) -> Outcome {
     match machine.state {
         State::Running { .. } => failed(FailureCause::ServerGone),
-        // A failure that a heartbeat would clear becomes permanent once the server is missing. The server may still
-        // exist but be off.
         State::Resizing { .. } => failed_while_maybe_off(FailureCause::ServerGone),
+        // Once the server is missing, a heartbeat no longer clears the failure.
         State::Failed { cause } if cause.is_cleared_by_heartbeat() => {
             failed_while_maybe_off(FailureCause::ServerGone)
         }

@@ -202,15 +202,15 @@ pub async fn raise_for_provider_error(platform: &Platform, error: &ProviderError
     }
 }
 
-/// Ends the alarm about the project's limit after the provider has accepted a request for a server. An error is only
+/// Clears the alarm about the project's limit after the provider has accepted a request for a server. An error is only
 /// logged, because the alarm expires anyway.
-pub async fn end_provider_limit(platform: &Platform) {
+pub async fn clear_provider_limit(platform: &Platform) {
     let clear = async {
         let session = platform.db.session().await?;
         alarms::clear(&session, Alarm::ProviderLimit.as_str()).await
     };
     if let Err(error) = clear.await {
-        tracing::warn!(error = %format_chain(&error), "cannot end an alarm");
+        tracing::warn!(error = %format_chain(&error), "cannot clear an alarm");
     }
 }
 

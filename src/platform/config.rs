@@ -106,14 +106,14 @@ pub struct Timing {
     /// progress.
     pub registration_ttl: Duration,
     /// How long a host may be unreachable before its final backup is skipped.
-    pub final_backup_deadline: Duration,
+    pub final_backup_unreachable_timeout: Duration,
     /// Time without progress after which a final backup waits for an operator.
     pub final_backup_stall_timeout: Duration,
     /// Total time after which a final backup waits for an operator.
     pub final_backup_limit: Duration,
     /// How long powering off a replaced server is retried after the shutdown timeout. After that, the replacement
     /// continues, because the fence protects the data.
-    pub power_off_retry: Duration,
+    pub power_off_retry_timeout: Duration,
     /// Retention period for a replaced server after its successor's first healthy heartbeat.
     pub predecessor_retention: Duration,
     /// Retention period for a deleted machine's server.
@@ -223,10 +223,10 @@ impl PlatformConfig {
         let rate_limits = RateLimitConfig::read(env);
         let timing = Timing {
             registration_ttl: read_seconds(env, &vars::REGISTRATION_TTL_SECONDS),
-            final_backup_deadline: read_seconds(env, &vars::LAST_BACKUP_DEADLINE_SECONDS),
+            final_backup_unreachable_timeout: read_seconds(env, &vars::LAST_BACKUP_DEADLINE_SECONDS),
             final_backup_stall_timeout: read_seconds(env, &vars::LAST_BACKUP_STALL_SECONDS),
             final_backup_limit: read_seconds(env, &vars::LAST_BACKUP_LIMIT_SECONDS),
-            power_off_retry: read_seconds(env, &vars::POWER_OFF_RETRY_SECONDS),
+            power_off_retry_timeout: read_seconds(env, &vars::POWER_OFF_RETRY_SECONDS),
             predecessor_retention: read_seconds(env, &vars::PREDECESSOR_KEEP_SECONDS),
             delete_grace: read_seconds(env, &vars::DELETE_GRACE_SECONDS),
             files_prune_interval: Duration::from_secs(env.or_default(&vars::FILES_PRUNE_SECONDS)),

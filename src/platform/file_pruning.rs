@@ -6,7 +6,7 @@
 
 use std::convert::Infallible;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use jiff::{SignedDuration, Timestamp};
 use svc_base::error_chain::format_chain;
@@ -31,6 +31,9 @@ use crate::keys::KeyError;
 /// How long a pack that no snapshot needs is kept after it is marked: longer than any restore, and much longer than a
 /// save may take without checking the index again (`MAX_UNCHECKED_DURATION` in `src/files/save/mod.rs`).
 const GRACE_PERIOD: SignedDuration = SignedDuration::from_hours(72);
+/// A report that fails because of damage searches for a damaged snapshot until this long after its start. It is shorter
+/// than the timeout of the report.
+const REPORT_SEARCH_TIMEOUT: Duration = Duration::from_secs(15);
 /// Number of newest entries that a prune retains in the pointer log.
 const RETAINED_LOG_ENTRIES: u64 = 1000;
 /// Maximum interval between polls for a due slot.
@@ -186,6 +189,7 @@ pub async fn prune_slot(
     slot: &Slot,
     is_dry_run: bool,
 ) -> Result<PruneReport, PruneError> {
+    let began = Instant::now();
     // Reports must not wait for the workers.
     let permits = if is_dry_run { &REPORT_PERMITS } else { &PRUNE_PERMITS };
     let _permit = permits.acquire().await;
@@ -210,6 +214,7 @@ pub async fn prune_slot(
         grace_period: GRACE_PERIOD,
         now: Timestamp::now(),
         is_dry_run,
+        search_deadline: is_dry_run.then(|| began + REPORT_SEARCH_TIMEOUT),
     };
     let report = prune(&repository, &options).await?;
     if !is_dry_run {

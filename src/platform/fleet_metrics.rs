@@ -12,7 +12,7 @@ use super::alarms::Alarm;
 use super::context::Platform;
 use super::db::{self, Db, DbError};
 use super::operations::runnable_steps;
-use super::{certificates, ended_machines, fleet};
+use super::{certificates, fleet, former_machines};
 use svc_base::metrics::{
     ALARMS, BACKUP_AGE, FILE_PRUNINGS_FAILED, FLEET_READ_AT, MACHINES, MACHINES_BY_CERTIFICATE,
     MACHINES_BY_HEALTH, MACHINES_NEEDING_ATTENTION, OPERATIONS_IN_PROGRESS, OPERATIONS_OVERDUE,
@@ -60,7 +60,7 @@ async fn collect_fleet_metrics(db: &Db, token_rotation: Duration, trust: &HostTr
     // All queries run before any gauge is set: a failure must not mix new values with old ones.
     let session = db.session().await?;
     let rows = db::fleet::list_active_machines(&session).await?;
-    let ended = db::ended_machines::list_needing_attention(&session).await?;
+    let ended = db::former_machines::list_needing_attention(&session).await?;
     let failed_prunes = db::file_keys::count_failed_prunes(&session).await?;
     let in_progress = db::operations::count_running_by_kind(&session).await?;
     let (_, overdue) = db::operations::list_long_running(&session, OVERDUE_AGE, 1).await?;
@@ -69,7 +69,7 @@ async fn collect_fleet_metrics(db: &Db, token_rotation: Duration, trust: &HostTr
     let remaining_budget = db::budget::load_remaining(&session).await?;
 
     let mut summary = fleet::summarize(&rows, token_rotation, trust);
-    ended_machines::add_to_attention(&mut summary, &ended);
+    former_machines::add_to_attention(&mut summary, &ended);
     if let Some(certificates) = certificates::summarize(&rows, trust) {
         MACHINES_BY_CERTIFICATE.set(["trusted"], certificates.trusted as f64);
         MACHINES_BY_CERTIFICATE.set(["expiring"], certificates.expiring as f64);

@@ -164,7 +164,7 @@ fn calls_missed_by_hooks_are_recorded_as_gap() -> Result<()> {
     let home = AuditedHome::new()?;
     let call = home.begin_command(ADA)?;
     home.end_command(ADA, &call)?;
-    let mut seen = SeenCalls { is_by_id: true, ..SeenCalls::default() };
+    let mut seen = SeenCalls { has_hook_ids: true, ..SeenCalls::default() };
     [call.as_str(), "toolu_without_hook_1", "toolu_without_hook_2"].iter().for_each(|call| seen.add(call));
     home.send_to_watcher(&Message::dispatch_end("ada", seen))?;
     let gap = home.wait_for_line("a gap", |line| line["gap"]["why"] == "unseen")?;

@@ -300,7 +300,8 @@ async fn requested_save_needs_no_watcher() -> Result<()> {
     Ok(())
 }
 
-/// The store has lost everything, or only the latest snapshot or the pointer, since the last save, and no file has changed.
+/// The store has lost everything, or the snapshots, the pointer or the index, since the last save, and no file has
+/// changed.
 #[tokio::test(flavor = "multi_thread")]
 async fn requested_save_replaces_what_the_store_has_lost() -> Result<()> {
     let store = start_store()?;
@@ -309,17 +310,19 @@ async fn requested_save_replaces_what_the_store_has_lost() -> Result<()> {
     populate_home(&first)?;
     let _watcher = first.start_watcher()?;
     let _service = first.start_and_save().await?;
-    for folder in ["", "snapshots/", "latest"] {
-        let prefix = format!("{}/{folder}", slot().files());
-        let lost = store.objects(BUCKET, &prefix);
-        assert!(!lost.is_empty() && lost.iter().all(|object| store.remove(BUCKET, &object.key)), "{prefix}");
+    for lost in [&[""][..], &["snapshots/"], &["latest", "pointer-log/"], &["index/"]] {
+        for prefix in lost.iter().map(|folder| format!("{}/{folder}", slot().files())) {
+            let objects = store.objects(BUCKET, &prefix);
+            let removed = objects.iter().filter(|object| store.remove(BUCKET, &object.key)).count();
+            assert!(removed > 0 && removed == objects.len(), "{prefix}");
+        }
         first.machine.run(&["svc-sync-agent", "now"])?.expect(0);
         let next = Host::new(&store, &platform, 2)?;
         next.machine.run(&["svc-sync-agent", "restore-home"])?.expect(0);
         let restored = next.home().join("home/projects/app/main.rs");
         assert!(
             restored.exists(),
-            "after the loss of {prefix}, the save reported success with nothing in the store"
+            "after the loss of {lost:?}, the save reported success with nothing in the store"
         );
     }
     Ok(())

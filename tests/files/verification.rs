@@ -179,12 +179,20 @@ async fn unreadable_latest_snapshot_is_replaced() -> Result<()> {
             );
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
-        if ["lost", "damaged"].contains(&case) {
-            assert_ne!(
-                host.read_status()?["snapshot"],
-                latest,
-                "{case}: the service has written no snapshot"
-            );
+        // The status is written after the request.
+        while ["lost", "damaged"].contains(&case) && host.read_status()?["snapshot"] == latest {
+            ensure!(Instant::now() < deadline, "{case}: the service has written no snapshot");
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        if case == "lost index" {
+            // The next save does not read everything again, even if no verification has followed the repair.
+            host.write("home/projects/7", "version 1")?;
+            host.machine.run(&["svc-sync-agent", "now"])?.expect(0);
+            // The line is logged after the status is written.
+            while service.stderr().lines().filter_map(parse_files_read).next_back() >= Some(50) {
+                ensure!(Instant::now() < deadline, "the save read all files: {}", service.stderr());
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
         }
         // Damaged earlier snapshots are still reported.
         let code = if ["damaged", "lost index"].contains(&case) { 69 } else { 0 };

@@ -1,4 +1,4 @@
-//! Machines that start without their predecessor's files, because these cannot be restored.
+//! Machines that start without their predecessor's files because the files cannot be restored.
 
 use std::fs;
 
@@ -68,8 +68,8 @@ async fn machine_can_start_without_files_and_restore_or_give_up_later() -> Resul
     Ok(())
 }
 
-/// Anyone with a host's credentials for the store can make the pointer name nothing. The machine must not start as if
-/// there had never been any files.
+/// Anyone with a host's credentials for the store can overwrite the pointer so that it references no snapshot. The
+/// machine must not start as if there had never been any files.
 #[tokio::test(flavor = "multi_thread")]
 async fn pointer_without_snapshot_does_not_count_as_no_files() -> Result<()> {
     let store = start_store()?;

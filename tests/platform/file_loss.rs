@@ -47,17 +47,19 @@ async fn wait_for_backup_detail(stack: &Stack, process: &Process, recovery: &Val
 /// If everything in the store is lost, the next machine must not start as if there had never been any files.
 #[tokio::test(flavor = "multi_thread")]
 async fn next_machine_expects_files_that_were_reported_as_saved() {
-    for has_saved in [false, true] {
+    for (has_saved, has_snapshot) in [(false, true), (true, true), (true, false)] {
         let stack = Stack::start().await;
         let process = stack.start_platform_with(&SETTINGS);
         let old = stack.start_machine(&process, "user_1").await;
-        stack.store_snapshot("user_1");
+        if has_snapshot {
+            stack.store_snapshot("user_1");
+        }
         let mut beat = heartbeat_of(&old);
         if has_saved {
             beat["files"] = json!({"files": 1, "bytes": 1, "savedUntil": rfc3339_ms(jiff::Timestamp::now())});
         }
         assert_eq!(stack.send_heartbeat(&process, &old, &beat).await.status, 200);
-        let body = json!({"idpUserId": "user_1", "acceptLoss": true});
+        let body = json!({"idpUserId": "user_1", "acceptLoss": true, "allowEmpty": !has_snapshot});
         let accepted = stack.post(&process, "/vps/recover", &body).await;
         let new = stack.wait_for_guest(&process, accepted.body["machineId"].as_str().unwrap()).await;
         assert_eq!(new.user_data.contains("SVC_EXPECT_FILES"), has_saved, "{accepted:?}");

@@ -99,7 +99,7 @@ async fn responses_are_sanitized_and_requests_audited() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn file_history_requires_the_scope_operate() {
+async fn file_history_requires_operate_scope() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let host = start_host(&stack, &process).await;

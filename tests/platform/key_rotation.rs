@@ -1,5 +1,5 @@
-//! Proof keys rotate on a working platform with two processes: no request is signed with a key that its host lacks, and
-//! an old key is removed once no host needs it.
+//! Tests key rotation on a running platform: no request is signed with a key that its host lacks, and an old key is
+//! removed once no host needs it.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};

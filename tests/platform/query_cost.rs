@@ -5,7 +5,7 @@ use kit::pg::{TestDatabase, test_database_from};
 use svc::machine::id::MachineId;
 use svc::machine::name::Handle;
 use svc::platform::db::machines::{self, MachineFilter};
-use svc::platform::db::{Db, ended_machines, fleet, servers};
+use svc::platform::db::{Db, fleet, former_machines, servers};
 use svc::router::watch;
 use uuid::Uuid;
 
@@ -108,7 +108,7 @@ async fn fleet_report_does_not_scan_ended_operations() {
     let (operation_rows, machine_rows) =
         (database.count_rows_read("operations").await, database.count_rows_read("user_machines").await);
     let active = fleet::list_active_machines(&database.session).await.unwrap();
-    let ended = ended_machines::list_needing_attention(&database.session).await.unwrap();
+    let ended = former_machines::list_needing_attention(&database.session).await.unwrap();
     let operation_rows = database.count_rows_read("operations").await - operation_rows;
     let machine_rows = database.count_rows_read("user_machines").await - machine_rows;
     assert!(operation_rows <= 3 * RUNNING_OPERATIONS, "{operation_rows} operation rows read");

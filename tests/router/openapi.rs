@@ -268,7 +268,7 @@ async fn trigger_database_outage() -> Result<()> {
     // The session was opened by another router, so this router would have to look it up in the database.
     let unknown = router.start_second_router().await?.open_session(APP_HOST, "user_1").await;
     proxy.refuse();
-    proxy.cut();
+    proxy.drop_connections();
     for operation in operations() {
         let host = host(operation);
         let query = match operation.id {

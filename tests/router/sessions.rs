@@ -1,5 +1,5 @@
-//! Tests how the platform's own sessions are opened with the provider's token, handed over to the code host and
-//! revoked, and how they store the chosen slot.
+//! Tests how the platform's own sessions are opened with the identity provider's token, handed over to the code
+//! host and revoked, and how they store the chosen slot.
 
 use std::time::{Duration, Instant};
 
@@ -96,7 +96,7 @@ async fn expired_session_is_refused() -> Result<()> {
 }
 
 /// Returns two values of the `Cookie` header. The first is from a browser that has a session for `user_1`, but in which
-/// the provider has signed in `user_2`; the second contains only the session cookie.
+/// the identity provider has signed in `user_2`; the second contains only the session cookie.
 async fn create_conflicting_cookies(router: &TestRouter) -> (String, String) {
     let session = router.open_session(APP_HOST, "user_1").await;
     (format!("{session}; __session={}", router.token("user_2")), session)

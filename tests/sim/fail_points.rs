@@ -44,7 +44,7 @@ fn enumerations() -> [(&'static [&'static str], &'static str, &'static str); 25]
         (gate::FAILPOINTS, "gate::FAILPOINTS", "tests/files/mod.rs"),
         (restore_entry::FAILPOINTS, "restore_entry::FAILPOINTS", "tests/files/history.rs"),
         (service::FAILPOINTS, "service::FAILPOINTS", "tests/files/mod.rs"),
-        (update::FAILPOINTS, "svc::host::update::FAILPOINTS", "tests/vault/update.rs"),
+        (update::BOOT_FAILPOINTS, "svc::host::update::BOOT_FAILPOINTS", "tests/vault/update.rs"),
         (update::APPLY_FAILPOINTS, "svc::host::update::APPLY_FAILPOINTS", "tests/vault/apply.rs"),
         (update::ROLLBACK_FAILPOINTS, "svc::host::update::ROLLBACK_FAILPOINTS", "tests/vault/apply.rs"),
         (update::KEY_FAILPOINTS, "KEY_FAILPOINTS", "tests/vault/update_keys.rs"),

@@ -89,7 +89,7 @@ pub fn config(database: &str) -> PlatformConfig {
     config.timing.lease_ttl = Duration::from_millis(800);
     config.timing.reconcile_interval = Duration::from_millis(400);
     config.timing.heartbeat_timeout = Duration::from_millis(400);
-    config.timing.final_backup_deadline = Duration::from_millis(300);
+    config.timing.final_backup_unreachable_timeout = Duration::from_millis(300);
     config
 }
 

@@ -159,7 +159,7 @@ async fn token_is_sent_only_to_the_platform() -> Result<()> {
 #[tokio::test]
 async fn boot_killed_at_any_step_can_be_rerun() -> Result<()> {
     let (source, digest) = start_source().await?;
-    for point in svc::host::update::FAILPOINTS {
+    for point in svc::host::update::BOOT_FAILPOINTS {
         let machine = create_machine(source.addr, &digest)?;
         let kill = format!("{point}=return(kill)");
         boot(&machine, &[("FAILPOINTS", &kill)]).await?.expect_killed();
@@ -178,7 +178,7 @@ async fn boot_killed_at_any_step_can_be_rerun() -> Result<()> {
 #[tokio::test]
 async fn failed_step_leaves_no_partial_release() -> Result<()> {
     let (source, digest) = start_source().await?;
-    for point in svc::host::update::FAILPOINTS {
+    for point in svc::host::update::BOOT_FAILPOINTS {
         let machine = create_machine(source.addr, &digest)?;
         let error = format!("{point}=return(error)");
         let code = boot(&machine, &[("FAILPOINTS", &error)]).await?.code;

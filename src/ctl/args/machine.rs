@@ -179,7 +179,8 @@ pub struct Recover {
     /// The user's slot
     #[arg(long, default_value_t)]
     pub slot: Slot,
-    /// Start empty if there is no snapshot; only for a new user, or one whose data is intentionally empty
+    /// Start with an empty database if there is no snapshot; only for a new user, or one whose data is intentionally
+    /// empty
     #[arg(long)]
     pub allow_empty: bool,
     /// Restore this snapshot instead of the latest: its key, as shown by `svcctl backup list`

@@ -322,7 +322,7 @@ Example: svcctl pointer rebuild user_1"
         /// The snapshot to point to (default: the newest complete one with the highest epoch)
         #[arg(long, value_name = "KEY")]
         to: Option<SnapshotKey>,
-        /// Point to no snapshot: a recovery with --allow-empty then starts empty. Nothing is deleted
+        /// Point to no snapshot: a recovery with --allow-empty then starts with an empty database. Nothing is deleted
         #[arg(long, conflicts_with = "to")]
         empty: bool,
         /// Replace a valid pointer or, with --empty, ignore complete snapshots

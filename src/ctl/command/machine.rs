@@ -140,7 +140,7 @@ async fn print_accepted_change(
     if let Some(note) = accepted.note() {
         eprintln!("note: {note}");
     }
-    if accepted.is_off_already() {
+    if accepted.was_already_off() {
         let response = api.get(&["vps", &accepted.machine_id], &[]).await?;
         return out.print_response(&response, |view| Ok(machine::details(view, &response.parse()?)));
     }

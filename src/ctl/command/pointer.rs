@@ -23,7 +23,7 @@ pub async fn run(api: &ApiClient, command: PointerCommand, out: &Output) -> Resu
             let what = if empty {
                 format!(
                     "This makes the snapshot pointer of {slot} refer to no snapshot: a recovery with --allow-empty \
-                     then starts empty."
+                     then starts with an empty database."
                 )
             } else {
                 format!("This rebuilds the snapshot pointer of {slot}.")

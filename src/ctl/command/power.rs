@@ -26,7 +26,7 @@ pub async fn run(api: &ApiClient, command: PowerCommand, out: &Output) -> Result
         }
         PowerCommand::Reboot { machine, yes, wait } => {
             let what = format!(
-                "This restarts the host of machine {machine}: it is unreachable for a minute or two."
+                "This restarts the host of machine {machine}, which will be unreachable for a minute or two."
             );
             let id = confirm_machine(api, &machine, &what, yes).await?;
             send_action(api, &id, "reboot", wait, out).await

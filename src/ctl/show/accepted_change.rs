@@ -116,12 +116,12 @@ impl AcceptedChange {
                 newer.key, newer.taken_at
             ));
         }
-        self.is_off_already()
+        self.was_already_off()
             .then(|| "the machine had already been powered off; nothing was changed".to_owned())
     }
 
     /// Whether the server was already off before the power-off.
-    pub fn is_off_already(&self) -> bool {
+    pub fn was_already_off(&self) -> bool {
         self.power.as_ref().is_some_and(|action| action.is(PowerAction::Off)) && self.operation_id.is_none()
     }
 
@@ -130,7 +130,7 @@ impl AcceptedChange {
             return "deleted";
         }
         match (self.power.as_deref(), self.already_undone) {
-            (Some("off"), _) if self.is_off_already() => "off",
+            (Some("off"), _) if self.was_already_off() => "off",
             (Some("off"), _) => "being powered off",
             (Some("on"), _) => "being powered on",
             (Some("reboot"), _) => "being restarted",

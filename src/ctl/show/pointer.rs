@@ -9,8 +9,9 @@ use svc_wire::pointer::{Pointer, PointerInspection, PointerState, RebuiltPointer
 pub fn inspection(view: &View, slot: &SlotTarget, result: &PointerInspection) -> String {
     let is_sound = result.state.is(PointerState::Sound);
     let color = if is_sound { Color::Good } else { Color::Bad };
-    let target =
-        |pointer: &Option<Pointer>| pointer.as_ref().map(|pointer| line(view, pointer)).unwrap_or_default();
+    let target = |pointer: &Option<Pointer>| {
+        pointer.as_ref().map(|pointer| describe_pointer(view, pointer)).unwrap_or_default()
+    };
     let pairs = [
         ("slot", slot.to_string().into()),
         ("pointer", Cell::painted(Some(color), result.state.as_str())),
@@ -35,10 +36,10 @@ pub fn inspection(view: &View, slot: &SlotTarget, result: &PointerInspection) ->
 
 /// Shows the pointer after a rebuild.
 pub fn rebuilt(view: &View, rebuilt: &RebuiltPointer) -> String {
-    table::render_pairs(view, &[("points to", line(view, &rebuilt.pointer).into())])
+    table::render_pairs(view, &[("points to", describe_pointer(view, &rebuilt.pointer).into())])
 }
 
-fn line(view: &View, pointer: &Pointer) -> String {
+fn describe_pointer(view: &View, pointer: &Pointer) -> String {
     let holder =
         pointer.fence_machine_id.as_ref().map(|machine| format!(" of {machine}")).unwrap_or_default();
     let fence = format!("fence {}{holder}, seq {}", pointer.fence_epoch, pointer.seq);

@@ -9,11 +9,14 @@
 //! Invariant: a crash between any two requests leaves a repository in which every remaining snapshot can be restored.
 //! An index file is deleted only after its replacement has been written, and a pack only once no index file lists it.
 
+mod damaged_snapshot;
+mod expired;
 mod plan;
 mod providers;
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
+use std::time::Instant;
 
 use bytes::Bytes;
 use futures_util::{StreamExt, stream};
@@ -31,7 +34,8 @@ use crate::pack::{BlobType, FinishedPack, PackWriter, PackedBlob};
 use crate::repository::{MAX_CONCURRENT_REQUESTS, MAX_PACK_BYTES, ObjectKind, Repository};
 use crate::retention::RetentionPolicy;
 use crate::snapshot::Snapshot;
-use crate::verify::name_damaged_snapshot;
+use damaged_snapshot::name_damaged_snapshot;
+use expired::select_expired;
 #[cfg(test)]
 pub(crate) use plan::MIN_MERGED_PACKS;
 use plan::{PrunePlan, UsedBlobs};
@@ -40,8 +44,6 @@ use plan::{PrunePlan, UsedBlobs};
 pub const FAILPOINTS: &[&str] =
     &["files.prune.snapshot", "files.prune.repacked", "files.prune.indexed", "files.prune.replaced"];
 
-/// Maximum difference between the machine's clock and the store's.
-const MAX_CLOCK_SKEW: SignedDuration = SignedDuration::from_hours(12);
 /// Maximum duration of a save. The packs of a longer one, or of one that was abandoned, may be deleted before its
 /// snapshot is written.
 const MAX_SAVE_DURATION: SignedDuration = SignedDuration::from_hours(30 * 24);
@@ -61,6 +63,8 @@ pub struct PruneOptions {
     pub now: Timestamp,
     /// Whether to only report what would be done.
     pub is_dry_run: bool,
+    /// When the search for a damaged snapshot ends, so that the caller still receives the error.
+    pub search_deadline: Option<Instant>,
 }
 
 /// The changes that a run plans, and makes unless it is a dry run. If a run finds damaged packs while it makes the
@@ -99,7 +103,7 @@ pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pr
     let used = match UsedBlobs::find(repository, &index.files, &kept_snapshots).await {
         Ok(used) => used,
         Err(error) => {
-            return Err(name_damaged_snapshot(repository, &kept_snapshots, error, options.is_dry_run).await);
+            return Err(name_damaged_snapshot(repository, &kept_snapshots, options, error).await);
         }
     };
     let uploads: HashMap<Id, Timestamp> = repository.list_packs().await?.into_iter().collect();
@@ -135,35 +139,6 @@ pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pr
     failpoint::trigger("files.prune.replaced")?;
     repository.delete_all(plan.deleted.iter().map(|id| repository.pack_path(*id)).collect()).await?;
     Ok(report)
-}
-
-/// Selects the snapshots that have expired. Someone with a stolen key could choose times that make earlier snapshots
-/// expire, so only snapshots that were uploaded soon after their time make others expire. A snapshot's time is the time
-/// at which its save began, so the snapshot of a long save is uploaded late: it may expire, but makes no others expire.
-/// Any other difference between the two times is implausible, and the snapshot is kept; for example, copied objects all
-/// have the time of the copy.
-fn select_expired(snapshots: &[(Id, Snapshot, Timestamp)], options: &PruneOptions) -> HashSet<Id> {
-    let find_plausible = |max_delay: SignedDuration| -> Vec<(Id, Timestamp)> {
-        let delays = -MAX_CLOCK_SKEW..=max_delay;
-        snapshots
-            .iter()
-            .filter(|(_, snapshot, uploaded)| delays.contains(&uploaded.duration_since(snapshot.time)))
-            .map(|(id, snapshot, _)| (*id, snapshot.time))
-            .collect()
-    };
-    let on_time = find_plausible(MAX_CLOCK_SKEW);
-    let on_time_ids: HashSet<Id> = on_time.iter().map(|(id, _)| *id).collect();
-    let mut expired = options.policy.select_expired(&on_time, options.now);
-    let mut late = find_plausible(MAX_SAVE_DURATION + MAX_CLOCK_SKEW);
-    late.retain(|(id, _)| !on_time_ids.contains(id));
-    expired.extend(options.policy.select_expired_among(&late, &on_time, options.now));
-    let plausible: HashSet<Id> = on_time_ids.into_iter().chain(late.iter().map(|(id, _)| *id)).collect();
-    let taken = snapshots
-        .iter()
-        .filter(|(id, ..)| plausible.contains(id))
-        .filter_map(|(id, snapshot, _)| Some((snapshot.machine_tag()?, *id, snapshot.time)));
-    let last = options.policy.select_last_of_machines(taken, options.now);
-    expired.into_iter().filter(|id| !options.protected.contains(id) && !last.contains(id)).collect()
 }
 
 /// Unmarks packs that have the only sound copy of a blob that a snapshot needs. The index lists another copy of the
@@ -453,48 +428,5 @@ impl<'a> IndexWriter<'a> {
             self.repository.write_json(ObjectKind::Index, &file).await?;
         }
         Ok(())
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn late_snapshot_expires_but_displaces_no_other() {
-        // 08:00 UTC.
-        let now = Timestamp::from_second(500_000 * 3600).unwrap();
-        let policy = RetentionPolicy { newest: 0, ..RetentionPolicy::default() };
-        let grace_period = SignedDuration::from_hours(72);
-        let options = PruneOptions { policy, protected: Vec::new(), grace_period, now, is_dry_run: false };
-        let at = |minutes: i64| now - SignedDuration::from_mins(minutes);
-        let snapshot = |minutes| Snapshot {
-            time: at(minutes),
-            parent: None,
-            tree: Id::of(b"tree"),
-            paths: Vec::new(),
-            hostname: String::new(),
-            username: String::new(),
-            tags: Vec::new(),
-        };
-        // How many minutes ago each of two snapshots was taken and uploaded, and whether it expires.
-        for (first, second, expected) in [
-            ((2390, 2389), (2350, 2349), [true, false]),
-            // The second one, uploaded after 39 hours, does not displace the first.
-            ((2390, 2389), (2350, 0), [false, false]),
-            ((2390, 0), (2350, 2349), [true, false]),
-            ((2390, 0), (2350, 0), [false, false]),
-            // Nor does a second one that was uploaded long before it was taken.
-            ((2390, 2389), (2350, 2350 + 721), [false, false]),
-            // Two on the same day, the first of which was uploaded after 30 days and 12 hours, or later.
-            ((43_920, 0), (43_900, 43_899), [true, false]),
-            ((43_921, 0), (43_900, 43_899), [false, false]),
-        ] {
-            let ids = [Id::of(b"first"), Id::of(b"second")];
-            let snapshots =
-                [(ids[0], snapshot(first.0), at(first.1)), (ids[1], snapshot(second.0), at(second.1))];
-            let expired = select_expired(&snapshots, &options);
-            assert_eq!(ids.map(|id| expired.contains(&id)), expected, "{first:?}, {second:?}");
-        }
     }
 }

@@ -328,6 +328,7 @@ mod tests {
             grace_period: SignedDuration::from_hours(72),
             now: uploaded + SignedDuration::from_hours(24 * days),
             is_dry_run: false,
+            search_deadline: None,
         }
     }
 

@@ -162,6 +162,8 @@ pub struct Saver {
     /// Packs that are damaged. Blobs that are in no other pack count as missing.
     damaged_packs: HashSet<Id>,
     lost_snapshot: Option<Id>,
+    /// Whether the next save checks the index, even if the last check was recent.
+    must_check_index: bool,
     /// [`INDEX_CHECK_INTERVAL`], except in most tests, which prune more often.
     pub(crate) index_check_interval: Duration,
     /// [`MAX_UNCHECKED_DURATION`], except in tests.
@@ -185,6 +187,7 @@ impl Saver {
             index: None,
             damaged_packs: HashSet::new(),
             lost_snapshot: None,
+            must_check_index: false,
             index_check_interval: if cfg!(test) { Duration::ZERO } else { INDEX_CHECK_INTERVAL },
             max_unchecked_duration: MAX_UNCHECKED_DURATION,
             upload_limiter: upload::RateLimiter::default(),
@@ -223,6 +226,11 @@ impl Saver {
         self.lost_snapshot = lost_snapshot;
     }
 
+    /// Makes the next save check that the store has all index files. A save of the whole directory always does.
+    pub fn require_index_check(&mut self) {
+        self.must_check_index = true;
+    }
+
     /// Saves the whole directory. `parent` is the previous snapshot; files that have not changed since then are not
     /// read again.
     ///
@@ -238,7 +246,7 @@ impl Saver {
     }
 
     /// Saves what has changed since the snapshot `parent`. Nothing else is visited, unless the parent's trees cannot be
-    /// read; in that case, the whole directory is saved.
+    /// read, or the index had to be read; in these cases, the whole directory is saved.
     ///
     /// # Errors
     /// See [`Self::save`].
@@ -256,8 +264,9 @@ impl Saver {
         changes: Option<ChangeSet>,
     ) -> Result<SaveResult, FilesError> {
         let began = Instant::now();
+        let must_check = std::mem::take(&mut self.must_check_index) || changes.is_none();
         let (LoadedIndex { blobs: mut known, mut files, checked_at }, is_reloaded) =
-            self.take_index(changes.is_none()).await?;
+            self.take_index(must_check).await?;
         // A parent whose tree cannot be read is useless, so the whole home directory is read.
         let is_readable = |tree| {
             known.contains(BlobType::Tree, tree) || matches!(self.repository.cached_tree(tree), Ok(Some(_)))
@@ -277,7 +286,8 @@ impl Saver {
                 Err(error) => return Err(error),
             }
         }
-        let changes = changes.filter(|_| parent.is_some());
+        // The store may have lost index files that list unchanged content.
+        let changes = changes.filter(|_| parent.is_some() && !is_reloaded);
         let repository = &self.repository;
         let time = self.options.time.unwrap_or_else(Timestamp::now);
         // Capacity 1: a worker waits while the store is slow, so that packs do not fill the memory.

@@ -1,5 +1,5 @@
 //! A store whose requests fail at random: a failed request has no effect, or it takes effect and its response is lost.
-//! Its client can also repeat each write.
+//! It can also execute each write twice, as if a client had repeated it after a lost response.
 
 use std::fmt;
 use std::sync::Arc;

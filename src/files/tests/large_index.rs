@@ -134,7 +134,7 @@ async fn pruning_shrinks_an_index_that_is_too_large_to_read() {
 }
 
 #[tokio::test]
-async fn saves_count_marked_packs() {
+async fn save_counts_marked_packs_toward_limit() {
     let (mut fixture, _, repository) = fixture_with_file().await;
     let marked = index_of_marked_packs("marked", 20, 1_000, Timestamp::now());
     repository.write_json(ObjectKind::Index, &marked).await.unwrap();

@@ -25,12 +25,19 @@ const NEWEST: RetentionPolicy = RetentionPolicy {
     last_of_machine: SignedDuration::ZERO,
     newest: 1,
 };
-const GRACE_PERIOD: SignedDuration = SignedDuration::from_hours(48);
 
 /// Returns the options for a run in `days` days that keeps only the newest snapshot.
 pub(super) fn days_later(days: i64) -> PruneOptions {
-    let now = Timestamp::now() + SignedDuration::from_hours(24 * days);
-    PruneOptions { policy: NEWEST, protected: Vec::new(), grace_period: GRACE_PERIOD, now, is_dry_run: false }
+    let hours = SignedDuration::from_hours;
+    let (policy, grace_period, now) = (NEWEST, hours(48), Timestamp::now() + hours(24 * days));
+    PruneOptions {
+        policy,
+        protected: Vec::new(),
+        grace_period,
+        now,
+        is_dry_run: false,
+        search_deadline: None,
+    }
 }
 
 pub(super) async fn run(fixture: &Fixture, options: &PruneOptions) -> PruneReport {

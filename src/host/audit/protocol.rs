@@ -144,7 +144,8 @@ pub struct SeenCalls {
     #[serde(rename = "more")]
     pub further_calls: u64,
     /// Whether the program's hooks use the same IDs.
-    pub is_by_id: bool,
+    #[serde(rename = "isById")]
+    pub has_hook_ids: bool,
 }
 
 impl SeenCalls {

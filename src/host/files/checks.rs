@@ -199,8 +199,8 @@ impl FileChecks {
     }
 
     /// Records that the latest snapshot (`what` is its id), the pointer to it, the index or the key file is missing or
-    /// damaged. A save then replaces it by reading all files again, but not more often than `MIN_REPAIR_INTERVAL`, in case the store loses
-    /// each new snapshot.
+    /// damaged. A save then replaces it by reading all files again, but not more often than `MIN_REPAIR_INTERVAL`, in
+    /// case the store loses each new snapshot.
     pub fn record_damaged_latest(&mut self, what: &str, now: Timestamp) {
         let is_recent = |at: Timestamp| at <= now && now.duration_since(at) < MIN_REPAIR_INTERVAL;
         if self.damaged_latest.as_deref() != Some(what) && !self.latest_damaged_at.is_some_and(is_recent) {

@@ -418,8 +418,9 @@ async fn download(
     Ok(outcome)
 }
 
-/// Returns the id and time of the snapshot that the pointer names. With `should_skip_damaged`, the newest readable one if
-/// that one, or its root directory, is damaged or lost.
+/// Returns the id and time of the snapshot that the pointer names. With `should_skip_damaged`, returns the newest
+/// readable one if that one, or its home directory, is damaged or lost. A replaced machine may have added snapshots
+/// after the one that the pointer names, so these are used only if there are no others.
 async fn choose_snapshot(
     repository: &Repository,
     latest: &FilesSnapshotRef,
@@ -433,11 +434,20 @@ async fn choose_snapshot(
         return Ok((id, restored_as_of(latest, &snapshot)));
     }
     let find = async || -> Result<Option<(Id, Snapshot)>, FilesError> {
-        let history = History::open_latest(repository.clone(), id).await?;
-        match history.find_readable_snapshot().await? {
-            Some(found) => Ok(Some(found)),
-            None => History::open(repository.clone()).await?.find_readable_snapshot().await,
+        let latest_only = History::open_latest(repository.clone(), id).await?;
+        for directory in ["home", ""].map(Path::new) {
+            let found = latest_only.find_readable_snapshot(directory, Timestamp::MAX).await?;
+            if found.as_ref().is_some_and(|(found, _)| Some(*found) == id) {
+                return Ok(found);
+            }
+            let all = History::open(repository.clone()).await?;
+            for up_to in [latest.taken_at, Timestamp::MAX] {
+                if let Some(found) = all.find_readable_snapshot(directory, up_to).await? {
+                    return Ok(Some(found));
+                }
+            }
         }
+        Ok(None)
     };
     match retry(OUTAGE_TIMEOUT, FilesError::is_transient, find).await? {
         Some((found, snapshot)) if Some(found) == id => Ok((found, restored_as_of(latest, &snapshot))),

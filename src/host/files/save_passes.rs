@@ -105,8 +105,10 @@ impl SavePasses {
         if is_full {
             result.counts.excluded_sizes = earlier.counts.excluded_sizes;
         } else {
-            // The pass has counted only what it visited.
-            result.counts = earlier.counts;
+            // The pass has counted only what it visited. That includes the entries that the earlier one could not read.
+            let pass = std::mem::replace(&mut result.counts, earlier.counts);
+            (result.counts.unreadable, result.counts.unstable) = (pass.unreadable, pass.unstable);
+            result.counts.first_unreadable = pass.first_unreadable;
         }
         result.counts.files_read = files_read;
         self.is_full |= is_full;
@@ -214,6 +216,19 @@ mod tests {
         assert_eq!((passes.result.counts.files, passes.is_full), (1, false), "the first pass's count");
         assert_eq!((passes.result.counts.files_read, passes.token.as_deref()), (2, Some("2")));
         assert_eq!(fixture.requests(), ["0", "1"]);
+    }
+
+    #[tokio::test]
+    async fn repeat_counts_unreadable_entries_of_last_pass() {
+        let mut fixture = Fixture::new(vec![moved("late"), moved("early")]).await;
+        let late = std::fs::File::create(fixture.dir.path().join("user/home/late")).unwrap();
+        if late.set_len(2 << 40).is_err() {
+            eprintln!("skipped: the file system does not support large sparse files");
+            return;
+        }
+        let SavePasses { result, is_full, .. } = fixture.repeat().await;
+        assert_eq!((result.counts.unreadable, is_full), (1, false), "a file of more than 1 TiB is not saved");
+        assert!(result.counts.first_unreadable.unwrap().contains("late"));
     }
 
     #[tokio::test]

@@ -246,6 +246,9 @@ impl FileBackup {
         };
         let open = self.saver.insert(open);
         let lost_snapshot = if must_check { open.find_lost_parent().await? } else { None };
+        if must_check {
+            open.saver.require_index_check();
+        }
         open.saver.set_lost_snapshot(lost_snapshot.or(checks.damaged_snapshot()));
         let paths = reply.as_ref().and_then(|reply| reply.paths.as_ref());
         let options = open.saver.options_mut();
@@ -262,8 +265,9 @@ impl FileBackup {
         // The save writes content again if it is only in damaged packs.
         open.saver.set_damaged_packs(checks.damaged_packs());
         let save = if is_repair { SaveScope::Everything } else { save };
-        // With a parent, entries that cannot be read now would refer to the lost part of the index.
-        let parent = open.parent.clone().filter(|_| !checks.is_index_damaged());
+        // With a parent, entries that cannot be read now would refer to the lost part of the index. The snapshot of the
+        // repair refers to none of it.
+        let parent = open.parent.clone().filter(|_| !(is_repair && checks.is_index_damaged()));
         let (result, is_full) = match (save, parent) {
             // The changes since another machine's snapshot are unknown.
             (SaveScope::Changes, Some(parent)) if open.is_parent_from_this_machine => {

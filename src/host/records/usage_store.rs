@@ -23,7 +23,7 @@ use super::ledger::{Ledger, Report, Totals, UsageQuery};
 use super::money::Dollars;
 use super::record_file_names::INTERACTIONS;
 use super::seals::{Seal, Seals};
-use super::writer::{FileStamp, QueueFull, Record, Records};
+use super::writer::{FileStamp, LineDropped, Record, Records};
 use svc_base::error_chain::format_chain;
 use svc_base::failpoint;
 use svc_base::fsx::{self, FileError};
@@ -142,9 +142,9 @@ impl UsageStore {
     /// Records an ended dispatch and counts it toward `day`.
     ///
     /// # Errors
-    /// [`QueueFull`] if the interaction could not be queued: the dispatch counts until this process ends, and is
+    /// [`LineDropped`] if the interaction could not be queued: the dispatch counts until this process ends, and is
     /// missing when its day is recounted.
-    pub fn record(&self, day: Date, interaction: &Interaction) -> Result<(), QueueFull> {
+    pub fn record(&self, day: Date, interaction: &Interaction) -> Result<(), LineDropped> {
         let totals = Totals::for_dispatch(interaction.cost, interaction.tokens_in, interaction.tokens_out);
         // Hold the lock for both steps: a seal created between them would cover the interaction without its totals.
         let mut ledger = self.lock_ledger();

@@ -28,7 +28,7 @@ use serde::Serialize;
 use self::file::AppendFile;
 pub use self::file::FileStamp;
 use self::queue::{RecordQueue, Replacement, ThreadState};
-pub use self::record::{MAX_QUEUED_BYTES, QueueFull, Record};
+pub use self::record::{LineDropped, MAX_QUEUED_BYTES, Record};
 use self::sync::{SyncFn, Syncer, UnsyncedFile};
 use svc_base::clock;
 use svc_base::error_chain::format_chain;
@@ -133,8 +133,8 @@ impl Records {
     /// Queues a JSON line. Never waits for the disk.
     ///
     /// # Errors
-    /// [`QueueFull`] if the queue is full, or the writer is being dropped.
-    pub fn append(&self, record: Record, entry: &impl Serialize) -> Result<(), QueueFull> {
+    /// [`LineDropped`] if the queue is full, or the writer is being dropped.
+    pub fn append(&self, record: Record, entry: &impl Serialize) -> Result<(), LineDropped> {
         thread_local! {
             static LINE: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
         }
@@ -151,12 +151,12 @@ impl Records {
     ///
     /// # Errors
     /// As for [`Records::append`].
-    pub fn note(&self, text: &str) -> Result<(), QueueFull> {
+    pub fn note(&self, text: &str) -> Result<(), LineDropped> {
         let text: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
         self.accept(Record::Activity, format!("{} {text}\n", clock::rfc3339_ms(Timestamp::now())).as_bytes())
     }
 
-    fn accept(&self, record: Record, line: &[u8]) -> Result<(), QueueFull> {
+    fn accept(&self, record: Record, line: &[u8]) -> Result<(), LineDropped> {
         let should_wake = self.0.lock().accept(record, line)?;
         if should_wake {
             self.0.wake.notify_one();

@@ -84,7 +84,7 @@ fn rotate_and_expire(layout: &Layout, calendar: &Calendar, now: Timestamp) -> Re
     let rotated = [record_file_names::ACTIVITY, record_file_names::AUDIT].map(|record| {
         let name = rotate::rotate(&logs, record, calendar, today).or_exit(Exit::Internal)?;
         if let Some(name) = name {
-            tracing::info!(name, "rotated a record");
+            tracing::info!(name, "rotated a log file");
         }
         failpoint::trigger("heartbeat.rotated").or_exit(Exit::Internal)
     });

@@ -21,8 +21,8 @@ use svc_store::vars as store;
 pub enum AcceptReason {
     /// Parsed as an identifier, such as this machine's, its owner's or a release's; never used unchecked in a path.
     Identifier,
-    /// Parsed as a number or an enumerated value, within limits.
-    Choice,
+    /// Parsed as a number, a time or an enumerated value, within limits.
+    BoundedValue,
     /// A credential that the other user already has. Root sends it to the platform's address in root's own settings or
     /// to an address from this list, and never in place of root's own credential.
     Credential,
@@ -41,20 +41,20 @@ pub const ALLOWED_FROM_OTHERS: [(&Variable, AcceptReason); 31] = [
     (&vars::SVC_EPOCH, AcceptReason::Identifier),
     (&vars::SVC_IMAGE_VERSION, AcceptReason::Identifier),
     (&vars::SVC_RESTORE_SNAPSHOT, AcceptReason::Identifier),
-    (&vars::SVC_RESTORE_MODE, AcceptReason::Choice),
-    (&vars::SVC_RESTORE_FILES, AcceptReason::Choice),
-    (&vars::SVC_EXPECT_FILES, AcceptReason::Choice),
-    (&vars::BACKUP_COMPRESSION, AcceptReason::Choice),
-    (&vars::BACKUP_RETRY_SECONDS, AcceptReason::Choice),
-    (&vars::VERIFY_WITHIN_DAYS, AcceptReason::Choice),
-    (&vars::RESTORE_STORE_DEADLINE_SECONDS, AcceptReason::Choice),
+    (&vars::SVC_RESTORE_MODE, AcceptReason::BoundedValue),
+    (&vars::SVC_RESTORE_FILES, AcceptReason::BoundedValue),
+    (&vars::SVC_EXPECT_FILES, AcceptReason::BoundedValue),
+    (&vars::BACKUP_COMPRESSION, AcceptReason::BoundedValue),
+    (&vars::BACKUP_RETRY_SECONDS, AcceptReason::BoundedValue),
+    (&vars::VERIFY_WITHIN_DAYS, AcceptReason::BoundedValue),
+    (&vars::RESTORE_STORE_DEADLINE_SECONDS, AcceptReason::BoundedValue),
     (&vars::UPGRADE_TOKEN, AcceptReason::Credential),
     (&vars::REGISTRATION_TOKEN, AcceptReason::Credential),
     (&vars::DATABASE_URL, AcceptReason::Credential),
     (&store::AWS_ACCESS_KEY_ID, AcceptReason::Credential),
     (&store::AWS_SECRET_ACCESS_KEY, AcceptReason::Credential),
     (&store::AWS_SESSION_TOKEN, AcceptReason::Credential),
-    (&store::AWS_CREDENTIAL_EXPIRATION, AcceptReason::Choice),
+    (&store::AWS_CREDENTIAL_EXPIRATION, AcceptReason::BoundedValue),
     (&store::AWS_REGION, AcceptReason::Address),
     (&store::OBJECT_STORE_URL, AcceptReason::Address),
     (&store::OBJECT_STORE_ENDPOINT, AcceptReason::Address),

@@ -30,7 +30,7 @@ use svc_machine::name::ImageVersion;
 use svc_store::bundle;
 
 /// The fail points in `svc-update boot`.
-pub const FAILPOINTS: &[&str] = &[
+pub const BOOT_FAILPOINTS: &[&str] = &[
     "update.begin",
     "update.downloading",
     "update.unpacked",

@@ -38,7 +38,7 @@ use svc_http::request_id;
 use svc_machine::name::ImageVersion;
 
 pub use apply::{APPLY_FAILPOINTS, ROLLBACK_FAILPOINTS};
-pub use boot::FAILPOINTS;
+pub use boot::BOOT_FAILPOINTS;
 pub use trust::KEY_FAILPOINTS;
 pub use unpack::{UnpackError, UnpackLimits, unpack};
 

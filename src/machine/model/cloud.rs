@@ -35,7 +35,8 @@ impl Cloud {
         self.server_of(machine).is_some_and(|server| server.power == Power::On)
     }
 
-    /// Finds the machine's server by its name; without unique names, there is no name to look up.
+    /// Finds the machine's server by its name. Finds nothing in a model without unique names, so that a repeated create
+    /// makes a second server.
     pub fn find_by_name(&self, machine: usize) -> Option<&Server> {
         self.server_of(machine).filter(|_| self.has_unique_names)
     }

@@ -14,7 +14,7 @@ use crate::alarms;
 use crate::context::Platform;
 use crate::db::operations::LongRunningOperation;
 use crate::db::{self, rollouts};
-use crate::{bundle_keys, certificates, ended_machines, exercises, fleet, resource};
+use crate::{bundle_keys, certificates, exercises, fleet, former_machines, resource};
 use axum::routing::get;
 use http::Method;
 use svc_base::clock::now_ms;
@@ -35,9 +35,9 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
     let rows = db::fleet::list_active_machines(&session).await?;
     let mut summary =
         fleet::summarize(&rows, platform.config.timing.tokens.rotation_age, &platform.config.trust);
-    ended_machines::add_to_attention(
+    former_machines::add_to_attention(
         &mut summary,
-        &db::ended_machines::list_needing_attention(&session).await?,
+        &db::former_machines::list_needing_attention(&session).await?,
     );
     let hosts = &platform.config.hosts;
     let open = rollouts::find_open(&session).await?;

@@ -289,7 +289,7 @@ fn ensure_exists(target: &PointerTarget, is_recorded: bool, inspection: &Inspect
     Err(Problem::new(Code::NotFound, detail))
 }
 
-/// Rejects emptying the pointer of a slot that has a restorable snapshot.
+/// Rejects emptying the pointer of a slot unless all its snapshots were checked and none of them can be restored.
 async fn ensure_nothing_restorable(
     platform: &Platform,
     target: &PointerTarget,

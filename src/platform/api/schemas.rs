@@ -1,4 +1,4 @@
-//! Schemas for names and enumerations that several routes' requests and parameters share.
+//! Schemas for values that several routes share in their parameters, requests or responses.
 
 use serde_json::{Value, json};
 

@@ -40,7 +40,7 @@ pub async fn store_response(
     insert(client, INSERT, actor, key, stored).await
 }
 
-/// Like [`store_response`], but replaces the response to an earlier attempt of the same request.
+/// Like [`store_response`], but replaces the response that an earlier attempt at the same request stored.
 pub async fn replace_response(
     client: &impl GenericClient,
     actor: &str,

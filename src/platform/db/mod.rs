@@ -7,10 +7,10 @@
 pub mod alarms;
 pub mod audit;
 pub mod budget;
-pub mod ended_machines;
 pub mod exercises;
 pub mod file_keys;
 pub mod fleet;
+pub mod former_machines;
 pub mod idempotency;
 pub mod kept_servers;
 pub mod keys;

@@ -12,7 +12,7 @@ use sha2::{Digest, Sha256};
 
 use super::leased::LeasedOperation;
 use super::step::{StepError, StepOutcome, StepRecord};
-use super::{Step, StepPoint};
+use super::{OperationKind, Step, StepPoint};
 use crate::alarms;
 use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
@@ -67,7 +67,7 @@ pub async fn create_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, 
     let session = platform.db.session().await?;
     let keys = db::keys::list_public_keys(&session, db::keys::PROOF_PURPOSE).await?;
     drop(session);
-    let order = build_order(platform, &machine, &keys).await?;
+    let order = build_order(leased, &machine, &keys).await?;
     leased.record_create_sent().await?;
     leased.hit_fail_point(Step::CreateServer, StepPoint::RequestRecorded)?;
     let result = tokio::time::timeout(CREATE_TIMEOUT, platform.provider.create(&order)).await;
@@ -78,7 +78,7 @@ pub async fn create_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, 
     };
     match response {
         Ok(created) => {
-            alarms::end_provider_limit(platform).await;
+            alarms::clear_provider_limit(platform).await;
             Ok(finish_with_server("created", &created.server, &created.actions))
         }
         Err(error) => handle_create_error(leased, &machine, error).await,
@@ -197,10 +197,11 @@ fn label_selector(machine: MachineId) -> String {
 }
 
 async fn build_order(
-    platform: &Platform,
+    leased: &LeasedOperation<'_>,
     machine: &MachineRow,
     keys: &ProofKeys,
 ) -> Result<ServerOrder, StepError> {
+    let platform = leased.platform;
     let config = &platform.config;
     let store = platform.host_store.grant_access(machine, SessionGrant::Working).await;
     let store =
@@ -212,8 +213,10 @@ async fn build_order(
     let has_saved_files = has_saved_files
         .await
         .map_err(|error| StepError::transient("cannot read the slot's machines", error))?;
-    // A machine that `svcctl provision` creates may start without files.
-    let expects_files = machine.restore == RestoreMode::Required && has_saved_files;
+    // A machine that `svcctl provision` creates may start without files. `--allow-empty` of a recovery is only about
+    // the database.
+    let must_have_files = machine.restore == RestoreMode::Required || leased.kind == OperationKind::Recover;
+    let expects_files = must_have_files && has_saved_files;
     let user_data = userdata::render(machine, &config.hosts, &store, keys, &platform.mint, expects_files)
         .map_err(|error| StepError::permanent("cannot render user-data", error))?;
     let slot = Sha256::digest(format!("{}/{}", machine.user, machine.slot));

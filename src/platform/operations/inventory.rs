@@ -65,7 +65,7 @@ async fn record_inventory(platform: &Platform, failures: &mut Failures) -> anyho
     failures.record("servers that were created late", outcome);
     let outcome = fail_vanished(platform, &listed, failures).await;
     failures.record("missing servers", outcome);
-    let outcome = record_lost(platform, &listed, failures).await;
+    let outcome = record_missing_data_servers(platform, &listed, failures).await;
     failures.record("missing servers that may hold data", outcome);
     let outcome = handle_orphans(platform, &listed, failures).await;
     let inventory = if outcome.is_ok() { InventoryStatus::Recorded } else { InventoryStatus::NotRecorded };
@@ -135,7 +135,11 @@ async fn fail_vanished(
 
 /// Records kept servers, and servers of failed machines, that the provider no longer has. The machines' states do not
 /// change.
-async fn record_lost(platform: &Platform, listed: &[Server], failures: &mut Failures) -> anyhow::Result<()> {
+async fn record_missing_data_servers(
+    platform: &Platform,
+    listed: &[Server],
+    failures: &mut Failures,
+) -> anyhow::Result<()> {
     let present: HashSet<i64> = listed.iter().map(|server| server.id.0).collect();
     let session = platform.db.session().await?;
     let watched = db::servers::list_holding_data(&session).await?;
@@ -158,13 +162,13 @@ async fn confirm_missing<'a>(
     missing: Vec<&'a TrackedServer>,
     failures: &mut Failures,
 ) -> (Vec<&'a TrackedServer>, usize) {
-    let (mut lost, mut looked_up, mut consecutive_failures) = (Vec::new(), 0, 0);
+    let (mut confirmed, mut looked_up, mut consecutive_failures) = (Vec::new(), 0, 0);
     let total = missing.len();
     for machine in missing {
-        match confirm_lost(platform, machine).await {
-            Ok(is_lost) => {
+        match is_missing(platform, machine).await {
+            Ok(is_missing) => {
                 (looked_up, consecutive_failures) = (looked_up + 1, 0);
-                lost.extend(is_lost.then_some(machine));
+                confirmed.extend(is_missing.then_some(machine));
             }
             Err(error) => {
                 failures.record(machine.machine, Err(error));
@@ -175,11 +179,11 @@ async fn confirm_missing<'a>(
             break;
         }
     }
-    (lost, total - looked_up)
+    (confirmed, total - looked_up)
 }
 
 /// Looks up a server by id, and records it as seen if it exists. Returns whether the provider no longer has it.
-async fn confirm_lost(platform: &Platform, machine: &TrackedServer) -> anyhow::Result<bool> {
+async fn is_missing(platform: &Platform, machine: &TrackedServer) -> anyhow::Result<bool> {
     let exists = platform.provider.get(ServerId(machine.server)).await?.is_some();
     if exists {
         // The server is not listed because its label was removed.

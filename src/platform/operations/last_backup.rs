@@ -364,7 +364,7 @@ async fn handle_unreachable(
     now: Timestamp,
 ) -> Result<StepOutcome, StepError> {
     let since = *progress.unreachable_since.get_or_insert(now);
-    let deadline = signed_duration(leased.platform.config.timing.final_backup_deadline);
+    let deadline = signed_duration(leased.platform.config.timing.final_backup_unreachable_timeout);
     let silent_for = now.duration_since(since);
     if silent_for < deadline {
         let remaining = Duration::try_from(deadline - silent_for).unwrap_or_default();

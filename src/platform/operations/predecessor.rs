@@ -95,7 +95,8 @@ async fn try_power_off(leased: &LeasedOperation<'_>) -> Result<StepOutcome, Step
     // Counts from the accepted shutdown request or, without one, from the first attempt, which may be long after the
     // step's start, for example after an outage of the database.
     let waited = time_since(&facts, SHUTDOWN_ACCEPTED_AT, age).or(since_attempt);
-    if waited.is_some_and(|waited| waited >= timing.resize_shutdown_timeout + timing.power_off_retry) {
+    if waited.is_some_and(|waited| waited >= timing.resize_shutdown_timeout + timing.power_off_retry_timeout)
+    {
         // A deletion sets no fence.
         return Ok(StepOutcome::done_with_note(if leased.kind == OperationKind::Delete {
             "the provider did not power the server off"

@@ -101,7 +101,7 @@ struct RouterState {
 /// The service for the public listener.
 pub struct RouterService {
     pub responder: RouterResponder,
-    /// Present if hosts have names.
+    /// Present if `HOST_DOMAIN` is set.
     passthrough: Option<Arc<Passthrough>>,
 }
 
@@ -123,7 +123,7 @@ impl RouterService {
     }
 }
 
-/// Responds without a route table, because every request takes the same path.
+/// Responds without a route table, because all requests go through the same handler.
 #[derive(Clone)]
 pub struct RouterResponder(Arc<RouterState>);
 

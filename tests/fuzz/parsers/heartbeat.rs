@@ -8,7 +8,7 @@ use svc::platform::api::heartbeat::read_body;
 use super::Target;
 use super::objects::block_on;
 
-/// Maximum length of a reported text.
+/// Maximum length of a reported string.
 const MAX_CHARS: usize = 2000;
 
 pub fn target() -> Target {
@@ -72,15 +72,15 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
 
 fn check_stored(stored: &Value) -> Result<(), String> {
     for part in ["imageVersion", "health", "lastBackup", "lastUpdate", "checks", "attention"] {
-        check_texts(&stored[part], &mut |text| {
+        check_strings(&stored[part], &mut |text| {
             let is_unsafe = |c: char| {
                 (c.is_control() && c != '\n')
                     || matches!(c, '\u{202A}'..='\u{202E}' | '\u{2066}'..='\u{2069}')
             };
             if text.chars().count() > MAX_CHARS {
-                return Err(format!("{part} has a text of {} characters", text.chars().count()));
+                return Err(format!("{part} has a string of {} characters", text.chars().count()));
             }
-            if text.contains(is_unsafe) { Err(format!("{part} has the text {text:?}")) } else { Ok(()) }
+            if text.contains(is_unsafe) { Err(format!("{part} has the string {text:?}")) } else { Ok(()) }
         })?;
     }
     let count = |list: &Value| list.as_array().map_or(0, Vec::len);
@@ -88,7 +88,7 @@ fn check_stored(stored: &Value) -> Result<(), String> {
         return Err(format!("{stored} has a list of more than 16 items"));
     }
     // PostgreSQL text cannot contain NUL.
-    check_texts(&stored["proofKids"], &mut |text| {
+    check_strings(&stored["proofKids"], &mut |text| {
         if text.contains('\0') { Err("a key id contains NUL".to_owned()) } else { Ok(()) }
     })?;
     let health = &stored["health"];
@@ -104,11 +104,11 @@ fn check_stored(stored: &Value) -> Result<(), String> {
 }
 
 /// Calls `check` with every string in a value.
-fn check_texts(value: &Value, check: &mut impl FnMut(&str) -> Result<(), String>) -> Result<(), String> {
+fn check_strings(value: &Value, check: &mut impl FnMut(&str) -> Result<(), String>) -> Result<(), String> {
     match value {
         Value::String(text) => check(text),
-        Value::Array(items) => items.iter().try_for_each(|item| check_texts(item, check)),
-        Value::Object(members) => members.values().try_for_each(|item| check_texts(item, check)),
+        Value::Array(items) => items.iter().try_for_each(|item| check_strings(item, check)),
+        Value::Object(members) => members.values().try_for_each(|item| check_strings(item, check)),
         Value::Null | Value::Bool(_) | Value::Number(_) => Ok(()),
     }
 }

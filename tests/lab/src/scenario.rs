@@ -30,15 +30,20 @@ pub async fn publish(stack: &Stack) -> Result<((), String)> {
     Ok(((), format!("slot {USER}/primary on starter; bundle {IMAGE_VERSION}, {mib} MiB")))
 }
 
-/// A function that selects the parts of a bundle.
-type BundleParts = fn(&Path, &PgBinaries, &str, &Path) -> Result<bundle::Options>;
+/// Creates the options for a bundle from the executable, the PostgreSQL binaries, the version and the output directory.
+type BundleOptionsFn = fn(&Path, &PgBinaries, &str, &Path) -> Result<bundle::Options>;
 
-/// Builds and publishes a bundle with these parts; returns its size in MiB.
-pub async fn publish_as(stack: &Stack, version: &str, svc: &Path, parts: BundleParts) -> Result<u64> {
+/// Builds and publishes a bundle with these options; returns its size in MiB.
+pub async fn publish_as(
+    stack: &Stack,
+    version: &str,
+    svc: &Path,
+    make_options: BundleOptionsFn,
+) -> Result<u64> {
     let (svc, pg, dir) = (svc.to_owned(), stack.pg.clone(), stack.dir.join(format!("bundle-{version}")));
     let (build_version, key) = (version.to_owned(), stack.signing_key.clone());
     let build = move || {
-        let options = parts(&svc, &pg, &build_version, &dir)?;
+        let options = make_options(&svc, &pg, &build_version, &dir)?;
         bundle::build(&bundle::Options { signing_keys: vec![key], ..options })
     };
     let built = tokio::task::spawn_blocking(build).await??;
@@ -146,8 +151,8 @@ pub async fn fence_old_machine(stack: &Stack, first: &MachineRecord) -> Result<(
     ))
 }
 
-/// Runs the units that check snapshots: the latest snapshot is restored in a drill and re-read, and both results reach
-/// the fleet.
+/// Runs the units that check snapshots: the latest snapshot is restored in a drill and re-read, and both results are
+/// reported to the platform.
 pub async fn run_drill(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
     let (timeout, long_timeout) = (Duration::from_secs(60), Duration::from_secs(400));
@@ -157,7 +162,7 @@ pub async fn run_drill(stack: &Stack, machine: &MachineRecord) -> Result<((), St
     let latest = "/opt/svc/bin/svc-db-backup verify --latest";
     let verify = format!("systemd-run --wait --pipe -q -p User=svc-gateway -p Group=svc-gateway {latest}");
     let output = vm.run(&verify, long_timeout).await?.success().context("verify --latest")?;
-    let checks = eventually("both results reach the fleet", BOOT_TIMEOUT, || async {
+    let checks = eventually("both results are reported", BOOT_TIMEOUT, || async {
         let run = stack.svcctl(&["--json", "status", HANDLE]).await?.success()?;
         let record: serde_json::Value = run.json()?;
         let checks = record["checks"].clone();

@@ -16,7 +16,7 @@ use kit::story::{HANDLE, MachineRecord, Stack, WebClient, eventually};
 const SHORT_TIMEOUT: Duration = Duration::from_secs(60);
 const LONG_TIMEOUT: Duration = Duration::from_secs(400);
 const SECOND_VERSION: &str = "story-2";
-const CUT_VERSION: &str = "story-3";
+const POWER_CUT_VERSION: &str = "story-3";
 const BROKEN_VERSION: &str = "story-4";
 const FULL_VERSION: &str = "story-5";
 
@@ -45,9 +45,11 @@ pub async fn cut_power_during_update(stack: &Stack, machine: &MachineRecord) -> 
     let vm = stack.provider.machine(&machine.server)?;
     let before = stack.web.titles(&stack.owner_token()).await?;
     let previous = current_release(stack, machine).await?;
-    publish_as(stack, CUT_VERSION, &stack.svc, release::small_options).await?;
-    let run =
-        stack.svcctl(&["--json", "deploy", "start", CUT_VERSION, "--no-verify", "--yes"]).await?.success()?;
+    publish_as(stack, POWER_CUT_VERSION, &stack.svc, release::small_options).await?;
+    let run = stack
+        .svcctl(&["--json", "deploy", "start", POWER_CUT_VERSION, "--no-verify", "--yes"])
+        .await?
+        .success()?;
     let rollout: Value = run.json()?;
     let id = rollout["rolloutId"].as_str().with_context(|| format!("no rolloutId in {rollout}"))?.to_owned();
     let activating = "for n in $(seq 3000); do grep -rqs '\"activating\"' /var/lib/svc/update && exit 0; sleep 0.1; done; exit 1";
@@ -68,7 +70,7 @@ pub async fn cut_power_during_update(stack: &Stack, machine: &MachineRecord) -> 
     .await?;
     let release = current_release(stack, machine).await?;
     ensure!(
-        release == if state == "succeeded" { CUT_VERSION } else { &previous },
+        release == if state == "succeeded" { POWER_CUT_VERSION } else { &previous },
         "the rollout is {state}, but the machine is running {release}"
     );
     let journal = "journalctl -b -u svc-update.service -o cat --no-pager";
@@ -83,7 +85,7 @@ pub async fn cut_power_during_update(stack: &Stack, machine: &MachineRecord) -> 
     Ok((
         (),
         format!(
-            "cut while {CUT_VERSION} was starting; after power-on, machine on {release}, rollout {state}"
+            "power cut while {POWER_CUT_VERSION} was starting; after power-on, machine on {release}, rollout {state}"
         ),
     ))
 }

@@ -40,9 +40,9 @@ pub struct AppsSnapshot {
     /// Folders with a valid manifest, by slug, with their paths relative to the home directory. Pages are served from
     /// these.
     pub folders: BTreeMap<String, (PathBuf, Manifest)>,
-    /// Errors of folders: by folder name for an invalid manifest, by slug for a rejected registration.
+    /// Folder errors, by folder name for an invalid manifest, and by slug for a rejected registration.
     pub folder_errors: BTreeMap<String, AppError>,
-    /// Errors of stored manifests that are invalid or were rejected, by slug. These apps may have no folder.
+    /// Errors in stored manifests that are invalid or were rejected, by slug. These apps may have no folder.
     pub stored_errors: BTreeMap<String, AppError>,
 }
 
@@ -53,7 +53,7 @@ impl AppsSnapshot {
         self.folders.contains_key(slug) || self.has_folder_error(slug)
     }
 
-    /// Returns the errors of folders with their keys, and then those of stored manifests. An app's stored error is
+    /// Returns the folder errors with their keys, followed by the errors in stored manifests. An app's stored error is
     /// omitted if its folder has one, because the folder's manifest is the current one.
     pub fn errors(&self) -> impl Iterator<Item = (Option<&str>, &AppError)> {
         let folder_errors = self.folder_errors.iter().map(|(key, error)| (Some(key.as_str()), error));

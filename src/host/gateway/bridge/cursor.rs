@@ -1,7 +1,8 @@
 //! The position at the end of a page: the last row's values in the order columns, as text that PostgreSQL parses.
 //!
 //! A cursor is opaque but not secret: the client that receives it may read the row. A cursor in a request is validated,
-//! and its values are bound like any value. It is valid only for the order and filter for which it was created.
+//! and its values are bound as parameters, like any others. It is valid only for the order and filter for which it was
+//! created.
 
 use std::hash::{DefaultHasher, Hasher};
 

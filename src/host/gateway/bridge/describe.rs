@@ -164,8 +164,8 @@ fn field_schema(name: &str) -> Value {
     }
 }
 
-/// The result depends on the action: a row, rows with a cursor and an optional count, a number, or a transaction's
-/// responses.
+/// The result depends on the action: a row, rows with a cursor and an optional count, an object with a count, or a
+/// transaction's responses.
 fn result_schema() -> Value {
     object(
         &[("data", json!({ "type": ["object", "array"] }))],

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use futures_util::FutureExt;
 
 use super::plan::Plan;
-use super::refusal::{self, ErrorContext};
+use super::problems::{self, ErrorContext};
 use super::response::{BridgeResponse, ExecutionMode, PreparedPlan, ResponseBudget, execute};
 use crate::apps::ChangedRows;
 use crate::database::{Connection, Lease, Pool};
@@ -37,7 +37,8 @@ impl ExecutionError {
 /// Executes one plan; `statement_timeout` is the role's.
 ///
 /// # Errors
-/// The problem to return to the caller.
+/// If no connection is available, the plan does not fit the schema, a statement fails or times out, or the response is
+/// too large.
 pub async fn execute_plan(
     pool: &Arc<Pool>,
     plan: Plan<'_>,
@@ -49,14 +50,14 @@ pub async fn execute_plan(
         let budget = ResponseBudget::unlimited(changed);
         let responses = execute_transaction(pool, vec![plan], statement_timeout, &budget).await;
         let mut responses = responses.map_err(|error| *error.problem)?;
-        return responses.pop().ok_or_else(|| refusal::bridge_defect("transaction without a response"));
+        return responses.pop().ok_or_else(|| problems::bridge_defect("transaction without a response"));
     }
     let started = Instant::now();
     loop {
         match try_execute(pool, &plan, statement_timeout, changed).await {
             StatementAttempt::Ended(response) => return response,
             StatementAttempt::Interrupted if started.elapsed() < statement_timeout => {}
-            StatementAttempt::Interrupted => return Err(refusal::statement_timed_out()),
+            StatementAttempt::Interrupted => return Err(problems::statement_timed_out()),
         }
     }
 }
@@ -75,21 +76,21 @@ async fn try_execute(
 ) -> StatementAttempt {
     let mut lease = match pool.lease().await {
         Ok(lease) => lease,
-        Err(error) => return StatementAttempt::Ended(Err(refusal::from_pool_error(&error))),
+        Err(error) => return StatementAttempt::Ended(Err(problems::from_pool_error(&error))),
     };
-    lease.begin();
+    lease.start_work();
     let budget = ResponseBudget::new(changed);
     let execution = async {
         let prepared = PreparedPlan::prepare(&lease, plan).await?;
         execute(&lease, prepared, ExecutionMode::Single, &budget).await
     };
-    // A lease that is dropped before it is settled, here or because the client disconnects, cancels the statement and
+    // A lease that is dropped before `finish_work`, here or because the client disconnects, cancels the statement and
     // abandons the connection.
     let Ok(response) = tokio::time::timeout(statement_timeout + TIMEOUT_GRACE, execution).await else {
-        return StatementAttempt::Ended(Err(refusal::no_result_in_time(plan.is_write())));
+        return StatementAttempt::Ended(Err(problems::no_result_in_time(plan.is_write())));
     };
     if response.as_ref().map_or(!budget.has_unread_results(), |response| response.is_fully_read) {
-        lease.settle();
+        lease.finish_work();
     }
     match response {
         Err(problem) if problem.code == Code::DeadlineExceeded && lease.is_abandoned() => {
@@ -112,11 +113,11 @@ pub async fn execute_transaction(
 ) -> Result<Vec<BridgeResponse>, ExecutionError> {
     let without_index = |problem| ExecutionError::new(None, problem);
     let mut lease =
-        pool.lease_exclusive().await.map_err(|error| without_index(refusal::from_pool_error(&error)))?;
+        pool.lease_exclusive().await.map_err(|error| without_index(problems::from_pool_error(&error)))?;
     let execution = execute_transaction_with_lease(&mut lease, &plans, budget);
     let result = tokio::time::timeout(statement_timeout + TIMEOUT_GRACE, execution).await;
     let is_write = plans.iter().any(Plan::is_write);
-    result.unwrap_or_else(|_| Err(without_index(refusal::no_result_in_time(is_write))))
+    result.unwrap_or_else(|_| Err(without_index(problems::no_result_in_time(is_write))))
 }
 
 async fn execute_transaction_with_lease(
@@ -124,12 +125,12 @@ async fn execute_transaction_with_lease(
     plans: &[Plan<'_>],
     budget: &ResponseBudget<'_>,
 ) -> Result<Vec<BridgeResponse>, ExecutionError> {
-    lease.begin();
+    lease.start_work();
     let prepared = match prepare_all(lease, plans).await {
         Ok(prepared) => prepared,
         Err(error) => {
             // No transaction was started.
-            lease.settle();
+            lease.finish_work();
             return Err(error);
         }
     };
@@ -143,11 +144,15 @@ async fn execute_transaction_with_lease(
     // counts.
     let ended = lease.client.batch_execute(end).await;
     if ended.is_ok() || ended.as_ref().is_err_and(|error| error.as_db_error().is_some()) {
-        lease.settle();
+        lease.finish_work();
     }
     let responses = result?;
-    let to_execution_error =
-        |error| ExecutionError::new(None, refusal::from_database_error(&error, ErrorContext::for_commit()));
+    let to_execution_error = |error| {
+        ExecutionError::new(
+            None,
+            problems::from_database_error(&error, ErrorContext::for_transaction_control()),
+        )
+    };
     ended.map_err(to_execution_error)?;
     Ok(responses)
 }
@@ -174,7 +179,7 @@ async fn send_pipelined(
         let started = connection.client.batch_execute("BEGIN").await;
         started
             .map(|()| None)
-            .map_err(|error| refusal::from_database_error(&error, ErrorContext::for_commit()))
+            .map_err(|error| problems::from_database_error(&error, ErrorContext::for_transaction_control()))
     };
     let begin =
         PipelinedStatement { future: begin.boxed(), may_be_large: false, result: None, is_started: false };

@@ -14,7 +14,7 @@ use super::plan::{self, Plan};
 use super::request::{Action, BridgeRequest, TableCall};
 use super::response::{self, BridgeResponse, ResponseBudget};
 use super::service::Bridge;
-use super::{execute, refusal, schemas};
+use super::{execute, problems, schemas};
 use crate::apps::{App, ChangedRows, InFlightWrite, WriteSize};
 use crate::auth::{Caller, Principal};
 use crate::body;
@@ -65,8 +65,9 @@ async fn handle_query(
     let _permit = bridge.writers.admit()?;
     let app = bridge.find_app(slug)?;
     let is_transaction = matches!(action, Action::Transaction(_));
-    let add_index =
-        |problem, index| if is_transaction { refusal::with_operation_index(problem, index) } else { problem };
+    let add_index = |problem, index| {
+        if is_transaction { problems::with_operation_index(problem, index) } else { problem }
+    };
     let mut plans = Vec::with_capacity(calls.len());
     for (index, call) in calls.iter().enumerate() {
         plans.push(plan_call(&app, call).map_err(|problem| add_index(problem, index))?);
@@ -84,11 +85,11 @@ async fn handle_query(
         result
             .map(|responses| response::json_response(StatusCode::OK, BridgeResponse::combine(&responses)))
             .map_err(|error| match error.index {
-                Some(index) => refusal::with_operation_index(*error.problem, index),
+                Some(index) => problems::with_operation_index(*error.problem, index),
                 None => *error.problem,
             })
     } else {
-        let plan = plans.pop().ok_or_else(|| refusal::bridge_defect("request without a plan"))?;
+        let plan = plans.pop().ok_or_else(|| problems::bridge_defect("request without a plan"))?;
         execute::execute_plan(&app.pool, plan, timeout, changed)
             .await
             .map(|response| response::json_response(response.status, response.body))
@@ -170,7 +171,7 @@ fn schemas_response(bridge: &Bridge, principal: &Principal, app: Option<&str>) -
         (None, _) => {
             let registered = bridge.apps.snapshot();
             if !registered.is_loaded {
-                return Err(refusal::database_unavailable());
+                return Err(problems::database_unavailable());
             }
             let apps = registered.apps.iter().filter(|(slug, _)| require_access(principal, slug).is_ok());
             apps.map(|(_, app)| schemas::schema_json(app)).collect()

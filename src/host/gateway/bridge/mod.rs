@@ -16,7 +16,7 @@ mod handler;
 mod order;
 mod param;
 mod plan;
-mod refusal;
+mod problems;
 mod request;
 mod response;
 mod row;

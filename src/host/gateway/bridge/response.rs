@@ -13,7 +13,7 @@ use tokio_postgres::{Row, RowStream, Statement};
 use super::cursor::{Cursor, key_text};
 use super::param::Param;
 use super::plan::{FindPlan, InsertGroup, MutationPlan, MutationTarget, Plan, RowQuery};
-use super::refusal::{self, ErrorContext};
+use super::problems::{self, ErrorContext};
 use super::request::Returning;
 use super::row::{self, RowError, RowFormat};
 use super::sql::Sql;
@@ -98,7 +98,7 @@ impl<'c> ResponseBudget<'c> {
     /// Reserves all of `bytes` or fails.
     fn reserve(&self, bytes: usize) -> Result<(), Problem> {
         if bytes > self.bytes.load(Ordering::Relaxed) {
-            return Err(self.refuse(refusal::response_too_large()));
+            return Err(self.refuse(problems::response_too_large()));
         }
         self.consume(bytes);
         Ok(())
@@ -138,7 +138,7 @@ impl<'p, 't> PreparedPlan<'p, 't> {
         let mut statements = Vec::with_capacity(1);
         for sql in plan.statements() {
             let statement = connection.prepare_cached(&sql.text, &sql.params, Param::sql_type).await;
-            statements.push(statement.map_err(|error| refusal::from_database_error(&error, context))?);
+            statements.push(statement.map_err(|error| problems::from_database_error(&error, context))?);
         }
         Ok(Self { plan, statements })
     }
@@ -166,7 +166,7 @@ pub async fn execute(
     let response = match (plan, statements.as_slice()) {
         (Plan::Insert(query), [statement]) => {
             let rows = executor.query_rows(statement, &query.sql).await?;
-            let row = rows.first().ok_or_else(refusal::missing_row)?;
+            let row = rows.first().ok_or_else(problems::missing_row)?;
             Ok(BridgeResponse::created(executor.row_data(row, RowFormat::for_write(0, &query.columns))?))
         }
         (Plan::InsertMany(groups), statements) => executor.insert_many(groups, statements).await,
@@ -190,7 +190,7 @@ pub async fn execute(
         (Plan::Change(change), [statement]) => {
             return executor.apply_change(change, statement, budget).await;
         }
-        _ => Err(refusal::bridge_defect("statements do not match their plan")),
+        _ => Err(problems::bridge_defect("statements do not match their plan")),
     }?;
     // Outside a transaction, the plan itself bounds the response, and a write is already committed.
     if mode == ExecutionMode::InTransaction {
@@ -242,12 +242,12 @@ impl Executor<'_> {
         };
         let first = || self.query_rows(write.1, &write.0.sql);
         let Some((query, statement)) = fallback else {
-            return response(first().await?)?.ok_or_else(refusal::missing_row);
+            return response(first().await?)?.ok_or_else(problems::missing_row);
         };
         let second = || self.query_rows(statement, &query.sql);
         if mode == ExecutionMode::InTransaction {
             let (created, existing) = try_join(first(), second()).await?;
-            return response(created)?.or(response(existing)?).ok_or_else(refusal::concurrent_change);
+            return response(created)?.or(response(existing)?).ok_or_else(problems::concurrent_change);
         }
         for _ in 0..MAX_UPSERT_ATTEMPTS {
             if let Some(response) = response(first().await?)? {
@@ -257,7 +257,7 @@ impl Executor<'_> {
                 return Ok(response);
             }
         }
-        Err(refusal::concurrent_change())
+        Err(problems::concurrent_change())
     }
 
     async fn find_page(
@@ -314,7 +314,7 @@ impl Executor<'_> {
         mode: ExecutionMode,
         budget: &ResponseBudget<'_>,
     ) -> Result<PageBuffer, Problem> {
-        let to_problem = |error: tokio_postgres::Error| refusal::from_database_error(&error, self.context);
+        let to_problem = |error: tokio_postgres::Error| problems::from_database_error(&error, self.context);
         let mut rows = pin!(self.send_query(statement, &page.rows).await.map_err(to_problem)?);
         let mut page_buffer =
             PageBuffer { body: Vec::with_capacity(4096), last_keys: None, is_fully_read: true };
@@ -365,7 +365,7 @@ impl Executor<'_> {
         statement: &Statement,
         budget: &ResponseBudget<'_>,
     ) -> Result<BridgeResponse, Problem> {
-        let to_problem = |error: tokio_postgres::Error| refusal::from_database_error(&error, self.context);
+        let to_problem = |error: tokio_postgres::Error| problems::from_database_error(&error, self.context);
         let mut stream = pin!(self.send_query(statement, &change.sql).await.map_err(to_problem)?);
         let first_column = usize::from(change.max_affected.is_some());
         let (mut matched, mut affected, mut listed) = (0_i64, 0_i64, 0_usize);
@@ -394,7 +394,7 @@ impl Executor<'_> {
             }
         }
         match change.max_affected {
-            Some(max) if matched > max => return Err(refusal::too_many_rows(max)),
+            Some(max) if matched > max => return Err(problems::too_many_rows(max)),
             None if change.returning == Returning::Number => {
                 affected = stream.rows_affected().unwrap_or(0).try_into().unwrap_or(i64::MAX);
             }
@@ -420,7 +420,7 @@ impl Executor<'_> {
 
     async fn query_rows(self, statement: &Statement, sql: &Sql) -> Result<Vec<Row>, Problem> {
         let rows = async { self.send_query(statement, sql).await?.try_collect().await };
-        rows.await.map_err(|error| refusal::from_database_error(&error, self.context))
+        rows.await.map_err(|error| problems::from_database_error(&error, self.context))
     }
 
     /// The statement is sent on the first poll.
@@ -430,8 +430,8 @@ impl Executor<'_> {
 
     async fn query_number(self, statement: &Statement, sql: &Sql) -> Result<i64, Problem> {
         let rows = self.query_rows(statement, sql).await?;
-        let row = rows.first().ok_or_else(refusal::missing_row)?;
-        row.try_get(0).map_err(|error| refusal::from_database_error(&error, self.context))
+        let row = rows.first().ok_or_else(problems::missing_row)?;
+        row.try_get(0).map_err(|error| problems::from_database_error(&error, self.context))
     }
 
     /// Returns `{"data":…}` with one row.
@@ -445,8 +445,8 @@ impl Executor<'_> {
     /// Appends a row; returns the size of its JSON.
     fn write_row(self, row: &Row, format: RowFormat<'_>, out: &mut Vec<u8>) -> Result<usize, Problem> {
         row::write_row(row, format, out).map_err(|error| match error {
-            RowError::Database(error) => refusal::from_database_error(&error, self.context),
-            RowError::TooLarge => refusal::row_too_large(),
+            RowError::Database(error) => problems::from_database_error(&error, self.context),
+            RowError::TooLarge => problems::row_too_large(),
         })
     }
 }

@@ -12,7 +12,7 @@ use uuid::Uuid;
 use super::sql::MAX_ROW_BYTES;
 use crate::apps::{Column, ColumnType};
 
-/// Beyond this, a number loses digits in JavaScript.
+/// Larger integers lose precision in JavaScript.
 const MAX_SAFE_INTEGER: u64 = (1 << 53) - 1;
 
 /// Why a row could not be written.

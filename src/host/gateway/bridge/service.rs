@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::changes::{ChangeFeed, EventIdSecret};
-use super::refusal;
+use super::problems;
 use crate::apps::{App, Quotas, Registry};
 use crate::database::Database;
 use crate::writers::Writers;
@@ -34,7 +34,7 @@ impl Bridge {
         let snapshot = self.apps.snapshot();
         match snapshot.apps.get(slug) {
             Some(app) => Ok(app.clone()),
-            None if !snapshot.is_loaded => Err(refusal::database_unavailable()),
+            None if !snapshot.is_loaded => Err(problems::database_unavailable()),
             None => Err(Problem::new(Code::NotFound, "There is no such app.")),
         }
     }

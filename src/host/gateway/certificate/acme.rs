@@ -166,11 +166,11 @@ impl CertificateIssuance<'_> {
 }
 
 fn is_account_refused(error: &anyhow::Error) -> bool {
-    let problem = match error.downcast_ref::<Error>() {
+    let error_type = match error.downcast_ref::<Error>() {
         Some(Error::Api(problem)) => problem.r#type.as_deref(),
         _ => None,
     };
-    problem.is_some_and(|kind| ACCOUNT_ERRORS.contains(&kind))
+    error_type.is_some_and(|error_type| ACCOUNT_ERRORS.contains(&error_type))
 }
 
 fn external_account_key(external: &ExternalAccount) -> anyhow::Result<ExternalAccountKey> {

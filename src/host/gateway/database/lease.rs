@@ -21,12 +21,12 @@ const CANCEL_TIMEOUT: Duration = Duration::from_secs(2);
 const CANCEL_RETRY_INTERVAL: Duration = Duration::from_millis(50);
 const MAX_CANCEL_ATTEMPTS: usize = 100;
 
-/// A share of a pipelined connection, returned on drop. A drop between [`Self::begin`] and [`Self::settle`] abandons
-/// the connection.
+/// A share of a pipelined connection, returned on drop. A drop between [`Self::start_work`] and
+/// [`Self::finish_work`] abandons the connection.
 pub struct Lease {
     pool: Arc<Pool>,
     connection: Arc<Connection>,
-    has_unsettled_work: bool,
+    has_unfinished_work: bool,
     holds_reservation: bool,
     _permit: OwnedSemaphorePermit,
 }
@@ -42,17 +42,17 @@ impl std::ops::Deref for Lease {
 impl Lease {
     /// `connection` already counts this lease as in flight.
     pub(super) fn new(pool: Arc<Pool>, connection: Arc<Connection>, permit: OwnedSemaphorePermit) -> Self {
-        Self { pool, connection, has_unsettled_work: false, holds_reservation: false, _permit: permit }
+        Self { pool, connection, has_unfinished_work: false, holds_reservation: false, _permit: permit }
     }
 
     /// Marks the start of work on the connection.
-    pub fn begin(&mut self) {
-        self.has_unsettled_work = true;
+    pub fn start_work(&mut self) {
+        self.has_unfinished_work = true;
     }
 
     /// Marks the work as complete: all results have arrived, and no transaction is open.
-    pub fn settle(&mut self) {
-        self.has_unsettled_work = false;
+    pub fn finish_work(&mut self) {
+        self.has_unfinished_work = false;
     }
 
     /// Reserves the connection; `false` when another lease has reserved it.
@@ -68,7 +68,7 @@ impl Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        if self.has_unsettled_work
+        if self.has_unfinished_work
             && self.pool.abandon(&self.connection)
             && let Ok(runtime) = tokio::runtime::Handle::try_current()
         {

@@ -7,7 +7,7 @@ use std::sync::mpsc::SyncSender;
 use jiff::Timestamp;
 
 use super::file::FileStamp;
-use super::record::{BATCH_BYTES, MAX_QUEUED_BYTES, QueueFull, Record};
+use super::record::{BATCH_BYTES, LineDropped, MAX_QUEUED_BYTES, Record};
 use crate::records::entry::{Gap, GapLine};
 use svc_base::clock;
 use svc_base::quantity::pluralize;
@@ -78,8 +78,8 @@ impl RecordQueue {
     /// Queues a line. Returns whether the thread must be woken.
     ///
     /// # Errors
-    /// [`QueueFull`] if the line does not fit, or the writer is stopping.
-    pub fn accept(&mut self, record: Record, line: &[u8]) -> Result<bool, QueueFull> {
+    /// [`LineDropped`] if the line does not fit, or the writer is stopping.
+    pub fn accept(&mut self, record: Record, line: &[u8]) -> Result<bool, LineDropped> {
         let unwritten = self.unwritten_bytes.iter().find(|(other, _)| *other == record);
         let unwritten = unwritten.map_or(0, |(_, bytes)| *bytes);
         let has_room = !self.is_stopping && self.bytes + self.taken_bytes + line.len() <= MAX_QUEUED_BYTES;
@@ -91,7 +91,7 @@ impl RecordQueue {
         if !has_room || queue.bytes + unwritten + line.len() > record.max_queued_bytes() {
             queue.lost += 1;
             queue.lost_since.get_or_insert_with(clock::now_ms);
-            return Err(QueueFull);
+            return Err(LineDropped);
         }
         let before = queue.bytes;
         if let Some(gap) = queue.take_gap_line(record) {

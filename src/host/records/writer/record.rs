@@ -10,7 +10,7 @@ pub const BATCH_BYTES: usize = 256 << 10;
 /// Maximum number of bytes that have been accepted but not yet written.
 pub const MAX_QUEUED_BYTES: usize = 16 << 20;
 
-/// A record that this writer writes.
+/// A record, which is a series of log files, that this writer appends to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Record {
     /// The interactions attributed to one day.
@@ -23,8 +23,8 @@ pub enum Record {
 }
 
 impl Record {
-    /// Returns the maximum number of queued bytes for this record. Records that any program can flood leave room for
-    /// those that are billed.
+    /// Returns the maximum number of queued bytes of all of this record's lines. Records that any program can flood
+    /// leave room for those that are billed.
     pub fn max_queued_bytes(self) -> usize {
         match self {
             Self::Audit | Self::Activity => MAX_QUEUED_BYTES / 4,
@@ -49,5 +49,5 @@ impl Record {
 /// The line was rejected, because the queue is full or the writer is stopping. Unless the writer stops first, a gap
 /// line reports the loss.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("record queue full: the line is dropped")]
-pub struct QueueFull;
+#[error("line dropped: the queue is full, or the writer is stopping")]
+pub struct LineDropped;

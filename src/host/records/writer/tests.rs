@@ -267,7 +267,7 @@ fn writer_resumes_after_full_disk_and_reports_the_gap() {
     while lost < 10 {
         match records.append(Record::Audit, &json!({"n": accepted, "text": text})) {
             Ok(()) => accepted += 1,
-            Err(QueueFull) => lost += 1,
+            Err(LineDropped) => lost += 1,
         }
     }
     let start = Instant::now();

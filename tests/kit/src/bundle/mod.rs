@@ -220,7 +220,7 @@ fn assemble_tree(options: &Options, program: PathBuf) -> Result<Tree> {
     for applet in query(&options.svc, "--list")?.lines() {
         tree.add_link(format!("bin/{applet}"), "svc");
     }
-    tree.add_program("bin/svc", program);
+    tree.add_executable("bin/svc", program);
     match &options.apps {
         Apps::Kit => {
             for (path, content) in KIT_APPS {

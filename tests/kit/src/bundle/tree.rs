@@ -18,7 +18,7 @@ const MAX_ENTRIES: usize = 200_000;
 enum Entry {
     Directory,
     Bytes(Vec<u8>),
-    File { source: PathBuf, is_program: bool },
+    File { source: PathBuf, is_executable: bool },
     Link(String),
 }
 
@@ -37,8 +37,8 @@ impl Tree {
         self.entries.insert(path.into(), Entry::Bytes(content.into()));
     }
 
-    pub fn add_program(&mut self, path: impl Into<String>, source: PathBuf) {
-        self.entries.insert(path.into(), Entry::File { source, is_program: true });
+    pub fn add_executable(&mut self, path: impl Into<String>, source: PathBuf) {
+        self.entries.insert(path.into(), Entry::File { source, is_executable: true });
     }
 
     pub fn add_link(&mut self, path: impl Into<String>, target: impl Into<String>) {
@@ -66,8 +66,8 @@ impl Tree {
                 };
                 self.add_link(to, target);
             } else if kind.is_file() {
-                let is_program = entry.metadata()?.permissions().mode() & 0o111 != 0;
-                self.entries.insert(to, Entry::File { source: from, is_program });
+                let is_executable = entry.metadata()?.permissions().mode() & 0o111 != 0;
+                self.entries.insert(to, Entry::File { source: from, is_executable });
             } else {
                 bail!("{} is not a file, a directory or a link", from.display());
             }
@@ -155,10 +155,10 @@ fn append(archive: &mut tar::Builder<impl Write>, path: &str, entry: &Entry) -> 
             header.set_size(content.len() as u64);
             archive.append_data(&mut header, path, content.as_slice())?;
         }
-        Entry::File { source, is_program } => {
+        Entry::File { source, is_executable } => {
             let file = File::open(source).with_context(|| format!("cannot open {}", source.display()))?;
             let size = file.metadata()?.len();
-            header.set_mode(if *is_program { 0o755 } else { 0o644 });
+            header.set_mode(if *is_executable { 0o755 } else { 0o644 });
             header.set_size(size);
             let mut content = CountingReader { inner: file.take(size), count: 0 };
             archive.append_data(&mut header, path, &mut content)?;

@@ -6,7 +6,7 @@
 //! let address_for_the_client = proxy.addr();
 //! proxy.reset_after(64 * 1024); // each connection is reset after 64 KiB of response
 //! proxy.heal();
-//! proxy.cut(); // breaks existing connections
+//! proxy.drop_connections();
 //! # Ok(()) }
 //! ```
 

@@ -50,9 +50,9 @@ impl Proxy {
         self.shared.connections.load(Ordering::SeqCst)
     }
 
-    /// Breaks existing connections; new ones work.
-    pub fn cut(&self) {
-        self.listener.cut();
+    /// Closes existing connections; new ones are served.
+    pub fn drop_connections(&self) {
+        self.listener.drop_connections();
     }
 
     /// Delays each chunk of data in both directions.
@@ -222,11 +222,11 @@ mod tests {
     }
 
     #[test]
-    fn cut_breaks_existing_connections_only() {
+    fn drop_connections_keeps_new_ones_working() {
         let proxy = Proxy::start(start_echo_server()).expect("the proxy starts");
         let mut stream = connect(&proxy);
         assert_eq!(round_trip(&mut stream, b"hi").expect("the data is echoed"), b"hi");
-        proxy.cut();
+        proxy.drop_connections();
         assert_eq!(
             stream.read(&mut [0]).expect_err("the connection is broken").kind(),
             ErrorKind::ConnectionReset

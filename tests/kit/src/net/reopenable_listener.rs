@@ -1,7 +1,7 @@
 //! A listener that can be closed, so that connections are refused, and reopened on the same port.
 //!
-//! When [`ReopenableListener::close`] or [`ReopenableListener::cut`] returns, the affected tasks have ended and send no
-//! more data, unless they take longer than 10 seconds to end.
+//! When [`ReopenableListener::close`] or [`ReopenableListener::drop_connections`] returns, the affected tasks have ended
+//! and send no more data, unless they take longer than 10 seconds to end.
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -57,17 +57,17 @@ impl ReopenableListener {
         self.addr
     }
 
-    /// Refuses new connections and cuts existing ones.
+    /// Refuses new connections and closes existing ones.
     pub(crate) fn close(&self) {
         let accepting = self.accepting.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(accepting) = accepting {
             accepting.cancel();
         }
-        self.cut();
+        self.drop_connections();
     }
 
-    /// Cuts existing connections; new ones are served.
-    pub(crate) fn cut(&self) {
+    /// Closes existing connections; new ones are served.
+    pub(crate) fn drop_connections(&self) {
         let connections =
             std::mem::take(&mut *self.connections.lock().unwrap_or_else(PoisonError::into_inner));
         connections.cancel();

@@ -19,7 +19,7 @@ use super::read;
 use super::shared_read::{ChangeBatch, ReadRange};
 use crate::auth::{Caller, Principal};
 use crate::bridge::handler::{default_app, require_access};
-use crate::bridge::refusal;
+use crate::bridge::problems;
 use crate::bridge::service::Bridge;
 use crate::database::DatabaseError;
 use crate::events::{self, HEARTBEAT_INTERVAL, MAX_STREAM_DURATION, RETRY_DELAY_MS};
@@ -63,7 +63,7 @@ pub async fn stream_changes(
     let open =
         ChangeListener::open(bridge.clone(), principal, client_app.as_deref(), scope, ids, last_event_id);
     let opened = tokio::time::timeout(DATABASE_TIMEOUT, open);
-    let listener = opened.await.unwrap_or_else(|_| Err(refusal::database_unavailable()))?;
+    let listener = opened.await.unwrap_or_else(|_| Err(problems::database_unavailable()))?;
     Ok(events::stream_response(stream::unfold(listener, |mut listener| async move {
         let chunk = listener.next().await?;
         Some((Ok::<_, Infallible>(chunk), listener))
@@ -83,7 +83,7 @@ fn resolve_scope(bridge: &Bridge, principal: &Principal, app: Option<&str>) -> R
             Ok(Scope::One(bridge.find_app(slug)?.schema.clone()))
         }
         None if bridge.apps.snapshot().is_loaded => Ok(Scope::All),
-        None => Err(refusal::database_unavailable()),
+        None => Err(problems::database_unavailable()),
     }
 }
 
@@ -149,7 +149,7 @@ impl ChangeListener {
         let started = listener.start(last_event_id).await;
         started.map_err(|error| {
             tracing::warn!(error = %format_chain(&error), "cannot open a change stream");
-            refusal::database_unavailable()
+            problems::database_unavailable()
         })??;
         let id = listener.event_id();
         let ready_event = format!("retry: {RETRY_DELAY_MS}\nid: {id}\nevent: ready\ndata: {{}}\n\n");

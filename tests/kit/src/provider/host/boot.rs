@@ -187,7 +187,7 @@ pub(super) fn start_service(
     )
 }
 
-/// Registers the machine; retries exit code 75 (platform unreachable) until the timeout.
+/// Registers the machine; retries on exit code 75 (platform unreachable) until the timeout.
 async fn register(session: &PowerSession, settings: &HostSettings) -> Result<()> {
     let (unit, command_line) = ("svc-register", command_line(session, settings, "svc-register"));
     let deadline = Instant::now() + settings.register_timeout;

@@ -29,7 +29,7 @@ impl ErrorContext {
         Self { data_pointer: plan.data_pointer(), is_write: plan.is_write() }
     }
 
-    pub fn for_commit() -> Self {
+    pub fn for_transaction_control() -> Self {
         Self { data_pointer: "", is_write: true }
     }
 }

@@ -1,19 +1,19 @@
 //! Adds former machines that need an operator to the fleet view's attention list.
 
-use super::db::ended_machines::EndedMachineRow;
+use super::db::former_machines::FormerMachineRow;
 use super::fleet::{FleetSummary, MAX_LISTED_MACHINES};
 use svc_wire::fleet::{EndReason, MachineNeedingAttention};
 use svc_wire::text::WireString;
 
 /// Puts the former machines before the active ones in the attention list, because each of them holds unsaved data, is
 /// waiting for a decision, or has an abandoned removal.
-pub fn add_to_attention(summary: &mut FleetSummary, ended: &[EndedMachineRow]) {
+pub fn add_to_attention(summary: &mut FleetSummary, ended: &[FormerMachineRow]) {
     summary.attention_total += ended.len() as u64;
     summary.attention.splice(0..0, ended.iter().map(attention_entry));
     summary.attention.truncate(MAX_LISTED_MACHINES);
 }
 
-fn attention_entry(row: &EndedMachineRow) -> MachineNeedingAttention {
+fn attention_entry(row: &FormerMachineRow) -> MachineNeedingAttention {
     let reasons: Vec<_> = [
         (row.waiting_operation.is_some(), "operation_waiting"),
         (row.has_unsaved_changes, "unsaved_changes"),
@@ -46,8 +46,8 @@ mod tests {
     use svc_machine::id::{MachineId, OperationId};
     use svc_router::host_trust::HostTrust;
 
-    fn row() -> EndedMachineRow {
-        EndedMachineRow {
+    fn row() -> FormerMachineRow {
+        FormerMachineRow {
             machine: MachineId::new(),
             user: "user_1".to_owned(),
             slot: "primary".to_owned(),
@@ -67,10 +67,10 @@ mod tests {
     }
 
     #[test]
-    fn ended_machines_are_listed_first_and_counted() {
+    fn former_machines_are_listed_first_and_counted() {
         let mut summary = summary();
         let active = summary.attention[0].machine_id.clone();
-        let waiting = EndedMachineRow {
+        let waiting = FormerMachineRow {
             is_deleted: true,
             has_unsaved_changes: false,
             is_removal_abandoned: true,

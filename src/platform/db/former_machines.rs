@@ -8,7 +8,7 @@ use svc_machine::id::{MachineId, OperationId};
 
 /// A machine that has left its slot and needs an operator.
 #[derive(Debug, Clone)]
-pub struct EndedMachineRow {
+pub struct FormerMachineRow {
     pub machine: MachineId,
     pub user: String,
     pub slot: String,
@@ -23,7 +23,7 @@ pub struct EndedMachineRow {
 
 /// Lists the machines that have left their slots and need an operator, oldest first. Only machines whose servers may
 /// still exist are read, so that the cost does not grow with the history.
-pub async fn list_needing_attention(client: &impl GenericClient) -> Result<Vec<EndedMachineRow>, DbError> {
+pub async fn list_needing_attention(client: &impl GenericClient) -> Result<Vec<FormerMachineRow>, DbError> {
     let sql = "SELECT * FROM (SELECT m.machine_id, m.idp_user_id, m.slot, m.handle, m.status, m.deleted_at IS NOT NULL, \
                    m.unsaved_since IS NOT NULL AND m.discard_ordered_at IS NULL AS unsaved, \
                    m.removal_abandoned_at IS NOT NULL AS abandoned, o.operation_id AS waiting \
@@ -37,7 +37,7 @@ pub async fn list_needing_attention(client: &impl GenericClient) -> Result<Vec<E
     let rows = query(client, sql, &[]).await?;
     Ok(rows
         .iter()
-        .map(|row| EndedMachineRow {
+        .map(|row| FormerMachineRow {
             machine: MachineId(row.get(0)),
             user: row.get(1),
             slot: row.get(2),

@@ -1,0 +1,92 @@
+//! Names a snapshot that needs damaged content, so that an operator can repair or remove it.
+
+use std::cmp::Reverse;
+use std::time::{Duration, Instant};
+
+use super::PruneOptions;
+use crate::error::FilesError;
+use crate::id::Id;
+use crate::index::BlobLocations;
+use crate::pack::BlobType;
+use crate::repository::Repository;
+use crate::snapshot::Snapshot;
+use crate::tree_reader::TreeReader;
+use crate::tree_references::TreeReferences;
+use crate::verify::SNAPSHOT_REMEDY;
+
+/// The protected snapshot is the one that the pointer names.
+const PROTECTED_SNAPSHOT_REMEDY: &str = "this is the latest snapshot, so do not remove it: run `svc-sync-agent verify \
+                                         --all` on its machine, which writes the content again if it still has it; \
+                                         otherwise restore the pack, or run `restic rebuild-index` if it still exists";
+/// Maximum time to search for a damaged snapshot.
+const SEARCH_TIMEOUT: Duration = Duration::from_secs(600);
+
+/// Returns an error that names a snapshot affected by the damage in `error`: a protected one, or else the newest.
+/// Returns `error` itself if it is not damage, or if the search fails or exceeds the time limit.
+pub(super) async fn name_damaged_snapshot(
+    repository: &Repository,
+    snapshots: &[(Id, &Snapshot)],
+    options: &PruneOptions,
+    error: FilesError,
+) -> FilesError {
+    let remaining = |deadline: Instant| deadline.saturating_duration_since(Instant::now());
+    let limit = options.search_deadline.map_or(SEARCH_TIMEOUT, remaining);
+    if !error.is_damage() || limit.is_zero() {
+        return error;
+    }
+    let search = find_damaged_snapshot(repository, snapshots, &options.protected);
+    let named = tokio::time::timeout(limit, search).await;
+    named.ok().and_then(Result::ok).flatten().unwrap_or(error)
+}
+
+/// Searches snapshots for one that needs a directory that cannot be read, or a chunk that is not in the index. Returns
+/// an error that names it. Protected snapshots come first: the machine can repair the latest one, which also repairs
+/// the others that share the damaged directory. The others follow, newest first.
+///
+/// # Errors
+/// If the store fails, or an index file is damaged.
+async fn find_damaged_snapshot(
+    repository: &Repository,
+    snapshots: &[(Id, &Snapshot)],
+    protected: &[Id],
+) -> Result<Option<FilesError>, FilesError> {
+    let locations = repository.load_locations().await?;
+    let mut trees = TreeReader::without_caching(repository, &locations);
+    let mut is_sound = vec![false; locations.len()];
+    let mut sorted: Vec<&(Id, &Snapshot)> = snapshots.iter().collect();
+    sorted.sort_by_key(|(id, snapshot)| (!protected.contains(id), Reverse(snapshot.time)));
+    for (id, snapshot) in sorted {
+        match find_damaged_tree(&mut trees, &locations, &mut is_sound, snapshot.tree).await {
+            Ok(()) => {}
+            Err(error) if error.is_damage() => {
+                let remedy = if protected.contains(id) { PROTECTED_SNAPSHOT_REMEDY } else { SNAPSHOT_REMEDY };
+                let why = format!("{error}; {remedy}");
+                return Ok(Some(FilesError::corrupt(format!("snapshot {id}"), &why)));
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(None)
+}
+
+/// Reads the trees of a snapshot that are not known to be sound yet.
+async fn find_damaged_tree(
+    trees: &mut TreeReader<'_>,
+    locations: &BlobLocations,
+    is_sound: &mut [bool],
+    root: Id,
+) -> Result<(), FilesError> {
+    let mut pending = vec![root];
+    while let Some(id) = pending.pop() {
+        let position = locations.position(BlobType::Tree, id)?;
+        if std::mem::replace(&mut is_sound[position], true) {
+            continue;
+        }
+        let TreeReferences { subtrees, chunks } = trees.read_references(id).await?;
+        for chunk in chunks {
+            locations.position(BlobType::Data, chunk)?;
+        }
+        pending.extend(subtrees);
+    }
+    Ok(())
+}
