@@ -1,5 +1,6 @@
 //! Saves and restores real directories, and compares them without the code under test.
 
+mod affected;
 mod damage;
 mod databases;
 mod edge_cases;

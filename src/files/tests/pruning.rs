@@ -7,7 +7,6 @@ use jiff::{SignedDuration, Timestamp};
 
 use super::*;
 use crate::affected::{AffectedFiles, AffectedPath, find_affected_files};
-use crate::history::History;
 use crate::index::{IndexFile, IndexedPack};
 use crate::pack::{BlobType, PackWriter, PackedBlob};
 use crate::prune::{PruneOptions, PruneReport, prune};
@@ -326,28 +325,6 @@ async fn lost_blob_is_reported_for_packs_of_all_shares() {
     assert!(verify(&repository, PackShare::ALL).await.unwrap().damaged.is_empty());
 }
 
-/// Of 31 affected paths, each snapshot has 30, so the first 20 of one snapshot are not those of the other.
-#[tokio::test]
-async fn affected_files_of_the_latest_snapshot_are_listed_first() {
-    let mut fixture = Fixture::new().await;
-    for number in 1..=30 {
-        fixture.write(&format!("f{number:02}"), "same");
-    }
-    let older = fixture.save().await.snapshot.time;
-    fs::remove_file(fixture.home().join("f01")).unwrap();
-    fixture.write("f31", "same");
-    let newer = fixture.save().await.snapshot.time;
-    let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
-    let affected = find_affected_files(&repository, &HashSet::from([Id::of(b"same")])).await.unwrap();
-    let expected = (2..=21).map(|number| AffectedPath {
-        path: format!("f{number:02}").into(),
-        // f21 is not among the first 20 of the older snapshot.
-        first: if number == 21 { newer } else { older },
-        last: newer,
-    });
-    assert_eq!(affected, AffectedFiles { paths: expected.collect(), has_more: true, snapshots: 2 });
-}
-
 /// A range beyond the end of a pack counts as damage, for which another copy is tried, and not as an outage.
 #[tokio::test]
 async fn truncated_pack_is_damaged() {
@@ -397,31 +374,6 @@ async fn read_pack_end_finds_headers_of_any_length() {
         assert!(repository.parse_pack_end(end).await.unwrap_err().is_damage(), "{content:?}");
         let start = repository.read_pack_start(id, 1000).await.unwrap();
         assert_eq!(start, content.as_bytes());
-    }
-}
-
-/// The entries of a damaged directory are unknown, so the directory itself is reported.
-#[tokio::test]
-async fn affected_files_include_damaged_directory() {
-    let mut fixture = Fixture::new().await;
-    fixture.write("projects/app/main.rs", "x");
-    let saved = fixture.save().await;
-    let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
-    let history = History::open(repository.clone()).await.unwrap();
-    let app = history.find(&saved.snapshot, Path::new("projects/app")).await.unwrap().unwrap();
-    let tree = app.node.subtree.unwrap();
-    let locations = repository.load_tree_locations().await.unwrap();
-    let location = locations.find(BlobType::Tree, tree).unwrap();
-    let path = repository.pack_path(locations.pack(location).id);
-    let mut bytes = fixture.bucket.get(&path, 1 << 30).await.unwrap().unwrap().value.to_vec();
-    bytes[location.offset as usize + 5] ^= 1;
-    fixture.bucket.put(&path, bytes).await.unwrap();
-    let damaged = verify(&repository, PackShare::ALL).await.unwrap().damaged;
-    assert_eq!(damaged[0].blobs, [tree]);
-    // The saver's repository still has the directory in its cache.
-    for repository in [&repository, fixture.saver.repository()] {
-        let affected = find_affected_files(repository, &HashSet::from([tree])).await.unwrap();
-        assert_eq!(affected.paths[0].path, Path::new("projects/app"));
     }
 }
 
