@@ -26,8 +26,8 @@ impl Exposition {
     ///
     /// # Errors
     ///
-    /// Fails if the last line has no newline. Otherwise, the error names the malformed line or the inconsistent
-    /// histogram.
+    /// Fails if the last line has no newline, a line is malformed, or a histogram is inconsistent. The error names the
+    /// line or the histogram.
     pub fn parse(text: &str) -> Result<Self> {
         let mut exposition = Self::default();
         ensure!(text.ends_with('\n'), "the last line has no newline");

@@ -163,7 +163,7 @@ fn which(program: &str, path: &str) -> PathBuf {
     files.find(|file| file.exists()).unwrap_or_else(|| panic!("this test needs {program}"))
 }
 
-/// Serves the bundle, responds to every report with the status, and records the requests.
+/// Serves the bundle, responds to every report with `report_status`, and records the requests.
 fn start_platform(
     bundle_response: BundleResponse,
     requests: Arc<Mutex<Vec<String>>>,

@@ -1,4 +1,4 @@
-//! Runs the demo with one injected defect, which must make the matching step fail, and on third-party stores.
+//! Runs the main scenario with one injected defect, which must make the matching step fail, and on third-party stores.
 
 use std::path::Path;
 

@@ -1,5 +1,5 @@
-//! Lets systemd and the kernel check a machine's units, users, directories and network rules: they are valid, and
-//! services stay within the exposure limits below.
+//! Uses systemd and the kernel to check that a machine's units, users, directories and network rules are valid, and
+//! that services stay within the exposure limits below.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -303,7 +303,7 @@ fn backup_timer_starts_a_backup_each_hour() {
     let unit = |name: &str| units.iter().find(|unit| unit.name == name).unwrap();
     let timer = unit("svc-db-backup.timer");
     assert_eq!(timer.values("OnCalendar"), ["hourly"]);
-    // A run that was missed while the machine was off is caught up at the next boot.
+    // If a run was missed while the machine was off, the timer triggers at the next boot.
     assert_eq!(timer.values("Persistent"), ["yes"]);
     assert!(timer.values("Unit").is_empty(), "the timer starts the service with the same name");
     assert_eq!(unit("svc-db-backup.service").values("ExecStart"), ["/opt/svc/bin/svc-db-backup run --retry"]);

@@ -35,7 +35,7 @@ impl Accounts {
         find_fields(&self.passwd, user)?.get(2)?.parse().ok()
     }
 
-    /// Returns the user's id, primary group, and the groups that list the user as a member.
+    /// Returns the user's id and primary group, and the groups that list the user as a member.
     pub fn credentials(&self, user: &str) -> Option<Credentials> {
         let primary_gid = find_fields(&self.passwd, user)?.get(3)?.parse().ok()?;
         let other_gids = self.group.lines().filter_map(|line| {

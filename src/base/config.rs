@@ -195,7 +195,8 @@ impl Env {
 /// Checks a secret that operators send as a bearer token.
 ///
 /// # Errors
-/// A message that completes "the secret …". It does not contain the secret.
+/// If the secret is shorter than [`MIN_SECRET_CHARS`], has a character that is not printable ASCII, or has a space at
+/// either end. The message completes "the secret …" and does not contain the secret.
 pub fn check_operator_secret(secret: &str) -> Result<(), String> {
     if secret.chars().count() < MIN_SECRET_CHARS {
         return Err(format!(

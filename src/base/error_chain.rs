@@ -4,8 +4,8 @@ use std::error::Error;
 
 use tokio_postgres::error::DbError;
 
-/// Formats an error and its causes. PostgreSQL's messages about values quote rows, so for these only the SQLSTATE and
-/// the constraint are printed. The `DETAIL` of a message is never printed.
+/// Formats an error and its causes. If a PostgreSQL message may quote row values, only the SQLSTATE and the constraint
+/// are printed. The `DETAIL` field is never printed.
 pub fn format_chain(error: &(dyn Error + 'static)) -> String {
     let mut text = format_cause(error);
     let mut cause = error.source();

@@ -25,7 +25,7 @@ pub fn trigger(name: &str) -> Result<(), InjectedFailure> {
     #[cfg(feature = "failpoints")]
     if let Some(injected) = fail::eval(name, |action| match action.as_deref() {
         Some("kill") => {
-            // The process ends during this call, so an error cannot be reported.
+            // The process ends during this call; if the signal cannot be sent, it aborts.
             let _ = nix::sys::signal::kill(nix::unistd::Pid::this(), nix::sys::signal::Signal::SIGKILL);
             std::process::abort();
         }

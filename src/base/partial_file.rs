@@ -19,8 +19,8 @@ pub struct PartialFile {
 }
 
 impl PartialFile {
-    /// Opens or creates the file, readable only by its owner, and hashes its content. A file that is longer than the
-    /// complete download, `size`, is emptied.
+    /// Opens or creates the file, readable only by its owner, and hashes its content. If the file is longer than
+    /// `size`, the length of the complete download, it is emptied.
     pub fn open(path: PathBuf, size: u64) -> Result<Self, FileError> {
         let open_and_hash = || -> std::io::Result<(File, u64, Sha256)> {
             let mut options = File::options();

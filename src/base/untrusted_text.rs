@@ -5,7 +5,7 @@ use std::borrow::Cow;
 
 use serde_json::Value;
 
-/// Maximum length of a reported text; the rest is cut off.
+/// Maximum length of reported text, in characters; the rest is cut off.
 pub const MAX_CHARS: usize = 2000;
 
 /// Replaces each character that could move the cursor, change colors or reorder text with U+FFFD. Newlines are kept.

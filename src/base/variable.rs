@@ -34,7 +34,7 @@ pub enum DefaultValue {
 }
 
 impl Variable {
-    /// The default as the reader's type.
+    /// Parses the default as `T`.
     ///
     /// # Panics
     /// If the declaration has no default of this type, which is a bug in the program.

@@ -73,7 +73,7 @@ impl ApiClient {
     }
 
     /// # Errors
-    /// [`CallError`], after retries of transient failures.
+    /// [`CallError`] if the call is refused or gets no valid response; transient failures are retried first.
     pub async fn get(&self, path: &[&str], query: &[(&str, String)]) -> Result<ApiResponse, CallError> {
         self.call_with_retries(&Method::GET, &self.url_with(path, query), None, RetryMessages::Shown).await
     }
@@ -87,7 +87,8 @@ impl ApiClient {
     }
 
     /// # Errors
-    /// [`CallError`], after retries of transient failures with the same idempotency key.
+    /// [`CallError`] if the call is refused or gets no valid response; transient failures are retried first, with the
+    /// same idempotency key.
     pub async fn send(
         &self,
         method: Method,

@@ -14,7 +14,7 @@ use svc_base::config::Env;
 use svc_store::Bucket;
 use svc_store::config::StoreConfig;
 
-/// The error for a platform's URL that fails [`can_carry_secret`].
+/// The error for a platform URL that fails [`can_carry_secret`].
 pub const HTTPS_REQUIRED: &str =
     "must be https, because requests contain the secret (plain http is allowed only for this machine)";
 

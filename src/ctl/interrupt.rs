@@ -7,7 +7,8 @@ use anyhow::anyhow;
 
 use svc_base::applet::{Exit, Failure};
 
-/// Runs `work`. On Ctrl-C, prints the command that continues the wait, and terminates the process with SIGINT.
+/// Runs `work`. On Ctrl-C, prints `command`, which shows the operation's progress, and terminates the process with
+/// SIGINT.
 ///
 /// # Errors
 /// Those of `work`; [`Exit::TryAgain`] after Ctrl-C if `/bin/sh` cannot be executed.

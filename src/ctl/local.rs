@@ -15,7 +15,8 @@ pub struct LocalChecks {
     /// Whether this machine is a host.
     pub is_host: fn() -> bool,
     pub check_host: fn() -> BoxFuture<'static, Report>,
-    /// Checks a platform. Its settings are read from this process's environment and, if not set there, from the file.
+    /// Checks a platform. Its settings are read from this process's environment and, if not set there, from the given
+    /// file.
     pub check_platform: for<'a> fn(Option<&'a Path>) -> BoxFuture<'a, PlatformReport>,
     /// The gateway's trusted socket.
     pub gateway_socket: fn() -> PathBuf,

@@ -1,10 +1,10 @@
-//! `svcctl`: the operators' command line. It uses the platform's API; the object store, for bundles; and the checks of
-//! the local machine and of a host, for `doctor` and `verify-rollout`.
+//! `svcctl`: the operators' command-line tool. It calls the platform's API, reads and writes bundles in the object
+//! store, and runs the checks of the local machine and of a host for `doctor` and `verify-rollout`.
 //!
-//! Exit codes: 0 done; 64 usage error; 65 the platform refused (validation, state, not found), a bundle is invalid, a
-//! diagnosis found a problem, or the operator did not confirm; 69 the platform cannot be reached, the provider failed,
-//! or the operation failed; 70 internal error; 75 try again later, or an operation is waiting for a decision; 77
-//! missing permission; 78 configuration error.
+//! Exit codes: 0 success; 64 usage error; 65 the platform refused the request (validation, state, not found), a bundle
+//! is invalid, a diagnosis found a problem, or the operator did not confirm; 69 the platform cannot be reached, the
+//! provider failed, or the operation failed; 70 internal error; 75 try again later, or an operation is waiting for a
+//! decision; 77 missing permission; 78 configuration error.
 
 mod api;
 mod args;

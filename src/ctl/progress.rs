@@ -62,7 +62,6 @@ impl Progress {
         }
     }
 
-    /// Sets the spinner's message.
     pub fn set_message(&self, text: String) {
         if let Some(spinner) = &self.spinner {
             spinner.set_message(text);

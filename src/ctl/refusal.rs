@@ -127,7 +127,7 @@ const CONFIGURED_SERVER_LIMIT_ADVICE: &str = "raise PROVIDER_SERVER_LIMIT and th
      or free a server: run `svcctl list --deleted` to see the machines whose servers are kept, and `svcctl \
      discard <machine>` to delete one";
 
-/// Never suggests `--allow-empty`, which would abandon the data: it exists only on the live server.
+/// Never suggests `--allow-empty`, which would abandon data that exists only on the live server.
 const BACKUP_FIRST_ADVICE: &str =
     "run `svcctl backup now <machine> --wait`, and then run `svcctl recover` again";
 
@@ -241,7 +241,6 @@ pub fn failure_json(failure: &Failure) -> Value {
     body
 }
 
-/// Returns the advice for a code.
 fn advice(code: &str) -> Option<&'static str> {
     Some(match code {
         "invalid_request" => {
@@ -319,7 +318,6 @@ fn advice(code: &str) -> Option<&'static str> {
     })
 }
 
-/// A failed call.
 #[derive(Debug, thiserror::Error)]
 pub enum CallError {
     #[error(

@@ -171,7 +171,7 @@ fn timeout_error(machine_id: &str, operation_id: Option<&str>, timeout: Duration
 fn is_settled(machine: &MachineDetail, operation: Option<&Operation>) -> bool {
     let has_ended = operation.is_none_or(|operation| operation.state != "running");
     let is_transitional = matches!(machine.display_state(), "provisioning" | "recovering" | "resizing");
-    // A failed operation may leave a transitional status permanently.
+    // A failed operation may leave the machine in a transitional state permanently.
     has_ended && (!is_transitional || operation.is_some_and(|operation| operation.state != "succeeded"))
 }
 

@@ -2,10 +2,10 @@
 
 use crate::error::FilesError;
 
-/// Runs `work` on one of the runtime's threads for blocking work.
+/// Runs `work` on the runtime's blocking thread pool.
 ///
 /// # Errors
-/// The errors from `work`; [`FilesError::Stopped`] if it panics, or if the runtime shuts down before it starts.
+/// The errors from `work`; [`FilesError::Stopped`] if `work` panics, or if the runtime shuts down before `work` starts.
 pub(crate) async fn run_blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, FilesError> + Send + 'static,
 ) -> Result<T, FilesError> {

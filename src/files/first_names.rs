@@ -1,4 +1,4 @@
-//! The first names of files that have several.
+//! The first names of files with several hard links.
 
 use std::collections::HashMap;
 use std::ffi::OsStr;
@@ -7,9 +7,10 @@ use std::sync::Arc;
 
 use crate::tree::HardLinkKey;
 
-/// The first name of each file with several names.
+/// The first name of each file with several hard links.
 ///
-/// Consecutive names in one directory share its path: it can be 4 KiB long, and contain any number of such files.
+/// Consecutive names in one directory share the directory's path, because a path can be 4 KiB long and a directory can
+/// contain any number of such files.
 #[derive(Debug, Default)]
 pub struct FirstNames {
     names: HashMap<HardLinkKey, (Arc<Path>, Box<OsStr>)>,

@@ -24,7 +24,7 @@ use crate::tree::{Node, NodeType, Tree};
 
 /// Maximum number of snapshots searched concurrently.
 const MAX_CONCURRENT_SEARCHES: usize = 16;
-/// Maximum number of trees in which names are looked up concurrently, because a large tree takes a lot of memory.
+/// Maximum number of trees in which names are looked up concurrently. A large tree takes a lot of memory.
 const MAX_CONCURRENT_TREES: usize = 4;
 /// Maximum compressed size of a tree that is cached on disk.
 const MAX_CACHED_TREE_BYTES: u32 = 16 << 10;
@@ -252,7 +252,7 @@ impl History {
         self.snapshots.iter().find(|(_, snapshot)| is_wanted(snapshot.time))
     }
 
-    /// Returns the newest snapshot up to this time whose root directory, and `directory` in it, can be read.
+    /// Returns the newest snapshot at or before `up_to` in which `directory` can be read or does not exist.
     ///
     /// # Errors
     /// If the store fails.
@@ -377,8 +377,8 @@ impl History {
                 }
             }
             searched += MAX_CONCURRENT_SEARCHES;
-            let is_late = query.deadline.is_some_and(|deadline| Instant::now() >= deadline);
-            if (is_late || searched >= query.max_snapshots) && pending.peek().is_some() {
+            let is_past_deadline = query.deadline.is_some_and(|deadline| Instant::now() >= deadline);
+            if (is_past_deadline || searched >= query.max_snapshots) && pending.peek().is_some() {
                 page.next_before = last_searched;
                 return Ok(page);
             }

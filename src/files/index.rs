@@ -14,9 +14,9 @@ use crate::pack::{BlobType, FinishedPack, PackedBlob};
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub(crate) struct IndexFile {
     pub(crate) packs: Vec<IndexedPack>,
-    /// Packs that are marked for deletion: when they were marked, the other packs had all blobs that a snapshot needed.
-    /// A save must not rely on them; a restore may read them until they are deleted. `rustic` uses the same field, and
-    /// `restic` ignores it.
+    /// Packs that are marked for deletion: when they were marked, the other packs contained every blob that any
+    /// snapshot needed. A save must not rely on them; a restore may read them until they are deleted. `rustic` uses the
+    /// same field, and `restic` ignores it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) packs_to_delete: Vec<IndexedPack>,
 }
@@ -37,10 +37,10 @@ impl IndexFile {
 /// An index as pruning reads it.
 #[derive(Debug)]
 pub(crate) struct IndexToPrune {
-    /// Each pack is only in the first file that lists it.
+    /// Each pack is only in the first file that lists it with the same marking.
     pub(crate) files: Vec<(Id, IndexFile)>,
-    /// See [`ListedPacks::files_with_repeats`].
-    pub(crate) files_with_repeats: HashSet<Id>,
+    /// See [`ListedPacks::files_with_duplicates`].
+    pub(crate) files_with_duplicates: HashSet<Id>,
     /// The number of blobs that the index lists.
     pub(crate) blobs: usize,
 }
@@ -55,7 +55,7 @@ pub(crate) struct ListedPacks {
     pub(crate) blobs: usize,
     /// The files with packs that other files list as well. Pruning replaces all of these files: another prune that is
     /// still in progress might delete any one of them, so none can be relied on.
-    pub(crate) files_with_repeats: HashSet<Id>,
+    pub(crate) files_with_duplicates: HashSet<Id>,
 }
 
 impl ListedPacks {
@@ -63,15 +63,16 @@ impl ListedPacks {
         self.first_files.len()
     }
 
-    /// Removes the packs that an earlier file lists with the same marking, and counts the blobs of the others.
-    pub(crate) fn remove_repeats(&mut self, id: Id, file: &mut IndexFile) {
+    /// Removes the packs that an earlier file lists with the same marking. Counts the blobs of packs that no earlier
+    /// file lists.
+    pub(crate) fn remove_duplicate_packs(&mut self, id: Id, file: &mut IndexFile) {
         for (packs, is_marked) in [(&mut file.packs, false), (&mut file.packs_to_delete, true)] {
             packs.retain(|pack| {
                 let digest = pack.digest();
                 let same_marking = self.first_files.get(&(digest, is_marked)).copied();
                 let other_marking = self.first_files.get(&(digest, !is_marked)).copied();
                 if let Some(first) = same_marking.or(other_marking) {
-                    self.files_with_repeats.extend([first, id]);
+                    self.files_with_duplicates.extend([first, id]);
                 } else {
                     // A pack without blobs also takes memory, so it counts as one blob.
                     self.blobs += pack.blobs.len().max(1);
@@ -199,8 +200,8 @@ impl KnownBlobs {
     /// Adds a blob that is to be saved; `false` if it was already known.
     ///
     /// # Errors
-    /// [`FilesError::Full`] if the index would now list more than `MAX_SAVED_BLOBS` blobs, because a larger index could
-    /// not be read again.
+    /// [`FilesError::Full`] if the index would now list more than `MAX_SAVED_BLOBS` blobs, because pruning could then
+    /// make it exceed `MAX_INDEX_BLOBS`, and it could not be read again.
     pub(crate) fn insert_new(&mut self, blob_type: BlobType, id: Id) -> Result<bool, FilesError> {
         let is_new = self.insert(blob_type, id);
         if is_new && self.listed > MAX_SAVED_BLOBS {
@@ -322,7 +323,7 @@ impl BlobLocations {
 
     fn add_packs(&mut self, packs: &[IndexedPack], is_marked: bool) {
         for pack in packs {
-            // A repository cannot have 2^32 packs: each is an object with at least one blob.
+            // This cannot fail: the index reader limits the number of packs to far fewer than 2^32.
             let Ok(number) = u32::try_from(self.packs.len()) else { return };
             let end = pack.blobs.iter().map(|blob| u64::from(blob.offset) + u64::from(blob.length)).max();
             self.packs.push(PackExtent { id: pack.id, end: end.unwrap_or(0), is_marked });

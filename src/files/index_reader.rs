@@ -21,8 +21,8 @@ use crate::repository::{ObjectKind, Repository};
 
 /// Maximum number of index files read concurrently.
 const MAX_CONCURRENT_READS: usize = 4;
-/// Minimum mean number of blobs in a pack of an index with the maximum number of blobs. A pack takes more memory than a
-/// blob, so their number is limited, too.
+/// Minimum mean number of blobs per pack in an index with the maximum number of blobs. A pack takes more memory than a
+/// blob, so the number of packs is limited, too.
 const MIN_MEAN_PACK_BLOBS: usize = 5;
 /// Maximum number of attempts to read an index that pruning changes, and maximum delay between two attempts.
 const MAX_INDEX_READ_ATTEMPTS: u32 = 12;
@@ -77,8 +77,8 @@ impl Repository {
         let mut content = T::default();
         let mut listed = ListedPacks::default();
         let mut unread = files.iter().copied();
-        // Tasks, because parsing a large file would delay the other reads until they time out. Machines write the
-        // files, so only one is in memory in parsed form.
+        // Each read is a task, because parsing a large file would delay the other reads until they time out. Machines
+        // write the files, so any of them may be large: only one at a time is in memory in parsed form.
         let parsing = Arc::new(Semaphore::new(1));
         let mut reads = JoinSet::new();
         loop {
@@ -97,7 +97,7 @@ impl Repository {
             let Some(read) = reads.join_next().await else { break };
             let (id, file, _permit) = read.map_err(|_| FilesError::Stopped)?;
             let mut file = file?;
-            listed.remove_repeats(id, &mut file);
+            listed.remove_duplicate_packs(id, &mut file);
             if listed.blobs > max_blobs || listed.pack_count() > max_blobs / MIN_MEAN_PACK_BLOBS {
                 return Err(FilesError::corrupt("index", &"it has too many blobs or packs"));
             }
@@ -138,7 +138,7 @@ impl Repository {
         Ok(known)
     }
 
-    /// Reads all index files. Each pack is only in the first file that lists it.
+    /// Reads all index files. Each pack is returned only in the first file that lists it.
     pub(crate) async fn load_index(&self) -> Result<Vec<(Id, IndexFile)>, FilesError> {
         let add = |files: &mut Vec<_>, id: Id, file: IndexFile| files.push((id, file));
         Ok(self.read_index(MAX_INDEX_BLOBS, add).await?.content)
@@ -149,8 +149,8 @@ impl Repository {
         let add = |files: &mut Vec<_>, id: Id, file: IndexFile| files.push((id, file));
         let IndexReadResult { content: files, listed, .. } =
             self.read_index(MAX_PRUNED_INDEX_BLOBS, add).await?;
-        let ListedPacks { blobs, files_with_repeats, .. } = listed;
-        Ok(IndexToPrune { files, files_with_repeats, blobs })
+        let ListedPacks { blobs, files_with_duplicates, .. } = listed;
+        Ok(IndexToPrune { files, files_with_duplicates, blobs })
     }
 
     pub(crate) async fn load_locations(&self) -> Result<BlobLocations, FilesError> {

@@ -1,8 +1,8 @@
 //! The key of a repository: a random password, from which the master key that encrypts all objects is derived.
 //!
 //! Stock `restic` takes the password and finds the master key in the repository's key file, which is encrypted with a
-//! key derived from the password by scrypt. Our programs derive the master key directly, which costs neither time nor
-//! memory. scrypt's cost is low, because a password of 256 random bits cannot be guessed.
+//! key derived from the password by scrypt. Our programs derive the master key directly, without scrypt's cost in time
+//! and memory. scrypt's cost parameters are low, because a password of 256 random bits cannot be guessed.
 
 use aes256ctr_poly1305aes::aead::{Aead, AeadInPlace};
 use aes256ctr_poly1305aes::{Aes256CtrPoly1305Aes, Nonce};

@@ -126,7 +126,8 @@ impl Repository {
             Err(error @ StoreError::NotFound { .. }) => return Err(error.into()),
             Err(error) => {
                 // The store rejects a range beyond the end of the pack. Such a pack is damaged; a retry would fail too.
-                // It also refuses a missing one with 403 if the credentials may list only a part of the bucket.
+                // The store also responds with 403 if the pack is missing and the credentials may list only a part of
+                // the bucket.
                 let meta = self.bucket.head(&path).await;
                 if let Ok(None) = meta {
                     return Err(StoreError::NotFound { key: path.to_string() }.into());

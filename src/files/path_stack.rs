@@ -1,11 +1,11 @@
-//! A stack of paths that share most of their names, such as those of the directories of a deep tree.
+//! A stack of paths that share most of their components, such as those of the directories of a deep tree.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
 /// A stack of paths. Each takes memory only for what it does not share with the next one: thousands of full paths with
-/// hundreds of names each would take gigabytes.
+/// hundreds of components each would take gigabytes.
 #[derive(Debug, Default)]
 pub struct PathStack {
     /// For each path below the last one, the number of bytes that the next path shares with it, and the other bytes.

@@ -346,8 +346,8 @@ impl Repository {
         Ok(snapshots.into_iter().map(|(id, snapshot, _)| (id, snapshot)).collect())
     }
 
-    /// Like [`Self::list_snapshots`], but skips damaged snapshots and returns their ids. Also removes from the cache the
-    /// snapshots that no longer exist.
+    /// Like [`Self::list_snapshots`], but skips damaged snapshots and returns their ids. Also removes snapshots that no
+    /// longer exist from the cache.
     pub(crate) async fn list_sound_snapshots(&self) -> Result<(Vec<(Id, Snapshot)>, Vec<Id>), FilesError> {
         let ids = self.list(ObjectKind::Snapshot).await?;
         let present: HashSet<Id> = ids.iter().copied().collect();
@@ -374,8 +374,8 @@ impl Repository {
         Ok((snapshots, damaged))
     }
 
-    /// Like [`Self::list_snapshots`], but without paths, names and tags, except the machine's, and with their upload times,
-    /// by the store's clock.
+    /// Like [`Self::list_snapshots`], but with their upload times, by the store's clock, and without paths, names and
+    /// tags other than the machine's.
     pub(crate) async fn list_uploaded_snapshots(&self) -> Result<Vec<(Id, Snapshot, Timestamp)>, FilesError> {
         let folder = self.root.clone().join(ObjectKind::Snapshot.folder());
         let uploads = self.list_uploads(&folder, |id| self.path(ObjectKind::Snapshot, id)).await?;
@@ -451,8 +451,8 @@ async fn write_key_file(bucket: &Bucket, root: &Path, key: &RepositoryKey) -> Re
     Ok(put_if_absent(bucket, &path, key_file).await?)
 }
 
-/// Returns the id in an object's name if the object has the path that `path_of` returns for it. Ignores others, such as a
-/// directory store's temporary files, and objects in folders that the format does not have.
+/// Returns the id in an object's name if `path_of` returns the object's path for that id. Other objects are ignored,
+/// such as a directory store's temporary files, and objects in folders that the format does not have.
 fn find_id(object: &Path, path_of: impl FnOnce(Id) -> Path) -> Option<Id> {
     let id = object.filename()?.parse().ok()?;
     (path_of(id) == *object).then_some(id)

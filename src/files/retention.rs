@@ -8,7 +8,7 @@ use jiff::{SignedDuration, Timestamp, tz::TimeZone};
 
 use crate::id::Id;
 
-/// Number of machines whose last snapshots are kept: a slot has far fewer, unless its snapshots are forged.
+/// Maximum number of machines whose last snapshots are kept. A slot has far fewer, unless its snapshots are forged.
 const MAX_MACHINES: usize = 100;
 
 /// How long snapshots are kept. Periods are UTC hours, days and months, so that repeated pruning keeps the same
@@ -23,8 +23,8 @@ pub struct RetentionPolicy {
     pub daily: SignedDuration,
     /// How long the last snapshot of each month is kept; `None` for no limit.
     pub monthly: Option<SignedDuration>,
-    /// How long the last snapshot of each machine is kept. A new machine that starts without the files of the one
-    /// before it must not make these files expire within a day.
+    /// How long the last snapshot of each machine is kept. A new machine that starts without its predecessor's files
+    /// must not make those files expire within a day.
     pub last_of_machine: SignedDuration,
     /// How many of the newest snapshots are kept, regardless of their age.
     pub newest: usize,
@@ -77,7 +77,8 @@ impl RetentionPolicy {
         candidates.iter().filter(|candidate| is_expired(**candidate)).map(|(id, _)| *id).collect()
     }
 
-    /// Returns the last snapshot of each machine, which is given by any name, for as long as it is kept.
+    /// Returns the last snapshot of each machine, unless it is older than `last_of_machine`. Any string can identify a
+    /// machine.
     pub fn select_last_of_machines<'a>(
         &self,
         snapshots: impl IntoIterator<Item = (&'a str, Id, Timestamp)>,

@@ -23,7 +23,7 @@ mod go_mode {
     pub(super) const STICKY: u32 = 1 << 20;
 }
 
-/// The typical and the minimum size of a node without its name, target, attributes and chunks, and the size of a chunk's
+/// The typical and minimum sizes of a node without its name, target, attributes and chunks, and the size of a chunk's
 /// id, in bytes.
 pub(crate) const NODE_BYTES: usize = 450;
 const MIN_NODE_BYTES: usize = 250;
@@ -157,7 +157,7 @@ where
 }
 
 impl Node {
-    /// Returns a lower bound of the node's size in a tree.
+    /// Returns a lower bound on the node's size in a tree.
     pub(crate) fn min_bytes(&self) -> usize {
         let raw = self.linktarget_raw.as_ref().map_or(0, String::len);
         let attributes = self

@@ -21,8 +21,8 @@ const MAX_CONCURRENT_READS: usize = 2;
 pub(crate) const SNAPSHOT_REMEDY: &str = "run `restic rebuild-index` if its pack still exists; otherwise restore the pack, or remove the \
                                snapshot with `restic forget`";
 
-/// A share of the packs: those for which the first 16 bits of the id, modulo `count`, are `index`. Together, the shares
-/// with all values of `index` below `count` contain every pack.
+/// A share of the packs: those for which the first 16 bits of the id, modulo `count`, equal `index`. The shares for all
+/// values of `index` below `count` together contain every pack.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PackShare {
     pub index: u16,
@@ -57,9 +57,9 @@ pub struct DamagedPack {
     pub blobs: Vec<Id>,
 }
 
-/// Finds a tree or chunk of the snapshot `latest` that the index lacks. Does not read the chunks. Skips trees that cannot
-/// be read: [`verify`] finds the damage to their packs. `uncached` is the same repository, opened without a cache, which
-/// would hide damage to the index.
+/// Finds a tree or chunk of the snapshot `latest` that the index lacks. Does not read the chunks. Skips trees that
+/// cannot be read: [`verify`] finds the damage to their packs. `uncached` is the same repository, opened without a
+/// cache, which would hide damage to the index.
 ///
 /// # Errors
 /// If the store fails; [`FilesError::Corrupt`] if an index file is damaged; [`FilesError::IndexChanging`] if the index
@@ -103,8 +103,8 @@ pub async fn find_unindexed(
 }
 
 /// Finds a snapshot that cannot be restored, because it is damaged or the index lacks its root directory. Until it is
-/// removed, the repository cannot be pruned. Other snapshots are not affected. `uncached` is the same repository, opened
-/// without a cache, which would hide damage.
+/// removed, the repository cannot be pruned. Other snapshots are not affected. `uncached` is the same repository,
+/// opened without a cache, which would hide damage.
 ///
 /// # Errors
 /// See [`find_unindexed`].
@@ -241,7 +241,7 @@ async fn verify_pack(
     Ok((length, run_blocking(move || Ok(find_damage(&key, &pack, &bytes))).await?))
 }
 
-/// Sorts blobs, because other programs list them in another order than that of the pack.
+/// Sorts blobs, because other programs list them in a different order than the pack does.
 fn sorted_by_offset(blobs: &[PackedBlob]) -> Vec<PackedBlob> {
     let mut sorted = blobs.to_vec();
     sorted.sort_by_key(|blob| blob.offset);

@@ -109,7 +109,7 @@ impl Fields {
         self.parse_text(name, &value)
     }
 
-    /// Parses a whole number in a query. Returns `default` if it is absent, or if it is invalid and an error was added.
+    /// Parses a whole number in a query. Returns `default` if it is absent or invalid; an invalid number is an error.
     pub fn number_in_range(&mut self, name: &str, range: RangeInclusive<usize>, default: usize) -> usize {
         let Some(value) = self.take_value(name) else { return default };
         let number = value.as_str().and_then(|text| text.parse().ok()).filter(|n| range.contains(n));

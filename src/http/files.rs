@@ -45,7 +45,7 @@ enum Content {
 }
 
 impl StaticFile {
-    /// Serves a regular file that is open for reading. `name` determines the media type.
+    /// Wraps a regular file that is open for reading. `name` determines the media type.
     pub fn from_file(file: File, meta: &Metadata, name: &Path) -> Self {
         let tag = format!("\"{:x}-{:x}-{:x}-{:x}\"", meta.ino(), meta.mtime(), meta.mtime_nsec(), meta.len());
         Self {
@@ -56,7 +56,7 @@ impl StaticFile {
         }
     }
 
-    /// Serves content that is held in memory.
+    /// Wraps content that is held in memory.
     pub fn in_memory(content: impl Into<Bytes>, media_type: &'static str) -> Self {
         let content = content.into();
         let tag = format!("\"{}\"", hex::encode(&Sha256::digest(&content)[..12]));

@@ -1,4 +1,4 @@
-//! The request id, which connects a request's response, log lines and outgoing calls.
+//! The request id, which correlates a request's response, log lines and outgoing calls.
 
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU32, Ordering};

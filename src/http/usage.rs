@@ -1,6 +1,6 @@
 //! The query parameters for a usage report, which hosts serve to owners and the platform serves to operators.
 //!
-//! `svc_wire::usage` is the report; the host computes its sums.
+//! `svc_wire::usage` defines the report; the host computes its sums.
 
 use jiff::civil::Date;
 use serde_json::{Value, json};

@@ -82,7 +82,7 @@ pub enum Event {
     ServerGone,
     /// The provider once again has the server of a machine that failed because its server was missing.
     ServerFound,
-    /// An operator provisions the slot, which this machine holds.
+    /// An operator provisions the slot that this machine holds.
     ProvisionRequested {
         restore: RestoreMode,
     },

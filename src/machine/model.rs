@@ -39,7 +39,7 @@ pub struct Rules {
     /// Whether a slot returns to an older machine only if no newer machine has stored a snapshot.
     pub respects_snapshots: bool,
     /// Whether a replaced server is kept if its successor's server is lost.
-    pub ignores_lost_successors: bool,
+    pub keeps_if_successor_lost: bool,
     /// Whether a missing server is looked up again before it is deleted.
     pub rechecks_missing_servers: bool,
 }
@@ -274,8 +274,8 @@ impl LifecycleModel {
             if !row.is_server_known_gone() {
                 return is_retired.then_some(earlier);
             }
-            let is_newest_copy = row.backed_up && self.rules.respects_snapshots;
-            if !self.rules.reinstates_older || !is_retired || is_newest_copy {
+            let has_newer_snapshot = row.backed_up && self.rules.respects_snapshots;
+            if !self.rules.reinstates_older || !is_retired || has_newer_snapshot {
                 return None;
             }
         }

@@ -4,7 +4,6 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// The kind of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum OperationKind {
     Provision,

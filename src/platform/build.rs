@@ -1,4 +1,4 @@
-//! Rebuilds the crate when the directory of migrations changes, even if only a file is added.
+//! Rebuilds the crate when the migrations directory changes, even if only a file is added.
 
 fn main() {
     println!("cargo:rerun-if-changed=../../migrations");

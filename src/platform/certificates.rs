@@ -1,7 +1,7 @@
 //! Reports which machines have a trusted certificate: each host verifies its own certificate against its trusted roots.
 //! Operators need this report before they enable `CUSTOMER_VPS_TLS_VERIFY` and while it is enabled.
 //!
-//! Pure: the input is the fleet's rows.
+//! This module performs no I/O: its input is the fleet's rows.
 
 use super::db::fleet::{FleetRow, ReportedCertificate};
 use svc_machine::name::Handle;

@@ -198,7 +198,8 @@ fn to_live_server(machine: &MachineRow) -> wire::LiveServer {
     }
 }
 
-/// Returns what may exist only on a server; `is_files_only` is whether that is only the owner's files.
+/// Returns which data may exist only on a server: the owner's files if `is_files_only`, otherwise any changes. Returns
+/// `None` if `since` is `None`.
 pub fn to_unsaved_data(since: Option<Timestamp>, is_files_only: bool) -> Option<WireString<UnsavedData>> {
     let data = if is_files_only { UnsavedData::Files } else { UnsavedData::Changes };
     since.map(|_| data.into())
@@ -220,8 +221,8 @@ fn to_kept_server(row: &KeptServerRow) -> wire::KeptServer {
     }
 }
 
-/// Returns how many seconds of the live machine's writes may be missing from every snapshot. If the newest
-/// snapshot is another machine's, it may lack everything that this machine has written since its own last snapshot.
+/// Returns how many seconds of the live machine's writes may be missing from every snapshot. If the newest snapshot is
+/// another machine's, it may lack everything that the live machine has written since its own last snapshot.
 fn unsaved_seconds(live: &MachineRow, newest: Option<&NewestSnapshot>, now: Timestamp) -> u64 {
     let since = match newest {
         Some(newest) if newest.machine == live.id => Some(newest.taken_at),

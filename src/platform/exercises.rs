@@ -8,7 +8,7 @@ use crate::db::exercises::{self, ExerciseRow};
 use svc_wire::fleet::{Exercise, Exercises};
 
 /// How long an exercise counts as current: releases and operators change within a quarter.
-const MAX_AGE: SignedDuration = SignedDuration::from_hours(90 * 24);
+const MAX_EXERCISE_AGE: SignedDuration = SignedDuration::from_hours(90 * 24);
 
 pub async fn load(client: &impl GenericClient) -> Result<Exercises, DbError> {
     let now = Timestamp::now();
@@ -20,7 +20,7 @@ pub async fn load(client: &impl GenericClient) -> Result<Exercises, DbError> {
 
 fn to_exercise(row: Option<ExerciseRow>, now: Timestamp) -> Exercise {
     let Some(row) = row else { return Exercise::default() };
-    let is_current = now.duration_since(row.at) <= MAX_AGE;
+    let is_current = now.duration_since(row.at) <= MAX_EXERCISE_AGE;
     Exercise { last_at: Some(row.at.into()), machine_id: Some(row.machine.into()), is_current }
 }
 

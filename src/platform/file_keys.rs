@@ -62,8 +62,8 @@ impl From<DbError> for FilesKeyError {
 ///
 /// # Errors
 /// [`FilesKeyError`]; `Mismatch` if the slot has a repository that the stored key does not open. If no key is stored,
-/// `Lost` if the slot has a repository, and the host offers no key or a key that does not open it. The stored key is not
-/// tested if the host offers the same key or none.
+/// `Lost` if the slot has a repository, and the host offers no key or a key that does not open it. The stored key is
+/// not tested if the host offers the same key or none.
 pub async fn load_or_create(
     platform: &Platform,
     (user, slot): (&IdpUserId, &Slot),

@@ -31,8 +31,8 @@ use crate::keys::KeyError;
 /// How long a pack that no snapshot needs is kept after it is marked: longer than any restore, and much longer than a
 /// save may take without checking the index again (`MAX_UNCHECKED_DURATION` in `src/files/save/mod.rs`).
 const GRACE_PERIOD: SignedDuration = SignedDuration::from_hours(72);
-/// A report that fails because of damage searches for a damaged snapshot until this long after its start. It is shorter
-/// than the timeout of the report.
+/// How long after its start a report that found damage may still search for a damaged snapshot. It is shorter than the
+/// report's timeout.
 const REPORT_SEARCH_TIMEOUT: Duration = Duration::from_secs(15);
 /// Number of newest entries that a prune retains in the pointer log.
 const RETAINED_LOG_ENTRIES: u64 = 1000;
@@ -63,7 +63,7 @@ pub enum PruneError {
     Injected(#[from] InjectedFailure),
 }
 
-/// Limit the prunes and the reports that run at the same time in this process: each loads an index into memory.
+/// Limit how many prunes and reports run concurrently in this process, because each loads an index into memory.
 static PRUNE_PERMITS: Semaphore = Semaphore::const_new(WORKERS);
 static REPORT_PERMITS: Semaphore = Semaphore::const_new(1);
 /// Number of tasks in each process that run [`run`].

@@ -18,7 +18,7 @@ const SILENT_SECONDS: f64 = 120.0;
 /// Backups are hourly: at this age, one backup was missed and the next one is late.
 const BACKUP_OVERDUE_SECONDS: f64 = 2.0 * 3600.0 + 600.0;
 const OPERATION_STUCK_SECONDS: f64 = 1800.0;
-const STUCK_ATTEMPTS: i32 = 8;
+const OPERATION_STUCK_ATTEMPTS: i32 = 8;
 const BOOT_SLOW_SECONDS: f64 = 600.0;
 /// A machine that has been off for longer than this may have been forgotten.
 const POWERED_OFF_LONG_SECONDS: f64 = 3600.0;
@@ -153,7 +153,7 @@ fn attention_reasons(row: &FleetRow, token_rotation: Duration, trust: &HostTrust
     let is_stuck = !is_waiting
         && !row.is_operation_waiting_for_account
         && (row.operation_age.is_some_and(|age| age > OPERATION_STUCK_SECONDS)
-            || row.operation_attempts >= STUCK_ATTEMPTS);
+            || row.operation_attempts >= OPERATION_STUCK_ATTEMPTS);
     let is_backup_failing = row.backup_status.as_deref() == Some("error");
     let is_pointer_unusable =
         is_backup_failing && row.backup_error.as_deref().is_some_and(is_unusable_pointer);

@@ -241,20 +241,20 @@ impl HostStore {
         self.sts.as_ref().map(|issuer| issuer.writes)
     }
 
-    /// Returns an unused slot, for which [`Self::try_session`] requests a session.
+    /// Returns an unused slot, for which [`Self::probe_session`] requests a session.
     pub fn probe_slot() -> SlotPrefix {
         SlotPrefix::new(&"svc-doctor".parse().expect("the user's id is valid"), &Slot::primary())
     }
 
     /// Requests a working session for the unused slot; `None` if hosts receive no sessions.
-    pub async fn try_session(&self) -> Option<Result<TemporaryCredentials, StsError>> {
+    pub async fn probe_session(&self) -> Option<Result<TemporaryCredentials, StsError>> {
         let (StoreConfig::S3(s3), Some(issuer)) = (&self.store, &self.sts) else { return None };
         let policy = policy::slot_policy(&issuer.partition, &s3.bucket, &Self::probe_slot(), issuer.writes);
         Some(issuer.sts.assume_role("svc-doctor", &policy, WORKING_SESSION_TTL).await)
     }
 
     /// Requests an outage session for the unused slot; `None` if hosts receive no outage sessions.
-    pub async fn try_outage_session(&self) -> Option<Result<TemporaryCredentials, StsError>> {
+    pub async fn probe_outage_session(&self) -> Option<Result<TemporaryCredentials, StsError>> {
         let (StoreConfig::S3(s3), Some(issuer)) = (&self.store, &self.sts) else { return None };
         if issuer.outage_ttl <= WORKING_SESSION_TTL {
             return None;

@@ -44,7 +44,7 @@ impl From<ring::error::Unspecified> for KeyError {
     }
 }
 
-/// Seals private keys with the current platform key, and opens keys sealed with the current or the previous one.
+/// Seals secrets with the current platform key, and opens secrets sealed with the current or the previous one.
 pub struct Seal {
     key: LessSafeKey,
     id: KeyId,

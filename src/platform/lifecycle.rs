@@ -320,8 +320,8 @@ async fn create_operation(
 /// Creates a machine in a free slot.
 ///
 /// # Errors
-/// [`LifecycleError`]; [`DbError::Violated`] with the constraint `user_machines_active` if another machine holds the
-/// slot.
+/// [`LifecycleError::Db`] if a read or write fails: [`DbError::Violated`] with the constraint `user_machines_active` if
+/// another machine holds the slot.
 pub async fn create_machine(
     tx: &Transaction<'_>,
     mint: &TokenMint,

@@ -87,7 +87,7 @@ use svc_router::{RouterContext, UserDigests, start_router};
 use svc_store::{Bucket, parallel_probe};
 use svc_wire::text::WireString;
 
-/// How long running steps have to finish after the stop signal; the next process resumes unfinished steps.
+/// Timeout for running steps to finish after the stop signal; the next process resumes unfinished steps.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(25);
 
 /// Timeout for the store probe, so that an unreachable store does not delay startup.
@@ -347,7 +347,7 @@ async fn delete_process_row(platform: &Platform) {
     }
 }
 
-/// Rejects a store in which concurrent conditional writes of two hosts to a pointer could both succeed. An unavailable
+/// Rejects a store in which concurrent conditional writes to a pointer by two hosts could both succeed. An unavailable
 /// store is accepted.
 async fn refuse_unsafe_store(bucket: &Bucket) -> Result<(), Failure> {
     match parallel_probe::run(bucket, STORE_PROBE_TIMEOUT).await {

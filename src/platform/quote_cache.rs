@@ -1,6 +1,6 @@
 //! Caches, in each process, the provider data for price quotes. A client can request any number of quotes, but the
 //! calls that read this data share the provider's rate limit with operations and with all other processes. Provisioning
-//! does not use the cache.
+//! does not read from the cache.
 
 use std::collections::HashMap;
 use std::hash::Hash;

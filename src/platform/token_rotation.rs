@@ -360,8 +360,8 @@ mod tests {
         }
 
         /// Ends a key change, sends enough heartbeats for the newest token to replace all others, and waits for the end
-        /// of the overlap. The rotation that is due after `rotation_age` begins with the first heartbeat, so that it does
-        /// not begin with the last one.
+        /// of the overlap. Waits for `rotation_age` first, so that the rotation that is then due begins with the first
+        /// heartbeat, not with the last one.
         fn settle(&mut self) {
             self.apply(&Event::EndKeyChange);
             self.apply(&Event::Wait(1000));

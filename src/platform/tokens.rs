@@ -28,7 +28,7 @@ impl Generation {
     }
 }
 
-/// Prefix of operator tokens. Secret scanners can find such tokens as `svco_[0-9a-f]{32}_[0-9a-f]{64}`.
+/// Prefix of operator tokens. Secret scanners can find them with the pattern `svco_[0-9a-f]{32}_[0-9a-f]{64}`.
 const OPERATOR_PREFIX: &str = "svco_";
 
 /// Purpose of a host token. Each purpose has its own prefix.
@@ -134,7 +134,7 @@ impl TokenMint {
     }
 
     /// Returns whether the current or the previous key signed the fence.
-    pub fn has_signed_fence(&self, slot: &SlotPrefix, epoch: Epoch, machine: MachineId, proof: &str) -> bool {
+    pub fn is_fence_signed(&self, slot: &SlotPrefix, epoch: Epoch, machine: MachineId, proof: &str) -> bool {
         let Ok(mac) = hex::decode(proof) else { return false };
         let subject = fence_subject(slot, epoch, machine);
         self.keys().any(|key| hmac::verify(key, subject.as_bytes(), &mac).is_ok())
@@ -280,8 +280,8 @@ mod tests {
         assert!(matches_hash(again.expose_secret(), &stored), "user-data is unchanged");
         let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &"main".parse().unwrap());
         let proof = mint(1).fence_proof(&slot, Epoch(2), machine);
-        assert!(both.has_signed_fence(&slot, Epoch(2), machine, &proof));
-        assert!(!mint(2).has_signed_fence(&slot, Epoch(2), machine, &proof));
+        assert!(both.is_fence_signed(&slot, Epoch(2), machine, &proof));
+        assert!(!mint(2).is_fence_signed(&slot, Epoch(2), machine, &proof));
         assert!(!both.is_fence_signed_with_current_key(&slot, Epoch(2), machine, &proof));
         let current = both.fence_proof(&slot, Epoch(2), machine);
         assert!(both.is_fence_signed_with_current_key(&slot, Epoch(2), machine, &current));
@@ -297,12 +297,12 @@ mod tests {
         let slot = |name: &str| SlotPrefix::new(&"user_1".parse().unwrap(), &name.parse().unwrap());
         let (machine, other) = (MachineId::new(), MachineId::new());
         let proof = mint(1).fence_proof(&slot("main"), Epoch(2), machine);
-        assert!(mint(1).has_signed_fence(&slot("main"), Epoch(2), machine, &proof));
-        assert!(!mint(1).has_signed_fence(&slot("other"), Epoch(2), machine, &proof));
-        assert!(!mint(1).has_signed_fence(&slot("main"), Epoch(3), machine, &proof));
-        assert!(!mint(1).has_signed_fence(&slot("main"), Epoch(2), other, &proof));
-        assert!(!mint(2).has_signed_fence(&slot("main"), Epoch(2), machine, &proof));
-        assert!(!mint(1).has_signed_fence(&slot("main"), Epoch(2), machine, "not hex"));
+        assert!(mint(1).is_fence_signed(&slot("main"), Epoch(2), machine, &proof));
+        assert!(!mint(1).is_fence_signed(&slot("other"), Epoch(2), machine, &proof));
+        assert!(!mint(1).is_fence_signed(&slot("main"), Epoch(3), machine, &proof));
+        assert!(!mint(1).is_fence_signed(&slot("main"), Epoch(2), other, &proof));
+        assert!(!mint(2).is_fence_signed(&slot("main"), Epoch(2), machine, &proof));
+        assert!(!mint(1).is_fence_signed(&slot("main"), Epoch(2), machine, "not hex"));
     }
 
     #[test]

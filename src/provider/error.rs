@@ -15,7 +15,7 @@ pub enum ErrorKind {
     /// The provider rejects this request from any caller, and would reject a retry too.
     Refused,
     /// A problem with the account, its token, its limits or the provider's capacity, not with the requested server. It
-    /// lasts until an operator or the provider fixes it. Nothing was done.
+    /// lasts until an operator or the provider fixes it. The call had no effect.
     Account,
     /// The call had no effect, or repeating it is harmless.
     Transient,

@@ -7,8 +7,8 @@ use async_trait::async_trait;
 /// A rate budget that all users of one provider account share.
 #[async_trait]
 pub trait RateBudget: Send + Sync {
-    /// Reserves up to `wanted` calls, returns `unused` reserved calls that were not made, and reports the budget in the
-    /// provider's last response. Returns `None` if the shared budget is unavailable.
+    /// Reserves up to `wanted` calls, releases `unused` reserved calls that were not made, and reports the budget from
+    /// the provider's last response. Returns `None` if the shared budget is unavailable.
     async fn reserve(
         &self,
         wanted: u32,

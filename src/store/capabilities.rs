@@ -178,8 +178,8 @@ pub async fn probe_other_capabilities(config: &StoreConfig, bucket: &Bucket) -> 
     join_all(probes).await
 }
 
-/// Probes all capabilities, for a table of stores; [`VERSIONING`] and [`CONDITIONAL_COPY`] only on S3. If the store
-/// cannot be opened, returns only [`CREATE_ONCE`] as unknown, with the error.
+/// Probes all capabilities, for the store comparison table; [`VERSIONING`] and [`CONDITIONAL_COPY`] only on S3. If the
+/// store cannot be opened, returns only [`CREATE_ONCE`] as unknown, with the error.
 pub async fn probe_all(config: &StoreConfig, races: RaceLimits) -> Vec<ProbeResult> {
     let bucket = match config.open() {
         Ok(bucket) => bucket,

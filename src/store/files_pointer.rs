@@ -1,5 +1,5 @@
-//! `files/latest`: the pointer to the latest snapshot of the owner's files. It uses the same protocol as the
-//! database's pointer, but corrupt log entries are skipped, and a corrupt `latest` is replaced with the newest valid one.
+//! `files/latest`: the pointer to the latest snapshot of the owner's files. It uses the same protocol as the database's
+//! pointer, but corrupt log entries are skipped, and a corrupt `latest` is replaced with the newest valid entry.
 //!
 //! Its fence needs no signature: the platform raises it only after the fence of the database's pointer, which is signed
 //! and identifies the slot's current machine.

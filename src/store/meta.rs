@@ -51,8 +51,8 @@ pub enum VpsMetaError {
 /// with the pointer, a write whose response was lost is resolved by reading the object back.
 ///
 /// # Errors
-/// [`VpsMetaError`]; `Fenced` if a machine with a higher epoch, or another machine with the same epoch, has written it;
-/// `Precondition` if other writers interfered in every attempt.
+/// `Fenced` if a host with a higher epoch, or another host with the same epoch, has written the metadata; `Store` if
+/// the store fails, or, with `Precondition`, if other writers interfered in every attempt.
 pub async fn write(bucket: &Bucket, slot: &SlotPrefix, meta: &VpsMeta) -> Result<(), VpsMetaError> {
     let key = slot.vps_meta();
     let mut ambiguous_error = None;

@@ -14,8 +14,8 @@ use svc_base::clock;
 use svc_machine::epoch::Epoch;
 use svc_machine::id::MachineId;
 
-/// An object with another version counts as corrupt. A later format of the files' pointer therefore needs other names:
-/// this release would replace it.
+/// An object with another version counts as corrupt, and this release replaces a corrupt `files/latest`. A later format
+/// of that pointer therefore needs other object names.
 pub const FORMAT: u32 = 1;
 /// Upper bound on `seq`: every JSON parser represents smaller integers exactly.
 pub const MAX_SEQ: u64 = 1 << 53;

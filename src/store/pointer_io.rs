@@ -2,10 +2,10 @@
 //!
 //! Each `seq` is claimed by creating the object `pointer-log/<seq>.json`, which contains the whole pointer and must not
 //! already exist. `latest` is written after it. Two writers therefore never both succeed, even on a store whose
-//! `If-Match` is not atomic; the store only has to create an object at most once. The highest entry is authoritative
-//! (for the files' pointer, the highest valid one); the next writer repairs a stale `latest` and, for the files' pointer,
-//! a corrupt or implausible one. A corrupt `latest` of the database's pointer must be repaired by an operator
-//! (`pointer_repair`), because it may be wrong to restore from the log.
+//! `If-Match` is not atomic; the store needs to guarantee only that an object is created at most once. The highest
+//! entry is authoritative (for the files' pointer, the highest valid one); the next writer repairs a stale `latest`
+//! and, for the files' pointer, a corrupt or implausible one. A corrupt `latest` of the database's pointer must be
+//! repaired by an operator (`pointer_repair`), because it may be wrong to restore from the log.
 //!
 //! Invariant: a `seq` is claimed only if `latest` has the previous one, so that a crash leaves at most one entry
 //! ahead of `latest`. Entries are never deleted, except old ones of the files' pointer (`files_pointer::trim_log`).
@@ -88,8 +88,8 @@ pub async fn read(bucket: &Bucket, slot: &SlotPrefix) -> Result<Option<PointerRe
     read_at(bucket, &slot.pointer_paths()).await
 }
 
-/// Like [`read`], for any pointer. With [`PointedSnapshot::REPAIRS_CORRUPT_LATEST`], returns the newest valid log entry if
-/// `latest` is corrupt; if there is no entry, the fence is unknown, so the result is still `Corrupt`.
+/// Like [`read`], for any pointer. With [`PointedSnapshot::REPAIRS_CORRUPT_LATEST`], returns the newest valid log entry
+/// if `latest` is corrupt; if there is no entry, the fence is unknown, so the result is still `Corrupt`.
 pub(super) async fn read_at<S: PointedSnapshot>(
     bucket: &Bucket,
     paths: &PointerPaths,
@@ -181,9 +181,9 @@ async fn read_log<S: PointedSnapshot>(
     Ok(Some(PointerRead { value: read_entry_or_skip(bucket, paths, seq, None).await?, latest }))
 }
 
-/// Reads a log entry. With [`PointedSnapshot::REPAIRS_CORRUPT_LATEST`], a corrupt one is skipped: the result is the newest
-/// valid entry between `latest` and it, or else `latest`, with the skipped entry's `seq`, so that the next write claims
-/// the `seq` after it. Any holder of the slot's store credentials can add corrupt entries.
+/// Reads a log entry. With [`PointedSnapshot::REPAIRS_CORRUPT_LATEST`], a corrupt one is skipped: the result is the
+/// newest valid entry between `latest` and the skipped one, or else `latest`, with the skipped entry's `seq`, so that
+/// the next write claims the `seq` after it. Any holder of the slot's store credentials can add corrupt entries.
 async fn read_entry_or_skip<S: PointedSnapshot>(
     bucket: &Bucket,
     paths: &PointerPaths,

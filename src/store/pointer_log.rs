@@ -27,7 +27,7 @@ const MAX_LISTINGS: u32 = 8;
 /// entries of more than ten years of hourly backups.
 const MAX_REBUILD_SKIPPED_NAMES: usize = 100_000;
 
-/// The `seq` of an existing entry, and its object.
+/// The `seq` of an existing entry, and its object's metadata.
 type LogEntry = (u64, ObjectMeta);
 
 /// Finds the highest log entry with a `seq` from `from` to [`MAX_SEQ_AHEAD`] above it; `None` if there is none. In a

@@ -18,7 +18,7 @@ use super::{epoch_floor, pointer_io, pointer_log, snapshots};
 use svc_base::clock;
 use svc_machine::epoch::Epoch;
 
-use known_state::KnownState;
+use known_state::PointerInputs;
 pub use resume::resume;
 
 /// Maximum number of bytes to return from an unreadable pointer.
@@ -143,7 +143,7 @@ pub async fn inspect(
     let next = if candidate.is_some() || emptied_at.is_some() || keys.is_empty() {
         let newest_entry = read_newest_entry(bucket, slot).await?;
         let metadata_epoch = epoch_floor::read_metadata_epoch(bucket, slot, bound).await?;
-        let known = KnownState {
+        let known = PointerInputs {
             found: &found,
             keys: &keys,
             newest_entry,
@@ -164,7 +164,7 @@ pub async fn inspect(
 async fn plan_rebuild(
     bucket: &Bucket,
     slot: &SlotPrefix,
-    known: KnownState<'_>,
+    known: PointerInputs<'_>,
     (snapshot, emptied_at): (Option<SnapshotRef>, Option<Timestamp>),
 ) -> Result<Option<Pointer>, RepairError> {
     let Some(next) = known.plan(snapshot.clone(), emptied_at) else { return Ok(None) };
@@ -176,7 +176,7 @@ async fn plan_rebuild(
     let Some(skipped) = skipped else { return Ok(Some(next)) };
     let value =
         pointer_io::try_read_entry(bucket, slot, skipped).await?.or_else(|| known.newest_entry.1.clone());
-    let next = KnownState { newest_entry: (skipped, value), ..known }.plan(snapshot, emptied_at);
+    let next = PointerInputs { newest_entry: (skipped, value), ..known }.plan(snapshot, emptied_at);
     Ok(next.map(|next| Pointer { seq, ..next }))
 }
 

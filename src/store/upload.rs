@@ -90,7 +90,7 @@ impl Upload {
         })
     }
 
-    /// Returns the handle with which another process can abort the upload, if the store supports ids.
+    /// Returns the handle with which another process can abort the upload, if the store supports upload ids.
     pub fn open_upload(&self) -> Option<&OpenUpload> {
         self.open_upload.as_ref()
     }

@@ -17,10 +17,10 @@ const MIN_BYTES_PER_SECOND: u64 = 62_500;
 /// two packs of files.
 const MAX_CONCURRENT_UPLOADS: u64 = 6;
 /// Requests with a body of at most this size have the same timeouts as requests without a body.
-const MAX_SMALL_BYTES: usize = 64 << 10;
+const MAX_SMALL_BODY_BYTES: usize = 64 << 10;
 
 /// The timeouts of [`UploadTimeout::uploads`]. The idle timeout is longer than any upload's timeout: a part of a
-/// snapshot has up to 20 MiB, and a pack of files up to 16 MiB.
+/// snapshot is at most 20 MiB, and a pack of files at most 16 MiB.
 pub(super) const UPLOAD_TIMEOUTS: Timeouts =
     Timeouts { idle: Duration::from_secs(2400), ..Timeouts::DOWNLOAD };
 
@@ -37,7 +37,7 @@ impl HttpService for UploadTimeout {
         let size = request.body().content_length();
         // The POST that completes an upload can have a larger body, but must also have the short idle timeout while its
         // response is read.
-        if size <= MAX_SMALL_BYTES || request.method() != Method::PUT {
+        if size <= MAX_SMALL_BODY_BYTES || request.method() != Method::PUT {
             return self.others.execute(request).await;
         }
         let response = tokio::time::timeout(upload_timeout(size), self.uploads.execute(request)).await;

@@ -1,4 +1,4 @@
-//! The audit log of operators' changes.
+//! The audit log: changes by operators, hosts and the platform, and operators' reads of owners' data.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};

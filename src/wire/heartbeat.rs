@@ -25,9 +25,9 @@ pub const MAX_ATTENTION_ITEMS: usize = 16;
 pub const MAX_ATTENTION_CODE_CHARS: usize = 40;
 /// The attention code of a host that does not back up files, because it could not restore its predecessor's files.
 pub const FILES_NOT_RESTORED: &str = "files_not_restored";
-/// Changes to the owner's files have not been saved for a long time.
+/// The attention code of a host that has not saved changes to the owner's files for a long time.
 pub const FILES_UNSAVED: &str = "files_unsaved";
-/// The attention code of a host that cannot read, and therefore not save, some of the owner's files.
+/// The attention code of a host that cannot read, and therefore cannot save, some of the owner's files.
 pub const FILES_UNREADABLE: &str = "files_unreadable";
 /// The attention code of a host whose file backup lacks content, or could not be checked for a long time.
 pub const FILES_DAMAGED: &str = "files_damaged";

@@ -6,7 +6,7 @@ use serde::Serializer;
 /// Serializes a secret as a string.
 ///
 /// # Errors
-/// Errors from the serializer.
+/// If the serializer fails.
 pub fn expose<S: Serializer>(secret: &SecretString, out: S) -> Result<S::Ok, S::Error> {
     out.serialize_str(secret.expose_secret())
 }
@@ -14,7 +14,7 @@ pub fn expose<S: Serializer>(secret: &SecretString, out: S) -> Result<S::Ok, S::
 /// Serializes a secret as a string, and `None` as `null`.
 ///
 /// # Errors
-/// Errors from the serializer.
+/// If the serializer fails.
 pub fn expose_option<S: Serializer>(secret: &Option<SecretString>, out: S) -> Result<S::Ok, S::Error> {
     match secret {
         Some(secret) => expose(secret, out),

@@ -160,7 +160,7 @@ fn record_omits_owner_changes_and_names_concurrent_agents() -> Result<()> {
     assert_eq!(attribution(2), (json!("bob"), json!(null)));
     assert_eq!(entries[1].get("dispatchId"), None);
 
-    // A file tool is attributed by name, even while another agent's command runs.
+    // A file tool's write is attributed by its path, even while another agent's command runs.
     let call = home.begin_command(ADA)?;
     home.write(BOB, "w", || home.shell("echo w > w; echo side > side"))?;
     home.end_command(ADA, &call)?;

@@ -1,4 +1,4 @@
-//! A watched home directory: the real `svc-watch`, and hooks started in the same way as by an agent's program.
+//! A watched home directory: the real `svc-watch`, and hooks started the way an agent's program starts them.
 
 use std::cell::{Cell, RefCell};
 use std::collections::hash_map::Entry;
@@ -192,7 +192,7 @@ impl AuditedHome {
     }
 
     /// Ends an agent's process.
-    pub fn end_process(&self, agent: Agent) -> Result<()> {
+    pub fn kill_process(&self, agent: Agent) -> Result<()> {
         self.processes.borrow_mut().remove(&agent).context("the agent has no process")?.kill()
     }
 

@@ -120,7 +120,7 @@ fn open_call_ends_with_its_turn_session_or_process() -> Result<()> {
     // The agent is killed.
     home.begin_command(BOB)?;
     home.shell("echo x > by-agent")?;
-    home.end_process(BOB)?;
+    home.kill_process(BOB)?;
     let entry = home.wait_for_line("the killed agent's last change", |line| line["path"] == "by-agent")?;
     assert_eq!(entry["agentName"], "bob");
     home.shell("echo own > after-kill")?;
@@ -134,7 +134,7 @@ fn write_by_killed_agent_is_recorded_as_ambiguous() -> Result<()> {
     let input = json!({ "tool_name": "Write", "tool_input": { "file_path": "written", "content": "x" } });
     home.run_hook_event(BOB, "PreToolUse", "w", input)?;
     home.shell("echo x > written")?;
-    home.end_process(BOB)?;
+    home.kill_process(BOB)?;
     let entry = home.wait_for_line("the write", |line| line["path"] == "written")?;
     assert_eq!((&entry["agentName"], &entry["ambiguous"]), (&json!("bob"), &json!(true)));
     Ok(())

@@ -1,4 +1,4 @@
-//! Channels through which a secret could leak: logs, responses to callers, argument lists, tables.
+//! Channels through which a secret could leak: logs, tables, command lines.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -52,7 +52,7 @@ pub fn dump_tables(pg: &PgBinaries, url: &str) -> Result<String> {
     kit::child::run(dump, Duration::from_secs(60))
 }
 
-/// Records the argument lists of all descendants of this process.
+/// Records the command lines of all descendants of this process.
 pub struct ProcessWatch {
     command_lines: Arc<Mutex<BTreeSet<String>>>,
     stop: CancellationToken,

@@ -247,7 +247,7 @@ impl Contract {
     }
 }
 
-/// Whether a path matches a template.
+/// In a template, `{name}` matches one non-empty segment, and `{*name}` matches the rest of the path.
 fn matches_template(template: &str, path: &str) -> bool {
     let (mut parts, mut segments) = (template.split('/'), path.split('/'));
     loop {

@@ -30,7 +30,6 @@ pub fn variants(schema: &Value) -> Vec<Value> {
     }
 }
 
-/// Returns sample strings of many kinds.
 pub fn sample_strings() -> Vec<String> {
     let mut all: Vec<String> = [
         "",

@@ -271,8 +271,8 @@ async fn restore_never_overwrites_existing_files() -> Result<()> {
         assert!(state["status"] == "failed" && error.contains(part), "{fields}: {state}");
         assert!(!history.host.machine.path("var/lib/svc/requests/files-restore").exists(), "{fields}");
     }
-    // Without a time, or with one in the future, the last save before the request is restored, not the one that
-    // precedes the replacement.
+    // Without a time, or with one in the future, the last save before the request is restored, not the save made just
+    // before the replacement.
     let soon = (Timestamp::now() + jiff::SignedDuration::from_mins(2)).to_string();
     for time in [Value::Null, Value::String(soon)] {
         history.save().await?;
@@ -366,8 +366,8 @@ async fn restored_directory_lacks_only_damaged_files() -> Result<()> {
     Ok(())
 }
 
-/// One of the owner's programs creates an entry under the name that was planned for the replaced entry, and the machine
-/// fails again.
+/// One of the owner's programs creates an entry under the name that was planned for the replaced entry, and the restore
+/// is killed again.
 #[tokio::test(flavor = "multi_thread")]
 async fn restore_reports_actual_path_of_replaced_entry() -> Result<()> {
     let history = HistoryFixture::start().await?;
@@ -414,7 +414,8 @@ async fn repeatedly_killed_restore_fails() -> Result<()> {
     Ok(())
 }
 
-/// systemd starts the program again for as long as the request exists, so an invalid configuration must remove it.
+/// systemd restarts the program while the request exists, so a run that rejects its configuration must remove the
+/// request.
 #[tokio::test(flavor = "multi_thread")]
 async fn restore_with_invalid_configuration_fails() -> Result<()> {
     let history = HistoryFixture::start().await?;

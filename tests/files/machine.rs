@@ -23,7 +23,7 @@ use crate::vault::machine::{BUCKET, Machine, RunningApplet};
 /// Longer than the interval between saves of an unchanged home directory, which also advance `savedUntil`.
 const TIMEOUT: Duration = Duration::from_secs(120);
 
-/// The platform's route for the key of the file backup.
+/// A stub of the platform's route for the file backup key.
 pub struct FilesPlatform {
     base: String,
     key: Arc<str>,
@@ -169,8 +169,7 @@ impl Host {
 }
 
 /// Describes each entry below a directory: its kind and mode, the target of a symbolic link, and the number of links,
-/// modification time and content of a file. Leaves out `system/logs`, where saves and
-/// restores are recorded.
+/// modification time and content of a file. Leaves out `system/logs`, where saves and restores are recorded.
 pub fn describe_tree(root: &Path) -> Result<BTreeMap<String, String>> {
     let mut descriptions = BTreeMap::new();
     let mut pending = vec![root.to_owned()];

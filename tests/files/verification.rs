@@ -1,4 +1,4 @@
-//! Verification and drill of a machine's file backup: damage is located, reported, and repaired from the machine.
+//! Verification and drills of a machine's file backup: damage is located, reported, and repaired from the machine.
 
 use std::fs;
 use std::time::{Duration, Instant};
@@ -118,7 +118,7 @@ async fn unreadable_latest_snapshot_is_replaced() -> Result<()> {
             host.write(&format!("home/projects/{number}"), "version 1")?;
         }
         let service = host.start_and_save().await?;
-        // The first save is a change itself: it has a line in `backup.jsonl`.
+        // The first save causes another change: it adds a line to `backup.jsonl`.
         host.machine.run(&["svc-sync-agent", "now"])?.expect(0);
         let latest = host.read_status()?["snapshot"].as_str().context("no snapshot")?.to_owned();
         let key = format!("{}/snapshots/{latest}", slot().files());

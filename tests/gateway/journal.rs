@@ -1,4 +1,5 @@
-//! Tests the gateway's journal entries under systemd, which the test receives at the real path, over the real protocol.
+//! Tests the entries that the gateway sends to the systemd journal. The test receives them on a socket at the journal's
+//! path.
 
 use std::collections::BTreeMap;
 use std::fs::File;

@@ -92,7 +92,8 @@ async fn inserts_are_refused_until_writers_resume() -> Result<()> {
     Ok(())
 }
 
-/// A statement whose client disconnected may still commit, so the machine is quiesced only after it has ended.
+/// A statement whose client disconnected may still commit, so the machine is quiesced only after all statements have
+/// ended.
 #[tokio::test]
 async fn quiesce_waits_for_statements_that_are_still_running() -> Result<()> {
     let (database, slug) = (test_database().await?, unique_name("notes"));

@@ -136,7 +136,10 @@ pub fn forbidden_imports(files: &[ProjectFile]) -> Vec<String> {
     let mut violations = Vec::new();
     for file in files {
         let Some(module) = source::module_path(&file.path) else { continue };
-        for named in source::named_paths(&module, &source::tokenize(&source::blank_literals(&file.text))) {
+        for named in source::resolved_paths(
+            &module,
+            &source::tokenize(&source::blank_comments_and_literals(&file.text)),
+        ) {
             if let Some(reason) = forbidden_reason(&module, &named.path) {
                 violations.push(format_violation(
                     &file.path,
@@ -169,9 +172,9 @@ pub fn import_cycles(files: &[ProjectFile]) -> Vec<String> {
             continue;
         }
         let from = imports.entry((package.clone(), name.clone())).or_default();
-        for named in source::named_paths(
+        for named in source::resolved_paths(
             &module,
-            &source::without_tests(&source::tokenize(&source::blank_literals(&file.text))).0,
+            &source::without_tests(&source::tokenize(&source::blank_comments_and_literals(&file.text))).0,
         ) {
             let Some((to_package, target)) = split_module(&named.path) else { continue };
             if to_package == package && target != name {

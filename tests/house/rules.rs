@@ -20,7 +20,8 @@ pub fn find_unwraps(files: &[ProjectFile]) -> Vec<String> {
         if tests.iter().any(|test| module.starts_with(test)) {
             continue;
         }
-        let (tokens, _) = source::without_tests(&source::tokenize(&source::blank_literals(&file.text)));
+        let (tokens, _) =
+            source::without_tests(&source::tokenize(&source::blank_comments_and_literals(&file.text)));
         for call in tokens.windows(4) {
             if call.iter().map(|token| token.text.as_str()).eq([".", "unwrap", "(", ")"]) {
                 violations.push(format_violation(&file.path, call[0].line, "unwrap() outside tests"));

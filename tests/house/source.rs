@@ -3,7 +3,7 @@
 use super::ProjectFile;
 
 /// Returns the code with comments and literals blanked; line numbers do not change.
-pub fn blank_literals(text: &str) -> String {
+pub fn blank_comments_and_literals(text: &str) -> String {
     let chars: Vec<char> = text.chars().collect();
     let mut out = String::with_capacity(text.len());
     let mut index = 0;
@@ -186,7 +186,7 @@ pub fn test_modules(files: &[ProjectFile]) -> Vec<Vec<String>> {
     let mut modules = Vec::new();
     for file in files {
         let Some(parent) = module_path(&file.path) else { continue };
-        for name in without_tests(&tokenize(&blank_literals(&file.text))).1 {
+        for name in without_tests(&tokenize(&blank_comments_and_literals(&file.text))).1 {
             modules.push(parent.iter().cloned().chain([name]).collect());
         }
         modules.extend(test_paths(file));
@@ -206,13 +206,13 @@ fn test_paths(file: &ProjectFile) -> Vec<Vec<String>> {
 
 /// A path in the code, resolved so that it begins with its package's folder, and its line number.
 #[derive(Debug, PartialEq, Eq)]
-pub struct NamedPath {
+pub struct ResolvedPath {
     pub path: Vec<String>,
     pub line: usize,
 }
 
 /// Returns a file's paths that begin with `crate::`, `super::` or `svc_host::`, with `use` groups expanded.
-pub fn named_paths(module: &[String], tokens: &[Token]) -> Vec<NamedPath> {
+pub fn resolved_paths(module: &[String], tokens: &[Token]) -> Vec<ResolvedPath> {
     let mut paths = Vec::new();
     // The inline modules open at the current token, each with its brace depth.
     let mut inline: Vec<(usize, String)> = Vec::new();
@@ -272,7 +272,7 @@ fn expand_use_tree(
     tokens: &[Token],
     mut index: usize,
     prefix: &[String],
-    paths: &mut Vec<NamedPath>,
+    paths: &mut Vec<ResolvedPath>,
 ) -> usize {
     let mut path = prefix.to_vec();
     let line = tokens.get(index).map_or(0, |token| token.line);
@@ -282,7 +282,7 @@ fn expand_use_tree(
                 index += 1;
                 while index < tokens.len() && tokens[index].text != "}" {
                     index = expand_use_tree(tokens, index, &path, paths);
-                    // Skips `as` and a name.
+                    // Skip a rename: `as` and the new name.
                     while index < tokens.len() && !matches!(tokens[index].text.as_str(), "," | "}") {
                         index += 1;
                     }
@@ -294,7 +294,7 @@ fn expand_use_tree(
             _ => {}
         }
         if !matches(tokens, index + 1, &["::"]) {
-            paths.push(NamedPath { path, line });
+            paths.push(ResolvedPath { path, line });
             return index + 1;
         }
         index += 2;
@@ -307,7 +307,7 @@ mod tests {
 
     fn paths(module: &[&str], text: &str) -> Vec<String> {
         let module: Vec<String> = module.iter().map(|name| (*name).to_owned()).collect();
-        named_paths(&module, &tokenize(&blank_literals(text)))
+        resolved_paths(&module, &tokenize(&blank_comments_and_literals(text)))
             .iter()
             .map(|named| named.path.join("::"))
             .collect()
@@ -316,7 +316,7 @@ mod tests {
     #[test]
     fn comments_and_literals_are_blanked() {
         let text = "a // crate::b\n/* x /* y */ crate::c */ \"crate::d\" r#\"crate::\"e\"# b'\\'' '\"' d('a, \"\\\"f\")";
-        let code = blank_literals(text);
+        let code = blank_comments_and_literals(text);
         assert!(!code.contains("crate") && !code.contains('f'), "{code}");
         assert!(code.starts_with("a ") && code.contains("d('a, "), "{code}");
         assert_eq!(code.lines().count(), text.lines().count());
@@ -350,7 +350,7 @@ mod tests {
     #[test]
     fn tests_are_separated_from_code() {
         let text = "a\n#[cfg(test)]\nmod tests { fn x() { b } }\nc\n#[cfg(test)]\npub mod far;\n#[cfg(all(test, unix))]\n#[x]\nfn d([e; 3]) {}\nf";
-        let (code, modules) = without_tests(&tokenize(&blank_literals(text)));
+        let (code, modules) = without_tests(&tokenize(&blank_comments_and_literals(text)));
         assert_eq!(code.iter().map(|token| token.text.as_str()).collect::<Vec<_>>(), ["a", "c", "f"]);
         assert_eq!(modules, ["far"]);
         assert_eq!(code[2].line, 10);

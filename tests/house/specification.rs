@@ -1,4 +1,4 @@
-//! `docs/specification.md`: a row for each specification item, with code and tests that exist.
+//! Checks `docs/specification.md`: each specification item has a row that names existing code and tests.
 //!
 //! The specification is not part of the repository, so its items are listed here.
 

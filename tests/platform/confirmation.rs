@@ -1,4 +1,5 @@
-//! Before a customer is added, the quoted cost and the customer's consent must be confirmed.
+//! Tests the confirmation of the quoted cost and of the customer's consent before a customer is added. It is required
+//! only if `PROVISION_CONFIRMATION` is set.
 
 use futures_util::future::join_all;
 use kit::provider::{Fault, FaultRule};

@@ -105,7 +105,7 @@ async fn server_is_kept_if_its_file_backup_is_damaged() {
 async fn server_is_kept_if_the_platform_cannot_open_its_file_backup() {
     let (stack, process, old) = start().await;
     let config = format!("{}/config", SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary()).files());
-    // As if the platform's key did not open it.
+    // The platform's key cannot decrypt this content.
     let other = [0_u8; 64].to_vec();
     open_bucket(&stack).put(&config.into(), other).await.unwrap();
     let recovery = recover(&stack, &process).await;

@@ -10,7 +10,7 @@ use svc::store::key::SlotPrefix;
 use super::files_key::open_bucket;
 use super::stack::{Stack, heartbeat_of};
 
-/// Otherwise, the machine could not save files until its next recovery.
+/// Without this repair, the machine could not save files until its next recovery.
 #[tokio::test(flavor = "multi_thread")]
 async fn raised_fence_of_file_backups_is_restored() {
     let stack = Stack::start().await;

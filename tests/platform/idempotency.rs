@@ -1,4 +1,5 @@
-//! An idempotency key repeats only the same request, every change has an audit row, and machines are listed in pages.
+//! An idempotency key can be reused only for the same request, every change has an audit row, and machine lists are
+//! paginated.
 
 use futures_util::future::join_all;
 use reqwest::Method;
@@ -12,7 +13,7 @@ fn provision_request(stack: &Stack, process: &Process, body: &Value, key: &str) 
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn idempotency_key_repeats_only_the_same_request() {
+async fn idempotency_key_is_refused_for_different_request() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     stack.subscribe(&process, "user_1").await;

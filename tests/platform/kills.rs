@@ -1,5 +1,5 @@
-//! Kills the platform with kill -9 at every fail point in a step. After a restart, the operation succeeds and leaves no
-//! orphaned server.
+//! Kills the platform with SIGKILL at every fail point of each kind of operation and of a rollout. After a restart, the
+//! operation or rollout succeeds, and no server is orphaned.
 
 use std::sync::Mutex;
 

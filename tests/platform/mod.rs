@@ -1,5 +1,5 @@
-//! The control plane from its callers' point of view, with a real PostgreSQL, a real S3 server, the provider simulator
-//! with simulated servers, and `svc-platform` as a child process.
+//! Tests the control plane from its callers' point of view, with a real PostgreSQL, a real S3 server, the provider
+//! simulator with simulated servers, and `svc-platform` as a child process.
 
 mod backups;
 mod boot_stages;

@@ -20,7 +20,7 @@ async fn committed_change_is_accepted_despite_an_outage() {
     let server = start_database_server().await;
     let process = stack.start_platform_with(&[("PLATFORM_DATABASE_URL", &server.url("svc"))]);
     stack.subscribe(&process, "user_1").await;
-    // The operation is running until a host registers.
+    // The operation keeps running until a host registers.
     let request = stack.request(&process, Method::POST, "/vps/provision").bearer_auth(SECRET);
     let request = request.header("prefer", "wait=30").json(&provision_body("user_1"));
     let outage = async {
@@ -51,7 +51,7 @@ async fn platform_reports_and_survives_database_outage() {
     let ready = stack.eventually("the process is not ready", is_not_ready).await;
     assert_eq!((&ready.body["database"], &ready.body["store"]), (&"failing".into(), &"ok".into()));
     assert_eq!(stack.get(&process, "/livez").await.status, 200);
-    // Requests are still routed, so no load balancer may remove the process.
+    // Requests are still routed, so a load balancer must not remove the process.
     let is_stale =
         || async { (stack.get(&process, "/readyz").await.body["routes"] == "stale").then_some(()) };
     stack.eventually("the routes are stale", is_stale).await;

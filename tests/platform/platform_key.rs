@@ -101,11 +101,11 @@ async fn is_only_new_key_needed(client: &Client) -> bool {
 }
 
 /// Whether this key signed the fence for the user's slot.
-fn has_signed_fence(stack: &Stack, user: &str, byte: u8) -> bool {
+fn is_fence_signed(stack: &Stack, user: &str, byte: u8) -> bool {
     let pointer: svc::store::pointer::Pointer = serde_json::from_value(stack.pointer(user)).unwrap();
     let slot = SlotPrefix::new(&user.parse().unwrap(), &"primary".parse().unwrap());
     let (machine, proof) = pointer.fence_machine_id.zip(pointer.fence_proof).unwrap();
-    TokenMint::new(&key(byte)).has_signed_fence(&slot, pointer.fence_epoch, machine, &proof)
+    TokenMint::new(&key(byte)).is_fence_signed(&slot, pointer.fence_epoch, machine, &proof)
 }
 
 /// Returns the id of the process that is running with this key.
@@ -160,7 +160,7 @@ async fn key_rotation_completes_with_a_running_machine() {
         load_sealed_keys(&client).await,
         send_heartbeat(&stack, &process, &guest).await.body["proofKeys"].clone(),
     );
-    assert!(has_signed_fence(&stack, "user_1", OLD));
+    assert!(is_fence_signed(&stack, "user_1", OLD));
     assert!(run_doctor(&stack, &process, OLD, None).await.starts_with("\"ok\""));
     stop(process).await;
 
@@ -181,7 +181,7 @@ async fn key_rotation_completes_with_a_running_machine() {
     assert_eq!((&record["upgradeToken"]["generation"], old_token == guest.upgrade_token), (&json!(2), false));
     let after = load_sealed_keys(&client).await;
     assert!(before.keys().eq(after.keys()) && before.iter().all(|(kid, sealed)| after[kid] != *sealed));
-    assert!(are_all_sealed_with(&client, NEW).await && has_signed_fence(&stack, "user_1", NEW));
+    assert!(are_all_sealed_with(&client, NEW).await && is_fence_signed(&stack, "user_1", NEW));
     assert_eq!(stack.pointer("user_1")["fenceEpoch"], 1);
     let safe = run_doctor(&stack, &process, NEW, Some(OLD)).await;
     assert!(safe.contains("can be dropped"), "{safe}");
@@ -266,7 +266,7 @@ async fn processes_with_both_keys_do_not_conflict() {
     store_next_token(&mut second, &response);
     send_heartbeat(&stack, &new, &second).await;
     complete_key_rotation(&stack, &new, &client, &mut first).await;
-    assert!(has_signed_fence(&stack, "user_1", NEW) && has_signed_fence(&stack, "user_2", NEW));
+    assert!(is_fence_signed(&stack, "user_1", NEW) && is_fence_signed(&stack, "user_2", NEW));
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -336,7 +336,7 @@ async fn assert_survives_a_kill_at(point: &str) {
     stop(process).await;
     let process = start_process(&stack, NEW, None, &[]);
     assert_eq!(send_heartbeat(&stack, &process, &guest).await.status, 200, "{point}");
-    assert!(are_all_sealed_with(&client, NEW).await && has_signed_fence(&stack, "user_1", NEW), "{point}");
+    assert!(are_all_sealed_with(&client, NEW).await && is_fence_signed(&stack, "user_1", NEW), "{point}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -431,7 +431,7 @@ async fn host_refused_for_its_token_raises_alarm() {
     };
     let report_count = || stack.log().matches("not issued with a current platform key").count();
     let guest_with = |upgrade_token: String| Guest { upgrade_token, ..guest.clone() };
-    // An expired token that the platform itself issued is not reported.
+    // An outdated token that the platform itself issued is not reported.
     set_token_generation(&stack, 3).await;
     assert_eq!(send_heartbeat(&stack, &process, &guest_with(token(OLD, 2))).await.status, 401);
     assert_eq!(report_count(), 0, "{}", stack.log());

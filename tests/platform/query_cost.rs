@@ -9,15 +9,12 @@ use svc::platform::db::{Db, fleet, former_machines, servers};
 use svc::router::watch;
 use uuid::Uuid;
 
-/// Number of active machines.
 const ACTIVE_MACHINES: i64 = 2_000;
 /// Number of active machines that are booting.
 const BOOTING_MACHINES: i64 = 300;
-/// Number of ended machines.
 const ENDED_MACHINES: i64 = 20_000;
 /// Number of ended machines whose servers may still exist.
 const KEPT_SERVERS: i64 = 500;
-/// Number of running operations.
 const RUNNING_OPERATIONS: i64 = 400;
 /// Maximum number of rows read by a statement that returns a few rows.
 const MAX_ROWS_READ: i64 = 60;

@@ -60,7 +60,7 @@ async fn vanished_server_fails_its_machine_without_replacement() {
     let audit = client.query("SELECT 1 FROM operator_audit WHERE action = 'server.gone'", &[]).await.unwrap();
     assert_eq!(audit.len(), 1);
 
-    // The machine served but left no snapshot, so only an operator can let its slot start empty.
+    // The machine was in service but left no snapshot, so only an operator can let its slot start empty.
     let mut body = provision_body("user_1");
     stack.post(&process, "/vps/provision", &body).await.assert_problem(409, "snapshot_unusable");
     body["allowEmpty"] = json!(true);

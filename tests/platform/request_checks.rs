@@ -1,4 +1,4 @@
-//! Tests the order of the checks of a request, and the error format.
+//! Tests the order in which a request is checked, the error format, and the request ID.
 
 use reqwest::Method;
 use serde_json::json;

@@ -10,7 +10,7 @@ pub async fn resize(stack: &Stack, process: &Process, machine: &str, server_type
     stack.post(process, &format!("/vps/{machine}/resize"), &json!({"serverType": server_type})).await
 }
 
-/// Resizes to `cpx32` while the host reconnects, and returns the operation.
+/// Resizes to `cpx32`, sends heartbeats until the operation ends, and returns the operation.
 pub async fn resize_until_ended(stack: &Stack, process: &Process, guest: &Guest) -> Value {
     let response = resize(stack, process, &guest.machine, "cpx32").await;
     assert_eq!(response.status, 202, "{response:?}");

@@ -212,7 +212,7 @@ impl Columns {
     fn insert_sql(&self, id: Uuid, slot: &str) -> String {
         let Self { epoch, registered, retired, deleted, server_deleted, proven, unsaved, .. } = self;
         let Self { discard, abandoned, failure, .. } = self;
-        // A replaced machine's row contains its successor's id; which one does not matter here.
+        // A replaced machine's row contains its successor's id; the value does not matter here.
         let replaced_by = if *retired == NULL { NULL.to_owned() } else { format!("'{id}'") };
         format!(
             "INSERT INTO user_machines (machine_id, idp_user_id, slot, handle, kind, status, epoch, restore_mode, \

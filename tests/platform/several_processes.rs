@@ -121,7 +121,7 @@ async fn process_paused_beyond_its_lease_writes_nothing() {
     };
     let before = record().await;
     kill(pid, Signal::SIGCONT).unwrap();
-    // After the pause, the process serves requests again. During another operation, it has time to write with its lost
+    // After the pause, the process serves requests again. A second operation gives it time to write with its expired
     // lease.
     assert_eq!(stack.get(&paused, "/readyz").await.status, 200);
     let second = stack.provision(&paused, "user_2").await;

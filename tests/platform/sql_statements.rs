@@ -134,7 +134,7 @@ async fn key_need_counts_every_signing_key() {
                 SELECT 'proof-' || n, 'proof', 'x', '\\x00' FROM generate_series(1, 10050) n";
     session.batch_execute(keys).await.unwrap();
     let seal = Seal::new(&SecretSlice::from(vec![7_u8; 32]));
-    let key_need = KeyDependents::find_for_signing_keys(&session, &seal).await.unwrap();
+    let key_need = KeyDependents::find_signing_key_dependents(&session, &seal).await.unwrap();
     assert!(key_need.to_string().starts_with("10050 sealed signing keys ("), "{key_need}");
 }
 

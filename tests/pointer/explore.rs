@@ -53,7 +53,7 @@ enum Role {
 }
 
 impl Scenario {
-    /// Three generations of a slot; two platform processes concurrently write the second generation's fence.
+    /// Three epochs of a slot; two platform processes concurrently write the second epoch's fence.
     fn full() -> Self {
         let roles = vec![
             Role::Platform { epoch: 1 },

@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 
 use svc::store::pointer::Pointer;
 
-/// A violated pointer rule.
+/// A violation of the pointer's invariants.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Violation {
     /// A write overwrote another write that its writer had not read.
@@ -54,8 +54,7 @@ impl History {
         }
     }
 
-    /// Records a successful claim; `is_complete` states whether its snapshot's object and sidecar exist and
-    /// match.
+    /// Records a successful claim; `is_complete` states whether its snapshot's object and sidecar exist and match.
     pub fn record_claim(&mut self, new: Pointer, is_complete: bool) {
         self.writes += 1;
         let old_fence = self.current.as_ref().map(|old| old.fence_epoch);

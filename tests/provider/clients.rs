@@ -1,5 +1,5 @@
-//! Drives the simulator with the provider's own clients: `client.py` uses the provider's Python library, and the test
-//! of Debian's `hcloud` uses the provider's Go library, on which `hcloud` is built.
+//! Drives the simulator with the provider's own clients: `client.py` uses the provider's Python library, and Debian's
+//! `hcloud` is built on the provider's Go library.
 
 use std::path::Path;
 use std::process::Command;

@@ -309,7 +309,7 @@ fn sums_of_report(report: &Report) -> BTreeMap<String, UsageSum> {
     entries.collect()
 }
 
-/// Kills the process after random times, then lets it finish.
+/// Kills the process at random times, then lets it finish.
 fn run_with_kills(dispatches: u64, kills: u64, seed: u64) -> Result<KillTest> {
     let mut test = KillTest::new(dispatches)?;
     let mean_interval = DISPATCH_INTERVAL * u32::try_from(dispatches / kills)?;

@@ -24,7 +24,7 @@ fn text(value: &Value) -> &str {
 }
 
 /// Collapses whitespace and escapes `<`, which would start an HTML element.
-fn escape_html(text: &str) -> String {
+fn to_inline_text(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ").replace('<', "&lt;")
 }
 
@@ -67,17 +67,17 @@ impl Document {
                 ("", _) => "`Authorization: Bearer`".to_owned(),
                 (location, name) => format!("{location} `{name}`"),
             };
-            [format!("`{name}`"), location, escape_html(text(&scheme["description"]))]
+            [format!("`{name}`"), location, to_inline_text(text(&scheme["description"]))]
         });
         table(&["credential", "sent as", "meaning"], schemes) + "\n"
     }
 
     fn render_operation(&self, method: &str, path: &str, operation: &Value, siblings: &Value) -> String {
         let mut section =
-            format!("### `{method} {path}`\n\n{}\n\n", escape_html(text(&operation["summary"])));
+            format!("### `{method} {path}`\n\n{}\n\n", to_inline_text(text(&operation["summary"])));
         section.push_str(&format!("- Credential: {}\n", format_security(&operation["security"])));
         let servers = siblings["servers"].as_array().into_iter().flatten();
-        let servers: Vec<_> = servers.map(|server| escape_html(text(&server["description"]))).collect();
+        let servers: Vec<_> = servers.map(|server| to_inline_text(text(&server["description"]))).collect();
         if !servers.is_empty() {
             section.push_str(&format!("- Served by: {}\n", servers.join("; ")));
         }
@@ -88,7 +88,7 @@ impl Document {
                 let codes = text(&response["description"]).split(", ").map(|code| format!("`{code}`"));
                 errors.push(format!("{status} {}", codes.collect::<Vec<_>>().join(" ")));
             } else {
-                let description = escape_html(text(&response["description"]));
+                let description = to_inline_text(text(&response["description"]));
                 section.push_str(&format!("- **{status}**: {description}{}\n", self.render_content(content)));
             }
         }
@@ -102,7 +102,7 @@ impl Document {
                 name,
                 location,
                 self.describe_type(&parameter["schema"]),
-                escape_html(text(&parameter["description"])),
+                to_inline_text(text(&parameter["description"])),
             ]
         });
         let parameters: Vec<_> = parameters.collect();
@@ -163,7 +163,7 @@ impl Document {
         for (name, field) in members(&schema["properties"]) {
             let is_required = required.iter().any(|required| *required == name);
             let form = self.describe_type(field) + if is_required { ", **required**" } else { "" };
-            rows.push([format!("`{prefix}{name}`"), form, escape_html(text(&field["description"]))]);
+            rows.push([format!("`{prefix}{name}`"), form, to_inline_text(text(&field["description"]))]);
             self.collect_fields(field, &format!("{prefix}{name}."), rows);
             self.collect_fields(&field["items"], &format!("{prefix}{name}[]."), rows);
         }

@@ -167,7 +167,8 @@ fn unread_variables(files: &[ProjectFile], declared: &[&str]) -> Vec<String> {
     };
     let mut used: Vec<String> = Vec::new();
     for file in files.iter().filter(is_code) {
-        let (tokens, _) = source::without_tests(&source::tokenize(&source::blank_literals(&file.text)));
+        let (tokens, _) =
+            source::without_tests(&source::tokenize(&source::blank_comments_and_literals(&file.text)));
         used.extend(tokens.into_iter().map(|token| token.text));
     }
     declared

@@ -55,7 +55,7 @@ async fn poll_does_not_read_former_machines() -> Result<()> {
          FROM generate_series(1, {retired}) AS n; ANALYZE user_machines"
     );
     router.sql.batch_execute(&fill).await?;
-    // Counting starts after a pause, because the prepared plan is replaced only after ANALYZE.
+    // Counting starts after a pause, because the poll gets a new plan only when it next runs after ANALYZE.
     tokio::time::sleep(Duration::from_millis(2500)).await;
     let (before, _) = scan_counts(&router.sql, "user_machines").await?;
     tokio::time::sleep(Duration::from_millis(3000)).await;

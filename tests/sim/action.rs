@@ -83,9 +83,9 @@ impl Simulation<'_> {
                 self.counts.crashes += 1;
                 self.processes[*process].switch.kill();
             }
-            Action::CrashAt { process, kill_point, nth } => {
+            Action::CrashAt { process, kill_point, calls_to_skip } => {
                 self.counts.crashes += 1;
-                self.processes[*process].switch.arm(*kill_point, *nth);
+                self.processes[*process].switch.arm(*kill_point, *calls_to_skip);
             }
             Action::Stop { process } => {
                 let process = Arc::clone(&self.processes[*process]);

@@ -6,7 +6,7 @@ use super::violation::{BrokenRule, Violation};
 /// Some violations occur in few plans, and under load in even fewer.
 const MAX_SEEDS: u64 = 240;
 
-/// How often the likely seeds are tried before the full sweep. Task interleaving varies between runs of one seed.
+/// How many times the likely seeds are tried before the full sweep. Task interleaving varies between runs of one seed.
 const LIKELY_SEED_ATTEMPTS: usize = 4;
 
 /// Searches all seeds, beginning with those whose plans usually lead to the violation.

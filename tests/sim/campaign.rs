@@ -45,8 +45,8 @@ struct CampaignRequest {
 }
 
 impl Fleet {
-    /// Retries until the response is not a 503, each time on a random process. Returns `None` after [`MAX_ATTEMPTS`]
-    /// attempts.
+    /// Sends the request, each time to a random process, until there is a response other than a 503. Returns `None`
+    /// after [`MAX_ATTEMPTS`] attempts.
     async fn request_until_response(&self, rng: &mut Rng, planned: &CampaignRequest) -> Option<ApiResponse> {
         for _ in 0..MAX_ATTEMPTS {
             let base_url = rng.pick(&self.base_urls.lock().unwrap_or_else(PoisonError::into_inner));
@@ -111,8 +111,8 @@ impl Fleet {
         first.or(second).unwrap_or_else(|| panic!("no response to {operation}\n{}", self.stack.log()))
     }
 
-    /// Sends one user's requests, as an operator would. They are random, so some are refused. Returns the
-    /// number of requests.
+    /// Sends one user's requests, as an operator would. They are random, so some are refused. Returns the number of
+    /// requests.
     async fn send_requests(&self, number: usize, seed: u64) -> u32 {
         let mut rng = Rng::new(seed ^ (number as u64) << 32);
         let user = format!("user_{number}");
@@ -167,7 +167,7 @@ impl Fleet {
         loop {
             for server in self.stack.provider.servers() {
                 if !hosts.iter().any(|host| host.server == server.name) {
-                    hosts.push(Host::from_order(&ServerCreation {
+                    hosts.push(Host::from_creation(&ServerCreation {
                         name: server.name,
                         user_data: server.user_data,
                     }));

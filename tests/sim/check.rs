@@ -59,12 +59,13 @@ pub fn check_always(
         let is_ended = caller_view.ended.contains(&machine.machine_id)
             && !observations.is_reinstated(machine, database_state);
         require(
-            observations.has_stayed_ended(machine, database_state) && !(is_ended && machine.is_active()),
+            observations.record_and_check_ended(machine, database_state)
+                && !(is_ended && machine.is_active()),
             Violation::BecameActiveAgain,
         );
     }
     require(active.values().all(|count| *count == 1), Violation::DuplicateActiveMachine);
-    require(observations.epochs_increase(database_state), Violation::EpochDidNotIncrease);
+    require(observations.record_and_check_epochs(database_state), Violation::EpochDidNotIncrease);
     let present: BTreeSet<&str> =
         database_state.operations.iter().map(|operation| operation.operation_id.as_str()).collect();
     require(
@@ -75,7 +76,7 @@ pub fn check_always(
 }
 
 impl Observations {
-    fn has_stayed_ended(&mut self, machine: &MachineRow, database_state: &DatabaseState) -> bool {
+    fn record_and_check_ended(&mut self, machine: &MachineRow, database_state: &DatabaseState) -> bool {
         let current = (machine.status.clone(), machine.retired_at.is_some(), machine.deleted_at.is_some());
         // Only a reinstatement, under a higher epoch, makes an ended machine active again. A replaced machine may also
         // be deleted.
@@ -104,7 +105,7 @@ impl Observations {
             || database_state.machines.iter().filter(is_later).any(|other| other.epoch < machine.epoch)
     }
 
-    fn epochs_increase(&mut self, database_state: &DatabaseState) -> bool {
+    fn record_and_check_epochs(&mut self, database_state: &DatabaseState) -> bool {
         let mut have_increased = true;
         let mut by_epoch: Vec<&MachineRow> = database_state.machines.iter().collect();
         by_epoch.sort_by_key(|machine| machine.epoch);
@@ -219,8 +220,8 @@ fn is_audit_complete(database_state: &DatabaseState, audit: &[AuditRow], ledger:
     has_machine_rows && has_resize_rows && has_failure_rows && has_one_row_per_request(audit, ledger)
 }
 
-/// Returns whether each request, and all requests with the same key together, have at most one row, and an accepted
-/// subscription has exactly one.
+/// Returns whether each request has at most one row, and each accepted subscription exactly one. Requests with the same
+/// key count as one.
 fn has_one_row_per_request(audit: &[AuditRow], ledger: &Ledger) -> bool {
     let mut groups = BTreeMap::<String, (bool, Vec<String>)>::new();
     for record in ledger.records() {

@@ -46,7 +46,7 @@ struct Dump {
 }
 
 impl Host {
-    pub fn from_order(order: &ServerCreation) -> Self {
+    pub fn from_creation(order: &ServerCreation) -> Self {
         let text =
             order.user_data.strip_prefix("#cloud-config\n").expect("user-data starts with #cloud-config");
         let config: Value = serde_json::from_str(text).expect("the cloud-config is JSON");

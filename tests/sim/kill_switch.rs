@@ -6,7 +6,8 @@ use tokio_util::sync::CancellationToken;
 
 use super::plan::KillPoint;
 
-/// A process's kill switch. When armed, it lets `nth` calls of one kind pass, and kills the process at the next one.
+/// A process's kill switch. When armed, it lets `calls_to_skip` calls of one kind pass, and kills the process at the
+/// next one.
 #[derive(Debug, Default)]
 pub struct KillSwitch {
     dead: CancellationToken,
@@ -18,8 +19,8 @@ impl KillSwitch {
         self.dead.cancel();
     }
 
-    pub fn arm(&self, kill_point: KillPoint, nth: u8) {
-        *self.armed.lock().unwrap_or_else(PoisonError::into_inner) = Some((kill_point, nth));
+    pub fn arm(&self, kill_point: KillPoint, calls_to_skip: u8) {
+        *self.armed.lock().unwrap_or_else(PoisonError::into_inner) = Some((kill_point, calls_to_skip));
     }
 
     pub fn disarm(&self) {

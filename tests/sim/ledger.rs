@@ -22,7 +22,7 @@ pub struct RequestRecord {
 struct LedgerState {
     lines: Vec<String>,
     records: Vec<RequestRecord>,
-    /// The first successful response to each key.
+    /// The first successful response for each idempotency key.
     keys: BTreeMap<String, (u16, Value)>,
     machines: Vec<String>,
     operations: BTreeSet<String>,
@@ -162,8 +162,8 @@ impl Ledger {
     pub fn record_restore(&self) {
         let mut state = self.state();
         state.was_restored = true;
-        // Accepted requests may be missing from the copy. A repeated request with an earlier key may be served from the
-        // copy.
+        // Accepted requests may be missing from the copy, and repeating one with the same key may return a different
+        // response.
         state.records.iter_mut().for_each(|record| record.status = 0);
         state.keys.clear();
         state.operations.clear();

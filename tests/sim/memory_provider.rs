@@ -19,7 +19,6 @@ use svc::provider::{
 use super::plan::{ProviderCall, ProviderFault};
 use super::violation::BrokenRule;
 
-/// The duration of a provider action.
 const ACTION_DURATION: Duration = Duration::from_millis(15);
 const LATE_DELAY: Duration = Duration::from_millis(120);
 const SLOW_DELAY: Duration = Duration::from_millis(200);

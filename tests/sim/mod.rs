@@ -1,5 +1,5 @@
 //! Tests the control plane under concurrent faults: several platform processes on one database, old and new hosts,
-//! faults in the provider, the store and the database, crashes, duplicate requests and passing time, all chosen by
+//! faults in the provider, the store and the database, crashes, duplicate requests and clock advances, all chosen by
 //! seeds.
 //!
 //! The platform runs its production code: routes, lifecycle, runner, reconciler, router, database. A seed

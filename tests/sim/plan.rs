@@ -50,8 +50,8 @@ pub enum Action {
         slot: usize,
     },
     /// The owner's app writes a row, which is acknowledged. Here and in the next actions, `host` counts back from the
-    /// newest of all hosts that ever existed. Those without a server are included, because a copy of a disk may still
-    /// be running.
+    /// newest of all hosts that ever existed. Hosts without a server are included, because a clone of one may still be
+    /// running.
     Write {
         host: usize,
     },
@@ -98,12 +98,12 @@ pub enum Action {
     Crash {
         process: usize,
     },
-    /// Kills the process at a later call of this kind, before or after the call's effect. `nth` is the number of calls
-    /// that pass first.
+    /// Kills the process at a later call of this kind, before or after the call's effect. `calls_to_skip` is the number
+    /// of calls that pass first.
     CrashAt {
         process: usize,
         kill_point: KillPoint,
-        nth: u8,
+        calls_to_skip: u8,
     },
     Stop {
         process: usize,
@@ -328,7 +328,7 @@ fn pick_action(rng: &mut Rng, has_faults: bool) -> Action {
             use KillPoint::{AfterProvider, AfterStore, BeforeProvider, BeforeStore};
             let kill_point =
                 rng.pick(&[BeforeProvider, AfterProvider, AfterProvider, BeforeStore, AfterStore]);
-            Action::CrashAt { process, kill_point, nth: rng.below(3) as u8 }
+            Action::CrashAt { process, kill_point, calls_to_skip: rng.below(3) as u8 }
         }
         16 => Action::Stop { process },
         17 => Action::Start { process },

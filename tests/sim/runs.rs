@@ -8,14 +8,14 @@ use super::simulation::Counts;
 
 const CONCURRENT_SEEDS: usize = 5;
 /// Maximum number of seed ranges in one test.
-const MAX_BATCHES: u64 = 3;
+const MAX_SEED_RANGES: u64 = 3;
 
 /// Runs `count` seeds from `first`, and more if they reach too few states, because runs make less progress on an
-/// overloaded computer. With `SVC_SIM_SEED` or `SVC_SIM_FROM`, runs the range that contains the seed.
+/// overloaded computer. With `SVC_SIM_SEED` or `SVC_SIM_FROM`, stops after the first range in which a seed was run.
 async fn run_in_process(first: u64, count: u64) -> Counts {
     let is_partial = ["SVC_SIM_SEED", "SVC_SIM_FROM"].iter().any(|name| std::env::var_os(name).is_some());
     let mut total = Counts::default();
-    for batch in 0..MAX_BATCHES {
+    for batch in 0..MAX_SEED_RANGES {
         let first = first + batch * count;
         let seeds = first..first + count;
         let counts = assert_seeds_find_no_violation(seeds, Backends::InProcess, CONCURRENT_SEEDS).await;
@@ -30,7 +30,7 @@ async fn run_in_process(first: u64, count: u64) -> Counts {
     if is_partial {
         return total;
     }
-    panic!("{MAX_BATCHES} ranges of {count} seeds reached too few states to be meaningful: {total:?}");
+    panic!("{MAX_SEED_RANGES} ranges of {count} seeds reached too few states to be meaningful: {total:?}");
 }
 
 /// Returns whether a range of `count` seeds reached enough states to be meaningful.

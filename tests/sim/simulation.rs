@@ -102,7 +102,7 @@ impl<'a> Simulation<'a> {
     /// Returns every host that ever existed, oldest first.
     pub fn hosts(&mut self) -> &[Host] {
         let created = self.provider.created_servers();
-        self.hosts.extend(created.iter().skip(self.hosts.len()).map(Host::from_order));
+        self.hosts.extend(created.iter().skip(self.hosts.len()).map(Host::from_creation));
         for host in &mut self.hosts {
             host.epoch = self.ledger.epoch_of(&host.machine).unwrap_or(host.epoch);
         }

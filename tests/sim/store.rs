@@ -111,7 +111,7 @@ impl Store {
             .collect()
     }
 
-    /// Returns each slot's fence, by slot prefix.
+    /// Returns each slot's fence epoch, by slot prefix.
     pub async fn fences(&self) -> BTreeMap<String, u32> {
         let pointers = self.pointers.lock().await;
         let slot = |key: &str| key.strip_suffix(POINTER).unwrap_or(key).to_owned();

@@ -22,7 +22,7 @@ pub enum Violation {
     /// A machine's state requires an operation, but none is running.
     MissingOperation,
     UnfinishedOperation,
-    /// An operation from a response does not exist.
+    /// An operation that a response named does not exist.
     AcceptedOperationLost,
     OrphanedServer,
     /// After settling, a running machine has no server.
@@ -63,7 +63,7 @@ pub enum BrokenRule {
 }
 
 impl BrokenRule {
-    /// The first machine in a slot creates a second machine, which no response names.
+    /// Inserting a slot's first machine also inserts a second machine, which no response names.
     pub const DUPLICATES_MACHINES: Self = Self::Sql(
         "DROP INDEX user_machines_active;
          CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
@@ -122,7 +122,7 @@ impl BrokenRule {
          CREATE TRIGGER broken BEFORE UPDATE OF step ON operations
             FOR EACH ROW WHEN (NEW.step = 'await_registration') EXECUTE FUNCTION broken();",
     );
-    /// A deletion's operation is not stored.
+    /// Delete operations are not stored.
     pub const LOSES_OPERATIONS: Self = Self::Sql(
         "ALTER TABLE operation_log DROP CONSTRAINT operation_log_operation_id_fkey;
          CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RETURN NULL; END $$;
@@ -145,7 +145,7 @@ impl BrokenRule {
         "CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RETURN NULL; END $$;
          CREATE TRIGGER broken BEFORE INSERT ON idempotency_keys FOR EACH ROW EXECUTE FUNCTION broken();",
     );
-    /// A replaced host's token is removed, so that it is never notified.
+    /// A replaced host's token is overwritten, so that the host is never notified.
     pub const REVOKES_OLD_TOKENS: Self = Self::Sql(
         "CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
             NEW.upgrade_token_hash := '\\x00'; RETURN NEW; END $$;

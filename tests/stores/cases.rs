@@ -202,7 +202,7 @@ pub async fn wrong_secret_is_refused(fixture: &StoreFixture) -> Result<Support> 
     probe_capability(fixture, capabilities::SIGNATURES).await
 }
 
-pub async fn interrupted_download_resumes_on_the_same_version(fixture: &StoreFixture) -> Result<Support> {
+pub async fn interrupted_download_resumes_with_the_same_version(fixture: &StoreFixture) -> Result<Support> {
     let (key, content) = (Path::from("user_1/resumed.dump"), content(2 * MIB));
     fixture.bucket.put(&key, content.clone()).await?;
     let truncated = fixture

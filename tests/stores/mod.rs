@@ -1,5 +1,5 @@
-//! The same cases on each object store: the kit's own, moto and SeaweedFS. [`DEVIATIONS`] declares what a store cannot
-//! do; any other deviation, and a declared one that no longer occurs, fails the test.
+//! Runs the same cases on each object store: the kit's own, moto and SeaweedFS. [`DEVIATIONS`] declares what a store
+//! cannot do; any other deviation, and a declared one that no longer occurs, fails the test.
 
 mod cases;
 mod condition_races;
@@ -116,7 +116,7 @@ cases_on_each_store!([
     aborted_upload_leaves_nothing,
     upload_from_killed_process_can_be_aborted,
     upload_creates_a_snapshot_only_once,
-    interrupted_download_resumes_on_the_same_version,
+    interrupted_download_resumes_with_the_same_version,
     outage_is_not_reported_as_not_found,
     list_of_many_keys_is_complete_and_sorted,
     reads_and_lists_are_current,

@@ -445,7 +445,7 @@ async fn update_killed_at_any_step_is_completed_by_next_run() -> Result<()> {
     for point in svc::host::update::APPLY_FAILPOINTS {
         points.push(point);
     }
-    // Of the fail points of `svc-update boot`, an update also passes these, but no others.
+    // An update shares these and the following fail points with `svc-update boot`.
     let shared =
         ["update.downloading", "update.unpacked", "update.verified", "update.synced", "update.renamed"];
     points.extend(shared);

@@ -43,8 +43,8 @@ fn read_last_check(machine: &Machine, kind: &str) -> Result<Value> {
     Ok(serde_json::from_slice(&std::fs::read(machine.path(&format!("var/lib/svc/last-{kind}.json")))?)?)
 }
 
-/// Stores a copy of the snapshot under the given earlier time. Returns the copy's key.
-fn store_older_copy(store: &S3Server, key: &str, time: &str) -> Result<String> {
+/// Stores a copy of the snapshot as if it had been taken at `time`. Returns the copy's key.
+fn store_copy_taken_at(store: &S3Server, key: &str, time: &str) -> Result<String> {
     let copy_key = format!("system/db/snapshots/{time}-1.dump");
     let dump = store.read(BUCKET, &object(key)).context("the object is missing")?;
     let sidecar = store.read(BUCKET, &object(&format!("{key}.json"))).context("the sidecar is missing")?;
@@ -109,7 +109,7 @@ async fn latest_snapshot_that_differs_from_pointer_is_damaged() -> Result<()> {
     let store = machine::start_store()?;
     let (machine, keys) = create_machine_with_snapshots(&store, 2).await?;
     let time = keys[1].rsplit_once('/').and_then(|(_, name)| name.strip_suffix("-1.dump"));
-    assert_eq!(store_older_copy(&store, &keys[0], time.context("unexpected key")?)?, keys[1]);
+    assert_eq!(store_copy_taken_at(&store, &keys[0], time.context("unexpected key")?)?, keys[1]);
     machine.run(&["svc-db-backup", "verify", &keys[1]])?.expect(0);
     let result = machine.run(&["svc-db-backup", "verify", "--latest"])?.expect(65);
     assert!(result.stderr.contains(&format!("{} is not usable", keys[1])), "{}", result.stderr);
@@ -128,7 +128,7 @@ async fn daily_share_of_snapshots_is_verified() -> Result<()> {
 
     let mut old = Vec::new();
     for day in 1..=9 {
-        old.push(store_older_copy(&store, &keys[0], &format!("2026-01-{day:02}T00-00-00.000Z"))?);
+        old.push(store_copy_taken_at(&store, &keys[0], &format!("2026-01-{day:02}T00-00-00.000Z"))?);
     }
     let verify_within = [("VERIFY_WITHIN_DAYS", "10")];
     // Each of the ten snapshots is due within ten days. After downtime, one run verifies three days' share, oldest
@@ -195,7 +195,7 @@ async fn unverifiable_snapshots_do_not_take_up_the_daily_share() -> Result<()> {
     let store = machine::start_store()?;
     let (machine, keys) = create_machine_with_snapshots(&store, 1).await?;
     for day in 1..=4 {
-        store_older_copy(&store, &keys[0], &format!("2026-01-{day:02}T00-00-00.000Z"))?;
+        store_copy_taken_at(&store, &keys[0], &format!("2026-01-{day:02}T00-00-00.000Z"))?;
     }
     let verify_within = ("VERIFY_WITHIN_DAYS", "10");
     let tools = tools_with_script("pg_restore", "#!/bin/sh\nkill -9 $$\n")?;
@@ -317,7 +317,7 @@ async fn snapshot_with_missing_rows_fails_the_drill() -> Result<()> {
     Ok(())
 }
 
-/// Otherwise, root would create files that the unit cannot write.
+/// Without the switch, root would create files that the unit cannot write.
 #[tokio::test]
 async fn check_run_by_root_switches_to_the_unit_user() -> Result<()> {
     const USER_ID: u32 = 54_321;

@@ -77,7 +77,7 @@ impl CredentialPlatform {
         self.service.request_count.load(Ordering::SeqCst)
     }
 
-    /// Returns the outage session for a machine with epoch 1.
+    /// Issues an outage session for a machine with epoch 1.
     pub(super) async fn outage_session(&self) -> Option<TemporaryCredentials> {
         outage_session(&self.service.sts).await
     }
@@ -161,7 +161,7 @@ fn session_json(session: &TemporaryCredentials) -> Value {
     })
 }
 
-/// Returns the outage session for a machine with epoch 1.
+/// Issues an outage session for a machine with epoch 1.
 async fn outage_session(sts: &Sts) -> Option<TemporaryCredentials> {
     let (from, lifetime) = (Timestamp::now(), HOUR * 12);
     let window = SessionWindow { from, until: from.checked_add(lifetime).ok()? };

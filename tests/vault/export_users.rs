@@ -1,5 +1,5 @@
-//! Export and import on a machine with two separate users. Root runs both commands, but processes of these users read
-//! and write their files.
+//! Export and import on a machine with two separate users. Root runs both commands, but each user's files are read and
+//! written by a process that runs as that user.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, lchown, symlink};

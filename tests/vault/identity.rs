@@ -92,7 +92,7 @@ async fn replace_restores_a_lost_database_and_keeps_the_substitute() -> Result<(
     Ok(())
 }
 
-/// A marker from a release without database ids does not identify the database, so the first backup adopts it.
+/// A marker from a release without database ids identifies no database, so the first backup adopts the current one.
 #[tokio::test]
 async fn database_with_marker_from_old_release_is_adopted_once() -> Result<()> {
     let store = machine::start_store()?;
@@ -273,7 +273,8 @@ async fn shrunken_snapshot_is_held_until_accepted() -> Result<()> {
     Ok(())
 }
 
-/// After any exit code other than 65, the service would be restarted, and each restart would upload another snapshot.
+/// The exit code must be 65: systemd restarts the service after most other failures, and each restart would upload
+/// another snapshot.
 #[tokio::test]
 async fn shrunken_snapshot_is_held_even_if_unrecorded() -> Result<()> {
     let store = machine::start_store()?;

@@ -279,7 +279,6 @@ impl Machine {
     }
 }
 
-/// A running applet.
 pub struct RunningApplet {
     child: OwnedChild,
     out: tempfile::NamedTempFile,

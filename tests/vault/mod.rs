@@ -1,5 +1,5 @@
-//! Tests a machine's backup, restore, update, registration and heartbeat, with the real binary, a real PostgreSQL 16, a
-//! real S3 server over HTTP, and real TLS.
+//! Tests a machine's backup, restore, update, registration and heartbeat, with the real binary, a real PostgreSQL 16,
+//! the kit's S3 server over HTTP, and real TLS.
 
 mod apply;
 mod backup;

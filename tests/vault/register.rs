@@ -1,4 +1,4 @@
-//! A machine registers once, and resends an identical body until it gets a response, even across restarts.
+//! A machine registers once, and resends an identical body until it gets a final response, even across restarts.
 
 use anyhow::{Context, Result};
 use serde_json::json;
@@ -12,7 +12,8 @@ fn registered_response() -> ScriptedResponse {
     ScriptedResponse::Json(200, json!({ "status": "running", "epoch": 1 }))
 }
 
-/// Waits for `svc-register` on another thread, because the test's runtime serves the platform and the gateway.
+/// Runs `svc-register` and waits for it on another thread, because the test's runtime serves the platform and the
+/// gateway.
 async fn register(machine: &Machine, args: &[&str], extra_env: RunEnv<'_>) -> Result<RunResult> {
     let args: Vec<&str> = ["svc-register"].iter().chain(args).copied().collect();
     let running = machine.spawn(&args, extra_env)?;

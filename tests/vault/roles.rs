@@ -55,7 +55,7 @@ async fn restore_keeps_roles_or_reports_differences() -> Result<()> {
 }
 
 #[tokio::test]
-async fn restore_sets_up_roles_that_killed_drill_left() -> Result<()> {
+async fn restore_adopts_roles_left_by_killed_drill() -> Result<()> {
     let store = machine::start_store()?;
     let old = Machine::in_use(&store, 1).await?;
     old.client().await?.batch_execute(CREATE_CONTENT).await?;

@@ -1,5 +1,5 @@
-//! Combines rollbacks with a host token rotation, with a real platform, agent and updater. The host can always reach
-//! the platform, even if the previous release does not support rotation.
+//! Combines the rollback of an update with a host token rotation, using a real platform, agent and updater. The host
+//! can always reach the platform, even if the previous release does not support rotation.
 
 use std::fs;
 

@@ -1,5 +1,5 @@
-//! The download of a machine's first release is resumed. The release is verified before the switch, and is either
-//! complete or absent.
+//! An interrupted download of a machine's first release is resumed. The release is verified before the switch, and is
+//! either complete or absent.
 
 use std::fs;
 

@@ -72,7 +72,7 @@ fn assert_signature_refused(result: &RunResult) {
 }
 
 #[tokio::test]
-async fn key_is_added_used_and_the_old_one_dropped() -> Result<()> {
+async fn new_key_is_adopted_and_old_key_is_dropped() -> Result<()> {
     let (old, new) = (key()?, new_key()?);
     let fixture = UpdateFixture::new().await?;
     assert_eq!(
@@ -121,7 +121,7 @@ async fn key_is_added_used_and_the_old_one_dropped() -> Result<()> {
 
 /// A release signed with both keys is accepted by every machine, even one that was off during the overlap.
 #[tokio::test]
-async fn release_signed_with_both_keys_updates_a_late_machine() -> Result<()> {
+async fn release_signed_with_both_keys_updates_stale_machine() -> Result<()> {
     let (old, new) = (key()?, new_key()?);
     let fixture = UpdateFixture::new().await?;
     publish(&fixture, release(NEW_VERSION)?, &[&old, &new], key_set(2, &[&new]))?;

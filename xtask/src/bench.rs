@@ -120,7 +120,7 @@ fn git(dir: &Path, args: &[&str]) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
 }
 
-/// Builds the program in `tests/bench/records` with the shipped profile.
+/// Builds the program in `tests/bench/records` with the release profile.
 fn build_bench_program(tree: &Path, target_dir: &Path) -> Result<PathBuf> {
     let name = RECORDS;
     let args = ["build", "--release", "--no-default-features", "--package", "svc", "--bench", name];

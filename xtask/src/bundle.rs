@@ -73,7 +73,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     options.valid_days = args.valid_days;
     if !minimal {
         options.level = Compression::new(6);
-        // Inputs are validated before any long step.
+        // Built first, so that a missing publishable key is reported before any long step.
         apps::build(&mut options, &target_dir().join("apps"), key)?;
         let sources = if args.full { runtime::prepare_full_sources(&args.runtimes)? } else { args.runtimes };
         options.runtime = runtime::fetch_parts(&sources)?;

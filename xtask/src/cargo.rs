@@ -27,8 +27,8 @@ pub fn command(args: &[&str]) -> Command {
     command
 }
 
-/// Returns the command that builds and runs a program in the workspace. xtask does not depend on it, so commands that
-/// do not need it do not compile it.
+/// Returns the command that builds and runs a program in the workspace. xtask does not depend on the program, so it is
+/// compiled only for the xtask commands that need it.
 pub fn program(name: &str) -> Command {
     command(&["run", "--quiet", "--bin", name, "--"])
 }

@@ -1,5 +1,5 @@
-//! `cargo xtask ci --static-checks`: the static checks (format, clippy, documentation and dependencies); `cargo xtask check`:
-//! quick checks for each edit. A failed check does not stop the others.
+//! `cargo xtask ci --static-checks` runs the static checks (format, clippy, documentation and dependencies), and
+//! `cargo xtask check` runs quick checks for each edit. A failed check does not stop the others.
 
 use std::panic::resume_unwind;
 use std::path::PathBuf;

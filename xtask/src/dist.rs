@@ -103,7 +103,7 @@ fn find_newer(path: &Path, time: SystemTime) -> Result<Option<PathBuf>> {
     Ok((meta.modified()? > time).then(|| path.to_owned()))
 }
 
-/// Builds `target/dist/svc` with its `.sha256`, and verifies it.
+/// Builds `target/dist/svc` with its `.sha256` and SBOM, and verifies it.
 pub fn build() -> Result<PathBuf> {
     let built = compile()?;
     let dir = fetch::target_dir().join("dist");

@@ -19,7 +19,7 @@ const MAX_INPUT_BYTES: u32 = 64 * 1024;
 const MAX_RSS_MIB: u32 = 1024;
 /// Timeout per input.
 const INPUT_TIMEOUT_SECONDS: u32 = 10;
-/// Added to the fuzzing time, for reading the corpus before and minimizing it afterward.
+/// Added to the fuzzing time for reading the corpus. Also the timeout for writing samples and minimizing the corpus.
 const MARGIN: Duration = Duration::from_secs(300);
 
 #[derive(clap::Args)]

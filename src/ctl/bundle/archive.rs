@@ -62,7 +62,7 @@ impl Archive {
     }
 }
 
-/// Classifies an I/O error of a [`BufWriter`], which contains the error of the store.
+/// Classifies an I/O error from a [`BufWriter`], which wraps the store's error.
 fn classify_io_error(key: &Path, error: std::io::Error) -> StoreError {
     let error = error
         .downcast::<ObjectError>()
@@ -76,7 +76,7 @@ async fn read_expected_digest(path: &FilePath) -> Result<String, PublishError> {
     parse_digest(&text).ok_or_else(|| PublishError::NoDigest { path: path.to_owned() })
 }
 
-/// Hashes a file and copies it to the sink, if any. Returns its SHA-256 and size. Errors of the sink name its key.
+/// Hashes a file and copies it to the sink, if any. Returns its SHA-256 and size. Errors from the sink name its key.
 async fn hash_and_copy(
     path: &FilePath,
     mut sink: Option<(&mut BufWriter, &Path)>,

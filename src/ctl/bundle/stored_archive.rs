@@ -12,7 +12,7 @@ use svc_store::key;
 /// size matches.
 ///
 /// # Errors
-/// If the archive exists but cannot be read.
+/// If a request to the store fails.
 pub async fn is_intact(bucket: &Bucket, bundle: &BundleContext<'_>) -> Result<bool, StoreError> {
     let key = key::bundle(bundle.version, "");
     let store_error = |error: ObjectError| StoreError::classify(&key, error);

@@ -90,10 +90,10 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Output) -> Resul
         BackupCommand::Now { machine, wait } => {
             let machine = find_machine(api, &machine).await?;
             let id = machine.machine_id.as_str();
-            // A new snapshot is recognized by its key, because comparing times would depend on clocks.
+            // A new snapshot is recognized by its key, because comparing times would require synchronized clocks.
             let previous_latest = match wait.wait {
                 Some(_) => {
-                    let response = api.get(&["vps", id, "backups"], &latest_only()).await?;
+                    let response = api.get(&["vps", id, "backups"], &latest_only_query()).await?;
                     response.parse::<BackupPage>()?.latest
                 }
                 None => None,
@@ -286,7 +286,7 @@ async fn wait_for_backup(
     progress.set_message("the host is taking and verifying a backup".to_owned());
     let id = request.id;
     let backup = wait::poll_until(timeout, async || {
-        let polled = wait::poll_once(api, &["vps", id, "backups"], &latest_only()).await?;
+        let polled = wait::poll_once(api, &["vps", id, "backups"], &latest_only_query()).await?;
         let Ok(response) = polled else { return Ok(None) };
         let page: BackupPage = response.parse()?;
         if page.latest.is_some() && page.latest != request.previous_latest {
@@ -319,7 +319,7 @@ async fn wait_for_backup(
 }
 
 /// Returns the query for the page that has only the latest snapshot.
-fn latest_only() -> [(&'static str, String); 1] {
+fn latest_only_query() -> [(&'static str, String); 1] {
     [("latest", "true".to_owned())]
 }
 

@@ -118,7 +118,7 @@ fn data_at_risk(machine: &MachineDetail) -> String {
     message + "."
 }
 
-/// The servers of a slot's former machines.
+/// The kept servers of all slots that a target may name.
 struct KeptServers {
     being_deleted: Vec<KeptServer>,
     retained: Vec<KeptServer>,

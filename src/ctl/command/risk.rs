@@ -5,7 +5,7 @@ use crate::show::operation::kind_noun;
 use svc_wire::machine::MachineDetail;
 
 const LOSS_ACCEPTED: &str = "--accept-loss: if the host cannot take the final backup, changes that are in no snapshot are lost with its server.";
-const LOSS_QUESTION: &str =
+const LOSS_NEEDS_DECISION: &str =
     "If the host responds but cannot take the final backup, the operation waits for your decision.";
 
 /// Describes the risk of replacing a slot's machine.
@@ -17,7 +17,7 @@ pub fn recovery_risk(args: &Recover) -> String {
     lines.extend(args.snapshot.as_ref().map(|key| {
         format!("The new machine starts from {key}: it does not have the changes after that snapshot.")
     }));
-    lines.push(if args.accept_loss { LOSS_ACCEPTED } else { LOSS_QUESTION }.to_owned());
+    lines.push(if args.accept_loss { LOSS_ACCEPTED } else { LOSS_NEEDS_DECISION }.to_owned());
     lines.push(if args.replace_first {
         "--replace-first deletes the old server before creating the new one: if the new machine does not start, there is \
          no server, and snapshots are the only copy."
@@ -78,7 +78,7 @@ pub fn deletion_risk(args: &Delete, machine: Option<&MachineDetail>) -> String {
         "This deletes machine {}. Its host takes a final backup first; its snapshots stay.",
         args.machine
     );
-    let loss = if args.accept_loss { LOSS_ACCEPTED } else { LOSS_QUESTION };
+    let loss = if args.accept_loss { LOSS_ACCEPTED } else { LOSS_NEEDS_DECISION };
     [what.as_str(), loss, server.as_str()].join("\n")
 }
 
@@ -101,7 +101,7 @@ pub fn successor_deletion_risk(machine: &MachineDetail, accept_loss: bool) -> Op
              then kept, powered off, for the platform's DELETE_GRACE_SECONDS; during that time, `svcctl undelete \
              {old}` restores it."
         ),
-        if accept_loss { LOSS_ACCEPTED } else { LOSS_QUESTION }.to_owned(),
+        if accept_loss { LOSS_ACCEPTED } else { LOSS_NEEDS_DECISION }.to_owned(),
         "Snapshots stay.".to_owned(),
     ];
     lines.extend(operation.map(|operation| {

@@ -10,7 +10,7 @@ pub fn list(view: &View, page: &BackupPage) -> String {
         return "no backups\n".to_owned();
     }
     let row = |b: &Backup| {
-        let latest = Cell::painted(Some(Color::Good), if b.latest { "latest" } else { "" });
+        let latest = Cell::colored(Some(Color::Good), if b.latest { "latest" } else { "" });
         let taken = format_time(view.now, &b.taken_at);
         vec![
             taken.into(),

@@ -82,7 +82,7 @@ fn row(key: &BundleKey) -> Vec<Cell> {
         key_id.clone().into(),
         if *is_configured { "yes" } else { "no" }.into(),
         trusting.to_string().into(),
-        Cell::painted(color, not_trusted_by),
+        Cell::colored(color, not_trusted_by),
     ]
 }
 

@@ -36,7 +36,7 @@ pub fn fleet_cell(certificates: Option<&Certificates>) -> Cell {
     let required = if certificates.is_required { "; required" } else { "; not required" };
     let is_bad =
         certificates.expiring > 0 || (certificates.is_required && certificates.missing > certificates.exempt);
-    Cell::painted(is_bad.then_some(Color::Bad), parts.join(", ") + required)
+    Cell::colored(is_bad.then_some(Color::Bad), parts.join(", ") + required)
 }
 
 /// Adds a finding for machines without a trusted certificate, which are unreachable once `CUSTOMER_VPS_TLS_VERIFY` is
@@ -71,7 +71,7 @@ pub fn machine_cell(certificate: &HostCertificate) -> Cell {
     let trust = if certificate.is_trusted { "trusted" } else { "not trusted" };
     let line = format!("{}, {trust}, until {}", certificate.source, certificate.expires_at);
     match &certificate.error {
-        Some(error) => Cell::painted(Some(Color::Bad), format!("{line}; last attempt: {error}")),
+        Some(error) => Cell::colored(Some(Color::Bad), format!("{line}; last attempt: {error}")),
         None if certificate.source.as_str() == "self_signed" && certificate.next_attempt_at.is_none() => {
             format!("{line}; neither an authority (ACME_DIRECTORY_URL) nor GATEWAY_TLS_CERT_FILE is set")
                 .into()

@@ -58,7 +58,7 @@ pub fn rows(
 
 fn live_cell(view: &View, copies: &Copies, machine: &MachineDetail) -> Cell {
     let Some(live) = &copies.live else {
-        return Cell::painted(Some(Color::Warning), describe_no_live_server(machine));
+        return Cell::colored(Some(Color::Warning), describe_no_live_server(machine));
     };
     let mut server = format_server_id(live.provider_server_id.as_ref());
     if live.machine_id != machine.machine_id {
@@ -67,10 +67,10 @@ fn live_cell(view: &View, copies: &Copies, machine: &MachineDetail) -> Cell {
     if live.machine_id == machine.machine_id && failure::is_held_by_another(machine) {
         let line =
             format!("{server}: not powered on, because the store names another machine as the slot's holder");
-        return Cell::painted(Some(Color::Bad), line);
+        return Cell::colored(Some(Color::Bad), line);
     }
     match &live.missing_since {
-        Some(since) => Cell::painted(Some(Color::Bad), format!("{server}: {}", format_missing(view, since))),
+        Some(since) => Cell::colored(Some(Color::Bad), format!("{server}: {}", format_missing(view, since))),
         None => server.into(),
     }
 }
@@ -79,7 +79,7 @@ fn kept_cell(view: &View, copies: &Copies, kept: &KeptServer, left_slot_at: Opti
     let id = &kept.machine_id;
     let server =
         format!("{} of {} machine {id}", format_server_id(kept.provider_server_id.as_ref()), kept.reason);
-    let bad = |line: String| Cell::painted(Some(Color::Bad), format!("{server}: {line}"));
+    let bad = |line: String| Cell::colored(Some(Color::Bad), format!("{server}: {line}"));
     let unsaved = kept
         .unsaved_since
         .as_ref()
@@ -135,9 +135,9 @@ fn snapshot_cell(view: &View, copies: &Copies, machine: &MachineDetail) -> Cell 
     });
     let line = formatted.clone().unwrap_or_else(|| "none known".to_owned());
     match &copies.snapshot_problem {
-        Some(problem) => Cell::painted(Some(Color::Bad), format!("{line}; {problem}")),
+        Some(problem) => Cell::colored(Some(Color::Bad), format!("{line}; {problem}")),
         None if formatted.is_some() => line.into(),
-        None => Cell::painted(copies.live.as_ref().map(|_| Color::Bad), line),
+        None => Cell::colored(copies.live.as_ref().map(|_| Color::Bad), line),
     }
 }
 
@@ -153,7 +153,7 @@ fn risk_cell(copies: &Copies, machine: &Machine) -> Cell {
     if are_files_unsaved && copies.newest_snapshot_at.is_some() {
         line.push_str(" to the database, and the files that are not saved");
     }
-    Cell::painted(is_bad.then_some(Color::Bad), line)
+    Cell::colored(is_bad.then_some(Color::Bad), line)
 }
 
 fn format_cost(copies: &Copies, exposed: u64) -> String {
@@ -216,7 +216,7 @@ fn newer_cell(view: &View, newer: &NewerSnapshot, machine: &Machine) -> Cell {
          --snapshot {key}` restores it",
         format_time(view.now, &newer.taken_at)
     );
-    Cell::painted(Some(Color::Warning), line)
+    Cell::colored(Some(Color::Warning), line)
 }
 
 /// Shows a snapshot that an operator chose not to restore when the previous machine was replaced.
@@ -230,7 +230,7 @@ fn unrestored_cell(view: &View, snapshot: &UnrestoredSnapshot, machine: &Machine
         "{at}from the previous machine: newer than the snapshot that this one restored; `svcctl recover {user} \
          --slot {slot} --snapshot {key}` restores it"
     );
-    Cell::painted(Some(Color::Warning), line)
+    Cell::colored(Some(Color::Warning), line)
 }
 
 /// Formats unsaved changes as `43 min of changes that are in no snapshot`, or with their start if it is not known when

@@ -24,7 +24,7 @@ pub fn machine_line(view: &View, machine: &RolloutMachine) -> String {
 /// Formats a rollout's state, with its reason, if any.
 fn state_cell(rollout: &RolloutSummary) -> Cell {
     let why = rollout.why.as_deref().map(|why| format!(" ({why})")).unwrap_or_default();
-    Cell::painted(state_color(&rollout.state), format!("{}{why}", rollout.state))
+    Cell::colored(state_color(&rollout.state), format!("{}{why}", rollout.state))
 }
 
 /// Formats the last verification as `passed 5 min ago on ada`; empty if no verification has run.
@@ -32,7 +32,7 @@ fn verification_cell(view: &View, rollout: &RolloutSummary) -> Cell {
     let Some(last) = &rollout.verification else { return Cell::from("") };
     let (result, color) = if last.passed { ("passed", Color::Good) } else { ("failed", Color::Bad) };
     let handles: Vec<_> = last.handles.iter().map(WireString::as_str).collect();
-    Cell::painted(
+    Cell::colored(
         Some(color),
         format!("{result} {} on {}", format_ago(view.now, &last.at), handles.join(", ")),
     )
@@ -62,7 +62,7 @@ pub fn list(view: &View, page: &RolloutList) -> String {
             state_cell(rollout),
             totals_line(&rollout.totals).into(),
             format_ago(view.now, &rollout.created_at).into(),
-            Cell::painted(Some(Color::Faint), rollout.rollout_id.clone()),
+            Cell::colored(Some(Color::Faint), rollout.rollout_id.clone()),
         ]
     };
     let rows: Vec<_> = page.rollouts.iter().map(row).collect();
@@ -74,7 +74,7 @@ pub fn show(view: &View, rollout: &Rollout) -> String {
         view,
         &[
             ("rollout", Cell::from(rollout.rollout_id.clone())),
-            ("release", Cell::painted(Some(Color::Strong), rollout.image_version.clone())),
+            ("release", Cell::colored(Some(Color::Strong), rollout.image_version.clone())),
             ("state", state_cell(rollout)),
             ("machines", totals_line(&rollout.totals).into()),
             ("verified", verification_cell(view, rollout)),
@@ -98,7 +98,7 @@ pub fn show(view: &View, rollout: &Rollout) -> String {
             batch.into(),
             machine.handle.clone().into(),
             machine.slot.clone().into(),
-            Cell::painted(state_color(&machine.state), machine.state.as_str()),
+            Cell::colored(state_color(&machine.state), machine.state.as_str()),
             machine.image_version.clone().into(),
             machine.error.clone().unwrap_or_default().into(),
         ]

@@ -32,10 +32,10 @@ pub fn cell(view: &View, report: &FileBackupReport) -> Cell {
         line.push_str(&format!("; verified {}", format_time(view.now, at)));
     }
     if let Some(damage) = &report.damage {
-        return Cell::painted(Some(Color::Bad), format!("{line}; damaged: {damage}"));
+        return Cell::colored(Some(Color::Bad), format!("{line}; damaged: {damage}"));
     }
     match &report.error {
-        Some(error) => Cell::painted(Some(Color::Bad), format!("{line}; the last save failed: {error}")),
+        Some(error) => Cell::colored(Some(Color::Bad), format!("{line}; the last save failed: {error}")),
         None => line.into(),
     }
 }
@@ -55,7 +55,7 @@ pub fn status(view: &View, status: &FileBackupStatus) -> String {
     let time = |at: &Option<Time>| {
         at.as_deref().map_or_else(|| "not yet".to_owned(), |at| format_time(view.now, at))
     };
-    let bad = |text: String| Cell::painted(Some(Color::Bad), one_line(&text).into_owned());
+    let bad = |text: String| Cell::colored(Some(Color::Bad), one_line(&text).into_owned());
     let mut pairs = vec![("saved", Cell::from(time(&status.saved_until)))];
     if status.changed_since.is_some() {
         let bytes =
@@ -113,7 +113,7 @@ pub fn usage(view: &View, slot: &SlotTarget, usage: &FilesUsage) -> String {
         ("pruned", time(&usage.pruned_at).into()),
     ];
     if let Some(error) = &usage.prune_error {
-        pairs.push(("prune failed", Cell::painted(Some(Color::Bad), one_line(error).into_owned())));
+        pairs.push(("prune failed", Cell::colored(Some(Color::Bad), one_line(error).into_owned())));
     }
     table::render_pairs(view, &pairs)
 }
@@ -210,10 +210,10 @@ pub fn restored(view: &View, state: &FileRestore) -> String {
             "the mode, times or attributes of {} could not be set",
             pluralize(state.incomplete, "item")
         );
-        pairs.push(("incomplete", Cell::painted(Some(Color::Bad), message)));
+        pairs.push(("incomplete", Cell::colored(Some(Color::Bad), message)));
     }
     if let Some(error) = &state.error {
-        pairs.push(("damaged", Cell::painted(Some(Color::Bad), one_line(error).into_owned())));
+        pairs.push(("damaged", Cell::colored(Some(Color::Bad), one_line(error).into_owned())));
     }
     table::render_pairs(view, &pairs)
 }

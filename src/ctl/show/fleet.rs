@@ -90,7 +90,8 @@ fn overdue_advice(overdue: &OverdueOperation) -> String {
     format!("run `svcctl operation {}`", overdue.operation_id)
 }
 
-/// Counts the overdue operations beyond the `named` ones, as `and 2 more operations are overdue`; `None` without any.
+/// Counts the overdue operations beyond the `named` ones, as `and 2 more operations are overdue`; `None` if there are
+/// none.
 fn omitted_overdue_line(fleet: &Fleet, named: usize) -> Option<String> {
     let total = fleet.overdue_operations_total.max(fleet.overdue_operations.len() as u64);
     let omitted = total.saturating_sub(named as u64);
@@ -98,7 +99,6 @@ fn omitted_overdue_line(fleet: &Fleet, named: usize) -> Option<String> {
     (omitted > 0).then(|| format!("and {} {verb} overdue", pluralize(omitted, "more operation")))
 }
 
-/// Shows a released alarm.
 pub fn show_released(alarm: &Alarm) -> String {
     format!("{}\n  next: {}\n", alarm_line(alarm), alarm.next)
 }
@@ -179,7 +179,7 @@ pub fn show(view: &View, fleet: &Fleet) -> String {
     let mut text = table::render_pairs(
         view,
         &[
-            ("machines", Cell::painted(Some(Color::Strong), totals.machines.to_string())),
+            ("machines", Cell::colored(Some(Color::Strong), totals.machines.to_string())),
             ("status", format_counts(&totals.by_status).into()),
             ("health", format_counts(&totals.by_health).into()),
             ("images", format_counts(&totals.by_image_version).into()),
@@ -210,7 +210,7 @@ pub fn show(view: &View, fleet: &Fleet) -> String {
             Cell::state(attention_state(a)),
             a.idp_user_id.clone().into(),
             a.slot.clone().into(),
-            Cell::painted(Some(Color::Bad), a.reasons.join(", ")),
+            Cell::colored(Some(Color::Bad), a.reasons.join(", ")),
             next_step(a, &fleet.alarms).into(),
         ]
     };
@@ -238,14 +238,14 @@ fn exercises_cell(view: &View, exercises: Option<&Exercises>) -> Cell {
     let Some(exercises) = exercises else { return Cell::from("") };
     let are_current = exercises.recovery.is_current && exercises.rollback.is_current;
     let color = if are_current { Color::Good } else { Color::Warning };
-    Cell::painted(Some(color), quote::exercises(view, exercises))
+    Cell::colored(Some(color), quote::exercises(view, exercises))
 }
 
 /// Formats the open rollout, with its id.
 fn rollout_cell(open: Option<&RolloutSummary>) -> Cell {
     let line =
         open.map(|open| format!("{} ({})", deploy::progress_line(open), open.rollout_id)).unwrap_or_default();
-    Cell::painted(Some(Color::Warning), line)
+    Cell::colored(Some(Color::Warning), line)
 }
 
 fn backups_cell(backups: &BackupAges) -> Cell {
@@ -265,7 +265,6 @@ const DELETED_WITH_UNSAVED_CHANGES_ADVICE: &str = "run `svcctl status HANDLE` to
 const HOSTS_REFUSED_ADVICE: &str = "live hosts are refused because of their tokens (alarm host_tokens_refused): resolve that first, then \
     check which hosts are still silent";
 
-/// Returns the advice for a reason.
 fn advice(reason: &str) -> &'static str {
     match reason.split(':').next().unwrap_or_default() {
         _ if reason == "failed:reinstating" => {

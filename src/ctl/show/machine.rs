@@ -19,7 +19,7 @@ fn attention_cell(item: &Attention, handle: &str) -> Cell {
         "snapshot_held" => format!("; if that is intended, run `svcctl backup accept {handle}`"),
         _ => String::new(),
     };
-    Cell::painted(Some(Color::Bad), format!("{}: {}{next}", item.code, item.detail))
+    Cell::colored(Some(Color::Bad), format!("{}: {}{next}", item.code, item.detail))
 }
 
 /// Shows the machine whose server is being deleted.
@@ -63,7 +63,7 @@ fn power_cell(view: &View, machine: &Machine) -> Cell {
         format_time(view.now, at),
         machine.handle
     );
-    Cell::painted(Some(Color::Bad), line)
+    Cell::colored(Some(Color::Bad), line)
 }
 
 /// Describes the changes that exist only on the machine's server, if known.
@@ -88,7 +88,7 @@ fn heartbeat_cell(view: &View, machine: &Machine, format: fn(jiff::Timestamp, &s
     let is_stale =
         seconds_between(at, &view.now.to_string()).is_some_and(|age| age > MAX_HEARTBEAT_AGE_SECONDS);
     let is_overdue = is_stale && state_or_off(machine) == "running";
-    Cell::painted(is_overdue.then_some(Color::Bad), format(view.now, at))
+    Cell::colored(is_overdue.then_some(Color::Bad), format(view.now, at))
 }
 
 /// The advice after a failed update.
@@ -107,7 +107,7 @@ fn update_cell(view: &View, update: &LastUpdate) -> Cell {
         return format!("{version} {outcome}, {at}").into();
     }
     let error = error.as_deref().map(|error| format!(": {error}")).unwrap_or_default();
-    Cell::painted(Some(Color::Bad), format!("{version} {outcome} at {stage}{error}; {at}"))
+    Cell::colored(Some(Color::Bad), format!("{version} {outcome} at {stage}{error}; {at}"))
 }
 
 pub fn list(view: &View, page: &MachinePage) -> String {
@@ -125,7 +125,7 @@ pub fn list(view: &View, page: &MachinePage) -> String {
             m.epoch.to_string().into(),
             heartbeat_cell(view, m, format_ago),
             backup_cell(view, m.last_backup.as_ref(), format_ago),
-            Cell::painted(Some(Color::Faint), m.machine_id.clone()),
+            Cell::colored(Some(Color::Faint), m.machine_id.clone()),
         ]
     };
     let rows: Vec<_> = page.machines.iter().map(row).collect();
@@ -174,13 +174,13 @@ pub fn details_with_slot_exit_times(
         m.copies.as_ref().map(|copies| copies::rows(view, copies, m, slot_exit_times)).unwrap_or_default();
     let mut rows = vec![
         ("machine", m.machine_id.clone().into()),
-        ("handle", Cell::painted(Some(Color::Strong), m.handle.clone())),
+        ("handle", Cell::colored(Some(Color::Strong), m.handle.clone())),
         ("user", m.idp_user_id.clone().into()),
         ("slot", m.slot.clone().into()),
         ("kind", m.kind.clone().into()),
         ("status", Cell::state(state_or_off(m))),
         ("power", power_cell(view, m)),
-        ("failure", Cell::painted(Some(Color::Bad), failure.map(failure::summary_line).unwrap_or_default())),
+        ("failure", Cell::colored(Some(Color::Bad), failure.map(failure::summary_line).unwrap_or_default())),
         ("next", next.into()),
         (
             "boot",
@@ -234,7 +234,7 @@ fn health_cell(health: Option<&Health>) -> Cell {
         |disk| format!("{} of {} disk free", format_bytes(disk.free_bytes), format_bytes(disk.total_bytes)),
     ));
     let is_healthy = [gateway, database].into_iter().chain(code).all(|status| status.is(ComponentStatus::Ok));
-    Cell::painted(Some(if is_healthy { Color::Good } else { Color::Bad }), parts.join(", "))
+    Cell::colored(Some(if is_healthy { Color::Good } else { Color::Bad }), parts.join(", "))
 }
 
 /// Formats the last backup, as reported by the host: its time and size, or its error.
@@ -246,7 +246,7 @@ fn backup_cell(
     let Some(backup) = backup else { return "".into() };
     if backup.status.is(Outcome::Error) {
         let error = backup.error.as_deref().unwrap_or_default();
-        return Cell::painted(Some(Color::Bad), format!("error: {error}"));
+        return Cell::colored(Some(Color::Bad), format!("error: {error}"));
     }
     let Some(taken) = &backup.taken_at else { return backup.status.clone().into() };
     let size = backup.size_bytes.map(|bytes| format!(", {}", format_bytes(bytes))).unwrap_or_default();
@@ -265,7 +265,7 @@ fn check_cell(view: &View, check: Option<&SnapshotCheck>) -> Cell {
     if !damaged.is_empty() {
         line.push_str(&format!("; damaged: {}", damaged.join(", ")));
     }
-    Cell::painted(Some(Color::Bad), format!("{line}; {at}"))
+    Cell::colored(Some(Color::Bad), format!("{line}; {at}"))
 }
 
 /// Describes the data at risk if the machine is replaced or deleted.

@@ -20,7 +20,7 @@ pub fn list(view: &View, operators: &[Operator]) -> String {
         vec![
             o.name.clone().into(),
             join_scopes(&o.scopes, ",").into(),
-            Cell::painted(Some(color), o.state.as_str()),
+            Cell::colored(Some(color), o.state.as_str()),
             format_time(view.now, &o.expires_at).into(),
             o.last_used_at.as_deref().map(|at| format_time(view.now, at)).unwrap_or_default().into(),
             o.created_by.clone().into(),

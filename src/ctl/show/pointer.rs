@@ -14,7 +14,7 @@ pub fn inspection(view: &View, slot: &SlotTarget, result: &PointerInspection) ->
     };
     let pairs = [
         ("slot", slot.to_string().into()),
-        ("pointer", Cell::painted(Some(color), result.state.as_str())),
+        ("pointer", Cell::colored(Some(color), result.state.as_str())),
         ("problem", result.problem.clone().unwrap_or_default().into()),
         ("points to", target(&result.current).into()),
         ("after a rebuild", target(&result.rebuilt).into()),

@@ -40,11 +40,11 @@ pub fn show(view: &View, quote: &ProvisionQuote) -> String {
         &[
             (
                 "environment",
-                Cell::painted(Some(Color::Strong), format!("{environment}, {}", quote.platform_url)),
+                Cell::colored(Some(Color::Strong), format!("{environment}, {}", quote.platform_url)),
             ),
             (
                 "provider",
-                Cell::painted(Some(Color::Strong), format!("{}, project {project}", quote.provider)),
+                Cell::colored(Some(Color::Strong), format!("{}, project {project}", quote.provider)),
             ),
             ("slot", format!("{}/{}", quote.idp_user_id, quote.slot).into()),
             ("subscription", subscription(view, quote).into()),

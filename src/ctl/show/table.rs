@@ -16,7 +16,7 @@ pub struct Cell {
 impl Cell {
     /// Creates a cell with a single line. Text may come from a host or the provider, so line breaks and unprintable
     /// characters in it are replaced.
-    pub fn painted(color: Option<Color>, text: impl Into<String>) -> Self {
+    pub fn colored(color: Option<Color>, text: impl Into<String>) -> Self {
         let text = text.into();
         let text = match one_line(&text) {
             Cow::Borrowed(_) => text,
@@ -27,13 +27,13 @@ impl Cell {
 
     /// Creates a cell with a state, in the state's color.
     pub fn state(state: &str) -> Self {
-        Self::painted(Color::for_state(state), state)
+        Self::colored(Color::for_state(state), state)
     }
 }
 
 impl<T: Into<String>> From<T> for Cell {
     fn from(text: T) -> Self {
-        Self::painted(None, text)
+        Self::colored(None, text)
     }
 }
 

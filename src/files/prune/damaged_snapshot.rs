@@ -14,7 +14,7 @@ use crate::tree_reader::TreeReader;
 use crate::tree_references::TreeReferences;
 use crate::verify::SNAPSHOT_REMEDY;
 
-/// The protected snapshot is the one that the pointer names.
+/// The remedy for a protected snapshot, which is the one that the files pointer names.
 const PROTECTED_SNAPSHOT_REMEDY: &str = "this is the latest snapshot, so do not remove it: run `svc-sync-agent verify \
                                          --all` on its machine, which writes the content again if it still has it; \
                                          otherwise restore the pack, or run `restic rebuild-index` if it still exists";
@@ -52,11 +52,11 @@ async fn find_damaged_snapshot(
 ) -> Result<Option<FilesError>, FilesError> {
     let locations = repository.load_locations().await?;
     let mut trees = TreeReader::without_caching(repository, &locations);
-    let mut is_sound = vec![false; locations.len()];
+    let mut is_visited = vec![false; locations.len()];
     let mut sorted: Vec<&(Id, &Snapshot)> = snapshots.iter().collect();
     sorted.sort_by_key(|(id, snapshot)| (!protected.contains(id), Reverse(snapshot.time)));
     for (id, snapshot) in sorted {
-        match find_damaged_tree(&mut trees, &locations, &mut is_sound, snapshot.tree).await {
+        match check_trees(&mut trees, &locations, &mut is_visited, snapshot.tree).await {
             Ok(()) => {}
             Err(error) if error.is_damage() => {
                 let remedy = if protected.contains(id) { PROTECTED_SNAPSHOT_REMEDY } else { SNAPSHOT_REMEDY };
@@ -69,17 +69,17 @@ async fn find_damaged_snapshot(
     Ok(None)
 }
 
-/// Reads the trees of a snapshot that are not known to be sound yet.
-async fn find_damaged_tree(
+/// Reads the trees of a snapshot, except those that were already read, and checks that the index contains their chunks.
+async fn check_trees(
     trees: &mut TreeReader<'_>,
     locations: &BlobLocations,
-    is_sound: &mut [bool],
+    is_visited: &mut [bool],
     root: Id,
 ) -> Result<(), FilesError> {
     let mut pending = vec![root];
     while let Some(id) = pending.pop() {
         let position = locations.position(BlobType::Tree, id)?;
-        if std::mem::replace(&mut is_sound[position], true) {
+        if std::mem::replace(&mut is_visited[position], true) {
             continue;
         }
         let TreeReferences { subtrees, chunks } = trees.read_references(id).await?;

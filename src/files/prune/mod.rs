@@ -63,7 +63,7 @@ pub struct PruneOptions {
     pub now: Timestamp,
     /// Whether to only report what would be done.
     pub is_dry_run: bool,
-    /// When the search for a damaged snapshot ends, so that the caller still receives the error.
+    /// Deadline of the search for a damaged snapshot, so that the caller receives the error before its own timeout.
     pub search_deadline: Option<Instant>,
 }
 
@@ -91,8 +91,9 @@ pub struct PruneReport {
 ///
 /// # Errors
 /// `Corrupt` if a snapshot, an index file or a needed tree is damaged, or if a snapshot needs a blob that no index file
-/// lists; nothing is removed then. `Corrupt` if a pack to rewrite is missing; expired snapshots are removed then, but no
-/// packs. `IndexChanging` if the index changed during every attempt to read it; a store error if the store fails.
+/// lists; in these cases, nothing is removed. `Corrupt` also if a pack to rewrite is missing; in this case, expired
+/// snapshots are removed, but no packs. `IndexChanging` if the index changed during every attempt to read it; a store
+/// error if the store fails.
 pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<PruneReport, FilesError> {
     // Snapshots are listed first, so that the index, which is read later, contains all of their blobs.
     let snapshots = repository.list_uploaded_snapshots().await?;
@@ -314,8 +315,8 @@ fn blobs_end(blobs: &[PackedBlob]) -> u64 {
     blobs.iter().map(|blob| u64::from(blob.offset) + u64::from(blob.length)).max().unwrap_or(0)
 }
 
-/// Reads the first `length` bytes of a pack. Machines write the packs, which may be large: those that are read with the
-/// same budget have at most [`MAX_PACK_BYTES`] in total until their permits are dropped.
+/// Reads the first `length` bytes of a pack. Machines write the packs, which may be large: reads that share a budget
+/// hold at most [`MAX_PACK_BYTES`] in memory until their permits are dropped.
 async fn read_start(
     repository: &Repository,
     pack: Id,
@@ -348,7 +349,7 @@ async fn replace_index(
     new_packs: Vec<IndexedPack>,
     now: Timestamp,
 ) -> Result<(), FilesError> {
-    let IndexToPrune { files, files_with_repeats, .. } = index;
+    let IndexToPrune { files, files_with_duplicates, .. } = index;
     let is_changed = |file: &IndexFile| {
         let is_removed = |pack: &IndexedPack| plan.should_unmark(pack.id) || plan.deleted.contains(&pack.id);
         file.packs.iter().any(|pack| plan.marked.contains(&pack.id))
@@ -363,7 +364,7 @@ async fn replace_index(
     }
     for (id, file) in files {
         let is_merged = should_merge && is_small(&file);
-        if !is_changed(&file) && !is_merged && !files_with_repeats.contains(&id) {
+        if !is_changed(&file) && !is_merged && !files_with_duplicates.contains(&id) {
             continue;
         }
         replaced.push(id);

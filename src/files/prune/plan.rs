@@ -33,7 +33,7 @@ pub(crate) const MIN_MERGED_PACKS: usize = if cfg!(test) { 12 } else { 256 };
 /// their blobs twice.
 const MAX_MERGED_INDEX_BLOBS: usize = MAX_SAVED_BLOBS / 2;
 /// An index with this many blobs counts as full. A save that fails with `Full` can leave fewer than
-/// [`MAX_SAVED_BLOBS`], because it lists its last packs in no index file.
+/// [`MAX_SAVED_BLOBS`] in the index, because no index file lists its last packs.
 const MIN_FULL_INDEX_BLOBS: usize = MAX_SAVED_BLOBS / 20 * 19;
 
 /// Packs with more bytes than this are not read concurrently, because machines write the packs and may write large
@@ -147,7 +147,7 @@ pub(super) struct PrunePlan {
     pub(super) reclaimable_bytes: u64,
     pub(super) unmarked: HashSet<Id>,
     /// Packs that are marked in one index file but not in another, because an earlier run was interrupted, or because
-    /// one of the files is forged. The packs are unmarked.
+    /// one of the files is forged. This run unmarks them.
     half_marked: HashSet<Id>,
     /// The digests of the unmarked listings of the packs in `half_marked`.
     half_marked_digests: HashSet<Id>,
@@ -282,7 +282,8 @@ impl PrunePlan {
         deferred + self.add_merges(MAX_REWRITES - rewrites, max_new_blobs - new_blobs)
     }
 
-    /// Adds the oldest small packs to the packs to rewrite. Returns the number of those that the next run could merge.
+    /// Adds the oldest small packs to the packs to rewrite. Returns the number of remaining small packs that the next
+    /// run could merge.
     fn add_merges(&mut self, max_packs: usize, max_new_blobs: usize) -> usize {
         let (mut count, mut new_blobs) = (0, 0);
         for (_, used_blobs) in self.small.iter().take(max_packs) {
@@ -320,7 +321,7 @@ mod tests {
     use super::*;
     use crate::retention::RetentionPolicy;
 
-    /// Returns the options of a run `days` after `uploaded`.
+    /// Returns the options of a run `days` days after `uploaded`.
     fn options_after(uploaded: Timestamp, days: i64) -> PruneOptions {
         PruneOptions {
             policy: RetentionPolicy::default(),
@@ -346,7 +347,7 @@ mod tests {
         let packs = vec![IndexedPack { id: pack, blobs: vec![blob], time: None }];
         let index = IndexToPrune {
             files: vec![(Id::of(b"index"), IndexFile { packs, ..IndexFile::default() })],
-            files_with_repeats: HashSet::new(),
+            files_with_duplicates: HashSet::new(),
             blobs: index_blobs,
         };
         let uploaded = Timestamp::from_second(1_000_000).unwrap();
@@ -404,7 +405,7 @@ mod tests {
             let uploads = file.packs.iter().map(|pack| (pack.id, uploaded)).collect();
             let index = IndexToPrune {
                 files: vec![(Id::of(b"index"), file)],
-                files_with_repeats: HashSet::new(),
+                files_with_duplicates: HashSet::new(),
                 blobs: index_blobs,
             };
             let options = options_after(uploaded, days);
@@ -460,7 +461,7 @@ mod tests {
     }
 
     #[test]
-    fn limit_work_counts_packs_left_to_next_run() {
+    fn limit_work_counts_deferred_packs() {
         let ids = |count: usize| (0..count).map(|number| Id::of(&number.to_le_bytes()));
         let plan = |deletions, rewrites| PrunePlan {
             deleted: ids(deletions).collect(),

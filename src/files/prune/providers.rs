@@ -1,4 +1,4 @@
-//! Selects a pack for each blob that several packs have.
+//! Selects one pack for each blob that several packs contain.
 
 use std::collections::HashMap;
 
@@ -8,13 +8,13 @@ use super::plan::UsedBlobs;
 use crate::id::Id;
 use crate::index::IndexedPack;
 
-/// The packs that provide the blobs that several packs have. Blobs are identified by their positions: a map by their
-/// ids would take more than ten times the memory.
+/// The pack selected for each blob that several packs contain. Blobs are identified by position, because a map keyed by
+/// id would take more than ten times the memory.
 #[derive(Default)]
 pub(super) struct Providers {
     /// The number of each pack, from one.
     numbers: HashMap<Id, u32>,
-    /// For each blob, the number of the pack that provides it; zero if any pack does.
+    /// For each blob, the number of the pack that provides it; zero if any pack may.
     by_position: Vec<u32>,
 }
 

@@ -173,7 +173,8 @@ fn write_chunks(
     Ok(written)
 }
 
-/// Returns the ranges of `content` that are not zero, in whole blocks of the file, in which it is at `file_offset`.
+/// Returns the ranges of `content` that contain nonzero bytes, extended to the boundaries of the file's blocks.
+/// `file_offset` is the offset of `content` in the file.
 fn nonzero_ranges(content: &[u8], file_offset: u64) -> impl Iterator<Item = Range<usize>> {
     let mut position = 0;
     std::iter::from_fn(move || {

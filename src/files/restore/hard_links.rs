@@ -1,16 +1,16 @@
-//! Files with several names.
+//! Tracks hard-linked files, so that each is counted only once.
 
 use std::collections::HashSet;
 
 use crate::tree::{HardLinkKey, Node};
 
-/// The files with several names that have been visited.
+/// The hard-linked files that have been visited.
 #[derive(Debug, Default)]
 pub(super) struct LinkedFiles(HashSet<HardLinkKey>);
 
 impl LinkedFiles {
-    /// Returns whether another name of the file has been visited.
-    pub(super) fn is_additional_name(&mut self, node: &Node) -> bool {
+    /// Records the file as visited, and returns whether it had already been visited under another name.
+    pub(super) fn record_visit(&mut self, node: &Node) -> bool {
         node.hard_link_key().is_some_and(|key| !self.0.insert(key))
     }
 }

@@ -63,7 +63,7 @@ pub(super) struct AttributeWriter {
     /// A directory's times change when its entries do, and its mode may forbid their creation, so its attributes are
     /// set at the end. Parents come before their subdirectories.
     directories: Vec<Attributes>,
-    /// Their paths.
+    /// The paths of `directories`, in the same order.
     directory_paths: PathStack,
     report: RestoreReport,
 }
@@ -104,10 +104,10 @@ impl AttributeWriter {
         Ok(())
     }
 
-    /// Sets the attributes of all directories, and writes everything to the disk.
+    /// Sets the attributes of all directories, and syncs the file system.
     ///
     /// # Errors
-    /// [`FilesError::Io`] if the target cannot be opened or written to the disk.
+    /// [`FilesError::Io`] if the target cannot be opened or synced.
     pub(super) fn finish(mut self, path: &Path) -> Result<RestoreReport, FilesError> {
         let mut target = Target::open(path).map_err(FilesError::io("open", path))?;
         while let (Some(path), Some(attributes)) = (self.directory_paths.pop(), self.directories.pop()) {
@@ -130,8 +130,8 @@ impl AttributeWriter {
 
 fn apply_to_file_or_directory(target: &mut Target, path: &Path, attributes: &Attributes) -> io::Result<()> {
     let file = target.open_for_reading(path)?;
-    // The mode is set after the owner, because changing the owner clears the set-user-ID bit, and after the extended
-    // attributes, because it may make them unwritable. After a failed step, the others are still attempted.
+    // The mode is set after the owner, because changing the owner can clear a directory's set-ID bits, and after the
+    // extended attributes, because it may make them unwritable. After a failed step, the others are still attempted.
     let extended = write_xattrs(&file, &attributes.extended);
     let owner = change_owner(&file, attributes.uid, attributes.gid);
     let mode = file.set_permissions(Permissions::from_mode(attributes.mode));

@@ -46,8 +46,8 @@ pub const FAILPOINTS: &[&str] =
 pub struct RestoreOptions {
     /// Must be empty and inaccessible to other users. Neither is checked.
     pub target: PathBuf,
-    /// The root directory of the system whose accounts own the files. An id is kept if the system has no account of
-    /// that name.
+    /// The root directory of the system whose accounts own the files. An id is kept if the system has no account with
+    /// the saved name.
     pub system_root: PathBuf,
     /// The user and group that own everything; `None` for the owners in the snapshot. In either case, files lose their
     /// set-user-ID and set-group-ID bits.

@@ -8,8 +8,8 @@ use crate::index::{BlobLocation, BlobLocations};
 use crate::pack::{BlobType, MAX_BLOB_BYTES};
 use crate::tree::{Node, NodeType};
 
-/// A chunk counts as a hole if it is more than this many times as long as its compressed form. All but the shortest chunks
-/// of zeros compress this well.
+/// A chunk counts as a hole if it is more than this many times as long as its compressed form. All but the shortest
+/// chunks of zeros compress this well.
 const MIN_HOLE_RATIO: u64 = 500;
 
 /// What a restore will write. A file with several names counts once.
@@ -40,7 +40,7 @@ impl Survey {
         while let Some(directory) = walk.next().await? {
             for node in &directory.nodes {
                 match node.node_type {
-                    NodeType::File if !linked.is_additional_name(node) => {
+                    NodeType::File if !linked.record_visit(node) => {
                         match survey.add_file(node, locations, space) {
                             Err(error) if walk.should_skip_damaged && error.is_damage() => {}
                             added => added?,

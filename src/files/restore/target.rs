@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{AtFlags, Mode, OFlags};
 
-/// Longer paths are opened one name at a time.
+/// Longer paths are opened one component at a time.
 const MAX_PATH_BYTES: usize = 2048;
 
 pub(super) struct Target {

@@ -22,7 +22,8 @@ pub(super) enum WalkStart {
     Entries(Vec<Node>),
 }
 
-/// A directory with its entries. The entries have no full paths, because those of a deep directory take much memory.
+/// A directory with its entries. Their full paths are not stored, because they would take a lot of memory in a deep
+/// directory.
 pub(super) struct WalkedDirectory {
     /// Relative to the target.
     pub(super) path: PathBuf,
@@ -44,11 +45,11 @@ pub(super) struct Walk<'a> {
     /// Directories whose entries have not been returned yet: their paths, and their trees.
     pending_paths: PathStack,
     pending: Vec<Id>,
-    /// Whether a damaged directory counts as empty, unless the walk starts with it.
+    /// Whether to skip damaged entries. A damaged directory then counts as empty, unless the walk starts with it.
     pub(super) should_skip_damaged: bool,
     /// The number of names in the paths of the directories with which the walk starts.
     start_depth: usize,
-    /// The damaged directories since the start.
+    /// The damaged directories and invalid entries found since the start of the walk.
     pub(super) damaged: DamagedEntries,
 }
 
@@ -69,7 +70,7 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// Starts or restarts the walk. At a restart, the most recently read trees are still in memory.
+    /// Starts or restarts the walk. After a restart, the most recently read trees are still in memory.
     pub(super) fn start(&mut self, start: WalkStart) {
         self.damaged = DamagedEntries::default();
         (self.pending_paths, self.pending) = (PathStack::default(), Vec::new());
@@ -94,7 +95,7 @@ impl<'a> Walk<'a> {
     /// Returns the entries of the next directory. A directory is returned before its entries. `None` at the end.
     ///
     /// # Errors
-    /// If the store fails; [`FilesError::Corrupt`] if a tree is damaged and not skipped, or an entry is invalid.
+    /// If the store fails; [`FilesError::Corrupt`] if a tree is damaged or an entry is invalid, and it is not skipped.
     pub(super) async fn next(&mut self) -> Result<Option<WalkedDirectory>, FilesError> {
         let (mut path, mut nodes) = (PathBuf::new(), std::mem::take(&mut self.start_entries));
         if nodes.is_empty() {

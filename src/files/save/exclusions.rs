@@ -1,4 +1,4 @@
-//! The exclusions of a save.
+//! Exclusions from a save: paths, and rules in the syntax of `.gitignore`.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};

@@ -53,7 +53,7 @@ impl Walker<'_> {
         let node = match earlier.filter(|earlier| self.is_saved(earlier, stat)) {
             Some(earlier) => {
                 let mut node = earlier.clone();
-                // Earlier releases did not record the space.
+                // Earlier releases did not record the allocated space.
                 node.allocated_bytes = node.allocated_bytes.or_else(|| sparse_allocation(stat));
                 node
             }
@@ -204,7 +204,7 @@ fn wait_for_writes(file: &File) {
     let _ = rustix::fs::seek(file, rustix::fs::SeekFrom::Data(0));
 }
 
-/// Returns the space that a sparse file takes; `None` if that is not much less than its size.
+/// Returns the space allocated to a sparse file; `None` if that is not much less than its size.
 fn sparse_allocation(stat: &Statx) -> Option<u64> {
     let allocated = stat.stx_blocks.saturating_mul(BLOCK_BYTES);
     (stat.stx_size.saturating_sub(allocated) >= MIN_HOLE_BYTES).then_some(allocated)

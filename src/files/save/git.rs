@@ -1,5 +1,5 @@
 //! Git repositories. Git writes objects before the references to them. If the references are read first, and all
-//! objects after them, the snapshot contains the objects of its references, even while git is writing.
+//! objects after them, the snapshot contains every object that its references need, even while git is writing.
 
 use std::collections::{BTreeMap, HashSet};
 use std::ffi::{OsStr, OsString};
@@ -12,8 +12,8 @@ use crate::tree::Node;
 
 /// The directory of the objects.
 pub(super) const OBJECTS: &str = "objects";
-/// The directory of the references. Git also collects them in the file `packed-refs`, and removes them from the
-/// directory only after that: the file must be read after the directory.
+/// The directory of the references. Git moves references from here to the file `packed-refs`, and removes them from the
+/// directory last, so the file must be read after the directory.
 const REFS: &str = "refs";
 const HEAD: &str = "HEAD";
 
@@ -32,9 +32,9 @@ pub(super) fn sort_for_save(names: &mut [OsString]) {
 }
 
 impl Walker<'_> {
-    /// Saves all objects of a git repository whose references have just been saved. The watcher may not have reported
-    /// the newest objects yet.
-    pub(super) fn save_new_git_objects(
+    /// Saves the objects of a git repository whose references have just been saved. Checks all objects, because the
+    /// watcher may not have reported the newest ones yet.
+    pub(super) fn save_all_git_objects(
         &mut self,
         repository: &OwnedFd,
         earlier: Option<Node>,
@@ -45,7 +45,7 @@ impl Walker<'_> {
         saved
     }
 
-    /// Saves a directory of git objects. Git replaces packs: the directory is listed again if a listed file vanished.
+    /// Saves a directory of git objects. Lists it again if a listed file has vanished, because git replaces packs.
     pub(super) fn save_git_objects(
         &mut self,
         directory: &OwnedFd,

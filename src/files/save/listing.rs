@@ -11,8 +11,8 @@ use super::entry_stat::{CACHE_TAG, has_cache_tag};
 use super::walk::{EntryError, MAX_DIRECTORY_BYTES, Walker};
 use crate::tree::NODE_BYTES;
 
-/// Directories with more entries, or whose tree would be larger than [`MAX_DIRECTORY_BYTES`], are not saved: a tree is one
-/// blob, which is parsed in memory.
+/// Directories with more entries, or whose tree would be larger than [`MAX_DIRECTORY_BYTES`], are not saved: a tree is
+/// one blob, which is parsed in memory.
 const MAX_DIRECTORY_ENTRIES: usize = if cfg!(test) { 2000 } else { 200_000 };
 
 impl Walker<'_> {
@@ -33,7 +33,7 @@ impl Walker<'_> {
             if !matches!(name, b"." | b"..") {
                 names.push(OsStr::from_bytes(name).to_owned());
                 bytes += NODE_BYTES + name.len();
-                // Checked for each name: all names of a directory with millions of entries would fill the memory.
+                // Checked for each name: the names in a directory with millions of entries could exhaust memory.
                 check_size(names.len(), bytes)?;
             }
         }
@@ -62,7 +62,7 @@ impl Walker<'_> {
     }
 }
 
-/// Checks the number of entries, and the size of their nodes, that have been listed so far.
+/// Checks the number of entries listed so far, and the total size of their nodes, against the limits.
 fn check_size(entries: usize, bytes: usize) -> Result<(), EntryError> {
     if entries <= MAX_DIRECTORY_ENTRIES && bytes <= MAX_DIRECTORY_BYTES {
         return Ok(());

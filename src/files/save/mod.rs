@@ -54,11 +54,11 @@ pub const FAILPOINTS: &[&str] =
 const DEFAULT_WORKERS: usize = 1;
 /// The stack size of the walking thread, for deep directories. Unused parts of the stack take no memory.
 const WALK_STACK_BYTES: usize = 64 << 20;
-/// A save of changes checks whether the index that it has read is still current, unless an earlier one did so in this
-/// interval. The check lists the index, which has a file for each save since the last pruning.
+/// A save of changes checks whether the index that it has read is still current, unless an earlier save did so within
+/// this interval. The check lists the index, which has a file for each save since the last pruning.
 const INDEX_CHECK_INTERVAL: Duration = Duration::from_secs(600);
-/// A save that takes longer checks whether the index that it has read is still current. Pruning deletes a pack at the
-/// earliest 72 hours after marking it; the difference is a margin.
+/// A save that takes longer checks whether the index that it has read is still current. Pruning deletes a pack no
+/// earlier than 72 hours after marking it; the difference is a margin.
 const MAX_UNCHECKED_DURATION: Duration = Duration::from_secs(48 * 3600);
 /// A pack that was marked for deletion longer ago than this may be deleted before pruning finds the new snapshot. The
 /// same margin applies.
@@ -142,11 +142,11 @@ pub struct SaveResult {
     pub retry: ChangeSet,
     /// The number of bytes uploaded in packs.
     pub uploaded_bytes: u64,
-    /// How long the save took, without the time that it waited for the maximum rate after the last directory was
-    /// visited. Files that were moved in the meantime may be missing.
+    /// How long the save took, excluding waits for the rate limit after the last directory was visited. Files that were
+    /// moved during this time may be missing.
     pub duration: Duration,
-    /// How long the uploaded bytes take at the maximum rate: an upper bound for the time that the save waited because
-    /// of the limit. Zero without a limit.
+    /// How long the uploaded bytes take at the maximum rate: an upper bound on the time that the save waited because of
+    /// the limit. Zero without a limit.
     pub throttled: Duration,
     /// Whether nothing had changed, so that no snapshot was written and `id` is the parent's.
     pub is_unchanged: bool,
@@ -202,8 +202,8 @@ impl Saver {
         &mut self.options
     }
 
-    /// Sets the packs that are damaged. [`Self::save`] writes all blobs that are in no other pack again, if the
-    /// directory still has their content. Packs are named rather than blobs, because a pack can have thousands of them.
+    /// Sets the packs that are damaged. [`Self::save`] rewrites all blobs that are in no other pack, if the directory
+    /// still has their content. The parameter lists packs, not blobs, because a pack can have thousands of blobs.
     pub fn set_damaged_packs(&mut self, damaged_packs: HashSet<Id>) {
         if self.damaged_packs != damaged_packs {
             self.damaged_packs = damaged_packs;
@@ -220,8 +220,8 @@ impl Saver {
         Ok(self.repository.bucket.head(&path).await?.is_some())
     }
 
-    /// Sets the snapshot that the store has lost, if any. A save whose parent it is writes a new snapshot even if nothing
-    /// has changed.
+    /// Sets the snapshot that the store has lost, if any. A save with this snapshot as its parent writes a new snapshot
+    /// even if nothing has changed.
     pub fn set_lost_snapshot(&mut self, lost_snapshot: Option<Id>) {
         self.lost_snapshot = lost_snapshot;
     }
@@ -290,7 +290,7 @@ impl Saver {
         let changes = changes.filter(|_| parent.is_some() && !is_reloaded);
         let repository = &self.repository;
         let time = self.options.time.unwrap_or_else(Timestamp::now);
-        // Capacity 1: a worker waits while the store is slow, so that packs do not fill the memory.
+        // Capacity 1: a worker waits while the store is slow, so that packs do not fill up memory.
         let (packs, finished_packs) = mpsc::channel(1);
         let is_stopped = StopOnDrop(Arc::new(AtomicBool::new(false)));
         let walk = walk::Walk {
@@ -377,8 +377,8 @@ impl Saver {
     }
 
     /// Returns the index, and whether it was read from the store. It is read again if one of its files was replaced,
-    /// because known blobs may have been marked for deletion. This is checked if `must_check`, or if the last check is at
-    /// least [`INDEX_CHECK_INTERVAL`] old.
+    /// because known blobs may have been marked for deletion. This is checked if `must_check`, or if the last check is
+    /// at least [`INDEX_CHECK_INTERVAL`] old.
     async fn take_index(&mut self, must_check: bool) -> Result<(LoadedIndex, bool), FilesError> {
         let now = Instant::now();
         if let Some(loaded) = self.index.take() {
@@ -452,8 +452,8 @@ impl Saver {
     }
 }
 
-/// Reads the snapshot with which a save compares the files; `None` if it is missing or damaged. Without it, the save reads
-/// all files.
+/// Reads the snapshot that a save compares the files with; `None` if it is missing or damaged. Without it, the save
+/// reads all files.
 ///
 /// # Errors
 /// If the store fails.

@@ -25,7 +25,7 @@ const TARGET_INDEX_BYTES: u64 = 512 << 20;
 #[derive(Default)]
 pub(super) struct UploadResult {
     pub(super) bytes: u64,
-    /// How long the packs take at the maximum rate: an upper bound for the time that the upload waited because of the
+    /// How long the packs take at the maximum rate: an upper bound on the time that the upload waited because of the
     /// limit.
     pub(super) throttled: Duration,
     pub(super) index_files: Vec<Id>,

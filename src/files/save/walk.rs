@@ -130,11 +130,11 @@ pub(super) struct Walker<'a> {
     pub(super) retry: ChangeSet,
     /// The trees of the snapshot; `None` if only changes are visited.
     trees: Option<HashSet<Id>>,
-    /// The contents of files with names that have not been visited yet, by inode.
+    /// The contents of hard-linked files whose names have not all been visited yet, by inode.
     pub(super) linked: HashMap<u64, HardLinkedContent>,
     /// The path of the current entry, relative to the home directory.
     pub(super) path: PathBuf,
-    /// A lower bound of the size of the current directory's nodes that have been saved.
+    /// A lower bound on the total size of the nodes saved so far in the current directory.
     node_bytes: usize,
     /// Whether a database was read in the current directory.
     pub(super) has_read_database: bool,
@@ -183,8 +183,7 @@ impl Walker<'_> {
         };
         let node_bytes = std::mem::replace(&mut self.node_bytes, outer_bytes);
         let mut nodes = nodes?;
-        // A directory within the limit of entries can exceed this limit, because link targets and attributes may be
-        // long.
+        // A directory within the entry limit can exceed this limit, because link targets and attributes may be long.
         let too_large = || {
             let why = format!("its entries take more than {MAX_DIRECTORY_BYTES} bytes");
             EntryError::Unreadable(io::Error::other(why))
@@ -235,7 +234,7 @@ impl Walker<'_> {
         for name in names {
             let earlier = earlier.remove(&name);
             let node = if is_git_repository && name == git::OBJECTS {
-                self.save_new_git_objects(directory, earlier)?
+                self.save_all_git_objects(directory, earlier)?
             } else {
                 self.save_entry(directory, &name, earlier, scope)?
             };
@@ -443,8 +442,8 @@ impl Walker<'_> {
     }
 }
 
-/// Whether only the marked entries of a directory need to be saved. All files of a git repository are read after its
-/// references, even if only one of these is marked.
+/// Whether only the marked entries of a directory need to be saved. A git repository is always listed in full, because
+/// its references must be read before its other files.
 fn can_save_marked(earlier: &BTreeMap<OsString, Node>, scope: Scope<'_>) -> bool {
     !scope.lists_directory()
         && !earlier.contains_key(OsStr::new(CACHE_TAG))

@@ -1,4 +1,4 @@
-//! Restores that leave out damaged entries.
+//! Detection and repair of damage, and restores that leave out damaged entries.
 
 use jiff::Timestamp;
 
@@ -89,7 +89,7 @@ async fn snapshot_whose_root_directory_is_lost_is_found() {
 }
 
 #[tokio::test]
-async fn lost_key_file_and_index_are_detected_and_written_again() {
+async fn lost_key_file_and_index_are_detected_and_rewritten() {
     let mut fixture = Fixture::in_directory().await;
     fixture.write("dir/file", "content");
     let saved = fixture.save().await;
@@ -111,10 +111,10 @@ async fn lost_key_file_and_index_are_detected_and_written_again() {
         let path = root().join("keys").join(Id::of(&forged).to_string());
         fixture.bucket.put(&path, forged).await.unwrap();
         assert!(repository.check_key_file().await.unwrap_err().is_damage());
-        // `restic` ends at a key file that it cannot parse.
+        // `restic` aborts on a key file that it cannot parse.
         repository.delete(&path).await.unwrap();
     }
-    // As the service does after a restart.
+    // The service does the same after a restart.
     let bucket = fixture.bucket.clone();
     Repository::open_or_create(bucket, root(), &fixture.key, Cache::none()).await.unwrap();
     fixture.restart().await;
@@ -191,7 +191,7 @@ async fn prune_does_not_advise_to_remove_protected_snapshot() {
     assert!(error.is_damage() && !error.to_string().contains("snapshot "), "no time is left: {error}");
 }
 
-/// Only the snapshot's name lets an operator remove it.
+/// Without the snapshot's id, an operator cannot remove it.
 #[tokio::test]
 async fn prune_names_the_snapshot_with_a_lost_directory() {
     let mut fixture = Fixture::new().await;
@@ -229,7 +229,7 @@ async fn objects_in_other_folders_are_ignored() {
     fixture.assert_restores(&saved).await;
 }
 
-/// The check lists the index, which has a file for each save since the last pruning.
+/// Other saves skip the check, because it lists the index, which has a file for each save since the last pruning.
 #[tokio::test]
 async fn index_is_checked_by_full_saves_and_after_the_interval() {
     let hour = Duration::from_secs(3600);
@@ -255,7 +255,7 @@ async fn index_is_checked_by_full_saves_and_after_the_interval() {
     }
 }
 
-/// Otherwise, it would take all of the memory.
+/// A save that read all entries of such a directory could run out of memory.
 #[tokio::test]
 async fn directory_with_long_link_targets_is_unreadable() {
     let mut fixture = Fixture::new().await;

@@ -69,7 +69,7 @@ async fn directory_that_takes_the_inode_of_another_is_visited() {
 }
 
 #[tokio::test]
-async fn names_of_a_hard_link_may_differ_in_a_save_of_changes() {
+async fn incremental_save_may_split_hard_link() {
     let mut fixture = Fixture::new().await;
     let first = fixture.write("a/x", "old content");
     fs::create_dir(fixture.home().join("b")).unwrap();
@@ -275,7 +275,8 @@ async fn small_index_files_are_merged() {
     fixture.assert_restores(&saved).await;
 }
 
-/// Pruning replaces index files when it merges them, and when it marks packs, which it deletes after a grace period.
+/// Pruning replaces index files when it merges them and when it marks packs for deletion. It deletes marked packs after
+/// a grace period.
 #[tokio::test]
 async fn long_save_fails_if_pruning_may_delete_its_packs() {
     let (zero, hour) = (Duration::ZERO, Duration::from_secs(3600));
@@ -444,7 +445,7 @@ async fn pack_reads_are_retried_during_an_outage() {
 /// The first name of a file gets its owner and mode in one batch, and the additional names are created in later
 /// batches.
 #[tokio::test]
-async fn names_of_a_hard_link_are_restored_in_different_batches() {
+async fn hard_link_is_restored_across_batches() {
     let mut fixture = Fixture::new().await;
     for directory in 0..30 {
         for file in 0..5 {

@@ -62,7 +62,7 @@ async fn changed_reference_is_saved_with_unmarked_objects() {
     let saved = fixture.save_changes(changes).await;
     fixture.assert_restores(&saved).await;
 
-    // `git pack-refs` moves a reference to a file.
+    // `git pack-refs` moves references to the file `packed-refs`.
     fs::remove_file(fixture.home().join("repository/.git/refs/heads/main")).unwrap();
     fixture.write("repository/.git/packed-refs", "second refs/heads/main");
     let mut changes = ChangeSet::default();

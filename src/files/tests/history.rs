@@ -29,7 +29,7 @@ fn existing(page: &VersionPage) -> Vec<bool> {
 }
 
 #[tokio::test]
-async fn versions_begin_and_end_with_the_changes_of_an_entry() {
+async fn list_versions_starts_new_version_on_each_change() {
     let mut fixture = Fixture::new().await;
     fixture.write("other", "0");
     let mut saved = vec![fixture.save().await];

@@ -53,7 +53,7 @@ async fn packs_in_several_index_files_count_once() {
     assert_eq!(repository.list(ObjectKind::Index).await.unwrap().len(), 3);
     run(&fixture, &days_later(0)).await;
     let index = repository.load_index_to_prune().await.unwrap();
-    assert!(index.files_with_repeats.is_empty(), "pruning removes one of the copies");
+    assert!(index.files_with_duplicates.is_empty(), "pruning removes one of the copies");
     let packs = index.files.iter().flat_map(|(_, file)| &file.packs);
     assert_eq!(packs.filter(|pack| pack.blobs.len() == 1_400).count(), 10);
     fixture.restore(&saved.snapshot).await;

@@ -98,7 +98,7 @@ async fn protected_snapshot_survives_with_its_packs() {
     assert_eq!(fs::metadata(target.path().join("removed/0")).unwrap().len(), 100_000);
 }
 
-/// A machine that starts without its predecessor's files must not make their last state expire.
+/// A machine that starts without its predecessor's files must not make the predecessor's last snapshot expire.
 #[tokio::test]
 async fn last_snapshot_of_earlier_machine_is_kept() {
     let mut fixture = Fixture::new().await;

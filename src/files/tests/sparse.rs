@@ -1,4 +1,4 @@
-//! Sparse files keep their holes, and need only the space that they took.
+//! Restored sparse files keep their holes and take up no more space than the originals.
 
 use super::*;
 use crate::history::History;
@@ -6,7 +6,7 @@ use crate::history::History;
 const MIB: u64 = 1 << 20;
 
 #[tokio::test]
-async fn sparse_file_keeps_its_holes_and_its_space() {
+async fn restored_sparse_file_keeps_holes_and_allocated_size() {
     let mut fixture = Fixture::new().await;
     let path = fixture.write("image", "");
     let image = File::options().write(true).open(&path).unwrap();

@@ -1,4 +1,4 @@
-//! A program that writes to the home directory during the saves.
+//! A program that writes to the home directory during saves.
 
 use std::io::Read;
 use std::process::{Child, Command, Stdio};
@@ -7,7 +7,7 @@ use std::process::{Child, Command, Stdio};
 pub(super) struct WriterProcess(Child);
 
 impl WriterProcess {
-    /// Starts the program, and waits until it prints a line `ready`.
+    /// Starts the program, and waits until it prints the line `ready`.
     pub(super) fn start(command: &mut Command) -> Self {
         let mut child = command.stdout(Stdio::piped()).stderr(Stdio::inherit()).spawn().unwrap();
         let mut ready = [0; 6];

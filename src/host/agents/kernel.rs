@@ -36,7 +36,7 @@ const CHECK_INTERVAL: Duration = Duration::from_secs(5);
 const USAGE_STORE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Maximum number of concurrent record streams.
 const MAX_RECORD_STREAMS: usize = 32;
-/// Delay before reading the records is retried.
+/// Delay before a failed read of the records is retried.
 const RETRY_INTERVAL: Duration = Duration::from_secs(5);
 /// Minimum interval between notes about a user's refused dispatches.
 const REFUSAL_NOTE_INTERVAL: Duration = Duration::from_secs(60);
@@ -166,7 +166,8 @@ impl Kernel {
         let mut last_write = tokio::time::Instant::now();
         let mut day = self.today();
         while stop.run_until_cancelled(tokio::time::sleep(CHECK_INTERVAL)).await.is_some() {
-            // Restored spend must count at once, also in the note about a restored limit.
+            // After a restore, the store is read again before the settings, because the note about a changed limit
+            // states the spending.
             let is_outdated = self.usage_store.get().is_some_and(UsageStore::is_outdated);
             // Reading the settings reports a changed limit now rather than at the next dispatch.
             let today = if is_outdated { day } else { self.today() };

@@ -22,7 +22,6 @@ const RETRY_INTERVAL: Duration = Duration::from_secs(5);
 /// mtime, the ctime also changes with the permissions, so a file that could not be read is read again.
 type FileStamp = Option<(u64, u64, i64, i64)>;
 
-/// The current settings.
 pub struct LiveSettings {
     path: PathBuf,
     /// A copy of the last good version of the file.

@@ -88,7 +88,8 @@ impl OwnerSettings {
     /// Parses and validates the settings.
     ///
     /// # Errors
-    /// A message about the first error. It never quotes a value, because values can be secrets.
+    /// A message if the text is not valid JSON, a value is invalid, or a name is unknown. It never quotes a value,
+    /// because values can be secrets.
     pub fn parse(text: &[u8]) -> Result<Self, String> {
         let settings = Self::parse_lenient(text)?;
         check_names(text)?;

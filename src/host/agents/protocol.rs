@@ -19,7 +19,7 @@ use super::adapters::{AdapterKind, Exit};
 pub const SOCKET: &str = "agent.sock";
 /// Maximum number of bytes in a forwarded line; a tool's input may be a whole file.
 pub const MAX_LINE_BYTES: usize = 8 << 20;
-/// Maximum number of bytes in a frame: a request with its prompt, or a line.
+/// Maximum number of bytes in a frame's payload: a request with its prompt, or a line.
 const MAX_FRAME_BYTES: u32 = 16 << 20;
 /// Time between an agent's SIGINT and SIGTERM. Claude Code prints its cost within 0.3 s after SIGINT, and never after
 /// SIGTERM.
@@ -107,7 +107,7 @@ impl GatewayFrame {
     /// Writes the frame.
     ///
     /// # Errors
-    /// The write failed, or the frame is larger than `MAX_FRAME_BYTES`.
+    /// The write failed, or the payload is larger than `MAX_FRAME_BYTES`.
     pub async fn write(&self, out: &mut (impl AsyncWrite + Unpin)) -> io::Result<()> {
         match self {
             Self::Run(request) => write_frame(out, RUN, &to_json(request)).await,
@@ -135,7 +135,7 @@ impl RunnerFrame {
     /// Writes the frame.
     ///
     /// # Errors
-    /// The write failed, or the frame is larger than `MAX_FRAME_BYTES`.
+    /// The write failed, or the payload is larger than `MAX_FRAME_BYTES`.
     pub async fn write(&self, out: &mut (impl AsyncWrite + Unpin)) -> io::Result<()> {
         match self {
             Self::Ready { pid } => write_frame(out, READY, &to_json(pid)).await,

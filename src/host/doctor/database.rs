@@ -1,5 +1,5 @@
-//! Checks that `DATABASE_URL` names this machine's own PostgreSQL, that the server is reachable and has version 16, and
-//! that the database is the restored one.
+//! Checks that `DATABASE_URL` names this machine's own PostgreSQL, that the server is reachable and runs version 16,
+//! and that the database is the restored one.
 
 use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
@@ -86,7 +86,7 @@ pub fn read_own_port(layout: &Layout, env: &mut Env) -> Result<u16, String> {
         }
     }
     let port = config.get_ports().first().copied().unwrap_or(POSTGRES_PORT);
-    // Below a different root, as in tests, the network is shared, so the port differs.
+    // Under a different root, as in tests, several machines share the network, so the port differs.
     if port != POSTGRES_PORT && layout.root() == Path::new("/") {
         return Err(format!("the database is on port {port}, where svc-postgres does not listen"));
     }
@@ -96,7 +96,7 @@ pub fn read_own_port(layout: &Layout, env: &mut Env) -> Result<u16, String> {
 /// Checks that the database server reported by the gateway is the one on this port of this machine.
 ///
 /// # Errors
-/// A description of the difference.
+/// A message that names both servers, if the gateway is connected to a different one.
 pub fn check_gateway_server(server: &str, port: u16) -> Result<String, String> {
     let is_here = |address: SocketAddr| address.ip().is_loopback() && address.port() == port;
     if server == "socket" || server.parse().is_ok_and(is_here) {

@@ -24,7 +24,7 @@ pub enum ChangesError {
     Invalid,
 }
 
-/// Returns the changes since the reply that `last_saved_token` identifies.
+/// Returns the changes since the reply with the token `saved`.
 ///
 /// # Errors
 /// [`ChangesError`] if the watcher cannot be reached, does not respond in time, or sends an invalid response.

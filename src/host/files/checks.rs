@@ -46,10 +46,10 @@ pub struct FileChecks {
     /// When a verification or a drill first failed since both last succeeded.
     #[serde(with = "clock::wire_option")]
     failing_since: Option<Timestamp>,
-    /// Why the latest snapshot could not be restored, at least not completely or not with `restic`.
+    /// Why the latest snapshot could not be restored completely, or not with `restic`.
     pub unreadable: Option<String>,
-    /// What a verification found missing or damaged, and a save can replace: the id of the latest snapshot, also if the
-    /// index lacks a part of it, or the name of the pointer or of the key file.
+    /// What a verification found missing or damaged, and a save can replace: the id of the latest snapshot, or the name
+    /// of the pointer, the index or the key file.
     damaged_latest: Option<String>,
     /// When this damage was last recorded.
     #[serde(with = "clock::wire_option")]
@@ -152,7 +152,7 @@ impl FileChecks {
         fsx::write_atomic(&dir.join(CHECKS_FILE), &text, 0o644)
     }
 
-    /// Returns all shares.
+    /// Divides the packs into `days` shares, and selects all of them.
     pub fn select_all_shares(&mut self, days: u16) -> Vec<PackShare> {
         let count = self.set_share_count(days);
         (0..count).map(|index| PackShare { index, count }).collect()
@@ -187,7 +187,6 @@ impl FileChecks {
         selected.into_iter().map(|index| PackShare { index, count }).collect()
     }
 
-    /// Records a verification.
     pub fn record_verification(&mut self, result: VerifyResult, now: Timestamp) {
         // Copy the time before the result is replaced: in a file of an earlier release, only the result contains it.
         self.verified_at = self.verified_at();

@@ -204,7 +204,7 @@ fn hash(file: &mut File, size: u64) -> Option<[u8; 32]> {
 async fn draw_sample(history: &History, root: Entry) -> Result<Vec<(PathBuf, Entry)>, FilesError> {
     let mut sample: Vec<(PathBuf, Entry)> = Vec::new();
     let mut file_count = 0_u128;
-    // Full paths of deep directories would take much memory.
+    // Full paths of deep directories would take a lot of memory.
     let (mut pending_paths, mut pending) = (PathStack::default(), vec![root]);
     pending_paths.push(Path::new(""));
     while let (Some(directory), Some(entry)) = (pending_paths.pop(), pending.pop()) {

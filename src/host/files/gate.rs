@@ -132,8 +132,8 @@ pub async fn run(layout: Layout, should_retry: bool, should_skip_damaged: bool) 
     }
 }
 
-/// Records that this machine keeps the files that it has, instead of restoring its predecessor's. It then saves files:
-/// its next snapshot becomes the latest, and the earlier ones stay in the backup.
+/// Records that this machine keeps the files that it has, instead of restoring its predecessor's. The machine then
+/// saves files: its next snapshot becomes the latest, and the earlier ones stay in the backup.
 ///
 /// # Errors
 /// `Refused` if no restore has failed on this machine, or if one was interrupted while it moved files; `TryAgain` if
@@ -170,7 +170,7 @@ pub fn give_up(layout: &Layout) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Requests a save: otherwise, the service would wait for the next attempt after its last failure.
+/// Requests a save, so that the service does not wait for the retry of its last failed save.
 fn request_save(layout: &Layout) {
     if let Err(error) = fsx::write_atomic(&layout.request(SAVE_REQUEST), b"", 0o644) {
         tracing::warn!(error = %format_chain(&error), "cannot request a save of the files");
@@ -298,7 +298,7 @@ enum ExpectedSnapshot {
     Certain,
     /// It must if there are any snapshots, because this machine has saved none.
     IfAnyExists,
-    /// This machine may have saved snapshots: its own files are newer than these.
+    /// The snapshots may be this machine's own, and its files are newer than these.
     Unknown,
 }
 
@@ -306,7 +306,7 @@ enum ExpectedSnapshot {
 ///
 /// # Errors
 /// [`GateError::NotNamed`] if the pointer names no snapshot, although there are some: anyone with a host's credentials
-/// for the store can make it name nothing, and that must not look like success. Others if the store fails.
+/// for the store can make it name nothing, and that must not look like success. Other errors if the store fails.
 async fn find_latest(
     settings: &FilesSettings,
     expected: ExpectedSnapshot,
@@ -461,8 +461,8 @@ async fn choose_snapshot(
 }
 
 /// Returns the time up to which a snapshot contains all changes. Any holder of the slot's store credentials can write
-/// the pointer's time, so it only makes the result earlier. A time before 1970 is replaced, because it has no RFC 3339
-/// form.
+/// the pointer's time, so it can only make the result earlier. A time before 1970 is replaced, because it has no RFC
+/// 3339 form.
 fn restored_as_of(latest: &FilesSnapshotRef, snapshot: &Snapshot) -> Timestamp {
     latest.taken_at.min(snapshot.time).max(Timestamp::UNIX_EPOCH)
 }

@@ -40,8 +40,8 @@ pub(super) enum GateError {
 }
 
 impl GateError {
-    /// Whether the pointer, the repository or the snapshot is unusable, so that neither another boot nor a larger disk
-    /// would help.
+    /// Whether the pointer, the key, the repository or the snapshot is unusable, so that neither another boot nor a
+    /// larger disk would help.
     pub(super) fn is_damage(&self) -> bool {
         match self {
             Self::NoRepository(_) | Self::InvalidSnapshot | Self::NotNamed => true,

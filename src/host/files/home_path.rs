@@ -1,4 +1,4 @@
-//! Paths of the owner's files, as people write them.
+//! Paths in the user's home directory, as requests specify them.
 
 use std::ffi::OsStr;
 use std::fmt;

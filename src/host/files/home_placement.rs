@@ -68,7 +68,7 @@ struct Destination<'a> {
 }
 
 impl Destination<'_> {
-    /// Moves an entry, whose directory is open and has this path, to the directory for replaced entries.
+    /// Moves an entry of the open `directory`, whose path is `path`, to the directory for replaced entries.
     fn set_aside(&self, directory: &OwnedFd, path: &Path, name: &CString) -> Result<(), FileError> {
         let moved = Directory::open(self.replaced, path, self.owner)?.move_from(directory, name);
         let target = self.root.join(path).join(OsStr::from_bytes(name.as_bytes()));
@@ -109,7 +109,8 @@ fn is_directory(stat: &Stat) -> bool {
     FileType::from_raw_mode(stat.st_mode) == FileType::Directory
 }
 
-/// Moves everything between two open directories. `path` is their path in `from` and in the destination.
+/// Moves everything from one open directory to another. `path` is their path relative to the source and destination
+/// roots.
 fn move_between(
     from: &OwnedFd,
     to: &OwnedFd,
@@ -119,7 +120,8 @@ fn move_between(
     let mut replaced = 0;
     let full_path = destination.root.join(path);
     let times = modification_time(&fstat(from).map_err(wrap("read", &full_path))?);
-    // Moving an entry out changes the modification time of `from`, which a repeated call needs after a kill.
+    // Moving an entry out changes the modification time of `from`. It is reset, because a call repeated after a kill
+    // needs the original time.
     let keep_times = || futimens(from, &times).map_err(wrap("change the times of", &full_path));
     for name in list_in_move_order(from).map_err(wrap("list", &full_path))? {
         let target = full_path.join(OsStr::from_bytes(name.as_bytes()));
@@ -130,7 +132,8 @@ fn move_between(
             Err(error) => return Err(wrap("read", &target)(error)),
         };
         let inner_path = path.join(OsStr::from_bytes(name.as_bytes()));
-        // Only a forged snapshot has entries with these names. They must not get into the restores' own directories.
+        // Only a forged snapshot has entries with these names. They must not be merged into the real staging
+        // directories.
         let is_staging = STAGING_NAMES.iter().any(|staging| inner_path == Path::new(staging));
         if is_directory(&source) && existing.as_ref().is_some_and(is_directory) && !is_staging {
             replaced += merge(from, to, path, &name, destination)?;

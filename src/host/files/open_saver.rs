@@ -21,7 +21,8 @@ pub(super) struct OpenSaver {
 }
 
 impl OpenSaver {
-    /// Also returns why the platform has not sent the repository's key, if this machine's own was used.
+    /// Opens the saver. Also returns why the platform has not sent the repository's key, if this machine's own key was
+    /// used.
     ///
     /// # Errors
     /// [`AccessError`] if the repository cannot be opened, or if this machine has not restored its predecessor's files;
@@ -59,7 +60,7 @@ impl OpenSaver {
         Ok(latest.map(|snapshot| snapshot.id) == self.pointer_target)
     }
 
-    /// Returns the id of the parent if the store no longer has it: it may still be in the machine's cache.
+    /// Returns the parent's id if the store no longer has that snapshot, which may still be in the machine's cache.
     ///
     /// # Errors
     /// If the store fails.
@@ -69,8 +70,8 @@ impl OpenSaver {
     }
 }
 
-/// Reads the snapshot that the pointer names. A replaced machine is refused: it would only add snapshots to which the
-/// pointer never moves.
+/// Returns the snapshot that the pointer names. Fails on a machine that has been replaced, because the pointer would
+/// never move to its new snapshots.
 async fn read_latest(settings: &FilesSettings) -> Result<Option<FilesSnapshotRef>, SaveError> {
     let Some(pointer) = files_pointer::read(&settings.bucket, &settings.slot).await? else { return Ok(None) };
     let pointer = pointer.value;
@@ -78,7 +79,7 @@ async fn read_latest(settings: &FilesSettings) -> Result<Option<FilesSnapshotRef
     Ok(pointer.snapshot)
 }
 
-/// Refuses to save on a machine that has not restored its predecessor's files, because it booted with an earlier
+/// Returns an error if this machine has not restored its predecessor's files. This happens if it booted with an earlier
 /// release.
 fn ensure_latest_was_restored(
     settings: &FilesSettings,

@@ -21,7 +21,7 @@ pub struct RestoreOutcome {
     pub ended_at: Timestamp,
     /// The restored snapshot; `None` if there was none, or if it could not be restored.
     pub snapshot: Option<String>,
-    /// Everything that was written before this time was restored.
+    /// The time up to which the snapshot contains all changes.
     #[serde(with = "clock::wire_option")]
     pub taken_at: Option<Timestamp>,
     pub files: u64,
@@ -31,12 +31,12 @@ pub struct RestoreOutcome {
     /// The number of damaged files that were left out, and of damaged directories that were restored empty.
     #[serde(default)]
     pub damaged: u64,
-    /// The first of their paths.
+    /// The first few of their paths.
     #[serde(default)]
     pub damaged_paths: Vec<String>,
     /// Why the snapshot was not restored.
     pub error: Option<String>,
-    /// Whether an operator decided that the snapshot is not to be restored.
+    /// Whether an operator decided not to restore the snapshot.
     #[serde(default)]
     pub is_given_up: bool,
 }

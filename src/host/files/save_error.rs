@@ -7,7 +7,6 @@ use svc_store::pointer_io::PointerError;
 
 use super::access::AccessError;
 
-/// Why a save failed.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum SaveError {
     #[error(transparent)]

@@ -1,7 +1,7 @@
 //! The lines of `backup.jsonl` about the file backup.
 //!
-//! The service saves up to four times a minute, and each line is itself a change that must be saved. Therefore, there is
-//! only one line an hour, as for backups of the database, and one when saves begin to fail or succeed again, or the
+//! The service saves up to four times a minute, and each line is itself a change that must be saved. Therefore, there
+//! is only one line an hour, as for database backups, and one when saves begin to fail or succeed again, or when the
 //! service starts.
 
 use std::time::{Duration, Instant};
@@ -20,7 +20,7 @@ const LINE_INTERVAL: Duration = Duration::from_secs(3600);
 /// Minimum interval between the line about a failure and the one about the next success.
 const RECOVERY_INTERVAL: Duration = Duration::from_secs(60);
 
-/// A line.
+/// A line of `backup.jsonl`.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 struct FileBackupRecord {
@@ -30,7 +30,7 @@ struct FileBackupRecord {
     kind: BackupKind,
     status: Status,
     stage: &'static str,
-    /// The latest snapshot, below the slot's prefix; absent after a failure.
+    /// The latest snapshot's key, relative to the slot's prefix; absent after a failure.
     #[serde(skip_serializing_if = "Option::is_none")]
     key: Option<String>,
     /// The size of the saved files; absent after a failure.
@@ -49,7 +49,7 @@ struct FileBackupRecord {
 pub(super) struct SaveRecords {
     /// When the last line was written, and its status.
     last_line: Option<(Instant, Status)>,
-    /// Since the last line.
+    /// The snapshots taken since the last line, and the bytes uploaded for them.
     snapshots: u64,
     uploaded_bytes: u64,
 }

@@ -8,9 +8,9 @@ pub const MAX_DELAY: Duration = Duration::from_secs(30);
 pub const UNWATCHED_INTERVAL: Duration = Duration::from_secs(60);
 /// Minimum pause after a save, because each new snapshot costs several requests to the store. It does not apply to a
 /// requested save.
-pub const MIN_INTERVAL: Duration = Duration::from_secs(15);
+pub const MIN_PAUSE: Duration = Duration::from_secs(15);
 /// The same, after a save without changes.
-const MIN_UNCHANGED_INTERVAL: Duration = Duration::from_secs(5);
+const MIN_UNCHANGED_PAUSE: Duration = Duration::from_secs(5);
 /// While the watcher reports all changes, checks of unwatched files take at most 1/50 of the time, and saves of the
 /// whole home directory at most 1/100, unless the interval would then exceed its maximum.
 const UNWATCHED_INTERVAL_FACTOR: u32 = 50;
@@ -18,12 +18,12 @@ const MAX_UNWATCHED_INTERVAL: Duration = Duration::from_secs(600);
 const FULL_INTERVAL_FACTOR: u32 = 100;
 const MAX_FULL_INTERVAL: Duration = Duration::from_secs(24 * 3600);
 /// The pause after a save, as a multiple of its duration, but at most `MAX_PAUSE`, and less if that is necessary for
-/// [`MAX_CHANGE_AGE`]. Saves that read much more than the
-/// changes, for example because the cache cannot be written, must not keep the processor busy.
+/// [`MAX_CHANGE_AGE`]. Saves that read much more than the changes, for example because the cache cannot be written,
+/// must not keep the processor busy.
 const PAUSE_FACTOR: u32 = 10;
 const MAX_PAUSE: Duration = Duration::from_secs(300);
-/// A change is saved in this time, unless saves take more than 15 s: at worst, it is made at the start of a save, and
-/// waits for the end of that save, the pause (or `MAX_DELAY`, if that is longer) and the next save.
+/// A change is saved within this time, unless saves take more than 15 s: at worst, it is made at the start of a save,
+/// and waits for the end of that save, the pause (or `MAX_DELAY`, if that is longer) and the next save.
 const MAX_CHANGE_AGE: Duration = Duration::from_secs(60);
 /// Interval between saves of the whole home directory, which also find writes that cause no events, such as those
 /// through a shared memory map.
@@ -132,7 +132,7 @@ impl Schedule {
         }
     }
 
-    /// Records a save that ended at `now` and took `duration`. If it was unchanged, it cost nothing in the store, so the
+    /// Records a save that ended at `now` and took `duration`. If nothing had changed, no snapshot was stored, so the
     /// minimum pause is shorter.
     pub fn record_success(&mut self, saved: SaveScope, is_unchanged: bool, duration: Duration, now: Instant) {
         if saved == SaveScope::Everything {
@@ -142,7 +142,7 @@ impl Schedule {
         self.changed_since = None;
         self.failures = 0;
         let pause = pause_after(duration);
-        let unchanged_pause = (duration * PAUSE_FACTOR).max(MIN_UNCHANGED_INTERVAL);
+        let unchanged_pause = (duration * PAUSE_FACTOR).max(MIN_UNCHANGED_PAUSE);
         self.not_before = now + if is_unchanged { pause.min(unchanged_pause) } else { pause };
         self.is_requested = false;
         let check_duration = if saved == SaveScope::Changes { duration } else { Duration::ZERO };
@@ -167,7 +167,7 @@ impl Schedule {
 
 /// Returns the pause after a save that took `duration`.
 fn pause_after(duration: Duration) -> Duration {
-    let pause = (duration * PAUSE_FACTOR).clamp(MIN_INTERVAL, MAX_PAUSE);
+    let pause = (duration * PAUSE_FACTOR).clamp(MIN_PAUSE, MAX_PAUSE);
     let remaining = MAX_CHANGE_AGE.saturating_sub(duration * 2);
     if remaining < MAX_DELAY { pause } else { pause.min(remaining) }
 }
@@ -196,7 +196,7 @@ mod tests {
         for seconds in 0..=15 {
             let duration = Duration::from_secs(seconds);
             let pause = pause_after(duration);
-            assert!(pause >= MIN_INTERVAL, "{seconds}");
+            assert!(pause >= MIN_PAUSE, "{seconds}");
             assert!(duration * 2 + pause.max(MAX_DELAY) <= MAX_CHANGE_AGE, "{seconds}");
         }
         assert_eq!(pause_after(Duration::from_secs(16)), Duration::from_secs(160));
@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn save_without_changes_does_not_delay_the_next_one() {
+    fn save_without_changes_shortens_the_pause() {
         let (mut schedule, now) = started();
         schedule.record_success(SaveScope::Changes, true, Duration::from_millis(50), now);
         assert_eq!(schedule.decide(SETTLED, after(now, 4)), SaveScope::Nothing);

@@ -199,7 +199,7 @@ impl FileBackup {
                 if error.is_withdrawn() {
                     self.settings = FilesSettings::read(self.settings.layout.clone())?;
                 }
-                // The platform waits for the last save of a machine only for minutes.
+                // The platform waits only a few minutes for a machine's last save.
                 let is_awaited = self.last_quiesced_at.is_some();
                 self.schedule.record_failure(began.elapsed(), is_awaited, Instant::now());
                 self.record_failure(&error, (checked_at, began));
@@ -265,8 +265,8 @@ impl FileBackup {
         // The save writes content again if it is only in damaged packs.
         open.saver.set_damaged_packs(checks.damaged_packs());
         let save = if is_repair { SaveScope::Everything } else { save };
-        // With a parent, entries that cannot be read now would refer to the lost part of the index. The snapshot of the
-        // repair refers to none of it.
+        // With a parent, entries that cannot be read now would still refer to the lost part of the index. The repair's
+        // snapshot must not.
         let parent = open.parent.clone().filter(|_| !(is_repair && checks.is_index_damaged()));
         let (result, is_full) = match (save, parent) {
             // The changes since another machine's snapshot are unknown.
@@ -410,7 +410,7 @@ impl FileBackup {
         }
     }
 
-    /// Whether a full save has followed since the writers were stopped at this time.
+    /// Whether a full save has succeeded since the writers were stopped at this time.
     fn has_final_save(&self, quiesced_at: Timestamp) -> bool {
         self.last_quiesced_at == Some(quiesced_at) && !self.is_full_save_due
     }

@@ -114,7 +114,7 @@ impl FilesStatus {
     pub(super) fn record_key(&mut self, error: Option<&AccessError>) {
         match error {
             None => self.key_problem = None,
-            // Other errors, such as an outage of the platform, do not answer the question.
+            // Other errors, such as an outage, do not show whether the platform has the key.
             Some(error) => self.key_problem = error.to_key_problem().or(self.key_problem.take()),
         }
     }
@@ -188,15 +188,12 @@ impl FilesStatus {
         Some(format!("{subject} of the owner's home cannot be read, and {verb} not saved{first}"))
     }
 
-    /// Describes the most serious known problem of what is saved.
+    /// Describes the most serious known problem with the saved data.
     pub fn find_problem(&self, checks: &FileChecks) -> Option<String> {
         checks.find_problem().or_else(|| self.key_problem.clone())
     }
 
-    /// Writes the file.
-    ///
-    /// # Errors
-    /// If it cannot be written.
+    /// Writes the status file, and creates its directory if necessary.
     pub fn write(&mut self, layout: &Layout) -> Result<(), FileError> {
         self.version = FORMAT;
         let dir = layout.files_state();

@@ -1,8 +1,8 @@
 //! `svc-sync-agent verify`: rereads a share of the file backup, so that damage is found before a recovery needs the
 //! data. Once a week, it also restores a sample of files and compares them with those on the machine.
 //!
-//! The report of damage names the affected files and snapshots. The run also requests a save, in which `svc-files`
-//! writes the damaged content again if the machine still has it.
+//! The damage report names the affected files and snapshots. The run also requests a save, in which `svc-files` writes
+//! the damaged content again if the machine still has it.
 
 use std::collections::HashSet;
 use std::time::Duration;
@@ -35,7 +35,7 @@ use crate::system::lock::Lock;
 pub const REQUEST: &str = "files-verify";
 /// The name of the pointer in messages.
 const POINTER: &str = "pointer files/latest";
-/// The name of the key file in the record of damage.
+/// The name of the key file in the damage record.
 const KEY_FILE: &str = "key file";
 const LOCK_FILE: &str = "verify.lock";
 /// Maximum time to wait for another verification to end.
@@ -209,8 +209,8 @@ struct RepairableDamage {
     error: FilesError,
 }
 
-/// Checks that the pointer names a snapshot that can be read, that the index contains everything that it needs, and that
-/// `restic` can open the repository.
+/// Checks that the pointer names a snapshot that can be read, that the index contains everything that it needs, and
+/// that `restic` can open the repository.
 async fn check_latest(
     settings: &FilesSettings,
     repository: &Repository,

@@ -32,11 +32,11 @@ pub struct Config {
     /// The issuer of the owner's bearer tokens, if configured.
     pub issuer: Option<TrustedIssuer>,
     pub postgres: tokio_postgres::Config,
-    /// Timeout of a single statement of an app's role. A whole transaction gets a few seconds more.
+    /// Timeout for a single statement run by an app's role. A whole transaction gets a few seconds more.
     pub statement_timeout: Duration,
     /// How long change events are kept.
     pub changes_retention: Duration,
-    /// The file of a certificate chain that the operator has placed on the machine.
+    /// A certificate chain file that the operator has placed on the machine.
     pub certificate_file: Option<PathBuf>,
     /// Initial backoff after a failed certificate request.
     pub acme_initial_backoff: Duration,
@@ -125,8 +125,8 @@ fn read_admin_token(env: &mut Env) -> Option<SecretString> {
     Some(token)
 }
 
-/// Reads the timeout of an app's statement. A timeout that is too long is reduced rather than rejected, because earlier
-/// releases started with it.
+/// Reads the timeout for an app's statements. A timeout that is too long is reduced rather than rejected, because
+/// earlier releases started with it.
 fn read_statement_timeout(env: &mut Env) -> Duration {
     let timeout_ms: u64 = env.or_default(&vars::BRIDGE_STATEMENT_TIMEOUT_MS);
     if timeout_ms == 0 {

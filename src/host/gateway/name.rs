@@ -40,8 +40,8 @@ impl fmt::Display for Slug {
     }
 }
 
-/// The name of a table, column, schema or role: letters, digits and `_`, not starting with a digit, and at most
-/// PostgreSQL's 63 bytes.
+/// The name of a table, column, schema or role: letters, digits and `_`, not starting with a digit, and at most 63
+/// bytes, PostgreSQL's limit.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SqlIdentifier(String);
 

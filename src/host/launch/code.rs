@@ -180,7 +180,7 @@ async fn supervise(socket: &Path) -> anyhow::Error {
     std::future::pending().await
 }
 
-/// Forwards signals to code-server; returns at SIGTERM or SIGINT.
+/// Forwards signals to code-server; returns on SIGTERM or SIGINT.
 async fn forward_signals(pid: Option<Pid>, signals: &mut mpsc::Receiver<Signal>) {
     while let Some(signal) = signals.recv().await {
         if matches!(signal, Signal::SIGTERM | Signal::SIGINT) {

@@ -1,4 +1,4 @@
-//! What the lines of `backup.jsonl` have in common.
+//! Types that all lines of `backup.jsonl` use, and the function that appends a line.
 
 use serde::{Deserialize, Serialize};
 use svc_base::fsx::FileError;
@@ -10,7 +10,7 @@ use crate::system::layout::Layout;
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum BackupKind {
-    /// Also the kind of lines without one, which earlier releases wrote.
+    /// Also assumed for lines without a kind, which earlier releases wrote.
     #[default]
     Database,
     Files,

@@ -151,7 +151,7 @@ fn is_false(flag: &bool) -> bool {
     !flag
 }
 
-/// A line of any JSON record that reports dropped lines or unseen tool calls. Readers check for `gap` first.
+/// A line, in any JSON record, that reports dropped lines or unseen tool calls. Readers check for `gap` first.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GapLine {
     pub version: u32,
@@ -191,7 +191,7 @@ pub enum GapReason {
     Crowded,
     /// Calls in the agent's output that no hook reported.
     Unseen,
-    /// A hook reported another process's call, or a dispatch, and was rejected.
+    /// A process without authority reported another process's call, or a dispatch. The report was rejected.
     Forged,
     /// The end of a tool call whose reporting process had already ended.
     Unproven,

@@ -99,7 +99,7 @@ pub struct FilesBackward {
 }
 
 impl FilesBackward {
-    /// Opens the current file before it lists the others, so that a rotation meanwhile does not hide the file.
+    /// Opens the current file before it lists the others, so that a rotation in between does not hide it.
     pub fn new(kind: RecordKind, logs: &Path) -> Result<Self, FileError> {
         let current = kind.open_current(logs)?;
         let mut dated = kind.list_dated_files(logs)?;
@@ -133,7 +133,6 @@ impl FilesBackward {
     }
 }
 
-/// An open file of a record.
 #[derive(Debug)]
 pub struct OpenRecordFile {
     pub path: PathBuf,

@@ -12,12 +12,11 @@ use std::time::{Duration, Instant};
 
 use svc_base::fsx::FileError;
 
-const MAX_LOCK_WAIT: Duration = Duration::from_secs(1);
+const LOCK_TIMEOUT: Duration = Duration::from_secs(1);
 const LOCK_POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Appends a line in a single write, and syncs the file. A torn last line is removed first; a complete last line that
-/// lacks its newline is terminated. Concurrent appends wait for each
-/// other.
+/// lacks its newline is terminated. Concurrent appends wait for each other.
 ///
 /// # Errors
 /// [`FileError`] if the file cannot be created, read or written, or if the path is a symbolic link.
@@ -39,10 +38,10 @@ pub fn append_line(path: &Path, line: &[u8]) -> Result<(), FileError> {
     append().map_err(FileError::wrap("append to", path))
 }
 
-/// Waits for concurrent appends to end, and locks the file. Returns `false` if it is still locked after `MAX_LOCK_WAIT`:
-/// the owner's programs can lock the file, too, and must not stop a backup.
+/// Waits for concurrent appends to end, and locks the file. Returns `false` if it is still locked after
+/// `LOCK_TIMEOUT`: the owner's programs can lock the file, too, and must not stop a backup.
 fn wait_for_lock(file: &File) -> bool {
-    let end = Instant::now() + MAX_LOCK_WAIT;
+    let end = Instant::now() + LOCK_TIMEOUT;
     while file.try_lock().is_err() {
         if Instant::now() >= end {
             return false;
@@ -52,8 +51,8 @@ fn wait_for_lock(file: &File) -> bool {
     true
 }
 
-/// Returns the newline that the last line lacks, if it does. Unlike [`repair_tail`], removes nothing, because another
-/// process may be appending.
+/// Returns a newline if the last line lacks one; otherwise returns nothing. Unlike [`repair_tail`], removes nothing,
+/// because another process may be appending.
 fn find_missing_newline(file: &mut File) -> std::io::Result<&'static [u8]> {
     let mut last = [b'\n'];
     if file.metadata()?.len() > 0 {

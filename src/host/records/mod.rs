@@ -1,8 +1,8 @@
 //! The records in the owner's `system/logs`: dispatches, their cost, file changes, and events on the machine.
 //!
 //! This module defines their lines, and writes, counts and reads them. It also reads the records of storage and
-//! backups, whose lines other modules complete. All records except `activity.log` have one JSON object per line. Days
-//! begin at midnight in `costLimits.timeZone`.
+//! backups, which other modules write. All records except `activity.log` have one JSON object per line. Days begin at
+//! midnight in `costLimits.timeZone`.
 
 pub mod backup;
 pub mod calendar;

@@ -34,7 +34,6 @@ impl Seals {
         text.and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or_default()
     }
 
-    /// Writes the seals.
     pub fn write(&self, file: &Path) -> Result<(), FileError> {
         fsx::write_atomic(file, &serde_json::to_vec(self).expect("plain fields serialize to JSON"), 0o600)
     }

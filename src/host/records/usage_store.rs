@@ -36,7 +36,7 @@ const NEW_USAGE_FILE: &str = "usage.jsonl.new";
 /// Maximum number of obsolete lines in `usage.jsonl`, in addition to one for each current line. Beyond it, the file is
 /// compacted.
 const MAX_OBSOLETE_LINES: u64 = 20_000;
-/// Of a longer line, only the end is kept in memory; that is not valid JSON, so the line is ignored.
+/// Only the end of a longer line is kept in memory; it is not valid JSON, so the line is ignored.
 const MAX_LINE_BYTES: u64 = 8 << 20;
 const CHUNK_BYTES: usize = 256 << 10;
 

@@ -104,8 +104,8 @@ fn may_have_rebooted(state: ClockState, boot_time: i64, uptime_seconds: i64) -> 
         && (-MAX_DRIFT_SECONDS..=MAX_REBOOT_SECONDS).contains(&(boot_time - last_check))
 }
 
-/// Finds the time of the last modification, at most at `latest`, of any file in this directory; `None` if there is no
-/// such file. Times are in seconds since 1970.
+/// Finds the last modification time, no later than `latest`, of any file in this directory; `None` if there is no such
+/// file. Times are in seconds since 1970.
 fn find_last_write(dir: &Path, latest: i64) -> Result<Option<i64>, FileError> {
     let mut last = None;
     for entry in std::fs::read_dir(dir).map_err(FileError::wrap("read", dir))? {
@@ -208,7 +208,7 @@ mod tests {
         let rebooted = checked(20, 42);
         let (trusted_time, state) = assess_clock(Some(before), rebooted);
         assert_eq!((trusted_time, state.untrusted), (rebooted.clock, None));
-        // The clock has jumped: after a boot that long after the last check, a check would have run sooner.
+        // The clock has jumped: if the machine had rebooted, an hourly check would have run sooner.
         for jumped in [checked(5 * 60, 42), checked(20, 5 * 60)] {
             assert!(assess_clock(Some(before), jumped).0 < jumped.clock, "{jumped:?}");
         }

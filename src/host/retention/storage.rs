@@ -97,7 +97,7 @@ pub fn record_path(layout: &Layout) -> PathBuf {
     layout.logs().join("storage.jsonl")
 }
 
-/// Measures, and appends today's line.
+/// Measures the sizes, and appends today's line.
 ///
 /// # Errors
 /// [`StorageError`] if the home directory, the database or the record is not accessible, or the database does not

@@ -23,7 +23,7 @@ const FILE: &str = "activity.log";
 pub fn note(layout: &Layout, text: &str) {
     match append(layout, text) {
         Ok(()) => {}
-        // A boot creates the directory before these programs run, so this is not expected on a machine.
+        // The directory is created at boot, before these programs run, so this is not expected on a machine.
         Err(error) if error.kind() == ErrorKind::NotFound => {
             tracing::debug!(error = %format_chain(&error), "there is no directory for activity.log");
         }
@@ -34,7 +34,7 @@ pub fn note(layout: &Layout, text: &str) {
 /// Appends a line with the current time. Control characters are replaced with spaces.
 ///
 /// # Errors
-/// If the line cannot be written.
+/// If the directory does not exist, the file is a link or belongs to another user, or it cannot be written.
 pub fn append(layout: &Layout, text: &str) -> io::Result<()> {
     let logs = layout.logs();
     let relative = logs.strip_prefix(layout.root()).unwrap_or(Path::new(""));

@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 
 use tokio_postgres::Client;
 
-/// A size query waits for the lock of an `ALTER TABLE`, and a caller's timeout does not cancel the waiting statement.
+/// A size query waits for the lock that an `ALTER TABLE` holds, and a caller's timeout does not cancel the waiting
+/// statement.
 const SESSION_TIMEOUTS: &str = "SET lock_timeout = '2s'; SET statement_timeout = '15s'";
 const SIZES_QUERY: &str = "SELECT n.nspname::text, coalesce(sum(pg_total_relation_size(c.oid)), 0)::int8, \
     coalesce(sum(greatest(c.reltuples, 0)) FILTER (WHERE c.relkind IN ('r', 'm')), 0)::int8 \

@@ -42,6 +42,5 @@ impl Backoff {
     }
 }
 
-/// The deadline has passed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeadlinePassed;

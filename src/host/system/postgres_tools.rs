@@ -206,8 +206,8 @@ impl PgTools {
         command
     }
 
-    /// Builds the command that loads the entries named by a list from a dump file into a database. The server's user
-    /// will own all of them.
+    /// Builds the command that loads the entries named by a list from a dump file into a database. The user in the
+    /// server's configuration will own all of them.
     pub fn load_listed(&self, server: &PostgresServer, database: &str, dump: &Path, list: &Path) -> Command {
         let mut command = self.command("pg_restore", Some(server));
         command.args([
@@ -282,8 +282,8 @@ fn connection_vars(server: &PostgresServer) -> Vec<(&'static str, String)> {
     vars
 }
 
-/// Returns options for sessions that load a database that is not yet in use. Statements do not wait for the disk; the
-/// step after the load waits until all data is durable. If the jobs use all cores, indexes are built without parallel
+/// Returns options for sessions that load a database that is not yet in use. Commits do not wait for the disk; the step
+/// after the load waits until all data is durable. If the jobs use all cores, indexes are built without parallel
 /// workers, which would only slow down the other job. `maintenance_work_mem` stays at the server's setting, because
 /// larger sorts exceed the CPU caches and are slower.
 fn load_options(cores: usize) -> String {

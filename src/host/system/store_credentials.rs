@@ -41,8 +41,8 @@ const DEFAULT_SESSION_TTL: SignedDuration = SignedDuration::from_hours(1);
 const MAX_OUTAGE_SESSION_AGE: SignedDuration = SignedDuration::from_mins(50);
 /// Credentials count as expired this long before their expiry, because a request takes time after it is signed.
 const EXPIRY_MARGIN: SignedDuration = SignedDuration::from_secs(30);
-/// Maximum number of attempts at a renewal when no session is usable. A use within [`RETRY_INTERVAL`] of a failed
-/// renewal makes a single attempt.
+/// Maximum number of attempts at a renewal when no session is usable. Within [`RETRY_INTERVAL`] of a failed renewal,
+/// only one attempt is made per request for credentials.
 const MAX_ATTEMPTS: u32 = 4;
 /// Delay after a failed renewal, while the current session or the outage session is usable.
 const RETRY_INTERVAL: SignedDuration = SignedDuration::from_secs(30);

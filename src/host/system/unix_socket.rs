@@ -34,7 +34,7 @@ pub fn bind(dir: &Path, name: &str) -> io::Result<UnixListener> {
     ensure_dir(dir)?;
     // A socket's path is limited to 107 bytes, so the temporary name is short.
     let (target, temp) = (dir.join(name), dir.join(format!(".{}", std::process::id())));
-    // A killed process with the same ID may have left the name behind. If it cannot be removed, `bind` fails.
+    // A killed process with the same ID may have left its socket behind. If it cannot be removed, `bind` fails.
     let _ = fs::remove_file(&temp);
     let listener = UnixListener::bind(&temp)?;
     let renamed = set_group_from_dir(dir, &temp)

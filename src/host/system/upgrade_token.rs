@@ -1,9 +1,10 @@
 //! This machine's `UPGRADE_TOKEN`: the one in `host.env`, or a later one from a heartbeat response.
 //!
-//! Only the sync agent writes the file. It stores the next token durably before it sends a heartbeat with it, and keeps
-//! the previous one, which the platform may still accept if it rejects the stored one. Every call rereads the file, so
-//! a long backup notices a rotation. Root also reads the file, even though another user can write it: root follows no
-//! links, and accepts only a regular file whose content has the format of this machine's token.
+//! Only the sync agent writes the file with the later token. It stores the next token durably before it sends a
+//! heartbeat with it, and keeps the previous one, which the platform may still accept if it rejects the stored one.
+//! Every call rereads the file, so a long backup notices a rotation. Root also reads the file, even though another user
+//! can write it: root follows no links, and accepts only a regular file whose content has the format of this machine's
+//! token.
 //!
 //! Invariant: even after a crash while a token is being stored, the file is complete: it has the old content or the
 //! new.

@@ -1,8 +1,8 @@
 //! Switches programs that root starts by hand to the appropriate user on the machine.
 //!
 //! A user could replace a path in its own directories with a symbolic link, so these programs read and write such
-//! paths not as root, but in a process that runs as that user. [`switch_user_for_database_tools`] is for a whole program,
-//! [`applet_command`] for part of one.
+//! paths not as root, but in a process that runs as that user. [`switch_user_for_database_tools`] is for a whole
+//! program, [`applet_command`] for part of one.
 
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -32,8 +32,8 @@ pub fn switch_user_for_database_tools(layout: &Layout) -> anyhow::Result<()> {
     switch_to_gateway_user(layout)
 }
 
-/// Like [`switch_user_for_database_tools`], but even without PostgreSQL tools, for programs that read or write the home directory.
-/// Does nothing if this process is not root, or if `host.env` does not exist or belongs to root.
+/// Like [`switch_user_for_database_tools`], but even without PostgreSQL tools, for programs that read or write the home
+/// directory. Does nothing if this process is not root, or if `host.env` does not exist or belongs to root.
 ///
 /// # Errors
 /// If the user or the groups cannot be changed.

@@ -227,7 +227,7 @@ impl Download<'_> {
         strong_etag(response) != self.etag
     }
 
-    /// Sends every byte to `chunks`, in order, and returns their SHA-256. Resumes the download after transient errors.
+    /// Sends all bytes to `chunks`, in order, and returns their SHA-256. Resumes the download after transient errors.
     ///
     /// # Errors
     /// [`DownloadError`] if the download fails and cannot be resumed; `Abandoned` if the receiver has been dropped.

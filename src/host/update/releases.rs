@@ -53,7 +53,7 @@ impl StagedRelease {
     ///
     /// # Errors
     /// `NoBinary`, `Release` or `WrongVersion` if the staged release is unusable; `File` if it cannot be installed. If
-    /// only the last step failed, the sync of the releases directory, the release is installed.
+    /// only the final sync of the releases directory fails, the release is installed nevertheless.
     pub fn commit(
         mut self,
         layout: &Layout,

@@ -136,8 +136,8 @@ impl Services for Systemctl {
     }
 
     async fn restart(&self, unit: &str) -> Result<(), ServicesError> {
-        // systemd 252 keeps the count if the unit is waiting for an automatic restart, and a unit that crashes at its
-        // start is almost always waiting. A unit that is not loaded cannot be reset, but has no count either.
+        // systemd 252 keeps the count if the unit is waiting for an automatic restart, and a unit that crashes at
+        // startup is almost always waiting. A unit that is not loaded cannot be reset, but has no count either.
         if let Err(error) = self.run_systemctl(&["reset-failed", unit], QUERY_TIMEOUT).await {
             tracing::debug!(error = %format_chain(&error), "could not reset a unit's restart count");
         }

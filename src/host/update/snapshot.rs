@@ -95,7 +95,7 @@ impl LastRun {
     }
 
     /// Describes why the update is still waiting after this run.
-    fn describe_failure(&self) -> String {
+    fn describe_wait_reason(&self) -> String {
         match (&self.held, &self.error) {
             // The advice comes before the loss, because the wait keeps only the beginning of a long reason.
             (Some(held), _) => format!(
@@ -185,7 +185,7 @@ impl<'a, S: Services> SnapshotWaiter<'a, S> {
             if let Some(ended) = &ended {
                 last_checked = Timestamp::now();
                 is_held_back = ended.held.is_some();
-                self.record_wait(journal, since, &ended.describe_failure())?;
+                self.record_wait(journal, since, &ended.describe_wait_reason())?;
             }
             // An accepted snapshot, or the next hourly one, can still end the wait.
             if !is_held_back && Instant::now() >= next_start {

@@ -151,7 +151,7 @@ fn ended(end: UpdateResult, why: StepFailure) -> State {
     State::Ended { end, stage: why.stage, error: Some(why.error) }
 }
 
-/// Returns the final state after a failed rollback. The error contains the reason for the rollback and that for its
+/// Returns the final state after a failed rollback. The error contains the reasons for the rollback and for its
 /// failure.
 fn rollback_failed(why: &StepFailure, rollback_failure: &StepFailure) -> State {
     let error = format!(

@@ -59,7 +59,7 @@ fn write(layout: &Layout, set: &KeySet) -> Result<(), FileError> {
     fsx::write_atomic(&path, text.as_bytes(), 0o600)
 }
 
-/// Writes the trusted key ids for the sync agent, which may not read `update.env`.
+/// Writes the trusted key ids for the sync agent, which cannot read `update.env`.
 pub fn report_key_ids(layout: &Layout) -> Result<(), UpdateError> {
     let KeySet { sequence, keys } = read(layout)?;
     Ok(trusted_keys::write(&TrustedKeyIds { sequence, ids: keys.ids() }, layout)?)

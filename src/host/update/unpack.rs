@@ -69,7 +69,7 @@ impl From<TarError> for UnpackError {
 }
 
 impl UnpackError {
-    /// Returns whether this machine is at fault, such as its disk, rather than the archive.
+    /// Returns whether the cause is this machine, for example its disk, rather than the archive.
     pub fn is_disk_error(&self) -> bool {
         use io::ErrorKind::{AlreadyExists, InvalidFilename, IsADirectory, NotADirectory};
         let archive_errors = [AlreadyExists, InvalidFilename, IsADirectory, NotADirectory];

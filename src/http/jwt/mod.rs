@@ -21,7 +21,6 @@ use svc_machine::name::IdpUserId;
 
 /// Tolerated clock skew.
 pub const LEEWAY_SECONDS: i64 = 30;
-/// Maximum length of a token.
 const MAX_TOKEN_BYTES: usize = 8 * 1024;
 
 /// The trusted issuer and the accepted audiences.

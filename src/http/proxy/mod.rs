@@ -119,7 +119,7 @@ impl Proxy {
     /// Forwards a request, and returns the response as soon as its head has been received.
     ///
     /// # Errors
-    /// See [`ProxyError`].
+    /// [`ProxyError`] if the request is not supported or cannot be sent, or if no valid response head arrives in time.
     pub async fn forward(&self, mut request: Request<Body>) -> Result<Response<Body>, ProxyError> {
         if request.method() == Method::CONNECT {
             return Err(ProxyError::ConnectMethod);

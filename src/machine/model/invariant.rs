@@ -40,7 +40,7 @@ pub enum Violation {
     MissingOperation,
     /// An operation is still open after the model has settled.
     UnfinishedOperation,
-    /// A server that is no longer kept still exists after reconciliation.
+    /// A server that no longer needs to be kept still exists after reconciliation.
     Orphan,
 }
 

@@ -21,7 +21,7 @@ const SOUND_RULES: Rules = Rules {
     stops_writers: true,
     reinstates_older: true,
     respects_snapshots: true,
-    ignores_lost_successors: true,
+    keeps_if_successor_lost: true,
     rechecks_missing_servers: true,
 };
 
@@ -232,7 +232,7 @@ fn detects_early_deletion_of_predecessor() {
 #[test]
 fn detects_deletion_of_predecessor_of_lost_successor() {
     let violation = Violation::LastServerRemoved;
-    let violations = find_violations(Rules { ignores_lost_successors: false, ..SOUND_RULES }, violation);
+    let violations = find_violations(Rules { keeps_if_successor_lost: false, ..SOUND_RULES }, violation);
     assert!(violations.contains(&violation), "{violations:?}");
 }
 

@@ -23,7 +23,7 @@ impl LifecycleModel {
         // deleted.
         let mut later = later.filter(|other| {
             let is_deleted = matches!(other.machine.state, State::Deleted { .. });
-            if other.is_server_known_gone() && self.rules.ignores_lost_successors {
+            if other.is_server_known_gone() && self.rules.keeps_if_successor_lost {
                 is_deleted
             } else {
                 other.proven

@@ -34,7 +34,7 @@ pub async fn handle(
     request: Request,
 ) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
-    let (claimed, token) = call.claimed_registration(&platform)?;
+    let (claimed, token) = call.parse_registration_claim(&platform)?;
     let mut session = platform.host_db.session().await?;
     let tx = db::begin(&mut session).await?;
     let machine = register::lock_claimed_machine(&tx, claimed, token).await?;

@@ -115,7 +115,7 @@ impl ApiCall {
     }
 
     /// Returns the machine that a registration token claims, and the token, which has not been verified yet.
-    pub fn claimed_registration(&self, platform: &Platform) -> Result<(MachineId, &str), Problem> {
+    pub fn parse_registration_claim(&self, platform: &Platform) -> Result<(MachineId, &str), Problem> {
         let token = self.bearer().map_err(|_| registration_rejected())?;
         platform.rate_limits.admit_unverified_token(self.client, token)?;
         let claim = tokens::parse_claim(token, Purpose::Registration);
@@ -128,7 +128,7 @@ impl ApiCall {
     }
 
     /// Accepts an operator's request without a body or with an empty JSON object.
-    pub fn ensure_no_body(&self) -> Result<(), Problem> {
+    pub fn ensure_empty_body(&self) -> Result<(), Problem> {
         if self.request.body.is_empty() { Ok(()) } else { self.request.json_fields()?.finish(Some(())) }
     }
 

@@ -60,8 +60,8 @@ async fn discard(
     ensure_left_slot(&change.machine)?;
     let removal = find_pending_removal(&change.tx, id).await?;
     // Unless an operator has accepted the loss, a running removal may still decide to keep the server.
-    let is_consent_new = loss == LossConsent::Accepted && !is_discard_ordered(&change.machine);
-    let is_ordered = removal.is_some() || is_discard_ordered(&change.machine);
+    let is_consent_new = loss == LossConsent::Accepted && !is_discard_requested(&change.machine);
+    let is_ordered = removal.is_some() || is_discard_requested(&change.machine);
     let body = |after: &MachineRow| response_body(after, removal, is_ordered);
     if is_ordered && !is_consent_new {
         return change.end(ChangeEffect::Unchanged, StatusCode::ACCEPTED, body).await;
@@ -74,14 +74,14 @@ async fn discard(
     change.end(ChangeEffect::Changed("discard"), StatusCode::ACCEPTED, body).await
 }
 
-/// Finds the running operation that deletes the server.
+/// Finds the operation that deletes the server, unless it has ended.
 async fn find_pending_removal(tx: &Transaction<'_>, id: MachineId) -> Result<Option<OperationId>, Problem> {
     let removal = db::operations::find_newest(tx, id, OperationKind::RemoveServer.as_str()).await?;
     Ok(removal.filter(|removal| !removal.has_ended()).map(|removal| removal.id))
 }
 
 /// Returns whether a discard has been requested and the removal has not been abandoned since.
-fn is_discard_ordered(machine: &MachineRow) -> bool {
+fn is_discard_requested(machine: &MachineRow) -> bool {
     machine.discard_ordered_at.is_some() && machine.removal_abandoned_at.is_none()
 }
 

@@ -93,7 +93,7 @@ fn respond(body: impl Serialize) -> Response {
 /// a retry cannot succeed, so the detail says what to do.
 fn files_key_problem(machine: MachineId, error: FilesKeyError) -> Problem {
     let error = match error {
-        // A retry may succeed once the platform has the right key.
+        // A retry may succeed once the database is reachable again or PLATFORM_KEY_PREVIOUS is set.
         FilesKeyError::Key(error) if !matches!(error, KeyError::Corrupt { .. }) => {
             return key_unavailable(error);
         }

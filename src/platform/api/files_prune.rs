@@ -27,8 +27,8 @@ use svc_machine::name::{IdpUserId, Slot};
 use svc_store::StoreError;
 use svc_wire::files::{FilesPruneAccepted, FilesPrunePlan};
 
-/// Timeout for computing a prune plan: for waiting until no other plan is being computed, and for reading the
-/// repository's index and trees. It is shorter than `svcctl`'s default timeout.
+/// Timeout for computing a prune plan, including the wait while another plan is being computed. It is shorter than
+/// `svcctl`'s default timeout.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 pub async fn show(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
@@ -100,7 +100,7 @@ fn no_file_backups(user: &IdpUserId, slot: &Slot) -> Problem {
 fn to_problem(error: PruneError, user: &IdpUserId, slot: &Slot) -> Problem {
     match error {
         PruneError::Db(error) => error.into(),
-        error if is_damage(&error) => {
+        error if is_permanent(&error) => {
             let why = truncate_printable(&format_chain(&error));
             Problem::new(
                 Code::Conflict,
@@ -115,8 +115,8 @@ fn to_problem(error: PruneError, user: &IdpUserId, slot: &Slot) -> Problem {
     }
 }
 
-/// Returns whether the stored objects must be repaired before the repository can be pruned.
-fn is_damage(error: &PruneError) -> bool {
+/// Returns whether the repository is damaged or cannot be opened, so that a retry would fail too.
+fn is_permanent(error: &PruneError) -> bool {
     match error {
         PruneError::InvalidPointer | PruneError::Store(StoreError::Corrupt { .. }) => true,
         PruneError::Files(error) => {

@@ -25,7 +25,8 @@ use tokio::sync::Semaphore;
 
 /// Limits the listings that run at the same time in this process.
 static LISTING_PERMITS: Semaphore = Semaphore::const_new(2);
-/// Timeout for listing the repository's objects, and for waiting until other listings have ended. It is shorter than `svcctl`'s default timeout.
+/// Timeout for listing the repository's objects, including the wait for other listings. It is shorter than `svcctl`'s
+/// default timeout.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 pub async fn show(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {

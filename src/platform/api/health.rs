@@ -2,8 +2,8 @@
 //! machines.
 //!
 //! Routing does not need the object store, and works without the database until the routes are too old
-//! (`ROUTER_MAX_STALE_SECONDS`). So `/readyz` checks only the age of the routes and whether the process is stopping,
-//! and a load balancer keeps sending users' requests during such an outage.
+//! (`ROUTER_MAX_STALE_SECONDS`). Therefore, `/readyz` checks only the age of the routes and whether the process is
+//! stopping, so that a load balancer keeps sending users' requests during an outage of the store or the database.
 
 use std::sync::Arc;
 

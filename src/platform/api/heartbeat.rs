@@ -143,8 +143,8 @@ async fn issue_next_token(
     }
 }
 
-/// Returns whether a token of a later generation may be issued. None may be issued while, or shortly after, a process
-/// with a different current platform key is running.
+/// Returns whether a token of a later generation may be issued. None may be issued while a process with a different
+/// current platform key is running, or shortly after it has stopped.
 async fn may_issue_next(platform: &Platform) -> Result<bool, Problem> {
     if platform.process.ids.previous.is_none() {
         return Ok(true);
@@ -152,7 +152,8 @@ async fn may_issue_next(platform: &Platform) -> Result<bool, Problem> {
     Ok(platform.process.is_settled(&platform.host_db.session().await?).await?)
 }
 
-/// Records the first heartbeat with a token of this later generation. The previous token remains valid for the overlap.
+/// Records the first heartbeat with a token of this later generation. The previous token remains valid for the overlap
+/// period.
 async fn advance_token(
     platform: &Platform,
     host: &AuthenticatedHost,

@@ -40,7 +40,7 @@ use svc_wire::files::{
 pub use endpoints::{LIST, RESTORE, SHOW_RESTORE, STATUS, VERSIONS};
 
 const RETRY_AFTER_SECONDS: u64 = 5;
-/// After a request that took too long. `svcctl` does not wait this long, so it does not repeat the request.
+/// `Retry-After` for a request that timed out. `svcctl` does not wait this long, so it does not repeat the request.
 const RETRY_AFTER_TIMEOUT_SECONDS: u64 = 30;
 
 type Query = Vec<(&'static str, String)>;

@@ -64,9 +64,14 @@ impl RequestedLocations {
     }
 
     /// Returns whether the requested fallback locations differ from those of a running recovery, apart from their order.
-    /// `current` and `fallback` are the locations of its new machine, and `has_moved` is whether the recovery has moved
-    /// on from the location that it tried first.
-    pub fn differs_in_fallback(&self, current: &Location, fallback: &[Location], has_moved: bool) -> bool {
+    /// `current` and `fallback` are the locations of its new machine, and `uses_fallback_location` is whether the
+    /// recovery has moved on from the location that it tried first.
+    pub fn differs_in_fallback(
+        &self,
+        current: &Location,
+        fallback: &[Location],
+        uses_fallback_location: bool,
+    ) -> bool {
         let Some(requested) = &self.fallback else { return false };
         let candidates = || std::iter::once(current).chain(fallback);
         if requested.iter().any(|location| !candidates().any(|candidate| candidate == location)) {
@@ -74,7 +79,7 @@ impl RequestedLocations {
         }
         // The location that the recovery tried first is not one of its fallbacks. After a move, it is unknown which one
         // that was, unless the request names it.
-        let first = if has_moved { self.location.as_ref() } else { Some(current) };
+        let first = if uses_fallback_location { self.location.as_ref() } else { Some(current) };
         let mut missing = candidates().filter(|candidate| !requested.contains(candidate));
         match first {
             Some(first) => missing.any(|candidate| candidate != first),
@@ -109,11 +114,16 @@ mod tests {
         names.iter().map(|name| name.parse().unwrap()).collect()
     }
 
-    fn differs(location: Option<&str>, fallback: &[&str], candidates: &[&str], has_moved: bool) -> bool {
+    fn differs(
+        location: Option<&str>,
+        fallback: &[&str],
+        candidates: &[&str],
+        uses_fallback_location: bool,
+    ) -> bool {
         let location = location.map(|name| name.parse().unwrap());
         let requested = RequestedLocations { location, fallback: Some(parse(fallback)) };
         let candidates = parse(candidates);
-        requested.differs_in_fallback(&candidates[0], &candidates[1..], has_moved)
+        requested.differs_in_fallback(&candidates[0], &candidates[1..], uses_fallback_location)
     }
 
     #[test]

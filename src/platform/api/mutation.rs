@@ -1,10 +1,10 @@
 //! Runs operators' mutating calls: replays them by `Idempotency-Key`, writes audit rows, and supports `Prefer: wait`.
 //!
-//! Invariant: the change, its audit row and the stored response are written in one transaction. This cannot include
-//! changes outside the database: `pointer.rs`, `host_files.rs` and `backup.rs` write an audit row before the change, in
-//! a separate transaction, and make the change in a task that the operator's client cannot cancel. `host_files.rs` and
-//! `backup.rs` write another audit row after the host's response. `pointer.rs` stores its plan with the audit row, so
-//! that a retry completes the change instead of repeating it.
+//! Invariant: the change, its audit row and the stored response are written in one transaction. The transaction cannot
+//! include changes outside the database: `pointer.rs`, `host_files.rs` and `backup.rs` write an audit row before the
+//! change, in a separate transaction, and make the change in a task that the operator's client cannot cancel.
+//! `host_files.rs` and `backup.rs` write another audit row after the host's response. `pointer.rs` stores its plan with
+//! the audit row, so that a retry completes the change instead of repeating it.
 
 use std::time::Duration;
 
@@ -138,7 +138,7 @@ impl Mutation {
         }))
     }
 
-    /// Finds the plan that an earlier attempt of this request stored, for a change outside the database.
+    /// Finds the plan that an earlier attempt at this request stored, for a change outside the database.
     ///
     /// # Errors
     /// Same as [`Self::replay`]; `internal` if the plan is not a `T`.
@@ -162,7 +162,7 @@ impl Mutation {
         db::idempotency::replace_response(tx, &self.actor, &plan_key(key), &stored).await
     }
 
-    /// Finds what an earlier attempt of this request stored under `key`.
+    /// Finds what an earlier attempt at this request stored under `key`.
     async fn find_stored(
         &self,
         client: &impl GenericClient,
@@ -295,8 +295,8 @@ pub async fn write_audit(tx: &Transaction<'_>, actor: &str, change: &AuditChange
 }
 
 /// Converts the reply into the response. With `Prefer: wait=N`, first waits until the operation has ended or N seconds
-/// have passed, and updates the machine's status and server type in the reply. If the database fails while waiting,
-/// responds without waiting, because the change has been committed.
+/// have passed, and updates the machine's status and server type in the reply. If the database fails during the wait,
+/// responds immediately with the reply as it is, because the change has been committed.
 pub async fn respond(platform: &Platform, call: &ApiCall, mut reply: Reply) -> Response {
     let body_text = |name: &str| reply.body.get(name).and_then(Value::as_str).map(str::to_owned);
     let operation: Option<OperationId> = body_text("operationId").and_then(|id| id.parse().ok());

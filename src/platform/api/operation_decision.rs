@@ -89,7 +89,7 @@ async fn abandon(
 ) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
     let operator = call.authenticate_operator(&platform).await?;
-    call.ensure_no_body()?;
+    call.ensure_empty_body()?;
     apply_decision(&platform, &Mutation::from_call(&call, &operator)?, &id, OperatorDecision::Abandon).await
 }
 

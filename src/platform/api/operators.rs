@@ -126,7 +126,7 @@ async fn revoke(
 ) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
     let operator = call.authenticate_operator(&platform).await?;
-    call.ensure_no_body()?;
+    call.ensure_empty_body()?;
     let name = parse_name(&name)?;
     let mutation = Mutation::from_call(&call, &operator)?;
 

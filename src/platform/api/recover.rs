@@ -254,7 +254,7 @@ async fn recover(
     mutation.run_for_user(platform, &request.user, change).await
 }
 
-/// Rejects the deletion of the last registered machine's server before a machine without its files has been created.
+/// Rejects a recovery without files that would first delete the server of the slot's last registered machine.
 async fn ensure_no_files_on_server(tx: &Transaction<'_>, machine: &MachineRow) -> Result<(), Problem> {
     let holder = match machine.registered_at {
         Some(_) => Some(machine.clone()),
@@ -358,8 +358,9 @@ async fn respond_during_recovery(
         );
         return Err(Problem::new(Code::MachineNotFound, detail));
     };
-    let has_moved = db::operation_log::has_outcome(client, operation.id, LOCATION_CHANGE).await?;
-    let differences = differing_options(request, machine, operation.options, has_moved);
+    let uses_fallback_location =
+        db::operation_log::has_outcome(client, operation.id, LOCATION_CHANGE).await?;
+    let differences = differing_options(request, machine, operation.options, uses_fallback_location);
     if !differences.is_empty() {
         let detail = format!(
             "A recovery of the slot is running (operation {}), and its options cannot be changed. This request differs in: {}.",
@@ -374,13 +375,13 @@ async fn respond_during_recovery(
     Ok(Reply::new(StatusCode::ACCEPTED, response_body(predecessor.id, machine, operation.id)))
 }
 
-/// Returns the names of the requested options that differ from those of the running recovery. `has_moved` is whether
-/// the recovery's server was ordered in a fallback location.
+/// Returns the names of the requested options that differ from those of the running recovery. `uses_fallback_location`
+/// is whether the recovery's server was ordered in a fallback location.
 fn differing_options(
     request: &RecoveryRequest,
     machine: &MachineRow,
     options: OperationOptions,
-    has_moved: bool,
+    uses_fallback_location: bool,
 ) -> Vec<&'static str> {
     let is_candidate =
         |location: &Location| machine.location == *location || machine.fallback_locations.contains(location);
@@ -397,12 +398,16 @@ fn differing_options(
         (
             "the location",
             location.is_some_and(|requested| {
-                if has_moved { !is_candidate(requested) } else { *requested != machine.location }
+                if uses_fallback_location { !is_candidate(requested) } else { *requested != machine.location }
             }),
         ),
         (
             "the fallback locations",
-            request.locations.differs_in_fallback(&machine.location, &machine.fallback_locations, has_moved),
+            request.locations.differs_in_fallback(
+                &machine.location,
+                &machine.fallback_locations,
+                uses_fallback_location,
+            ),
         ),
         ("`--allow-empty`", request.empty == EmptyStart::Refused && machine.restore == RestoreMode::Empty),
         ("`--accept-loss`", request.options.accept_loss && !options.accept_loss),

@@ -57,7 +57,7 @@ struct CanonicalRegistration<'a> {
 
 pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
-    let (claimed, token) = call.claimed_registration(&platform)?;
+    let (claimed, token) = call.parse_registration_claim(&platform)?;
     let machine = db::machines::get(&platform.host_db.session().await?, claimed).await?;
     let machine = machine.ok_or_else(registration_rejected)?;
     check_token(token, &machine)?;

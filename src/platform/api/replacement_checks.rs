@@ -99,8 +99,8 @@ pub async fn find_epoch_floor(platform: &Platform, user: &IdpUserId, slot: &Slot
 
 /// Rejects a slot that another machine holds, according to the store, under an epoch that this database does not
 /// record: the database was restored from an older copy, and that machine may be serving. Also rejects a slot whose
-/// fence no current key verifies. Accepts both if an operator accepts the loss. The slot's current machine itself may
-/// hold the slot under a later epoch.
+/// fence no active platform key verifies. Accepts both if an operator accepts the loss. The slot's current machine
+/// itself may hold the slot under a later epoch.
 ///
 /// # Errors
 /// `invalid_state` for such a slot; `snapshot_unusable` if the pointer is unreadable; `store_unavailable` if a request
@@ -140,8 +140,8 @@ pub async fn ensure_no_unknown_holder(
 }
 
 /// Rejects a change to a machine's server if, according to the store, another machine holds its slot under an epoch
-/// that this database does not record, or if no current key verifies a fence that names another machine. If the pointer
-/// is unreadable, the check passes.
+/// that this database does not record, or if no active platform key verifies a fence that names another machine. If the
+/// pointer is unreadable, the check passes.
 ///
 /// # Errors
 /// `invalid_state` for such a change; `store_unavailable` if a request to the store fails; `database_unavailable` if

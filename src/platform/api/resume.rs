@@ -36,7 +36,7 @@ pub async fn handle(
     request: Request,
 ) -> Result<Response, Problem> {
     let ChangeRequest { call, id, mutation } = ChangeRequest::read(&platform, &id, request).await?;
-    call.ensure_no_body()?;
+    call.ensure_empty_body()?;
     Ok(resume(&platform, id, &mutation).await?.into_response())
 }
 

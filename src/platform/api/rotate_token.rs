@@ -30,7 +30,7 @@ pub async fn handle(
     request: Request,
 ) -> Result<Response, Problem> {
     let ChangeRequest { call, id, mutation } = ChangeRequest::read(&platform, &id, request).await?;
-    call.ensure_no_body()?;
+    call.ensure_empty_body()?;
     Ok(rotate(&platform, id, &mutation).await?.into_response())
 }
 
@@ -80,7 +80,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
 async fn handle_fleet(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
     let operator = call.authenticate_operator(&platform).await?;
-    call.ensure_no_body()?;
+    call.ensure_empty_body()?;
     let mutation = Mutation::from_call(&call, &operator)?;
     let outcome = mutation
         .run(&platform, async |tx| {

@@ -32,7 +32,7 @@ pub async fn handle(
     request: Request,
 ) -> Result<Response, Problem> {
     let ChangeRequest { call, id, mutation } = ChangeRequest::read(&platform, &id, request).await?;
-    call.ensure_no_body()?;
+    call.ensure_empty_body()?;
     let reply = undelete(&platform, id, &mutation).await?;
     platform.runner_wake.notify_one();
     Ok(mutation::respond(&platform, &call, reply).await)

@@ -12,7 +12,6 @@ use svc_base::config::{Env, Flag};
 use svc_base::variable::Variable;
 use svc_machine::name::{ImageVersion, Location, ServerType};
 
-/// Settings for provisioning.
 pub struct Provisioning {
     pub enabled: Flag,
     pub billing_enforcement: Flag,

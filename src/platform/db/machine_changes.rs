@@ -166,13 +166,13 @@ pub async fn compare_and_set(
 }
 
 /// Records that a request to create the machine's server is about to be sent.
-pub async fn record_create_sent(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+pub async fn record_create_attempt(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET create_ordered_at = clock_timestamp() WHERE machine_id = $1";
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
 /// Records that the last request to create the machine's server definitely had no effect.
-pub async fn record_create_refused(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+pub async fn clear_create_attempt(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET create_ordered_at = NULL WHERE machine_id = $1";
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
@@ -321,7 +321,7 @@ pub async fn record_registration(
         .map(drop)
 }
 
-/// Logs what a new machine has restored, in its running operation.
+/// Records, in the log of its running operation, what a new machine has restored.
 pub async fn log_restored(tx: &Transaction<'_>, id: MachineId, detail: &str) -> Result<(), DbError> {
     let sql = "INSERT INTO operation_log (operation_id, step, outcome, detail) \
                SELECT operation_id, step, 'done', $2 FROM operations WHERE machine_id = $1 AND state = 'running'";

@@ -264,8 +264,8 @@ impl MachineRow {
         self.may_have_server() && !self.has_lost_server()
     }
 
-    /// Returns whether the server is not confirmed as deleted. The provider may still have a server that it reported
-    /// missing.
+    /// Returns whether the machine was given a server whose deletion is not confirmed. The provider may still have a
+    /// server that it reported missing.
     pub fn may_have_server(&self) -> bool {
         self.provider_server_id.is_some() && self.server_deleted_at.is_none()
     }

@@ -1,4 +1,4 @@
-//! Writes to `user_machines` about the creation and power state of a machine's server.
+//! Queries on `user_machines` about the creation and power state of a machine's server.
 
 use deadpool_postgres::{GenericClient, Transaction};
 

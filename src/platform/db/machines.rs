@@ -210,7 +210,7 @@ pub async fn count_active_previews(client: &impl GenericClient, user: &IdpUserId
 }
 
 /// Lists booting machines whose registration period has expired. Unlike `clock_timestamp()`, `now()` is stable within a
-/// statement, so that the index can be used.
+/// statement, so the index can be used.
 pub async fn list_expired_registrations(client: &impl GenericClient) -> Result<Vec<MachineId>, DbError> {
     let sql = format!(
         "SELECT machine_id FROM user_machines WHERE status IN ('provisioning', 'recovering') AND {ACTIVE} \

@@ -155,7 +155,7 @@ impl Db {
     /// When deadpool rejects the settings.
     pub fn new(config: &Config, max_connections: usize) -> anyhow::Result<Self> {
         let settings = ManagerConfig { recycling_method: RecyclingMethod::Fast };
-        let manager = Manager::from_connect(with_timeouts(config), ResolvingConnector, settings);
+        let manager = Manager::from_connect(config_with_timeouts(config), ResolvingConnector, settings);
         let pool = Pool::builder(manager)
             .max_size(max_connections)
             .runtime(Runtime::Tokio1)
@@ -233,7 +233,7 @@ async fn with_timeout<T>(work: impl Future<Output = Result<T, tokio_postgres::Er
     }
 }
 
-fn with_timeouts(config: &Config) -> Config {
+fn config_with_timeouts(config: &Config) -> Config {
     let mut config = config.clone();
     let options = config.get_options().unwrap_or_default();
     let options = format!(

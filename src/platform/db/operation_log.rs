@@ -1,5 +1,5 @@
-//! An operation's log. Its size is bounded: a repeated failure increments a counter on its line, and only the newest
-//! retries and changes of location of each step are kept.
+//! An operation's log. Its size is bounded: a repeated failure increments a counter on its line, and only each step's
+//! newest retries and location changes are kept.
 //!
 //! Invariant: the line that records a step's start is never changed or deleted, because the step's age is computed from
 //! it.
@@ -13,16 +13,15 @@ use svc_machine::id::OperationId;
 
 /// The outcome of a step that failed and will be retried.
 pub const RETRY: &str = "retry";
-/// The outcome of a create request that continues in another location.
+/// The outcome of a create request that is retried in another location.
 pub const LOCATION_CHANGE: &str = "location";
 /// Maximum number of lines shown per operation.
 const MAX_SHOWN_LINES: i64 = 200;
-/// Maximum number of retries, and of changes of location, kept per step.
+/// Maximum number of retries, and of location changes, kept per step.
 const MAX_KEPT_LINES: i64 = 200;
 
 const COLUMNS: &str = "seq, at, step, outcome, detail, repeats, repeated_at";
 
-/// A log line.
 #[derive(Debug)]
 pub struct LogLineRow {
     pub seq: i64,
@@ -108,7 +107,7 @@ pub async fn log_location_change(
     trim(client, id, step, LOCATION_CHANGE).await
 }
 
-/// Deletes all but the newest of a step's lines with this outcome.
+/// Deletes all but the newest [`MAX_KEPT_LINES`] of a step's lines with this outcome.
 async fn trim(
     client: &impl GenericClient,
     id: OperationId,

@@ -1,4 +1,5 @@
-//! `operations` and their log. An operation is created, claimed under a lease, advanced by the lease holder, and ended.
+//! The `operations` table and its log. An operation is created, claimed under a lease, advanced by the lease holder,
+//! and ended.
 //!
 //! Invariant: [`advance`], [`suspend`] and [`renew`] take effect only while `owner` holds an unexpired lease, by the
 //! database's clock.

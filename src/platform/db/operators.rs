@@ -151,7 +151,7 @@ pub async fn insert(
     query_opt(tx, &sql, params).await?.as_ref().map(OperatorRow::parse).transpose()
 }
 
-/// Reads and locks an operator's row until the transaction ends.
+/// Reads an operator's row and locks it until the transaction ends.
 pub async fn find_and_lock(
     tx: &Transaction<'_>,
     name: &OperatorName,

@@ -74,7 +74,7 @@ pub struct MachineToken {
     pub machine: MachineId,
     pub generation: Generation,
     pub hash: Vec<u8>,
-    /// Whether the host has been silent for longer than `max_heartbeat_gap`; a key rotation does not wait for such hosts.
+    /// Whether the host has been silent for at least `max_heartbeat_gap`; a key rotation does not wait for such hosts.
     pub is_silent: bool,
 }
 

@@ -204,7 +204,7 @@ mod tests {
         };
         let cases = [
             (Some(MarkerKey::Current), "can be dropped"),
-            (Some(MarkerKey::NoMark), "can be dropped"),
+            (Some(MarkerKey::NoMarker), "can be dropped"),
             (Some(MarkerKey::Previous), "is still needed"),
             (None, "may still be needed"),
         ];

@@ -42,7 +42,7 @@ pub async fn probe_store(
 ) -> Vec<ProbeResult> {
     let mut results = capabilities::probe_all(store, races).await;
     let session = match HostStore::new(store, credentials) {
-        Ok(hosts) => hosts.try_session().await.map(|session| session.map_err(|error| format_chain(&error))),
+        Ok(hosts) => hosts.probe_session().await.map(|session| session.map_err(|error| format_chain(&error))),
         Err(error) => Some(Err(format!("{error:#}"))),
     };
     let (sessions, isolation, write_once) = match session {

@@ -170,7 +170,7 @@ pub async fn check_host_credentials(config: &PlatformConfig) -> Findings {
             "set STS_ROLE_ARN, and STORE_HOST_CREDENTIALS=sts: hosts then get short-lived credentials for their own slot",
         );
     }
-    match hosts.try_session().await {
+    match hosts.probe_session().await {
         None => findings.ok("the store is a directory, which has no credentials"),
         Some(Ok(session)) => {
             let until = session.expires_at;
@@ -205,7 +205,7 @@ async fn check_slot_isolation(findings: Findings, stores: &sessions::SessionStor
 /// Checks that hosts get an outage session. Without one, a host cannot store snapshots while the platform is
 /// unreachable, and nothing else reports this.
 async fn check_outage_session(findings: Findings, hosts: &HostStore) -> Findings {
-    match hosts.try_outage_session().await {
+    match hosts.probe_outage_session().await {
         Some(Err(error)) => findings.warning(
             format!("STS does not issue a session that lasts STS_DURATION_SECONDS: {}", format_chain(&error)),
             "lower STS_DURATION_SECONDS, or raise the role's MaxSessionDuration; until then, hosts get an outage session of \

@@ -99,7 +99,7 @@ async fn refuse_if_other_key_needed(
     let key = &this_process.ids.current;
     let dependents = if is_first {
         // In a database from an earlier release, only the signing keys show which key was used.
-        KeyDependents::find_for_signing_keys(tx, seal).await?
+        KeyDependents::find_signing_key_dependents(tx, seal).await?
     } else if platform_keys::load_progress(tx, key).await?.is_rotation_complete {
         return Ok(());
     } else {

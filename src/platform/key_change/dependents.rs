@@ -69,7 +69,7 @@ impl KeyDependents {
         max_heartbeat_gap: Duration,
         process_ttl: Duration,
     ) -> Result<Self, DbError> {
-        let mut dependents = Self::find_for_signing_keys(client, seal).await?;
+        let mut dependents = Self::find_signing_key_dependents(client, seal).await?;
         (dependents.file_keys.count, dependents.file_keys.names) =
             db::file_keys::list_sealed_with_other(client, current, MAX_NAMED as i64).await?;
         dependents.add_tokens(client, mint, max_heartbeat_gap).await?;
@@ -83,7 +83,10 @@ impl KeyDependents {
     }
 
     /// Finds only the signing keys that need a different key.
-    pub async fn find_for_signing_keys(client: &impl GenericClient, seal: &Seal) -> Result<Self, DbError> {
+    pub async fn find_signing_key_dependents(
+        client: &impl GenericClient,
+        seal: &Seal,
+    ) -> Result<Self, DbError> {
         let mut dependents = Self::default();
         for key in list_signing_keys(client).await? {
             let opening = seal.find_opening_key(&key.kid, &key.sealed);

@@ -99,7 +99,7 @@ async fn re_sign_fence(platform: &Platform, slot: &SlotPrefix) -> Result<(), Poi
     let (epoch, mint) = (read.value.fence_epoch, &platform.mint);
     let signed = read.value.fence_machine_id.zip(read.value.fence_proof);
     let Some((machine, proof)) = signed else { return Ok(()) };
-    let is_signed_with_previous = mint.has_signed_fence(slot, epoch, machine, &proof)
+    let is_signed_with_previous = mint.is_fence_signed(slot, epoch, machine, &proof)
         && !mint.is_fence_signed_with_current_key(slot, epoch, machine, &proof);
     if !is_signed_with_previous {
         return Ok(());

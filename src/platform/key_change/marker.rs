@@ -36,7 +36,7 @@ const MAX_WRITE_ATTEMPTS: u32 = 5;
 /// The stored marker. Unknown fields, which a newer release may add, are ignored.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct Mark {
+struct Marker {
     version: u32,
     key_id: String,
     #[serde(with = "clock::wire")]
@@ -49,7 +49,7 @@ pub enum MarkerKey {
     Current,
     Previous,
     /// No marker exists yet.
-    NoMark,
+    NoMarker,
 }
 
 /// The marker names a key that this process does not have.
@@ -118,8 +118,8 @@ pub async fn write(bucket: &Bucket, ids: &KeyIds) -> Result<(), MarkerError> {
         }
         let condition = stored.map_or(Condition::Absent, |stored| Condition::Unchanged(stored.version));
         let marker =
-            Mark { version: FORMAT_VERSION, key_id: ids.current.as_str().to_owned(), noted_at: now_ms() };
-        let path = mark_path();
+            Marker { version: FORMAT_VERSION, key_id: ids.current.as_str().to_owned(), noted_at: now_ms() };
+        let path = marker_path();
         let put = bucket.put_json_if(&path, &marker, condition);
         match bucket.run_with_timeout(&path, CALL_TIMEOUT, put).await {
             Ok(()) => return Ok(()),
@@ -131,9 +131,9 @@ pub async fn write(bucket: &Bucket, ids: &KeyIds) -> Result<(), MarkerError> {
     Err(MarkerError::Contended)
 }
 
-/// Writes the marker in case the write at startup failed, retries until the store is available, and then waits until the
-/// process is stopped. If the marker is corrupt or names a key that this process does not have, returns early, which ends
-/// the process.
+/// Writes the marker in case the write at startup failed, retries until the store is available, and then waits until
+/// the process is stopped. If the marker is corrupt or names a key that this process does not have, returns early,
+/// which ends the process.
 pub async fn write_until_stopped(platform: Arc<Platform>) {
     loop {
         match write(&platform.bucket, &platform.process.ids).await {
@@ -152,13 +152,13 @@ pub async fn write_until_stopped(platform: Arc<Platform>) {
     }
 }
 
-fn mark_path() -> Path {
+fn marker_path() -> Path {
     Path::from(MARKER_PATH)
 }
 
-async fn read(bucket: &Bucket) -> Result<Option<VersionedValue<Mark>>, StoreError> {
-    let path = mark_path();
-    let stored = bucket.run_with_timeout(&path, CALL_TIMEOUT, bucket.get_json::<Mark>(&path)).await?;
+async fn read(bucket: &Bucket) -> Result<Option<VersionedValue<Marker>>, StoreError> {
+    let path = marker_path();
+    let stored = bucket.run_with_timeout(&path, CALL_TIMEOUT, bucket.get_json::<Marker>(&path)).await?;
     let is_id = |text: &str| text.len() == KeyId::CHARS && text.bytes().all(|byte| byte.is_ascii_hexdigit());
     match stored {
         Some(marker) if !is_id(&marker.value.key_id) => {
@@ -168,8 +168,8 @@ async fn read(bucket: &Bucket) -> Result<Option<VersionedValue<Mark>>, StoreErro
     }
 }
 
-fn classify(stored: Option<&VersionedValue<Mark>>, ids: &KeyIds) -> Result<MarkerKey, MarkerError> {
-    let Some(stored) = stored else { return Ok(MarkerKey::NoMark) };
+fn classify(stored: Option<&VersionedValue<Marker>>, ids: &KeyIds) -> Result<MarkerKey, MarkerError> {
+    let Some(stored) = stored else { return Ok(MarkerKey::NoMarker) };
     let key_id = &stored.value.key_id;
     if key_id == ids.current.as_str() {
         return Ok(MarkerKey::Current);
@@ -194,7 +194,7 @@ mod tests {
     #[tokio::test]
     async fn write_replaces_previous_key_but_keeps_unknown_key() {
         let bucket = Bucket::new(Arc::new(InMemory::new()));
-        assert_eq!(check(&bucket, &key_ids(1, None)).await.unwrap(), MarkerKey::NoMark);
+        assert_eq!(check(&bucket, &key_ids(1, None)).await.unwrap(), MarkerKey::NoMarker);
         write(&bucket, &key_ids(1, None)).await.unwrap();
         assert_eq!(check(&bucket, &key_ids(2, Some(1))).await.unwrap(), MarkerKey::Previous);
         write(&bucket, &key_ids(2, Some(1))).await.unwrap();
@@ -217,10 +217,10 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn check_refuses_corrupt_mark() {
+    async fn check_refuses_corrupt_marker() {
         let bucket = Bucket::new(Arc::new(InMemory::new()));
         for text in ["{}", r#"{"version":1,"keyId":"\u001b[31m","notedAt":"2026-01-01T00:00:00.000Z"}"#] {
-            bucket.put(&mark_path(), text).await.unwrap();
+            bucket.put(&marker_path(), text).await.unwrap();
             let error = check(&bucket, &key_ids(1, None)).await.unwrap_err();
             assert!(error.is_refusal() && !error.to_string().contains('\u{1b}'), "{error}");
         }

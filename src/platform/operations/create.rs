@@ -68,7 +68,7 @@ pub async fn create_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, 
     let keys = db::keys::list_public_keys(&session, db::keys::PROOF_PURPOSE).await?;
     drop(session);
     let order = build_order(leased, &machine, &keys).await?;
-    leased.record_create_sent().await?;
+    leased.record_create_attempt().await?;
     leased.hit_fail_point(Step::CreateServer, StepPoint::RequestRecorded)?;
     let result = tokio::time::timeout(CREATE_TIMEOUT, platform.provider.create(&order)).await;
     let Ok(response) = result else {
@@ -106,7 +106,7 @@ async fn handle_create_error(
             continue_in_next_location(leased, machine, error).await
         }
         ErrorKind::Refused | ErrorKind::Account | ErrorKind::NotFound | ErrorKind::Transient => {
-            leased.record_create_refused().await?;
+            leased.clear_create_attempt().await?;
             Err(StepError::from(error))
         }
     }
@@ -122,7 +122,7 @@ async fn continue_in_next_location(
     let what =
         format!("location {from} has no capacity for server type {} ({})", machine.server_type, error.code());
     let Some(next) = machine.fallback_locations.first() else {
-        leased.record_create_refused().await?;
+        leased.clear_create_attempt().await?;
         return Err(StepError::transient(what, error));
     };
     tracing::warn!(machine = %machine.id, %from, to = %next, server_type = %machine.server_type, code = error.code(),
@@ -213,7 +213,7 @@ async fn build_order(
     let has_saved_files = has_saved_files
         .await
         .map_err(|error| StepError::transient("cannot read the slot's machines", error))?;
-    // A machine that `svcctl provision` creates may start without files. `--allow-empty` of a recovery is only about
+    // A machine that `svcctl provision` creates may start without files. A recovery's `--allow-empty` applies only to
     // the database.
     let must_have_files = machine.restore == RestoreMode::Required || leased.kind == OperationKind::Recover;
     let expects_files = must_have_files && has_saved_files;

@@ -1,5 +1,5 @@
-//! Restores the fence of the file backups' pointer. A holder of the slot's store credentials, such as a machine that was
-//! replaced a few minutes ago, can raise it, and the current machine then cannot save files.
+//! Restores the fence of the file backups' pointer. A holder of the slot's store credentials, such as a machine that
+//! was replaced a few minutes ago, can raise it, and the current machine then cannot save files.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use tokio::sync::Semaphore;
 use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
 
-/// Limits the repairs that run at the same time, because a host determines when one is attempted.
+/// Limits concurrent repairs, because hosts trigger them.
 static PERMITS: Semaphore = Semaphore::const_new(2);
 const TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -23,7 +23,7 @@ pub fn is_fence_error(error: &str) -> bool {
     error.contains("the slot is fenced at epoch") || pointer::is_unsound(error)
 }
 
-/// Like [`restore`], unless other repairs are running. Ends after five seconds.
+/// Like [`restore`], but does nothing if all permits are taken, and gives up after `TIMEOUT`.
 pub async fn try_restore(platform: &Platform, machine: &MachineRow) {
     let Ok(_permit) = PERMITS.try_acquire() else { return };
     if tokio::time::timeout(TIMEOUT, restore(platform, machine)).await.is_err() {
@@ -32,7 +32,7 @@ pub async fn try_restore(platform: &Platform, machine: &MachineRow) {
 }
 
 /// Sets the fence of the file backups to that of the database's pointer, if the platform has signed that one for this
-/// machine. If the store fails, only logs it: the caller repeats the call later.
+/// machine. An error from the store is only logged: the caller repeats the call later.
 pub async fn restore(platform: &Platform, machine: &MachineRow) {
     if let Err(error) = try_replace(platform, machine).await {
         tracing::warn!(machine = %machine.id, error = %format_chain(&error), "cannot restore the fence of the file backups");
@@ -61,7 +61,7 @@ async fn find_signed_holder(
     let (epoch, id, proof) =
         (pointer.value.fence_epoch, pointer.value.fence_machine_id, pointer.value.fence_proof);
     let Some((id, proof)) = id.zip(proof) else { return Ok(None) };
-    Ok(platform.mint.has_signed_fence(slot, epoch, id, &proof).then_some((epoch, id)))
+    Ok(platform.mint.is_fence_signed(slot, epoch, id, &proof).then_some((epoch, id)))
 }
 
 #[cfg(test)]

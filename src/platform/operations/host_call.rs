@@ -38,8 +38,8 @@ const CALL_TIMEOUTS: Timeouts = Timeouts {
     idle: Duration::from_secs(6),
 };
 
-/// For calls about the file backup and file history, for which the host may read a repository's index. The total
-/// timeout is shorter than `svcctl`'s.
+/// Timeouts for calls about the file backup and file history, for which the host may read a repository's index. The
+/// total timeout is shorter than `svcctl`'s.
 const FILES_TIMEOUTS: Timeouts = Timeouts {
     connect: Duration::from_secs(3),
     total: Some(Duration::from_secs(20)),
@@ -369,7 +369,6 @@ struct RequestReceipt {
     requested_at: Option<Timestamp>,
 }
 
-/// A request to a host.
 struct HostRequest {
     method: Method,
     path: &'static str,

@@ -32,7 +32,7 @@ pub const UNVERIFIED_FENCE: &str = "unverified_fence";
 /// Key in an operation's facts, set when an operator has confirmed the deletion in answer to the question.
 pub const DELETION_CONFIRMED: &str = "outdatedDeletionConfirmed";
 
-/// Delay before an unavailable store is called again.
+/// Delay before a retry while the store or the database is unavailable.
 const RETRY_INTERVAL: Duration = Duration::from_secs(2);
 /// Timeout for reading the pointer. With a longer timeout, a hung store would block the callers.
 const READ_TIMEOUT: Duration = Duration::from_secs(5);
@@ -125,7 +125,7 @@ async fn evaluate_fence(
         return Ok(FenceClaim::Nothing);
     }
     let holder = LaterHolder { machine, epoch };
-    if platform.mint.has_signed_fence(&SlotPrefix::new(user, slot), epoch, machine, proof) {
+    if platform.mint.is_fence_signed(&SlotPrefix::new(user, slot), epoch, machine, proof) {
         return Ok(FenceClaim::Holder(holder));
     }
     // No machine in the slot can have had an implausible epoch: only a dishonest host writes one.

@@ -46,12 +46,12 @@ impl LeasedOperation<'_> {
     }
 
     /// Records, under the lease, that a create request is about to be sent.
-    pub async fn record_create_sent(&self) -> Result<(), StepError> {
+    pub async fn record_create_attempt(&self) -> Result<(), StepError> {
         self.write_under_lease(LeasedWrite::CreateSent).await
     }
 
     /// Records, under the lease, that the create request had no effect.
-    pub async fn record_create_refused(&self) -> Result<(), StepError> {
+    pub async fn clear_create_attempt(&self) -> Result<(), StepError> {
         self.write_under_lease(LeasedWrite::CreateRefused).await
     }
 
@@ -133,8 +133,8 @@ impl LeasedOperation<'_> {
         }
         let machine = self.operation.machine;
         match write {
-            LeasedWrite::CreateSent => db::machine_changes::record_create_sent(&tx, machine).await?,
-            LeasedWrite::CreateRefused => db::machine_changes::record_create_refused(&tx, machine).await?,
+            LeasedWrite::CreateSent => db::machine_changes::record_create_attempt(&tx, machine).await?,
+            LeasedWrite::CreateRefused => db::machine_changes::clear_create_attempt(&tx, machine).await?,
             LeasedWrite::PowerOnRequested => {
                 db::machine_server::record_power_on_request(&tx, machine).await?;
             }

@@ -25,7 +25,7 @@ const IDEMPOTENCY_KEY_RETENTION: Duration = Duration::from_secs(7 * 86_400);
 /// Deletes expired rows from all tables, if no process has done so recently.
 ///
 /// # Errors
-/// The first failure. The remaining tables are still pruned, and the next pass retries the failed ones.
+/// The first database error. An error in one table does not stop the others, and the next pass retries the failed ones.
 pub async fn prune(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
     let min_interval = PRUNE_INTERVAL.min(platform.config.timing.reconcile_interval * 2).mul_f64(0.9);

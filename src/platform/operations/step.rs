@@ -37,7 +37,7 @@ pub enum StepOutcome {
     WaitFor { delay: Duration, code: &'static str, why: Cow<'static, str> },
     /// The rest of the resize is skipped, and the operation continues with the step that powers the server on.
     Abandon { why: &'static str },
-    /// The operation ends here, and the event applies to the machine.
+    /// The operation ends here, and the event is applied to the machine.
     End { event: Event, note: &'static str },
     /// The operation ends here as failed; the machine is unchanged.
     Fail { code: &'static str, note: &'static str },

@@ -36,7 +36,7 @@ const MIN_POLL_INTERVAL: Duration = Duration::from_millis(200);
 /// The total timeout for a requested update is this multiple of the progress timeout.
 const TOTAL_TIMEOUT_FACTOR: u32 = 6;
 
-/// Advances rollouts until `stop`.
+/// Advances rollouts until the platform stops.
 pub async fn run(platform: Arc<Platform>) {
     let interval = platform.config.timing.poll_interval.max(MIN_POLL_INTERVAL);
     loop {

@@ -26,8 +26,8 @@ pub struct RouterConfig {
     /// Maximum number of uncached credentials that are verified per second for each client address (IPv4) or network
     /// (IPv6); 0 means no limit.
     pub check_rate: u32,
-    /// Load balancers in front of the router. They are exempt from the limits per address, because all clients share
-    /// their addresses.
+    /// Load balancers in front of the router. They are exempt from the per-address limits, because all clients behind a
+    /// load balancer share its address.
     pub trusted_proxies: Networks,
 }
 

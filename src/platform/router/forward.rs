@@ -109,7 +109,7 @@ impl RouterState {
             Caller::Owner(Identity::Session(session) | Identity::Disputed(session, _), generation) => {
                 match self.sessions.is_revoked(session).await {
                     Ok(is_revoked) => !is_revoked,
-                    // A database failure ends no stream, but a sign-out that this process has recorded does.
+                    // A database failure does not end a stream; a sign-out that this process has recorded does.
                     Err(_) => generation >= self.sign_outs.required_generation(user),
                 }
             }

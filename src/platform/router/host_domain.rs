@@ -27,8 +27,8 @@ impl HostDomain {
         name.strip_suffix(&self.0)?.strip_suffix('.')?.parse().ok()
     }
 
-    /// Returns the domain's last two labels if `host` ends with the same two. Browsers then usually treat both as one
-    /// site.
+    /// Returns the domain's last two labels if `host` ends with the same two. Browsers then usually treat both as the
+    /// same site.
     pub fn shared_site(&self, host: &str) -> Option<&str> {
         let own = last_two_labels(&self.0)?;
         last_two_labels(host).is_some_and(|other| other.eq_ignore_ascii_case(own)).then_some(own)

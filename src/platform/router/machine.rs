@@ -33,7 +33,8 @@ pub(super) struct MachineRecord {
     /// Whether an operator has powered off the server. If so, the machine receives no requests.
     pub(super) is_powered_off: bool,
     pub(super) endpoint: Option<Endpoint>,
-    /// The acknowledged keys at the time of the read; [`Machine::update_acknowledged_keys`] updates them.
+    /// The keys that the host had acknowledged when the row was read. [`Machine::update_acknowledged_keys`] does not
+    /// change this field, only the cache.
     pub(super) proof_kids: Vec<String>,
     pub(super) created_at: Timestamp,
 }

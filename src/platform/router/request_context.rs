@@ -27,8 +27,8 @@ pub(super) struct RequestContext {
 }
 
 impl RequestContext {
-    /// Reads the request's properties, and rejects unknown hosts. An absolute target overrides `Host` (RFC 9112,
-    /// section 3.2.2).
+    /// Reads the request's properties, and rejects unknown hosts. A request target in absolute form overrides `Host`
+    /// (RFC 9112, section 3.2.2).
     ///
     /// # Errors
     /// `not_found` if the request does not name one of the router's hosts; `invalid_request` if its target is invalid.

@@ -1,7 +1,7 @@
 //! Signs browsers in: on `APP_HOST` through the identity provider, and on `CODE_HOST` with a code from `APP_HOST`.
 //!
-//! The code can be used once, and only together with a nonce in a `CODE_HOST` cookie in the same browser, so that a
-//! link cannot sign a user in as another user (login CSRF). Tabs that sign in at the same time share the nonce.
+//! The code can be used once, and only together with a nonce (`state`) in a `CODE_HOST` cookie in the same browser, so
+//! that a link cannot sign a user in as another user (login CSRF). Tabs that sign in at the same time share the nonce.
 
 use std::time::Duration;
 

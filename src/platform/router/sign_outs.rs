@@ -90,7 +90,6 @@ impl SignOuts {
         self.close_streams(user);
     }
 
-    /// Closes the user's streams.
     pub(super) fn close_streams(&self, user: &IdpUserId) {
         let streams = self.lock_streams().by_id.remove(user);
         if let Some(streams) = streams.and_then(|streams| streams.upgrade()) {

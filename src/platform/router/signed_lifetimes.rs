@@ -17,5 +17,5 @@ pub(crate) const MAX_APP_TOKEN_LIFETIME: Duration =
 /// Maximum lifetime of app tokens and session cookies, which are signed with the same key.
 pub const MAX_SIGNED_LIFETIME: Duration = Duration::from_secs(SESSION_SECONDS);
 
-/// How long a sign-out is stored: longer than any app token that it invalidates is accepted.
+/// How long a sign-out is stored: longer than any app token that it revokes would be accepted.
 pub const SIGN_OUT_TTL: Duration = MAX_APP_TOKEN_LIFETIME.saturating_mul(2);

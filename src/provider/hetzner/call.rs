@@ -28,7 +28,7 @@ pub struct CallLimits {
     pub timeout: Duration,
     pub initial_backoff: Duration,
     pub max_backoff: Duration,
-    /// Maximum wait of each exchange for the rate budget, including the wait for an in-flight permit.
+    /// Maximum time that an exchange waits for the rate budget, including the wait for an in-flight permit.
     pub max_rate_wait: Duration,
     /// Maximum number of retries after the first exchange.
     pub max_retries: usize,
@@ -268,7 +268,7 @@ fn kind_if_effect_unknown(idempotence: Idempotence) -> ErrorKind {
     }
 }
 
-/// Classifies a refusal by the provider's error code or, if the code is unknown, by the status.
+/// Classifies an unsuccessful response by the provider's error code or, if the code is unknown, by the status.
 fn classify(status: StatusCode, code: &str, idempotence: Idempotence) -> (ErrorKind, Retry) {
     match code {
         "rate_limit_exceeded" | "conflict" | "locked" => return (ErrorKind::Transient, Retry::AfterBackoff),

@@ -53,7 +53,8 @@ struct Price {
 }
 
 impl PricingResponse {
-    /// Extracts the prices of a server type and of a public IPv4 address. Both are empty if the provider lists none.
+    /// Extracts the prices of a server type and of a public IPv4 address. Either is empty if the provider does not list
+    /// it.
     ///
     /// # Errors
     /// If one of these prices cannot be parsed.

@@ -105,7 +105,7 @@ proptest! {
         signature[bit / 8] ^= 1 << (bit % 8);
         let signed = SignedManifest { manifest: MANIFEST.into(), signature };
         let result = verify(&signed, &keys(KEY), &"2026.11.21-1".parse().unwrap(), Timestamp::UNIX_EPOCH);
-        // A flipped bit can turn the line end into other white space, which does not change the signature.
+        // A flipped bit can turn the newline into other whitespace, which does not change the signature.
         prop_assert!(result.is_err() || bit / 8 == SIGNATURE.len() - 1);
     }
 

@@ -8,7 +8,7 @@ use crate::pointer::{FORMAT, Fence, MAX_SEQ_AHEAD, Pointer, SnapshotRef};
 use svc_machine::epoch::Epoch;
 
 /// The state from which the fence and `seq` of the rebuilt pointer are derived.
-pub(super) struct KnownState<'a> {
+pub(super) struct PointerInputs<'a> {
     pub(super) found: &'a PointerState,
     pub(super) keys: &'a [String],
     pub(super) newest_entry: (u64, Option<Pointer>),
@@ -20,7 +20,7 @@ pub(super) struct KnownState<'a> {
     pub(super) bound: Epoch,
 }
 
-impl KnownState<'_> {
+impl PointerInputs<'_> {
     /// Plans the next pointer; `None` if the slot was never fenced, so there is nothing to write.
     pub(super) fn plan(
         &self,

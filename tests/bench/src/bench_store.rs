@@ -59,9 +59,9 @@ impl BenchStore {
         Ok(self.pointer()?.map_or(0, |pointer| pointer.seq))
     }
 
-    /// Verifies the snapshot from the backup that just ran; `previous_seq` is the pointer's `seq` before that backup.
-    /// The pointer has advanced by one, the dump has the recorded size, the recorded row counts match the database, and
-    /// no upload is incomplete.
+    /// Verifies the snapshot from the backup that just ran: the pointer must have advanced by one, the dump must have
+    /// the recorded size, the recorded row counts must match the database, and no upload may be incomplete.
+    /// `previous_seq` is the pointer's `seq` before that backup.
     pub fn verify_snapshot(&self, previous_seq: u64, scale: u32) -> Result<Snapshot> {
         let pointer = self.pointer()?.context("there is no pointer")?;
         let expected_seq = previous_seq + 1;

@@ -46,7 +46,7 @@ pub const ROWS: [Spec; 14] = [
 
 const DATABASE: &str = "svc";
 const APP: &str = "bench";
-/// The app's schema, and its role.
+/// The name of the app's schema and of its role.
 const SCHEMA: &str = "app_bench";
 const POOL_SIZE: u32 = 16;
 /// Rows in `docs`; a hundred of each kind.

@@ -1,6 +1,6 @@
 //! A reproducible database the size of a busy owner's: pgbench's tables, and documents with a GIN index. The database
-//! with scale factor [`SCALE`] is cached under `target/bench`; others are created for each run and deleted with its
-//! directory.
+//! with scale factor [`SCALE`] is cached under `target/bench`; others are created for each run and deleted with the
+//! run's directory.
 
 use std::fs;
 use std::future::Future;
@@ -23,7 +23,7 @@ pub const SCALE: u32 = 100;
 const DOCUMENTS_PER_SCALE: u32 = 6_000;
 const FILL_TIMEOUT: Duration = Duration::from_secs(3600);
 
-/// Documents of about 350 bytes, about half of which cannot be compressed.
+/// Documents of about 350 bytes. About half of each document cannot be compressed.
 const DOCUMENTS: &str = "\
     CREATE FUNCTION pg_temp.noise(bigint, text) RETURNS text LANGUAGE sql IMMUTABLE AS \
       $$SELECT encode(sha256(convert_to($1 || $2, 'UTF8')), 'base64')$$; \

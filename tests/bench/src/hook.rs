@@ -1,7 +1,7 @@
 //! Hook benchmark: an agent's program runs `svc-hook` through a shell before and after each tool call, in a home
 //! directory with 200,000 files. The measured time is how long the program waits, from the start of the shell to its
-//! end; the lower bound is a shell that runs `true`. The rounds with idle processors also require an audit entry for every
-//! write; otherwise, a hook that gave up early would look fast.
+//! end; the lower bound is a shell that runs `true`. The rounds with idle processors also require an audit entry for
+//! every write; otherwise, a hook that gave up early would look fast.
 
 use std::fs;
 use std::io::Write;

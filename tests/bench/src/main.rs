@@ -39,7 +39,6 @@ use self::figures::{Spec, Tally};
 use self::report::Report;
 use kit::child;
 
-/// A measurement area.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Area {
     Footprint,
@@ -153,7 +152,7 @@ fn main() -> ExitCode {
 /// Measures an area, prints its table, and writes its JSON.
 ///
 /// # Errors
-/// Fails if a figure cannot be measured; a missed target is not an error.
+/// Fails if a figure cannot be measured or the JSON cannot be written; a missed target is not an error.
 async fn run(options: &Options) -> Result<Report> {
     let (area, svc) = (options.area, options.svc.display());
     println!("bench {}: {svc}, {} rounds, {} s per load", area.name(), options.rounds, options.seconds);
@@ -222,7 +221,7 @@ async fn measure(options: &Options) -> Result<(&'static [Spec], Tally)> {
 
 /// Creates a temporary directory for sockets, logs and settings.
 fn create_temp_dir() -> Result<TempDir> {
-    // In `/tmp`, because the path of a unix socket is limited to 107 bytes.
+    // In `/tmp`, because the path of a Unix socket is limited to 107 bytes.
     let dir = tempfile::Builder::new().prefix("svc-bench-").tempdir_in("/tmp")?;
     child::remove_on_exit(dir.path());
     Ok(dir)

@@ -14,7 +14,7 @@ use nix::unistd::{Pid, SysconfVar, sysconf};
 use kit::child::{self, AtExit};
 
 const START_TIMEOUT: Duration = Duration::from_secs(30);
-/// Short enough to time a start of two milliseconds, at negligible load.
+/// Short enough to time a startup of two milliseconds, at negligible load.
 const POLL_INTERVAL: Duration = Duration::from_micros(100);
 
 const STOP_TIMEOUT: Duration = Duration::from_secs(15);
@@ -28,8 +28,8 @@ pub struct ServerProcess {
 }
 
 impl ServerProcess {
-    /// Starts a server in its own process group and waits until it accepts connections at `address`; also returns the
-    /// time since exec.
+    /// Starts a server in its own process group and waits until it accepts connections at `address`. Also returns how
+    /// long that took.
     pub fn start(mut command: Command, address: SocketAddr, log: &Path) -> Result<(Self, Duration)> {
         let name = command.get_program().to_string_lossy().into_owned();
         let out = File::create(log).with_context(|| format!("cannot create {}", log.display()))?;

@@ -156,7 +156,7 @@ impl Site {
         client.batch_execute(&sql).await.context("cannot register a machine")
     }
 
-    /// Opens a session as a browser does, once the router has loaded the machine; returns its cookie.
+    /// Opens a session as a browser does, once the router has loaded the user's machine. Returns the session cookie.
     pub async fn open_session(&self, user: &str) -> Result<String> {
         let token = self.idp.mint(user, &MintOptions::default());
         let router = self.router()?;

@@ -71,12 +71,12 @@ fn sum_recorded_calls(bytes: &[u8]) -> (usize, u64, u64) {
 
 fn check_any(bytes: &[u8]) -> Result<(), String> {
     let Some(usage) = read_usage(bytes) else { return Ok(()) };
-    // A file whose thread has a different id is a subagent's: the calls that count have that id, so this rule does not
-    // apply.
+    // A file whose thread has a different id is a subagent's: the calls that count have that id, so the check below
+    // does not apply.
     let first = bytes.split(|byte| *byte == b'\n').next().unwrap_or_default();
     let is_own = serde_json::from_slice::<Value>(first).is_ok_and(|meta| meta["payload"]["id"] == THREAD);
     let (count, tokens_in, tokens_out) = sum_recorded_calls(bytes);
-    // A line may count even if this test's parser rejects it because of an ignored member, so the rule does not apply
+    // A line may count even if this test's parser rejects it because of an ignored member, so the check does not apply
     // if that parser finds no calls.
     if is_own && count > 0 && (usage.tokens_in > tokens_in || usage.tokens_out > tokens_out) {
         return Err(format!(

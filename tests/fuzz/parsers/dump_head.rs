@@ -1,4 +1,4 @@
-//! A database dump's header: a number of entries is returned only for bytes that start like a dump.
+//! A database dump's header: an entry count is returned only for bytes that begin with a dump's signature.
 
 use proptest::prelude::*;
 use svc::host::snapshots::backup::count_dump_entries;

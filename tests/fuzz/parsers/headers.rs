@@ -97,8 +97,8 @@ pub fn hop_by_hop() -> Target {
     Target {
         name: "hop-by-hop",
         valid: hop_by_hop_lines().boxed(),
-        check_any: check_any_hops,
-        check_valid: check_valid_hops,
+        check_any: check_any_hop_by_hop,
+        check_valid: check_valid_hop_by_hop,
         cases: 2000,
     }
 }
@@ -141,7 +141,7 @@ const HOP_BY_HOP: [&str; 7] = [
 
 /// Checks that hop-by-hop headers and those named in `Connection` are removed, and that a remaining upgrade is valid
 /// and does not switch to HTTP or TLS, which would allow request smuggling.
-fn check_any_hops(bytes: &[u8]) -> Result<(), String> {
+fn check_any_hop_by_hop(bytes: &[u8]) -> Result<(), String> {
     let before = parse_headers(bytes);
     let mut after = before.clone();
     let upgrades = strip_hop_by_hop(&mut after);
@@ -178,7 +178,7 @@ fn check_any_hops(bytes: &[u8]) -> Result<(), String> {
     Ok(())
 }
 
-fn check_valid_hops(bytes: &[u8]) -> Result<(), String> {
+fn check_valid_hop_by_hop(bytes: &[u8]) -> Result<(), String> {
     let before = parse_headers(bytes);
     let connection_names_x_own =
         before.get_all(CONNECTION).iter().any(|value| value.as_bytes().starts_with(b"x-own"));

@@ -30,7 +30,7 @@ pub struct Target {
     pub name: &'static str,
     /// A strategy for valid documents.
     pub valid: BoxedStrategy<Vec<u8>>,
-    /// A rule for any bytes: they are rejected, or accepted within the limits. The error names the violated rule.
+    /// A rule for arbitrary bytes: they are rejected, or accepted within the limits. The error names the violated rule.
     pub check_any: fn(&[u8]) -> Result<(), String>,
     /// A rule for valid documents: they are accepted with the right result. Without it, a parser could reject
     /// everything.

@@ -1,6 +1,5 @@
 //! systemd's env-file parser: a port of the state machine in `parse_env_file_internal` (src/basic/env-file.c, v252).
 
-/// Whether this character ends a line.
 fn is_newline(c: char) -> bool {
     matches!(c, '\n' | '\r')
 }

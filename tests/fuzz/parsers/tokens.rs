@@ -110,7 +110,7 @@ fn jwts() -> impl Strategy<Value = Vec<u8>> {
     })
 }
 
-/// The address of the issuer's keys, which this process serves.
+/// The URL of the issuer's keys, which this process serves.
 static JWKS_URL: LazyLock<url::Url> = LazyLock::new(|| {
     let listener = TcpListener::bind("127.0.0.1:0").expect("bind a port");
     let address = listener.local_addr().expect("the listener is bound");

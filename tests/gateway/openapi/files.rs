@@ -1,4 +1,4 @@
-//! Tests requests for earlier versions of files, and for the key of their backup.
+//! Tests requests for earlier versions of files, and for the file backup's key.
 
 use reqwest::Method;
 use serde_json::json;

@@ -137,7 +137,7 @@ fn cloud_init_python() -> Result<Command> {
     Ok(command)
 }
 
-/// Returns one of the machine's programs, and installs its Debian package if the program is missing.
+/// Returns a command for `program`, and installs `package` first if the program is missing.
 ///
 /// # Errors
 /// Fails if the program is missing and cannot be installed.

@@ -1,4 +1,5 @@
-//! The test kit: the real services that the tests run against. Each listens on loopback and stops when its test ends.
+//! The test kit: the real services that the tests run against, and the tests' other tools. A service stops when its
+//! test ends, or with the test run if tests share it.
 //!
 //! | module | contents |
 //! |---|---|

@@ -49,7 +49,7 @@ impl ModelStub {
         self.port
     }
 
-    /// Returns the base address, without `/v1`.
+    /// Returns the base URL, without `/v1`.
     pub fn url(&self) -> String {
         format!("http://127.0.0.1:{}", self.port)
     }

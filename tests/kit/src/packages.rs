@@ -53,7 +53,7 @@ fn directory_name(debs: &[Deb]) -> Option<String> {
     Some(format!("{name}-{}", hex::encode(&Sha256::digest(pins)[..4])))
 }
 
-/// A fetched program.
+/// A fetched program and its library directory.
 #[derive(Debug, Clone)]
 pub struct FetchedProgram {
     program: PathBuf,

@@ -174,7 +174,7 @@ fn find_command_lines(program: &str, text: &str, language: Language) -> Vec<(Str
     command_lines
 }
 
-/// Joins lines that belong together: those of a string literal, or of a quotation in a page.
+/// Joins lines that belong together: those that a backslash continues and, in Markdown, those of a quotation.
 pub fn join_lines(text: &str, language: Language) -> String {
     let mut joined = String::new();
     let is_comment = |line: &&str| language == Language::Markdown && line.starts_with("<!--");

@@ -9,7 +9,6 @@ use crate::moto::Moto;
 use crate::s3::{S3Server, ThirdParty};
 use crate::seaweed::Seaweed;
 
-/// An object store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum StoreKind {
     /// The kit's own server.

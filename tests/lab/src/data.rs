@@ -68,8 +68,8 @@ pub async fn interrupt_store(stack: &Stack, machine: &MachineRecord) -> Result<(
     Ok(((), format!("{detail}; {refused} requests refused; the next backup succeeded")))
 }
 
-/// Returns a command that enables or disables the retries of the hourly unit: while the store is unreachable, the unit
-/// retries for most of an hour, or fails immediately.
+/// Returns a command that enables or disables the retries of the hourly unit. While the store is unreachable, the unit
+/// retries for most of an hour if they are enabled, and otherwise fails immediately.
 fn retry_switch_command(is_enabled: bool) -> String {
     const DIR: &str = "/run/systemd/system/svc-db-backup.service.d";
     let change = if is_enabled {

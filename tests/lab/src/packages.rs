@@ -196,7 +196,7 @@ async fn build_package(stack: &Stack, name: &str) -> Result<PathBuf> {
     package.with_context(|| format!("no package {name}"))
 }
 
-/// Returns the lab's platform settings as seen from a guest, without TLS, whose files are not on the machine.
+/// Returns the lab's platform settings as seen from a guest, without TLS, because the machine lacks the certificate.
 fn platform_settings(stack: &Stack) -> String {
     let mut text = String::new();
     for (name, value) in stack.platform_env() {

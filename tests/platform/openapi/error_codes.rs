@@ -387,7 +387,7 @@ async fn trigger_rate_limits(tester: &mut RejectionTester<'_>, settings: &[(&str
     };
     for operation in operations().filter(|operation| !operation.credentials.is_empty()) {
         let path = platform.path(operation);
-        // For each second that this process is stalled, one more token is admitted.
+        // For each second that this process is stalled, one more request passes the limit.
         for attempt in 1.. {
             for _ in 0..12 {
                 platform.send(with_wrong_token(&Method::GET, "/vps/fleet")).await;

@@ -1,5 +1,5 @@
-//! During a fault of the PostgreSQL server, such as a restart, exhausted connections or a locked table, the run ends
-//! with a clear error, and the next run succeeds.
+//! If a PostgreSQL fault, such as a restart, exhausted connections or a locked table, makes a run fail, the run reports
+//! a clear error, and the next run succeeds.
 
 use std::time::{Duration, Instant};
 
@@ -142,7 +142,7 @@ async fn occupy_connections(machine: &Machine, free: usize) -> Result<Vec<Client
     Ok(sessions)
 }
 
-/// Ends all sessions except the first `keep`, and waits until the server has ended them.
+/// Disconnects all sessions except the first `keep`, and waits until the server has ended them.
 async fn release_connections(sessions: &mut Vec<Client>, keep: usize) -> Result<()> {
     let deadline = std::time::Instant::now() + Duration::from_secs(60);
     sessions.truncate(keep);

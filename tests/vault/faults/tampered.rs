@@ -183,7 +183,7 @@ async fn every_tampered_object_is_refused() -> Result<()> {
     let case_count = cases.len() as u64;
     for (name, expected_error, tamper) in cases {
         tamper(&objects);
-        // With a complete download from an earlier run, the restore would not download the dump.
+        // If the complete download of an earlier run remained, the restore would not download the dump.
         let fetched = find_files(&new.path("var/lib/svc/restore"), "").unwrap_or_default();
         fetched.iter().try_for_each(|path| svc::fsx::remove_if_exists(path))?;
         let result = new.run(&["svc-restore"]).context(name)?;

@@ -406,7 +406,6 @@ mod tests {
         assert!(outcome.tokens_in > 0 && outcome.cost.is_none(), "{} {:?}", outcome.tokens_in, outcome.cost);
     }
 
-    /// The second run's cost excludes that of the first.
     #[test]
     fn resumed_run_excludes_the_cost_of_earlier_runs() {
         let (first, resumed) = (replay("session_id").1, replay("resume").1);

@@ -145,7 +145,7 @@ fn add_usage(path: &Path, thread: &str, since: Timestamp, total: &mut SessionUsa
     }
 }
 
-/// Opens only regular files: the agent could create a FIFO, which would block forever.
+/// Opens only regular files, without blocking: the agent could create a FIFO, which would block the reader forever.
 fn open_regular(path: &Path) -> Option<File> {
     let file = File::options().read(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(path).ok()?;
     file.metadata().ok()?.is_file().then_some(file)
@@ -205,7 +205,7 @@ mod tests {
         let since: Timestamp = "2026-11-22T03:00:00Z".parse().unwrap();
         assert_eq!(read_usage(&sessions, THREAD, since), None);
         let context = "{\"timestamp\":\"2026-11-22T02:50:12.000Z\",\"type\":\"turn_context\",\"payload\":{\"model\":\"gpt-5.5\"}}\n";
-        // A resumed thread is in the directory of its first day.
+        // A resumed thread's file stays in the directory of its first day.
         write(
             &sessions.join("2026/11/21"),
             &format!("rollout-2026-11-21T02-50-12-{THREAD}.jsonl"),

@@ -28,7 +28,7 @@ pub struct ToolCalls {
     running: Vec<RunningCall>,
     error_bytes: usize,
     turns: u64,
-    /// Whether a tool has ended since the model's last output, so that the next output begins a turn.
+    /// Whether a call has ended since the model's last output, so that the next output begins a turn.
     has_results: bool,
 }
 
@@ -66,7 +66,7 @@ impl ToolCalls {
         }
         self.started += 1;
         if is_recorded {
-            // A tool that never ends keeps the status `Error`.
+            // A call that never ends keeps the status `Error`.
             let status = ResultStatus::Error;
             self.all.push(ToolCall { name, duration_ms: 0, input_preview, status, error: None });
         }
@@ -93,8 +93,8 @@ impl ToolCalls {
         Some(Event::ToolEnded { id, name: running.name, status })
     }
 
-    /// Ends all running tools at the end of the run. Returns the tool to which an error of the run is attributed: the
-    /// running one that started last, or else the last one if it failed and is recorded.
+    /// Ends all running calls at the end of the run. Returns the tool to which an error of the run is attributed: that
+    /// of the running call that started last or, if none is running, of the last call if it failed and is recorded.
     pub fn close(&mut self, at_ms: u64) -> Option<String> {
         let last = self.started.checked_sub(1).and_then(|last| self.all.get(last));
         let last_failed =

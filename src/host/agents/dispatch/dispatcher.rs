@@ -1,8 +1,8 @@
-//! The dispatch table: looks up dispatches, starts the next ones, and ends them at shutdown.
+//! The dispatcher: looks up dispatches, starts queued ones, and ends running ones at shutdown.
 //!
 //! Invariants: an accepted dispatch is in the journal until its record is durable, unless the journal could not be
-//! written; an ID names one dispatch or batch; at most the configured number run concurrently; an amount is reserved
-//! for each dispatch before it starts.
+//! written; an ID names one dispatch or batch; at most the configured number of dispatches run concurrently; part of
+//! the budget is reserved for each dispatch before it starts.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::path::PathBuf;
@@ -239,7 +239,7 @@ impl Dispatcher {
             }
         }
         for task in tasks {
-            // The panic hook has logged a panic.
+            // If the task panicked, the panic hook has logged it.
             let _ = task.await;
         }
     }
@@ -443,7 +443,7 @@ impl Dispatcher {
         self.lock().pause.cancel();
     }
 
-    /// Starts queued dispatches again.
+    /// Ends the pause: new dispatches are accepted, and queued ones start.
     pub fn resume(self: &Arc<Self>) {
         let mut table = self.lock();
         if !table.pause.is_cancelled() {
@@ -455,7 +455,7 @@ impl Dispatcher {
     }
 
     /// # Errors
-    /// 503 while writers are stopped.
+    /// 503 while dispatches are paused.
     pub(super) fn refuse_while_paused(&self) -> Result<(), Problem> {
         if !self.pause_token().is_cancelled() {
             return Ok(());

@@ -21,7 +21,7 @@ use svc_http::problem::Problem;
 
 /// Timeout for making records durable.
 const FLUSH_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(10);
-/// Delay before reading the previous process's dispatches is retried.
+/// Delay between attempts to read the previous process's dispatches.
 const RETRY_INTERVAL: std::time::Duration = std::time::Duration::from_secs(2);
 
 impl Dispatcher {

@@ -146,7 +146,7 @@ impl Dispatch {
             let index = parse_entry_index(&interaction.id);
             BatchPosition { id, index, size: interaction.batch_size.unwrap_or_default() }
         });
-        // Older records lack these times, so the start is approximated by the end minus the duration.
+        // Older records lack the times of acceptance and start, so both are approximated by the end minus the duration.
         let duration =
             SignedDuration::from_millis(i64::try_from(interaction.duration_ms).unwrap_or(i64::MAX));
         let run_start = interaction.timestamp.checked_sub(duration).unwrap_or(interaction.timestamp);

@@ -30,7 +30,7 @@ pub struct EndedCall {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Authority {
     Proven,
-    /// The peer has since ended. Its report is accepted, and recorded as a gap.
+    /// The peer ended before it could be identified. Its report is accepted, and recorded as a gap.
     Unproven,
     /// The call belongs to a different process.
     None,

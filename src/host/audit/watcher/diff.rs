@@ -262,8 +262,8 @@ impl<S: FsProbe> TreeWalk<'_, S> {
     }
 }
 
-/// Files with several names (hard links), and whether they were written and touched: an event for one name applies to
-/// all of them.
+/// Files with several names (hard links), and whether each was written, and whether it was touched. An event for one
+/// name applies to all names of the file.
 struct HardLinkedFiles(HashMap<FileId, (bool, bool)>);
 
 impl HardLinkedFiles {

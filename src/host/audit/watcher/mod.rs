@@ -108,7 +108,7 @@ async fn watch(layout: Layout) -> Result<(), Failure> {
         _ = int.recv() => true,
     };
     systemd::notify(&[NotifyState::Stopping]);
-    // The listener's handle is dropped; open connections hold theirs until their timeout.
+    // The listeners have dropped their handles; open connections hold theirs until they time out.
     let ended = tokio::task::spawn_blocking(move || thread.join());
     // After the timeout, the thread ends with the process.
     let _ = tokio::time::timeout(CONNECTION_TIMEOUT * 2, ended).await;
@@ -218,7 +218,7 @@ async fn listen_for_hooks(listener: UnixListener, handle: WatcherHandle) {
     }
 }
 
-/// Serves requests for changed paths from the file backup, one connection at a time.
+/// Serves the file backup's requests for changed paths, one connection at a time.
 async fn listen_for_changes(listener: UnixListener, handle: WatcherHandle) {
     loop {
         match listener.accept().await {

@@ -7,7 +7,6 @@ use serde::{Deserialize, Serialize};
 use super::call_windows::CallWindow;
 use super::dispatches::Dispatches;
 
-/// The saved state.
 #[derive(Default, Serialize, Deserialize)]
 pub struct WatcherState {
     pub windows: Vec<CallWindow>,

@@ -198,7 +198,7 @@ impl Watcher {
         }
     }
 
-    /// Ends the calls whose process has ended, after collecting its changes.
+    /// Ends the calls whose processes have ended, after collecting their changes.
     fn end_killed_calls(&mut self) {
         let processes = self.windows.all().iter().filter_map(|window| window.process);
         let ended: Vec<Process> = processes.filter(|process| process.has_ended()).collect();

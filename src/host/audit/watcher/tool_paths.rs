@@ -22,8 +22,8 @@ pub fn resolve_written_paths(home: &Path, cwd: Option<&str>, path: &str) -> Vec<
     paths
 }
 
-/// Returns the write that a tool reports. It is recorded if the check found no write: the tool may have written the
-/// same content, or an earlier check may have collected the change.
+/// Returns the write that a tool reports. The caller records it if the watcher's check found no write: the tool may
+/// have written the same content, or an earlier check may have collected the change.
 pub fn find_reported_write(home: &Path, cwd: Option<&str>, path: &str) -> Option<Change> {
     let path = resolve_written_paths(home, cwd, path).pop()?;
     let meta = std::fs::symlink_metadata(home.join(OsStr::from_bytes(&path))).ok();

@@ -69,7 +69,6 @@ const MAX_DEPTH: usize = 4096;
 const MAX_INDEXED_FILES: usize = 20_000;
 
 impl Tree {
-    /// Creates an empty tree.
     pub fn new(root: Inode) -> Self {
         let folder = Folder { parent: None, entries: BTreeMap::new() };
         Self { root, folders: HashMap::from([(root, folder)]), indexed: HashMap::new() }
@@ -230,7 +229,6 @@ pub fn join_path(path: &[u8], name: &[u8]) -> Vec<u8> {
     joined
 }
 
-/// The last component of a path.
 pub fn last_component(path: &[u8]) -> &[u8] {
     path.rsplit(|&byte| byte == b'/').next().unwrap_or_default()
 }

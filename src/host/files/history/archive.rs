@@ -1,4 +1,4 @@
-//! Archives of earlier states, generated while they are being sent.
+//! Archives of earlier states of the owner's files, generated while they are being sent.
 
 use std::ffi::{OsStr, OsString};
 use std::io::{self, BufWriter, Read, Write};
@@ -104,7 +104,7 @@ impl Write for ChannelWriter {
 
 /// An archive that is being written.
 enum Writer<W: Write> {
-    /// The first names are those of files with several hard links.
+    /// [`FirstNames`] has the first name of each file with several hard links; later names become links to it.
     Tar(Box<tar::Builder<W>>, FirstNames),
     Zip(Box<ZipWriter<StreamWriter<W>>>),
 }
@@ -116,7 +116,7 @@ fn write_entries<W: Write>(
     writer: &mut Writer<W>,
     runtime: &Handle,
 ) -> io::Result<()> {
-    // Full paths of the entries of deep directories would take much memory.
+    // Storing the full path of each entry would take too much memory in deep directories.
     let (mut pending_paths, mut pending) = (PathStack::default(), vec![entry.clone()]);
     pending_paths.push(Path::new(name));
     while let (Some(path), Some(entry)) = (pending_paths.pop(), pending.pop()) {

@@ -1,4 +1,4 @@
-//! Closes connections whose client has stopped reading, because each occupies one of a few processes.
+//! Detects connections whose client has stopped reading, so that they are closed: each occupies one of a few processes.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;

@@ -49,7 +49,7 @@ impl Directory {
         Ok(Self(directory))
     }
 
-    /// Returns whether an entry, such as a dangling symbolic link, has this name.
+    /// Returns whether an entry has this name, even if it is a dangling symbolic link.
     ///
     /// # Errors
     /// File system errors other than `NOENT`.
@@ -118,7 +118,7 @@ fn create_directory(parent: &OwnedFd, name: &OsStr) -> Result<OwnedFd, Errno> {
 fn finish_new_directory(directory: &OwnedFd, owner: Option<(u32, u32)>) -> Result<(), Errno> {
     let stat = fstat(directory)?;
     let mode = Mode::from_raw_mode(stat.st_mode);
-    // A directory inherits this bit, and then also the group, from the directory in which it is created.
+    // A new directory inherits this bit from its parent and, if the bit is set, also the parent's group.
     let set_group_id = mode & Mode::SGID;
     let is_new = stat.st_uid == geteuid().as_raw() && mode == Mode::RWXU | set_group_id;
     if !is_new {

@@ -67,7 +67,7 @@ enum RestoreError {
     #[error("{0} overlaps a directory that is reserved for the machine; restore to another path")]
     Reserved(HomePath),
     #[error("{0} already exists; restore to another path, or replace it")]
-    Taken(HomePath),
+    AlreadyExists(HomePath),
     #[error("{0} is on a different file system from the home directory; restore to another path")]
     OtherFileSystem(HomePath),
     #[error("the current state could not be saved, so nothing was replaced")]
@@ -142,10 +142,10 @@ impl Placement {
 
 impl Placement {
     /// Converts an error from moving the entry into place.
-    fn explain(&self, error: Errno) -> RestoreError {
+    fn classify_move_error(&self, error: Errno) -> RestoreError {
         let path = Path::new(&bytes_to_name(&self.directory)).join(bytes_to_name(&self.name));
         match error {
-            Errno::EXIST => RestoreError::Taken(HomePath::from_relative(path)),
+            Errno::EXIST => RestoreError::AlreadyExists(HomePath::from_relative(path)),
             Errno::XDEV => RestoreError::OtherFileSystem(HomePath::from_relative(path)),
             error => error.into(),
         }
@@ -338,7 +338,7 @@ async fn stage(
             (name.to_owned(), Some(directory.find_free_name(name, "replaced", clock::now_ms())?))
         }
         (true, false, None) => (directory.find_free_name(name, "restored", staged.saved_at)?, None),
-        (true, false, Some(_)) => return Err(RestoreError::Taken(target)),
+        (true, false, Some(_)) => return Err(RestoreError::AlreadyExists(target)),
     };
     let placement = Placement {
         request_id: request.request_id.clone(),
@@ -429,10 +429,10 @@ fn move_into_place(
             Ok(()) => return Ok(failpoint::trigger("files.entry.exchanged")?),
             // One of the owner's programs has removed the existing entry in the meantime.
             Err(Errno::NOENT) => {}
-            Err(error) => return Err(placement.explain(error)),
+            Err(error) => return Err(placement.classify_move_error(error)),
         }
     }
-    directory.move_in(&staged, &name).map_err(|error| placement.explain(error))
+    directory.move_in(&staged, &name).map_err(|error| placement.classify_move_error(error))
 }
 
 /// Returns the placement if its restored entry is in place, and the replaced entry is still in the staging directory.

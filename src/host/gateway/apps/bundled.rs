@@ -61,7 +61,6 @@ pub fn run_install(layout: &Layout) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Logs a skipped app.
 pub fn log_skipped(skipped: &SkippedApp) {
     match skipped {
         SkippedApp::Changed(app) => {

@@ -78,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn read_icon_rejects_files_outside_app_folder() {
+    fn read_icon_rejects_unusable_files() {
         let home = tempfile::tempdir().unwrap();
         let app = home.path().join("apps/app");
         std::fs::create_dir_all(&app).unwrap();

@@ -49,8 +49,8 @@ pub struct Manifest {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Table {
     pub name: SqlIdentifier,
-    /// `id`, the declared columns, `created_at`, `updated_at`. The declared ones are in the order of the `svc.json`, or
-    /// in that of `jsonb` if the manifest comes from the database.
+    /// `id`, the declared columns, `created_at`, `updated_at`. The declared columns are in the order of the `svc.json`,
+    /// or in `jsonb` order if the manifest comes from the database.
     pub columns: Vec<Column>,
     pub indexes: Vec<Vec<SqlIdentifier>>,
     pub unique: Vec<Vec<SqlIdentifier>>,

@@ -66,8 +66,8 @@ impl GzipCache {
         if !file.is_compressible() || file.size() > MAX_GZIP_BYTES {
             return None;
         }
-        // A read error is reported when the file is served.
         let key = (file.tag().clone(), file.media_type());
+        // A read error is reported when the file is served.
         self.0.get_with(key, || file.gzip(Compression::default()).ok().flatten())
     }
 }

@@ -69,11 +69,11 @@ impl Keyring {
     }
 
     /// Returns the current keys and their generation. Reloads the file first, at most once per [`CHECK_INTERVAL`], and
-    /// notes replaced keys in `activity.log`.
+    /// records a change of the keys in `activity.log`.
     pub fn current(&self) -> (Arc<ProofKeys>, u64) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if state.checked_at.is_none_or(|at| at.elapsed() >= CHECK_INTERVAL) {
-            // The keys that the first check finds were accepted before the gateway started, so they are not noted.
+            // The keys that the first check finds were accepted before the gateway started, so they are not recorded.
             let is_first_check = state.checked_at.replace(Instant::now()).is_none();
             let before = state.generation;
             state.reload_if_changed(&self.layout.proof_keys());

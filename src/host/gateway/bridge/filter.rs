@@ -44,7 +44,7 @@ impl<'t> Filter<'t> {
     /// Parses the filter at `pointer` in the request.
     ///
     /// # Errors
-    /// The first error.
+    /// The first part that is malformed, names an unknown column or operator, has an invalid value, or exceeds a limit.
     pub fn parse(table: &'t Table, raw: &RawValue, pointer: &str) -> Result<Self, FieldError> {
         FilterParser { table, terms: 0 }.parse_object(raw, pointer, 1)
     }
@@ -285,7 +285,7 @@ fn field_error(pointer: &str, message: impl Into<String>) -> FieldError {
     FieldError { pointer: pointer.to_owned(), detail: message.into() }
 }
 
-/// Escapes the first 64 characters of a name for a JSON pointer (RFC 6901).
+/// Truncates a name to 64 characters and escapes it for a JSON pointer (RFC 6901).
 pub fn escape_segment(name: &str) -> String {
     let mut name: String = name.chars().take(64).collect();
     name = name.replace('~', "~0").replace('/', "~1");

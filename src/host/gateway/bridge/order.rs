@@ -28,7 +28,8 @@ impl<'t> Order<'t> {
     /// A column that is named again is ignored. If `id` is not named, it is added in the direction of the last entry.
     ///
     /// # Errors
-    /// The first error.
+    /// If `raw` is not an array of at most `MAX_ENTRIES` valid entries, or if an entry names a column that the table
+    /// does not have or that cannot be ordered.
     pub fn parse(table: &'t Table, raw: Option<&RawValue>) -> Result<Self, FieldError> {
         let mut keys: Vec<(&Column, Direction)> = Vec::new();
         let entries = match raw {

@@ -1,4 +1,4 @@
-//! A parameter in the PostgreSQL type of its column.
+//! A query parameter with the PostgreSQL type of its column.
 //!
 //! Invariant: `Debug` never shows the value, because the driver logs parameters at debug level.
 

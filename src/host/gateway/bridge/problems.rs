@@ -90,7 +90,7 @@ pub fn row_too_large() -> Problem {
     Problem::invalid(&[FieldError { pointer: String::new(), detail: ROW_TOO_LARGE.to_owned() }])
 }
 
-/// Returns the problem for a statement that returned no row, although it always returns one.
+/// Returns the problem for a statement that returned no row, although it should always return one.
 pub fn missing_row() -> Problem {
     bridge_defect("statement returned no row")
 }

@@ -12,7 +12,6 @@ use svc_http::problem::{FieldError, Problem};
 /// Maximum number of operations in a transaction.
 pub const MAX_OPERATIONS: usize = 50;
 
-/// A request to the bridge.
 #[derive(Debug)]
 pub struct BridgeRequest<'a> {
     /// `None` only for `schemas`.
@@ -55,7 +54,6 @@ pub struct TableCall<'a> {
     pub operation: Operation<'a>,
 }
 
-/// An operation on one table.
 #[derive(Debug)]
 pub enum Operation<'a> {
     Insert { data: &'a RawValue },
@@ -144,7 +142,6 @@ const fn shape(
     ActionShape { action, required, optional }
 }
 
-/// Every bridge action.
 pub const ACTIONS: [ActionShape; 10] = [
     shape("insert", &["data"], &[]),
     shape("insertMany", &["rows"], &[]),
@@ -162,7 +159,7 @@ impl<'a> BridgeRequest<'a> {
     /// Parses a request's body.
     ///
     /// # Errors
-    /// A problem that names the invalid fields.
+    /// If the body is not JSON, or if a field is unknown, missing or invalid. The problem names all such fields.
     pub fn parse(body: &'a [u8]) -> Result<Self, Problem> {
         let raw: &RawValue = serde_json::from_slice(body).map_err(|error| {
             let (line, column) = (error.line(), error.column());
@@ -350,7 +347,6 @@ impl<'a, 'w> ObjectReader<'a, 'w> {
     }
 }
 
-/// Joins the names of an action's fields.
 fn join_field_names(shape: &ActionShape, common: &[&'static str]) -> String {
     let names = ["action"].iter().chain(common).chain(shape.required).chain(shape.optional);
     names.copied().collect::<Vec<_>>().join(", ")

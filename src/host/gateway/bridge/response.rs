@@ -154,7 +154,8 @@ struct Executor<'c> {
 /// Executes a prepared plan. In a transaction, all statements are sent on the first poll.
 ///
 /// # Errors
-/// The problem to return to the caller.
+/// A statement fails, the connection is lost, the row does not exist, the change matches too many rows, a concurrent
+/// change prevents the upsert, no cursor can be created, or the response is too large.
 pub async fn execute(
     connection: &Connection,
     prepared: PreparedPlan<'_, '_>,

@@ -5,7 +5,6 @@ use serde_json::{Value, json};
 use crate::apps::{App, Column, ColumnOrigin, Table};
 use crate::name::SqlIdentifier;
 
-/// The schema of one app.
 pub fn schema_json(app: &App) -> Value {
     let tables: Vec<Value> = app.tables.values().map(table_json).collect();
     json!({

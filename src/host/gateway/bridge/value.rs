@@ -186,8 +186,8 @@ pub fn bind_range_operand(kind: ColumnType, operator: &str, raw: &RawValue) -> R
     bind_timestamp(raw, Unit::Microsecond, mode)
 }
 
-/// Converts a time, rounded to `unit`. Columns store milliseconds: rounding to these lets `eq` with the text that was
-/// inserted find the stored value.
+/// Converts a time, rounded to `unit`. Columns store milliseconds, so rounding to milliseconds lets an `eq` filter with
+/// the inserted text find the stored value.
 fn bind_timestamp(raw: &RawValue, unit: Unit, mode: RoundMode) -> Result<Param, &'static str> {
     let expected = "must be an RFC 3339 time with an offset, in the years 1 to 9999";
     let time: Timestamp = string_value(raw).ok_or(expected)?.parse().map_err(|_| expected)?;

@@ -233,7 +233,7 @@ impl CertificateManager {
             };
             is_temporary = matches!(checked, Err(ChainError::NotYetValid(_) | ChainError::Expired(_)));
             checked.map_err(|error| error.to_string())?;
-            if name.is_some_and(|name| self.loses_trust(&chain, name)) {
+            if name.is_some_and(|name| self.would_lose_trust(&chain, name)) {
                 is_temporary = true;
                 return Err(NOT_TRUSTED.to_owned());
             }
@@ -263,7 +263,7 @@ impl CertificateManager {
     /// Whether the presented chain is trusted but this one is not, for instance because of a wrong directory or missing
     /// intermediates. A chain that is not valid yet is verified as of the start of its validity: if this machine's
     /// clock is behind, a new chain is not valid yet.
-    fn loses_trust(&self, chain: &Chain, name: &str) -> bool {
+    fn would_lose_trust(&self, chain: &Chain, name: &str) -> bool {
         let now = Timestamp::now();
         let is_trusted = |chain: &Chain, at| chain.verify(&self.verifier, name, at).is_ok();
         is_trusted(&self.presented.chain, now) && !is_trusted(chain, now.max(chain.not_before()))
@@ -326,7 +326,7 @@ impl CertificateManager {
     /// The time at which the next certificate is requested; `None` means now.
     fn next_attempt(&self, name: &str, acme: &AcmeSettings) -> Option<Timestamp> {
         let PresentedChain { source, chain, directory } = &self.presented;
-        // At `not_before`, only the key and the name are checked: an expired chain is renewed like any other.
+        // As of `not_before`, the check covers only the key and the name: an expired chain is renewed like any other.
         let matches_settings = *source == CertificateSource::Acme
             && directory.as_ref().is_none_or(|issuer| *issuer == acme.directory_url)
             && chain.check(self.pin, name, chain.not_before()).is_ok();
@@ -351,7 +351,7 @@ impl CertificateManager {
             Err(error) => Err(error),
         });
         let chain = chain.map_err(|error| anyhow::anyhow!("the issued certificate {error}"))?;
-        anyhow::ensure!(!self.loses_trust(&chain, name), "the issued certificate {NOT_TRUSTED}");
+        anyhow::ensure!(!self.would_lose_trust(&chain, name), "the issued certificate {NOT_TRUSTED}");
         Ok((chain, pem))
     }
 

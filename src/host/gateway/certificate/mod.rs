@@ -1,5 +1,5 @@
 //! The machine's TLS key and self-signed certificate, created once; the platform pins the key at registration.
-//! Certificate chains from an authority use the same key: see [`manager`].
+//! Certificate chains from a certificate authority use the same key: see [`manager`].
 //!
 //! The key is written before the certificate, and the pair is used only when both exist: a crash between the two writes
 //! leaves a key that was never used, and the next start replaces it.

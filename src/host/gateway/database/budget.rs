@@ -17,7 +17,6 @@ pub struct ConnectionBudget {
     pools: Mutex<Vec<Weak<Pool>>>,
 }
 
-/// A permit for one connection.
 pub type ConnectionPermit = OwnedSemaphorePermit;
 
 impl ConnectionBudget {

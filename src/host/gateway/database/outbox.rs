@@ -172,7 +172,7 @@ async fn drop_triggers(client: &impl GenericClient, schema: &str) -> Result<(), 
     Ok(())
 }
 
-/// Starts watching an app. All changes that commit after this function has returned are recorded.
+/// Starts watching an app. All changes committed after this function has returned are recorded.
 ///
 /// # Errors
 /// The database is unreachable or rejects a statement, or another transaction, such as a long write, holds a required

@@ -65,7 +65,7 @@ struct FilesView {
     saved_until: Option<Timestamp>,
     #[serde(skip_serializing_if = "Option::is_none")]
     error: Option<String>,
-    /// Names the entries that the last save could not read.
+    /// Describes the entries that the last save could not read.
     #[serde(skip_serializing_if = "Option::is_none")]
     unreadable: Option<String>,
 }

@@ -167,7 +167,7 @@ fn stream_events(dispatcher: &Arc<Dispatcher>, target: DispatchTarget, from: u64
     let first = stream::iter([Ok::<_, Infallible>(retry_field)]);
     let event_chunks = stream::unfold(Some(state), |state| async move {
         let (target, from, end, dispatcher) = state?;
-        // On shutdown, the stream ends, and the listener reconnects to the restarted gateway.
+        // On shutdown, the stream ends, and the client reconnects to the restarted gateway.
         let next = dispatcher.closed.run_until_cancelled(next_events(target.log(), from, end)).await;
         let (chunk, next) = next.unwrap_or_else(|| remaining_events(target.log(), from))?;
         Some((Ok(chunk), next.map(|from| (target, from, end, dispatcher))))

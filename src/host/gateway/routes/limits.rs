@@ -1,4 +1,4 @@
-//! `/api/limits`: the cost limits and the current spending; the owner can change the limits.
+//! `/api/limits`: the cost limits and the current spending; the owner and admins can change the limits.
 
 use std::sync::{Arc, PoisonError};
 

@@ -43,11 +43,11 @@ pub struct RecordView {
     /// Line members that must equal the filter with the same name. In an ambiguous audit entry, they are lists, which
     /// must contain the filter's value.
     pub exact_members: &'static [&'static str],
-    /// For some of these members, all values.
+    /// All possible values of some of these members.
     pub values: &'static [(&'static str, &'static [&'static str])],
     /// A member that is a path: the filter with the same name selects that path and everything below it.
     pub path_member: Option<&'static str>,
-    /// Text members, and their values in lines of earlier releases, which lack them.
+    /// Default values of text members that lines of earlier releases lack.
     pub defaults: &'static [(&'static str, &'static str)],
     /// Whether lines are text, not JSON. The filter `contains` selects text lines by a substring.
     pub is_text: bool,
@@ -178,7 +178,7 @@ pub async fn list(
     Ok(bridge::json_response(StatusCode::OK, Bytes::from(response.to_string())).into_response())
 }
 
-/// Streams a record's new lines until `closing` is cancelled; the listener then reconnects to the restarted gateway.
+/// Streams a record's new lines until `closing` is cancelled; the client then reconnects to the restarted gateway.
 ///
 /// # Errors
 /// 400 for an invalid filter or `Last-Event-ID`; 410 if the lines after `Last-Event-ID` no longer exist; 500 if a file
@@ -212,7 +212,7 @@ pub async fn follow(
     let now = Instant::now();
     let ready_event =
         format!("retry: {RETRY_DELAY_MS}\n{}event: ready\ndata: {{}}\n\n", id_line(tail.position()));
-    let listener = RecordListener {
+    let listener = RecordStream {
         tail: Some(tail),
         view,
         filter,
@@ -239,7 +239,7 @@ fn id_line(position: Option<TailPosition>) -> String {
 }
 
 /// The state of one stream of a record's new lines.
-struct RecordListener {
+struct RecordStream {
     /// `None` while a blocking thread reads the next lines.
     tail: Option<Tail>,
     view: &'static RecordView,
@@ -250,7 +250,7 @@ struct RecordListener {
     _permit: OwnedSemaphorePermit,
 }
 
-impl RecordListener {
+impl RecordStream {
     async fn next(&mut self) -> Option<Bytes> {
         loop {
             if let Some(chunk) = self.queued.pop_front() {

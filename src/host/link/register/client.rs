@@ -64,7 +64,6 @@ impl<'a> RegistrationClient<'a> {
         })
     }
 
-    /// Reports a failed boot.
     pub async fn report_boot_failure(
         &self,
         machine: MachineId,
@@ -75,7 +74,6 @@ impl<'a> RegistrationClient<'a> {
         self.post(url, &to_json(report), timeout).await.map(drop)
     }
 
-    /// Reports a boot stage.
     pub async fn report_boot_stage(
         &self,
         machine: MachineId,

@@ -130,8 +130,8 @@ fn has_failed(last: &LastUpdate, desired: &ImageVersion, request: Option<&str>) 
 }
 
 /// Stores the next token. If there is none and the platform accepted only the previous token, the previous one becomes
-/// the current one again. No token is stored during an update: the updater has written the current one to `host.env`, the
-/// only place from which an older release reads it.
+/// the current one again. No token is stored during an update: the updater has written the current one to `host.env`,
+/// the only place from which an older release reads it.
 fn store_next_token(
     config: &SyncConfig,
     next: Option<&SecretString>,

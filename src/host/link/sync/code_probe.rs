@@ -12,7 +12,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Longer than the 90 s that `svc-code` gives code-server to start.
 const STARTUP_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Checks code-server, and tracks how long it has not accepted connections.
+/// Checks code-server, and tracks how long it has been down.
 #[derive(Default)]
 pub struct CodeProbe {
     down_since: Mutex<Option<Instant>>,

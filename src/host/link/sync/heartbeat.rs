@@ -25,7 +25,6 @@ pub struct HeartbeatReply {
     pub accepted: Option<AcceptedToken>,
 }
 
-/// The token that the platform accepted.
 #[derive(Debug)]
 pub struct AcceptedToken {
     pub token: SecretString,

@@ -90,7 +90,7 @@ fn line_is_written_once_and_reads_back() {
 enum Event {
     /// A dispatch ends.
     DispatchEnded { day: u8, user: u8, model: u8, nanos: u64 },
-    /// The missing lines are written to `usage.jsonl`.
+    /// The unwritten lines are written to `usage.jsonl`.
     Written,
     /// `usage.jsonl` is rewritten from the ledger.
     Compacted,

@@ -34,7 +34,8 @@ pub enum ThreadState {
     /// The thread is asleep until woken.
     #[default]
     Asleep,
-    /// The thread checks the queue at the next interval. Until then, it is woken early only when [`BATCH_BYTES`] are queued.
+    /// The thread checks the queue at the next interval. It is woken earlier only when [`BATCH_BYTES`] are queued or a
+    /// caller is waiting for it.
     Polling,
     Writing,
     /// The thread has ended: nothing more is written.

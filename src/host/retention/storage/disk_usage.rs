@@ -1,7 +1,7 @@
 //! Measures the disk usage of the files in the home directory. Each file counts once, however many hard links it has,
 //! and only if it is on the same file system as the home directory.
 //!
-//! Symbolic links are not followed. Directories that are not reached before the deadline are skipped.
+//! Symbolic links are not followed. Directories that cannot be read or are not reached before the deadline are skipped.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fs::{self, Metadata};

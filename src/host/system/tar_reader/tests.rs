@@ -1,5 +1,4 @@
-//! Tests the reader with archives whose headers claim more bytes than follow, and with archives that have ambiguous
-//! names.
+//! Tests the reader with long names, invalid archives, and archives that exceed its limits.
 
 use super::*;
 

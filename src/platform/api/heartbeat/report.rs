@@ -20,7 +20,7 @@ use svc_wire::host::{
 };
 use svc_wire::machine::{Disk, Health};
 
-// A host trusts the keys of one set of bundle keys, so both limits must be equal.
+// A host trusts one set of bundle keys, so both limits must be equal.
 const _: () = assert!(MAX_TRUSTED_KEYS == MAX_KEYS);
 
 /// A valid heartbeat. Its texts are bounded and printable, except for `proof_kids`, which are only compared.
@@ -211,7 +211,6 @@ fn read_last_backup(fields: &mut Fields) -> Option<(LastBackup, Option<Timestamp
     Some((report, taken_at.filter(|_| status == Outcome::Success)))
 }
 
-/// Reads the report on the last update.
 fn read_last_update(fields: &mut Fields) -> Option<LastUpdate> {
     let mut inner = fields.optional_nested("lastUpdate")?;
     let version: Option<ImageVersion> = inner.required("version");

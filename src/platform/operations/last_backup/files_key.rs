@@ -1,4 +1,5 @@
-//! Checks that the platform has the key of the slot's file backup: a later machine could not restore the files without it.
+//! Checks that the platform has the key of the slot's file backup: a later machine could not restore the files without
+//! it.
 
 use svc_base::error_chain::format_chain;
 use svc_files::{Cache, FilesError, Repository};
@@ -10,8 +11,8 @@ use crate::file_keys;
 use crate::keys::KeyError;
 use crate::operations::leased::LeasedOperation;
 
-/// Returns `files`, or, if the files are completely saved but the platform cannot open the backup, that they may be only
-/// on the machine. The machine sends its key after its last save, so the caller waits for a while if it is missing.
+/// Returns `files`, or `Unreliable` if the files are completely saved but the platform cannot open the backup. The
+/// machine sends its key after its last save, so the caller waits for a while if the key is missing.
 pub async fn check_key(leased: &LeasedOperation<'_>, machine: &MachineRow, files: SavedFiles) -> SavedFiles {
     if !matches!(files, SavedFiles::Complete { .. }) {
         return files;

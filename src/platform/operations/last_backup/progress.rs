@@ -35,7 +35,7 @@ pub struct LastBackupProgress {
     pub unreachable_since: Option<Timestamp>,
     #[serde(rename = "hasStopped")]
     pub has_stopped_writers: bool,
-    /// When the host first reported that it is stopping its writers.
+    /// When the host first reported that it was stopping its writers.
     #[serde(with = "clock::wire_option")]
     stopping_since: Option<Timestamp>,
     /// The lowest count of running dispatches that the host has reported.

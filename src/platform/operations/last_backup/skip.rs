@@ -99,8 +99,8 @@ pub async fn skip_final_backup(
     Ok(finish_without_backup(leased, machine, reason, &saved, &suffix))
 }
 
-/// Records a newer snapshot after an operator has accepted that a reachable host will not take a final backup. Returns
-/// a suffix for the note in the log.
+/// Records a newer snapshot as not restored, except in a deletion, which restores nothing. Called after an operator has
+/// accepted that a reachable host will not take a final backup. Returns a suffix for the note in the log.
 ///
 /// # Errors
 /// [`StepError`] if the database fails, the lease is lost, or the store cannot be searched for a newer

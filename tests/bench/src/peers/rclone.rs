@@ -37,8 +37,8 @@ impl Rclone {
         Ok(rclone)
     }
 
-    /// Returns `rclone sync FROM TO`, in which `:s3:` is the store. Checksums are ignored, because the store's entity
-    /// tags are not MD5 hashes.
+    /// Returns `rclone sync FROM TO`, in which `:s3:` is the store. Checksums are ignored, because the store's ETags
+    /// are not MD5 hashes.
     pub fn sync(&self, store: &S3Server, from: &str, to: &str) -> Command {
         let mut command = Command::new(&self.program);
         command

@@ -40,7 +40,7 @@ pub struct Request {
     pub body: Option<String>,
 }
 
-/// The results of a load.
+/// The results of a load test.
 #[derive(Debug, Clone, Copy, Deserialize)]
 pub struct LoadResult {
     pub requests: u64,

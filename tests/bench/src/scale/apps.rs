@@ -1,5 +1,5 @@
-//! Fifty apps on one machine; twenty of them busy at the same time; and one app that sends far more requests
-//! than another.
+//! Benchmarks fifty apps on one machine: all idle, twenty of them busy at the same time, and one that receives far more
+//! requests than another.
 
 use std::time::{Duration, Instant};
 
@@ -64,7 +64,6 @@ fn find_query(app: usize) -> String {
     json!({ "action": "find", "app": format!("app{app}"), "table": "items", "limit": 20 }).to_string()
 }
 
-/// The load on one app.
 struct AppLoad {
     app: usize,
     connections: u32,
@@ -72,7 +71,6 @@ struct AppLoad {
     seconds: u32,
 }
 
-/// Runs all loads concurrently.
 fn run_concurrent_loads(
     wrk: &Wrk,
     gateway: &Gateway,

@@ -23,12 +23,12 @@ pub const SOCKET_MEMORY: &str = "memory per idle WebSocket, 9,500 sockets";
 pub const MESSAGE_P99: &str = "message round trip's p99 with 9,500 sockets";
 
 const STREAMS: usize = 10_000;
-/// Fewer than [`STREAMS`], because the hard limit is often 20,000 open files.
+/// Fewer than [`STREAMS`], because each takes two of the gateway's open files, and the hard limit is often 20,000.
 pub const SOCKETS: usize = 9_500;
 /// The streams are spread over this many apps; the measured event belongs to one of them.
 const APPS: usize = 20;
 /// Number of connections that are opened at the same time.
-const CONCURRENT_OPENINGS: usize = 64;
+const MAX_CONCURRENT_OPENS: usize = 64;
 /// Covers one heartbeat of each stream.
 const IDLE_PERIOD: Duration = Duration::from_secs(16);
 const EVENT_TIMEOUT: Duration = Duration::from_secs(30);
@@ -86,10 +86,10 @@ async fn open_streams(
     events: &mpsc::UnboundedSender<Instant>,
 ) -> Result<JoinSet<()>> {
     let (client, mut streams) = (client()?, JoinSet::new());
-    for first in (0..STREAMS).step_by(CONCURRENT_OPENINGS) {
+    for first in (0..STREAMS).step_by(MAX_CONCURRENT_OPENS) {
         let proof = machine.proof();
         let mut opening = JoinSet::new();
-        for number in first..STREAMS.min(first + CONCURRENT_OPENINGS) {
+        for number in first..STREAMS.min(first + MAX_CONCURRENT_OPENS) {
             let url = format!("https://{}/api/bridge/changes?app=app{}", gateway.address, number % APPS);
             let request = client.get(url).header("x-svc-proof", &proof);
             opening.spawn(async move {
@@ -144,10 +144,10 @@ pub async fn measure_sockets(round: &Round<'_>, tally: &mut Tally) -> Result<()>
 
 async fn open_sockets(gateway: &Gateway, machine: &Machine) -> Result<Vec<reqwest::Upgraded>> {
     let (client, mut sockets) = (client()?, Vec::with_capacity(SOCKETS));
-    for first in (0..SOCKETS).step_by(CONCURRENT_OPENINGS) {
+    for first in (0..SOCKETS).step_by(MAX_CONCURRENT_OPENS) {
         let proof = machine.proof();
         let mut opening = JoinSet::new();
-        for _ in first..SOCKETS.min(first + CONCURRENT_OPENINGS) {
+        for _ in first..SOCKETS.min(first + MAX_CONCURRENT_OPENS) {
             let request = client.get(format!("https://{}/ws", gateway.address)).headers(
                 [
                     ("x-svc-proof", proof.as_str()),

@@ -289,8 +289,8 @@ fn query(svc: &Path, arg: &str) -> Result<String> {
     Ok(output)
 }
 
-/// Copies the binary without debug information and symbols, which halves its size. Without `strip`, returns the
-/// original.
+/// Copies the binary without debug information and symbols, which halves its size. If `strip` is missing or fails,
+/// returns the original.
 fn strip_symbols(svc: &Path, dir: &Path) -> Result<PathBuf> {
     let stripped = dir.join("svc");
     let mut strip = Command::new("strip");

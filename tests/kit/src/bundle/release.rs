@@ -10,7 +10,6 @@ use serde_json::Value;
 
 use super::manifest::format_time;
 
-/// A component of a release.
 #[derive(Debug, Clone, Serialize)]
 pub struct Component {
     pub name: String,

@@ -315,7 +315,7 @@ fn link_duplicates(root: &Path, dir: &Path, first_paths: &mut HashMap<u64, PathB
     Ok(())
 }
 
-/// Creates `bin/<command>` for each of the package's commands, run by the release's Node.js if there is one.
+/// Creates a launcher `bin/<command>` for each of the package's commands. It uses the release's Node.js, if any.
 fn write_launchers(dir: &Path, package: &str, depth: usize) -> Result<()> {
     let manifest = dir.join("node_modules").join(package).join("package.json");
     let json: serde_json::Value = serde_json::from_slice(&fs::read(&manifest)?)?;

@@ -34,7 +34,7 @@ pub fn fill_stage(stage: &Path, options: &Options, name: &str, sbom_json: &str, 
     make_parent(&stage.join("usr/bin/svcctl"))?;
     symlink("../lib/svc/svc", stage.join("usr/bin/svcctl"))?;
     if name == "svc-host" {
-        copy_units(&options.source.join("systemd"), stage)?;
+        copy_systemd_files(&options.source.join("systemd"), stage)?;
     }
     write_pages_and_completions(&program, name, stage)?;
     write_documents(stage, options, name, sbom_json, epoch)?;
@@ -43,8 +43,8 @@ pub fn fill_stage(stage: &Path, options: &Options, name: &str, sbom_json: &str, 
     normalize(stage, Duration::from_secs(epoch.parse().context("SOURCE_DATE_EPOCH is not a number")?))
 }
 
-/// Copies the host's units, users and directories, which are the same as in a bundle.
-fn copy_units(from: &Path, stage: &Path) -> Result<()> {
+/// Copies the host's systemd units, and its sysusers.d and tmpfiles.d files, which are the same as in a bundle.
+fn copy_systemd_files(from: &Path, stage: &Path) -> Result<()> {
     for (folder, target) in [
         ("system", "usr/lib/systemd/system"),
         ("sysusers.d", "usr/lib/sysusers.d"),

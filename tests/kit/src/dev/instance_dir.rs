@@ -80,7 +80,7 @@ impl DevLock {
         Ok(files)
     }
 
-    /// Renders the operator's environment for a shell's `.`, with `svcctl` in `PATH`.
+    /// Renders a script that a shell sources to get the operator's environment, with `svcctl` in `PATH`.
     fn render_operator_script(&self, env: &[(String, String)]) -> String {
         let exports = env.iter().map(|(name, value)| format!("export {name}={}\n", shell_quote(value)));
         let dir = shell_quote(&self.dir.display().to_string());

@@ -62,7 +62,7 @@ impl Idp {
         Ok(Self { listener, state })
     }
 
-    /// Returns the issuer's name and address, `http://127.0.0.1:<port>`.
+    /// Returns the issuer URL, `http://127.0.0.1:<port>`.
     pub fn issuer(&self) -> String {
         format!("http://{}", self.listener.addr())
     }

@@ -12,7 +12,8 @@ use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 
 use super::ReopenableListener;
 
-/// Forwards connections to one upstream. A fault stays active until [`Proxy::heal`]. Drop closes all connections.
+/// Forwards connections to one upstream. A fault stays active until [`Proxy::heal`]. Dropping the proxy resets all
+/// connections.
 pub struct Proxy {
     listener: ReopenableListener,
     shared: Arc<Shared>,
@@ -50,7 +51,7 @@ impl Proxy {
         self.shared.connections.load(Ordering::SeqCst)
     }
 
-    /// Closes existing connections; new ones are served.
+    /// Resets existing connections; new ones are served.
     pub fn drop_connections(&self) {
         self.listener.drop_connections();
     }
@@ -70,7 +71,7 @@ impl Proxy {
         self.shared.change(|faults| faults.is_silent = true);
     }
 
-    /// Refuses connections, and breaks existing ones.
+    /// Refuses new connections, and resets existing ones.
     pub fn refuse(&self) {
         self.listener.close();
     }

@@ -58,7 +58,7 @@ impl PgBinaries {
     /// other machines.
     ///
     /// # Errors
-    /// Fails if the download fails.
+    /// Fails if the build cannot be downloaded, verified or unpacked.
     #[cfg(target_arch = "x86_64")]
     pub fn fetch(target_dir: &Path) -> Result<Self> {
         let install_dir = fetch::locate_or_create(target_dir, "postgresql-16.14", |dir| {

@@ -13,9 +13,6 @@ use crate::fetch;
 
 /// Returns this process's server, on which [`test_database`] creates databases. It is started on first use, and stopped
 /// when the process ends.
-///
-/// # Errors
-/// Fails if it cannot be started.
 pub async fn process_server() -> Result<&'static PgServer> {
     static SERVER: OnceCell<PgServer> = OnceCell::const_new();
     let server = SERVER.get_or_try_init(|| async {
@@ -29,7 +26,7 @@ pub async fn process_server() -> Result<&'static PgServer> {
 /// Returns the server on which [`test_database_from`] creates databases.
 ///
 /// # Errors
-/// Fails if it cannot be started, or if the variable that names the run's server is malformed.
+/// Fails if the server cannot be started, or if the variable that names the run's server is malformed.
 pub async fn prepared_server() -> Result<PgConnectionInfo> {
     match run_server::connection_info()? {
         Some(connection_info) => Ok(connection_info),

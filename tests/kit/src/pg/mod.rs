@@ -1,6 +1,6 @@
 //! Real PostgreSQL 16 servers.
 //!
-//! A test gets its own database on a server shared by its process, or by the run of `cargo xtask test`:
+//! A test gets its own database on a server shared by its process, or by the whole `cargo xtask test` run:
 //!
 //! ```no_run
 //! # async fn f() -> anyhow::Result<()> {

@@ -258,7 +258,7 @@ impl PgServer {
         for (name, value) in &self.settings {
             command.arg("-c").arg(format!("{name}={value}"));
         }
-        // Ctrl-C on a terminal must reach only this process, because other processes may still need PostgreSQL.
+        // Ctrl-C on a terminal must not reach PostgreSQL, because other processes may still need it.
         command.process_group(0).stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
         let child = command.spawn().context("cannot start postgres")?;
         child::kill_on_exit(child.id(), AtExit::Quit);

@@ -162,7 +162,7 @@ async fn dropped_database_is_removed_by_next_request() -> Result<()> {
     drop(dropped);
     let deadline = Instant::now() + Duration::from_secs(20);
     loop {
-        // A concurrent test may have taken the list, and may still be dropping the databases.
+        // A concurrent test may have taken the pending drops, and may still be dropping the databases.
         let next = test_database().await?;
         let client = next.connect().await?;
         if client.query("SELECT 1 FROM pg_database WHERE datname = $1", &[&name]).await?.is_empty() {

@@ -15,7 +15,7 @@ pub(super) struct Addresses {
 }
 
 impl Addresses {
-    pub(super) fn choose_network() -> Result<Self> {
+    pub(super) fn in_random_network() -> Result<Self> {
         let mut last_error = None;
         for _ in 0..20 {
             let random = *Uuid::new_v4().as_bytes();

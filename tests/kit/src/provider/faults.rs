@@ -103,7 +103,7 @@ impl FaultScript {
         self.calls.len() - 1
     }
 
-    /// Returns the fault for a call, if any. Counts the call for the rules that it matches.
+    /// Returns the fault for a call, if any. Counts the call for each matching rule, up to the one that applies.
     pub(super) fn take_fault(&mut self, method: &str, path: &str) -> Option<Fault> {
         let fault = self.rules.iter_mut().find_map(|rule| {
             let matches = rule.method.as_deref().is_none_or(|expected| expected == method)

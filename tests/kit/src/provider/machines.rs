@@ -1,7 +1,7 @@
 //! Simulated servers as virtual machines: one per record, with the inventory's power state.
 //!
-//! A machine is kept after its server's record is deleted, until the simulator ends. The simulator does not delete its
-//! disk.
+//! A machine is kept until the simulator ends, even after its server's record is deleted. The machine's disk is never
+//! deleted.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;

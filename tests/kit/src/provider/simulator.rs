@@ -79,7 +79,7 @@ impl Simulator {
     }
 
     async fn start_on_this_runtime(options: SimulatorOptions) -> Result<Self> {
-        let addresses = Addresses::choose_network()?;
+        let addresses = Addresses::in_random_network()?;
         let https_port = addresses.https_port();
         let guests = match options.kind {
             SimulatorKind::Record => Guests::RecordsOnly,
@@ -194,7 +194,7 @@ impl Simulator {
         self.cloud.guests.machine(name)
     }
 
-    /// Waits at most 30 s until the server has this power state.
+    /// Waits up to 30 s for the server to reach this power state.
     pub async fn wait_for_power(&self, name: &str, power: Power) -> Result<ServerView> {
         for _ in 0..1500 {
             if let Some(server) = self.server_by_name(name).filter(|server| server.status == power) {

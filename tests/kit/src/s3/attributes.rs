@@ -13,7 +13,7 @@ pub(super) struct Attributes {
     pub(super) metadata: Option<s3s::dto::Metadata>,
 }
 
-/// Extracts the attributes from a `PutObject` or `CreateMultipartUpload`.
+/// Extracts the attributes from a `PutObject` or `CreateMultipartUpload` input.
 macro_rules! attributes_of {
     ($input:expr) => {
         $crate::s3::attributes::Attributes {
@@ -27,7 +27,7 @@ macro_rules! attributes_of {
     };
 }
 
-/// Builds a `GetObject` or `HeadObject` output from their common fields.
+/// Builds a `GetObject` or `HeadObject` output with the fields that both have in common.
 macro_rules! object_output {
     ($output:ident, $object:expr) => {{
         let attributes = $object.attributes.clone();

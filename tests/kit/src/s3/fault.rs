@@ -130,7 +130,7 @@ impl Rule {
     }
 }
 
-/// Counts how often a rule's fault was injected.
+/// Counts how many times a rule's fault was injected.
 #[derive(Clone, Debug)]
 pub struct HitCounter(Arc<AtomicUsize>);
 

@@ -17,7 +17,7 @@ use super::web;
 use crate::bundle;
 use crate::child;
 
-/// Rows inserted before the backup, sorted by title.
+/// The titles of the rows inserted before the backup, sorted.
 pub const TITLES: [&str; 3] = ["first", "second", "third"];
 /// A server type in the `builder` plan.
 const LARGER_SERVER_TYPE: &str = "cpx32";

@@ -1,9 +1,9 @@
 //! The main scenario against real services: a stack is started; a machine is provisioned, used, backed up, lost and
 //! recovered; the lost machine is fenced off; and its successor is deleted.
 //!
-//! It uses the interfaces that users have — the CLI, HTTP, signals — and checks only what users could check: records,
-//! disks and objects. [`InjectedDefect`] injects one defect from outside; the scenario must then fail at the
-//! matching step.
+//! It uses the interfaces that users have (the CLI, HTTP and signals), and checks only what users could check: records,
+//! disks and objects. [`InjectedDefect`] injects one defect from outside; the scenario must then fail at the matching
+//! step.
 
 mod files;
 pub(crate) mod first_machine;

@@ -42,7 +42,8 @@ impl RecoveryTimeouts {
     }
 }
 
-/// Starts a recovery whose new machine cannot restore. The slot returns to its previous machine, which serves again.
+/// Starts a recovery whose new machine cannot restore the snapshot. The slot returns to its previous machine, which
+/// serves again.
 pub async fn fail_recovery_midway(
     stack: &Stack,
     first: &MachineRecord,
@@ -184,7 +185,7 @@ pub async fn check_old_machine_superseded(
 
 pub async fn delete(stack: &Stack, second: &MachineRecord) -> Result<((), String)> {
     let before = stack.slot.snapshots(&stack.store).len();
-    // The final backup waits up to three minutes for the files of a machine that was just restored.
+    // If the machine was just restored, its final backup waits up to three minutes for its files to be saved.
     let wait = format!("--wait={}", stack.svcctl_timeout.as_secs() - 20);
     let run = stack.svcctl(&["--json", "delete", &second.id, "--now", "--yes", &wait]).await?.success()?;
     let record: serde_json::Value = run.json()?;

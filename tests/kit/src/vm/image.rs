@@ -53,7 +53,7 @@ impl Image {
         self.dir.join("initrd")
     }
 
-    /// The private key for root.
+    /// The private SSH key for root.
     pub fn key(&self) -> PathBuf {
         self.dir.join("key")
     }

@@ -197,7 +197,7 @@ impl Machine {
     /// Uploads a file; an existing target keeps its owner and mode.
     ///
     /// # Errors
-    /// Like [`Self::run`], and if the file cannot be read or written.
+    /// Fails like [`Self::run`], or if the file cannot be read or written.
     pub async fn upload(&self, file: &Path, to: &str, timeout: Duration) -> Result<()> {
         let input = fs::File::open(file).with_context(|| format!("cannot read {}", file.display()))?;
         let output = self.shell().run_with(input.into(), &format!("cat >{to}"), timeout).await?;

@@ -29,7 +29,7 @@ impl Campaign<'_> {
         Ok(machine::pointer(self.store).await?.map_or(0, |pointer| pointer.seq))
     }
 
-    /// Checks that an undisturbed run stores a snapshot of the current database, regardless of earlier runs.
+    /// Checks that an uninterrupted run stores a snapshot of the current database, regardless of earlier runs.
     async fn complete_backup(&mut self) -> Result<()> {
         let before = self.claimed_seq().await?;
         self.killer.complete_run(|| self.machine.spawn(&BACKUP, &[])).await?;

@@ -15,9 +15,7 @@ use nix::sys::signal::Signal;
 use super::super::machine::{RunResult, RunningApplet};
 use crate::sim::rng::Rng;
 
-/// Minimum number of kills in a short run.
 const MIN_KILLS_SHORT_RUN: u64 = 8;
-/// Minimum number of kills in a long run.
 const MIN_KILLS_LONG_RUN: u64 = 200;
 /// Maximum number of consecutive kills before a complete run; fewer than the number after which an update is abandoned.
 const MAX_CONSECUTIVE_KILLS: usize = 3;

@@ -1,4 +1,4 @@
-//! When an update is killed at any point, one complete release is current, and the next run finishes the update.
+//! If an update is killed at any point, a complete release is still current, and the next run finishes the update.
 
 use std::fs;
 

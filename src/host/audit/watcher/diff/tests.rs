@@ -17,7 +17,6 @@ enum Node {
 /// The file system. Inodes are reused as soon as possible.
 struct FakeFs {
     nodes: BTreeMap<Inode, Node>,
-    /// The birth time of each node.
     birth_time: BTreeMap<Inode, i64>,
     watched: BTreeSet<Inode>,
     dirty: DirtySet,

@@ -160,9 +160,6 @@ impl ChangeStream {
     }
 
     /// Reads the current head of the feed and publishes it to all streams.
-    ///
-    /// # Errors
-    /// A database error.
     pub async fn refresh_head(&self, client: &Client) -> Result<FeedHead, DatabaseError> {
         let head = read::fetch_head(client).await?;
         self.feed.publish(head);

@@ -8,7 +8,7 @@ use crate::database::DatabaseError;
 /// Maximum number of transactions read per query.
 const BATCH_SIZE: i64 = 20;
 /// A transaction whose statements and row ids together exceed this number is reported without row ids.
-const MAX_LISTED_IDS: i64 = 2000;
+const MAX_LISTED_ENTRIES: i64 = 2000;
 
 /// The position up to which the outbox is settled.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -20,9 +20,6 @@ pub struct FeedHead {
 }
 
 /// Fetches the current head.
-///
-/// # Errors
-/// A database error.
 pub async fn fetch_head(client: &Client) -> Result<FeedHead, DatabaseError> {
     let row = client
         .query_one(
@@ -36,11 +33,8 @@ pub async fn fetch_head(client: &Client) -> Result<FeedHead, DatabaseError> {
     Ok(FeedHead { settled: row.try_get(0)?, newest: row.try_get(1)? })
 }
 
-/// Fetches the lowest position after which the events for all of these schemas are complete; `None` if one of the
-/// schemas is not watched.
-///
-/// # Errors
-/// A database error.
+/// Fetches the lowest position after which the events for all of these schemas are complete; `None` if there is no feed
+/// yet, or if one of the schemas is not watched.
 pub async fn fetch_floor(client: &Client, schemas: &[String]) -> Result<Option<i64>, DatabaseError> {
     let row = client
         .query_one(
@@ -63,10 +57,7 @@ pub struct ChangeEvent {
     pub json: String,
 }
 
-/// Reads the changes of the next settled transactions after `position` in these schemas, and the feed's floor.
-///
-/// # Errors
-/// A database error.
+/// Fetches the changes that the next settled transactions after `position` made in these schemas, and the feed's floor.
 pub async fn fetch_after(
     client: &Client,
     position: i64,
@@ -95,7 +86,7 @@ pub async fn fetch_after(
                              AND schema_name = ANY ($2)
                            GROUP BY xid ORDER BY xid LIMIT $4) AS x ON true
               ORDER BY x.xid",
-            &[&position.to_string(), &schemas, &MAX_LISTED_IDS, &BATCH_SIZE],
+            &[&position.to_string(), &schemas, &MAX_LISTED_ENTRIES, &BATCH_SIZE],
         )
         .await?;
     // Without a floor, no event is known to be available.

@@ -235,7 +235,7 @@ fn numbers_outside_placeholders(text: &str) -> Vec<String> {
     numbers
 }
 
-/// Arbitrary JSON in which the names and values of requests are more frequent than by chance.
+/// Arbitrary JSON, biased toward names and values that occur in requests.
 fn arbitrary_json() -> BoxedStrategy<Value> {
     let word = || {
         prop_oneof![

@@ -283,7 +283,7 @@ impl<'t> TablePlanner<'_, 't> {
         values
     }
 
-    /// Parses `data` and returns all errors, up to [`MAX_ERRORS`].
+    /// Parses `data`. If it is invalid, returns all errors, up to [`MAX_ERRORS`].
     fn parse_values(
         &self,
         data: &RawValue,
