@@ -165,7 +165,7 @@ fn command_to_follow(machine_id: &str, operation_id: Option<&str>) -> String {
 
 fn timeout_error(machine_id: &str, operation_id: Option<&str>, timeout: Duration) -> anyhow::Error {
     let command = command_to_follow(machine_id, operation_id);
-    anyhow!("the operation has not ended after {} s, and continues\n  next: `{command}`", timeout.as_secs())
+    anyhow!("the operation is still in progress after {} s\n  next: `{command}`", timeout.as_secs())
 }
 
 fn is_settled(machine: &MachineDetail, operation: Option<&Operation>) -> bool {

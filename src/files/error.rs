@@ -44,7 +44,7 @@ pub enum FilesError {
         "the backup contains {0} chunks of files and directories, which is the maximum: exclude files with .svcignore, \
          and ask the operator to prune earlier snapshots; pruned chunks count until they are deleted, three days later"
     )]
-    Full(usize),
+    TooManyBlobs(usize),
     #[error("the operation was cancelled, or one of its threads panicked")]
     Stopped,
     #[error("cannot start a thread")]

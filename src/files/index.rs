@@ -200,12 +200,12 @@ impl KnownBlobs {
     /// Adds a blob that is to be saved; `false` if it was already known.
     ///
     /// # Errors
-    /// [`FilesError::Full`] if the index would now list more than `MAX_SAVED_BLOBS` blobs, because pruning could then
-    /// make it exceed `MAX_INDEX_BLOBS`, and it could not be read again.
+    /// [`FilesError::TooManyBlobs`] if the index would now list more than `MAX_SAVED_BLOBS` blobs, because pruning could
+    /// then make it exceed `MAX_INDEX_BLOBS`, and it could not be read again.
     pub(crate) fn insert_new(&mut self, blob_type: BlobType, id: Id) -> Result<bool, FilesError> {
         let is_new = self.insert(blob_type, id);
         if is_new && self.listed > MAX_SAVED_BLOBS {
-            Err(FilesError::Full(MAX_SAVED_BLOBS))
+            Err(FilesError::TooManyBlobs(MAX_SAVED_BLOBS))
         } else {
             Ok(is_new)
         }
@@ -353,7 +353,7 @@ impl BlobLocations {
         self.of_type(blob_type).find(id).ok_or_else(|| not_in_index(blob_type, id))
     }
 
-    /// Returns the number of different blobs.
+    /// Returns the number of distinct blobs.
     pub(crate) fn len(&self) -> usize {
         self.data.sorted.len() + self.trees.sorted.len()
     }
@@ -448,7 +448,7 @@ mod tests {
         }
         assert!(!known.insert_new(BlobType::Data, id(1)).unwrap(), "known blobs take no space");
         let error = known.insert_new(BlobType::Tree, id(1)).unwrap_err();
-        assert!(matches!(error, FilesError::Full(MAX_SAVED_BLOBS)), "{error}");
+        assert!(matches!(error, FilesError::TooManyBlobs(MAX_SAVED_BLOBS)), "{error}");
     }
 
     #[test]

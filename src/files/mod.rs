@@ -14,7 +14,7 @@ mod cache;
 mod chunker;
 mod error;
 mod escape;
-pub mod first_names;
+pub mod hard_link_paths;
 pub mod history;
 mod id;
 mod index;

@@ -198,7 +198,7 @@ pub(crate) fn parse_header(
 
 /// Returns the length of the header and of the 4 bytes after it, which record the header's length; `None` if `end` is
 /// shorter than those 4 bytes.
-pub(crate) fn header_length(end: &[u8]) -> Option<u64> {
+pub(crate) fn header_and_footer_length(end: &[u8]) -> Option<u64> {
     let (_, length) = end.split_last_chunk::<4>()?;
     Some(u64::from(u32::from_le_bytes(*length)) + 4)
 }
@@ -278,7 +278,7 @@ mod tests {
             let pack = writer.finish().unwrap().unwrap();
             prop_assert_eq!(&parse_header(&key, pack.id, &pack.bytes).unwrap(), &pack.blobs);
             let size = pack.bytes.len() as u64;
-            let end = &pack.bytes[pack.bytes.len() - header_length(&pack.bytes).unwrap() as usize..];
+            let end = &pack.bytes[pack.bytes.len() - header_and_footer_length(&pack.bytes).unwrap() as usize..];
             prop_assert_eq!(&parse_header_at_end(&key, pack.id, end, size).unwrap(), &pack.blobs);
             prop_assert!(parse_header_at_end(&key, pack.id, end, size + 1).is_err());
             prop_assert!(parse_header_at_end(&key, pack.id, &end[1..], size).is_err());

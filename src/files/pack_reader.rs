@@ -12,7 +12,7 @@ use svc_store::StoreError;
 
 use crate::error::FilesError;
 use crate::id::Id;
-use crate::pack::{PackedBlob, header_length, parse_header_at_end};
+use crate::pack::{PackedBlob, header_and_footer_length, parse_header_at_end};
 use crate::repository::{MAX_PACK_BYTES, REQUEST_TIMEOUT, Repository};
 
 /// Delays between the attempts to read a pack during an outage of the store.
@@ -44,7 +44,7 @@ impl Repository {
         let end = PackEnd { pack, size: meta.size, bytes: Bytes::new() };
         let read = async {
             let end = self.extend_pack_end(end, PACK_END_BYTES).await?;
-            match header_length(&end.bytes) {
+            match header_and_footer_length(&end.bytes) {
                 Some(length) if length <= MAX_PACK_END_BYTES => self.extend_pack_end(end, length).await,
                 _ => Ok(end),
             }
@@ -75,7 +75,7 @@ impl Repository {
     /// [`FilesError::Corrupt`] if the header is invalid or does not describe all of the pack's bytes; a store error if
     /// the store fails.
     pub(crate) async fn parse_pack_end(&self, end: PackEnd) -> Result<Vec<PackedBlob>, FilesError> {
-        let end = match header_length(&end.bytes) {
+        let end = match header_and_footer_length(&end.bytes) {
             Some(length) if length <= end.size => self.extend_pack_end(end, length).await?,
             _ => end,
         };

@@ -5,8 +5,8 @@
 //! - At most one batch is updated at a time, the canary first and separately.
 //! - A batch starts only when the update of every machine in the previous batch has ended.
 //! - Once a machine has the release, no further update is requested before any required verification has passed.
-//! - If verification is due and the canary ended without the release, the same number of machines from the next batch
-//!   take its place.
+//! - If verification is due and no canary machine has installed the release, the same number of machines from the next
+//!   batch take the canary's place.
 //! - No update is requested after the canary has failed or the maximum number of failures is reached.
 //! - A requested update ends when its host reports a result, when its machine leaves service, or on a timeout.
 
@@ -120,7 +120,7 @@ pub fn next_effects(
         effects.push(RolloutEffect::Succeed);
         return effects;
     };
-    // The canary may have ended without the release, for instance because it was powered off.
+    // The canary may not have installed the release, for instance because it was powered off.
     let needs_canary = limits.canary > 0 && verification != VerificationState::Satisfied && !has_release;
     let mut remaining = if needs_canary { limits.canary } else { usize::MAX };
     let is_next = |member: &&Member| member.batch == next_batch && member.state == MemberState::Waiting;

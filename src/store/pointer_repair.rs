@@ -3,7 +3,7 @@
 //! Invariants: the fence and `seq` are never lowered, unless they are implausible; the new pointer names a snapshot
 //! whose object and sidecar exist and agree; a concurrent write is never overwritten.
 
-mod known_state;
+mod pointer_inputs;
 mod resume;
 
 use bytes::Bytes;
@@ -18,7 +18,7 @@ use super::{epoch_floor, pointer_io, pointer_log, snapshots};
 use svc_base::clock;
 use svc_machine::epoch::Epoch;
 
-use known_state::PointerInputs;
+use pointer_inputs::PointerInputs;
 pub use resume::resume;
 
 /// Maximum number of bytes to return from an unreadable pointer.

@@ -4,7 +4,7 @@
 //! it, hosts build their requests from it, and the OpenAPI document describes it (`svc_http::openapi::schema_of`).
 //!
 //! Invariant: a reader accepts messages from older and newer releases. Unknown fields are ignored, a field that older
-//! platforms omit is optional to read, and [`WireString`](text::WireString) accepts unknown values.
+//! platforms omit is optional when deserialized, and [`WireString`](text::WireString) accepts unknown values.
 
 pub mod alarm;
 pub mod audit;

@@ -125,7 +125,7 @@ fn host_reason(from: &[String], to: &[String]) -> Option<&'static str> {
     let is_declared =
         foreign.is_some_and(|applet| from.len() < applet.len() && is_in(from, &applet[..from.len()]));
     if foreign.is_some() && !is_shared && !is_declared {
-        return Some("an applet must not import another applet's folder");
+        return Some("an applet's folder must not be imported from outside it");
     }
     let is_wiring = from == ["gateway"] || from == ["gateway", "router"] || is_in(from, &GATEWAY_STATE);
     (is_in(to, &GATEWAY_STATE) && !is_wiring)

@@ -46,13 +46,13 @@ async fn session_poll_uses_index() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn poll_does_not_read_former_machines() -> Result<()> {
     let (router, machine) = TestRouter::start_with_machine("user_1").await?;
-    let retired = 20_000;
+    let deleted_machines = 20_000;
     let fill = format!(
         "INSERT INTO user_machines (machine_id, idp_user_id, slot, handle, kind, status, epoch, restore_mode, \
          server_type, location, image_version, bundle_sha256, https_port, registration_token_hash, \
          upgrade_token_hash, deleted_at) SELECT gen_random_uuid(), 'user_1', 'primary', 'user-1', 'customer', \
          'failed', n + 1, 'empty', 'cpx22', 'nbg1', 'v1', 'x', 443, 'x', 'x', now() \
-         FROM generate_series(1, {retired}) AS n; ANALYZE user_machines"
+         FROM generate_series(1, {deleted_machines}) AS n; ANALYZE user_machines"
     );
     router.sql.batch_execute(&fill).await?;
     // Counting starts after a pause, because the poll gets a new plan only when it next runs after ANALYZE.
@@ -60,7 +60,7 @@ async fn poll_does_not_read_former_machines() -> Result<()> {
     let (before, _) = scan_counts(&router.sql, "user_machines").await?;
     tokio::time::sleep(Duration::from_millis(3000)).await;
     let (after, _) = scan_counts(&router.sql, "user_machines").await?;
-    assert!(after - before < retired, "{} rows read by sequential scans", after - before);
+    assert!(after - before < deleted_machines, "{} rows read by sequential scans", after - before);
     router.set_status(&machine, "failed").await?;
     router.wait_for_status("user_1", StatusCode::SERVICE_UNAVAILABLE).await;
     Ok(())

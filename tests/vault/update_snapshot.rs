@@ -131,7 +131,7 @@ async fn wait_until_held_back(fixture: &UpdateFixture) -> Result<()> {
 }
 
 #[tokio::test]
-async fn waiting_update_takes_no_snapshot_after_held_one() -> Result<()> {
+async fn waiting_update_skips_backup_after_held_back_snapshot() -> Result<()> {
     let store = machine::start_store()?;
     let mut fixture = start_fixture_with_lost_rows(&store).await?;
     // Longer than the delay before a failed backup is started again.
@@ -151,7 +151,7 @@ async fn waiting_update_takes_no_snapshot_after_held_one() -> Result<()> {
 }
 
 #[tokio::test]
-async fn update_continues_once_held_snapshot_is_accepted() -> Result<()> {
+async fn update_continues_once_held_back_snapshot_is_accepted() -> Result<()> {
     let store = machine::start_store()?;
     let fixture = start_fixture_with_lost_rows(&store).await?;
     let running = fixture.spawn(&["apply", "--version", NEW_VERSION])?;

@@ -154,7 +154,7 @@ async fn wait_until_ended(
     });
     let (response, rollout) = outcome.await?.ok_or_else(|| {
         let error = anyhow!(
-            "the rollout has not ended after {seconds} s, and continues\n  next: run `svcctl deploy status {id} \
+            "the rollout is still in progress after {seconds} s\n  next: run `svcctl deploy status {id} \
              --wait` to keep waiting"
         );
         Failure::new(Exit::TryAgain, error)

@@ -123,7 +123,7 @@ async fn wait_for_restore(
     let command = format!("svcctl status {id}");
     let ended = interrupt::run_until_interrupted(&command, ended).await?;
     let Some((response, state)) = ended else {
-        let text = "the restore has not ended yet, and continues\n  next: see the result in the machine's \
+        let text = "the restore is still in progress\n  next: see the result in the machine's \
                     activity.log later";
         return Err(Failure::new(Exit::TryAgain, anyhow!(text)));
     };

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use super::target::Target;
 use crate::error::FilesError;
-use crate::first_names::FirstNames;
+use crate::hard_link_paths::HardLinkPaths;
 use crate::id::Id;
 use crate::index::{BlobLocation, BlobLocations};
 use crate::pack::BlobType;
@@ -62,7 +62,7 @@ impl Batch {
         &mut self,
         path: PathBuf,
         mut node: Node,
-        first_names: &mut FirstNames,
+        hard_link_paths: &mut HardLinkPaths,
         locations: &BlobLocations,
         should_skip_damaged: bool,
     ) -> Result<(), FilesError> {
@@ -72,7 +72,7 @@ impl Batch {
             NodeType::Symlink => self.links.push(PlannedEntry { path, node }),
             NodeType::File => {
                 let key = node.hard_link_key();
-                if let Some(first) = key.and_then(|key| first_names.find_or_insert(&path, key)) {
+                if let Some(first) = key.and_then(|key| hard_link_paths.find_or_insert(&path, key)) {
                     self.bytes += first.as_os_str().len();
                     self.hard_links.push((path, first));
                 } else {

@@ -25,7 +25,7 @@ use svc_base::failpoint;
 
 use crate::blocking::run_blocking;
 use crate::error::FilesError;
-use crate::first_names::FirstNames;
+use crate::hard_link_paths::HardLinkPaths;
 use crate::history::Entry;
 use crate::index::BlobLocations;
 use crate::repository::Repository;
@@ -188,10 +188,10 @@ async fn restore_from(
         progress,
     };
     walk.start(start);
-    let (mut batch, mut first_names) = (Batch::default(), FirstNames::default());
+    let (mut batch, mut hard_link_paths) = (Batch::default(), HardLinkPaths::default());
     while let Some(directory) = walk.next().await? {
         for (path, node) in directory.into_entries() {
-            batch.add(path, node, &mut first_names, &locations, should_skip_damaged)?;
+            batch.add(path, node, &mut hard_link_paths, &locations, should_skip_damaged)?;
             if batch.is_full() {
                 restore = restore.restore_batch(std::mem::take(&mut batch)).await?;
             }

@@ -236,7 +236,7 @@ impl Saver {
     ///
     /// # Errors
     /// If the store fails; [`FilesError::Corrupt`] if the index is damaged; [`FilesError::IndexChanging`] if it changed
-    /// during every attempt to read it; [`FilesError::Full`] if the repository would have too many blobs;
+    /// during every attempt to read it; [`FilesError::TooManyBlobs`] if the repository would have too many blobs;
     /// [`FilesError::Io`] if the directory itself cannot be read; [`FilesError::SaveTooLong`] if the save took more
     /// than 48 hours, and a blob that it needs is no longer in the index, or was marked for deletion more than 48 hours
     /// ago; [`FilesError::Thread`] or [`FilesError::Stopped`] if a thread cannot be started or panics. The repository

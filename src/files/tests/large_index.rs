@@ -141,5 +141,5 @@ async fn save_counts_marked_packs_toward_limit() {
     fixture.restart().await;
     fixture.write("file", "more content");
     let error = fixture.saver.save(fixture.last.clone()).await.unwrap_err();
-    assert!(matches!(error, FilesError::Full(_)), "{error}");
+    assert!(matches!(error, FilesError::TooManyBlobs(_)), "{error}");
 }

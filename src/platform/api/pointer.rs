@@ -263,7 +263,7 @@ async fn store_reply(
     Ok(reply)
 }
 
-/// If a request to the store failed, adds to the problem that the pointer may have been replaced.
+/// If a request to the store failed, replaces the detail with a warning that the pointer may have been replaced.
 fn explain_failed_write(problem: Problem, target: &PointerTarget) -> Problem {
     if problem.code != Code::StoreUnavailable {
         return problem;

@@ -212,7 +212,7 @@ mod tests {
         assert_eq!(
             check(&bucket, &key_ids(2, None)).await.unwrap(),
             MarkerKey::Current,
-            "the marker was not overwritten"
+            "the marker must not be overwritten"
         );
     }
 

@@ -1,6 +1,7 @@
 //! moto, an independent S3 server, for tests of racing conditional puts that must not rely on the kit's own server.
 //!
-//! Its conditional puts are atomic. It checks neither signatures nor checksums; [`crate::s3`] checks both.
+//! It serves requests one after another, so that conditional puts are atomic. It checks neither signatures nor
+//! checksums; [`crate::s3`] checks both.
 
 use std::path::Path;
 use std::process::Command;

@@ -14,7 +14,7 @@ const REPORTED_STAGES: [&str; 5] = ["bundle", "database", "restore", "gateway", 
 /// Measures the machine's first-boot stages.
 pub async fn measure_boot(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
-    let power_on = vm.on_since().context("the machine was never on")?;
+    let power_on = vm.last_powered_on_at().context("the machine was never on")?;
     let clock =
         "echo $(date +%s%3N) $(cut -d. -f1 /proc/uptime) $(systemctl show -P UserspaceTimestampMonotonic)";
     let output = vm.run(clock, Duration::from_secs(60)).await?.success()?;

@@ -98,7 +98,7 @@ async fn database_restart_during_restore_leaves_complete_database() -> Result<()
         ensure!([0, 69, 70].contains(&code), "{point}: {code}\n{}", result.stderr);
         assert_eq!(new.has_marker(), code == 0, "{point}");
         if code != 0 {
-            // The new database may exist, or be closed to sessions; the next run handles both.
+            // The scratch database may remain, or the owner's may still reject connections; the next run handles both.
             let names = new.databases().await?;
             ensure!(names.iter().any(|name| name == "svc"), "{point}: {names:?}");
             new.run(&["svc-restore"])?.expect(0);

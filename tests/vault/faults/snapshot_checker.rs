@@ -43,10 +43,10 @@ impl<'a> SnapshotChecker<'a> {
     /// # Errors
     /// Returns the violated invariant.
     pub fn check(&mut self) -> anyhow::Result<()> {
-        self.check_snapshots().map_err(anyhow::Error::msg)
+        self.check_objects().map_err(anyhow::Error::msg)
     }
 
-    fn check_snapshots(&mut self) -> Result<(), String> {
+    fn check_objects(&mut self) -> Result<(), String> {
         let root = format!("{USER}/primary/");
         let objects = self.store.objects(BUCKET, &format!("{root}system/db/snapshots/"));
         let etags: BTreeMap<String, String> = objects

@@ -14,7 +14,7 @@ use jiff::Timestamp;
 use jiff::tz::TimeZone;
 use svc_base::error_chain::format_chain;
 use svc_files::FilesError;
-use svc_files::first_names::FirstNames;
+use svc_files::hard_link_paths::HardLinkPaths;
 use svc_files::history::{Entry, EntryKind, History};
 use svc_files::path_stack::PathStack;
 use tokio::runtime::Handle;
@@ -59,7 +59,7 @@ pub fn stream_archive(history: History, entry: Entry, name: OsString, format: Ar
         let channel = ChannelWriter { buffers: sender, is_failed: Arc::clone(&is_failed) };
         let output = BufWriter::with_capacity(BUFFER_BYTES, channel);
         let mut writer = match format {
-            ArchiveFormat::Tar => Writer::Tar(Box::new(tar::Builder::new(output)), FirstNames::default()),
+            ArchiveFormat::Tar => Writer::Tar(Box::new(tar::Builder::new(output)), HardLinkPaths::default()),
             ArchiveFormat::Zip => Writer::Zip(Box::new(ZipWriter::new_stream(output))),
         };
         let written = match write_entries(&history, &entry, &name, &mut writer, &runtime) {
@@ -104,8 +104,8 @@ impl Write for ChannelWriter {
 
 /// An archive that is being written.
 enum Writer<W: Write> {
-    /// [`FirstNames`] has the first name of each file with several hard links; later names become links to it.
-    Tar(Box<tar::Builder<W>>, FirstNames),
+    /// [`HardLinkPaths`] holds the first path of each file with several hard links; later ones become links to it.
+    Tar(Box<tar::Builder<W>>, HardLinkPaths),
     Zip(Box<ZipWriter<StreamWriter<W>>>),
 }
 
@@ -163,9 +163,9 @@ impl<W: Write> Writer<W> {
 
     fn add_file(&mut self, path: &Path, entry: &Entry, mut content: impl Read) -> io::Result<()> {
         match self {
-            Self::Tar(tar, first_names) => {
+            Self::Tar(tar, hard_link_paths) => {
                 let key = entry.hard_link_key();
-                if let Some(first) = key.and_then(|key| first_names.find_or_insert(path, key)) {
+                if let Some(first) = key.and_then(|key| hard_link_paths.find_or_insert(path, key)) {
                     let mut header = tar_header(entry, tar::EntryType::Link);
                     header.set_size(0);
                     return tar.append_link(&mut header, path, first);

@@ -355,14 +355,14 @@ mod tests {
     #[test]
     fn plan_adds_id_as_primary_key_only_if_table_has_none() {
         let wanted = tables(&json!({ "t": { "columns": { "a": "text" } } }));
-        let mut table = existing(&[("a", "text")]);
-        table.tables.get_mut("t").unwrap().remove("id");
+        let mut registered = existing(&[("a", "text")]);
+        registered.tables.get_mut("t").unwrap().remove("id");
         let added =
             |constraint: &str| format!("ADD COLUMN \"id\" uuid {constraint} DEFAULT gen_random_uuid()");
-        let text = sql(&plan_registration(&schema(), &wanted, &table));
+        let text = sql(&plan_registration(&schema(), &wanted, &registered));
         assert!(text.contains(&added("PRIMARY KEY")), "{text}");
-        table.primary_keys.insert("t".to_owned());
-        let text = sql(&plan_registration(&schema(), &wanted, &table));
+        registered.primary_keys.insert("t".to_owned());
+        let text = sql(&plan_registration(&schema(), &wanted, &registered));
         assert!(text.contains(&added("NOT NULL UNIQUE")), "{text}");
     }
 
@@ -370,10 +370,10 @@ mod tests {
     fn plan_for_registered_manifest_only_grants() {
         let wanted =
             tables(&json!({ "t": { "columns": { "a": "text" }, "indexes": ["a"], "unique": ["a"] } }));
-        let mut columns = existing(&[("a", "text")]);
-        columns.indexes =
+        let mut registered = existing(&[("a", "text")]);
+        registered.indexes =
             ["ix_t_a_ca978112", "uq_t_a_ca978112"].map(|name| (name.to_owned(), "t".to_owned())).into();
-        let plan = plan_registration(&schema(), &wanted, &columns);
+        let plan = plan_registration(&schema(), &wanted, &registered);
         assert_eq!(plan.changes.len(), 1, "{}", sql(&plan));
         assert!(plan.unapplied_changes.is_empty());
     }

@@ -178,7 +178,8 @@ pub async fn list(
     Ok(bridge::json_response(StatusCode::OK, Bytes::from(response.to_string())).into_response())
 }
 
-/// Streams a record's new lines until `closing` is cancelled; the client then reconnects to the restarted gateway.
+/// Streams a record's new lines until `closing` is cancelled, because the gateway is shutting down, or until
+/// `MAX_STREAM_DURATION` has elapsed. The client then reconnects.
 ///
 /// # Errors
 /// 400 for an invalid filter or `Last-Event-ID`; 410 if the lines after `Last-Event-ID` no longer exist; 500 if a file
@@ -212,7 +213,7 @@ pub async fn follow(
     let now = Instant::now();
     let ready_event =
         format!("retry: {RETRY_DELAY_MS}\n{}event: ready\ndata: {{}}\n\n", id_line(tail.position()));
-    let listener = RecordStream {
+    let record_stream = RecordStream {
         tail: Some(tail),
         view,
         filter,
@@ -221,10 +222,13 @@ pub async fn follow(
         deadline: now + MAX_STREAM_DURATION,
         _permit: permit,
     };
-    Ok(events::stream_response(stream::unfold((listener, closing), |(mut listener, closing)| async move {
-        let chunk = closing.run_until_cancelled(listener.next()).await??;
-        Some((Ok::<_, Infallible>(chunk), (listener, closing)))
-    })))
+    Ok(events::stream_response(stream::unfold(
+        (record_stream, closing),
+        |(mut stream, closing)| async move {
+            let chunk = closing.run_until_cancelled(stream.next()).await??;
+            Some((Ok::<_, Infallible>(chunk), (stream, closing)))
+        },
+    )))
 }
 
 fn parse_last_event_id(headers: &HeaderMap) -> Result<Option<TailPosition>, Problem> {
@@ -279,7 +283,7 @@ impl RecordStream {
                     self.queued.extend(events);
                 }
                 Err(error) => {
-                    tracing::warn!(error = %format_chain(&error), "cannot read new records; ending the stream");
+                    tracing::warn!(error = %format_chain(&error), "cannot read new lines; ending the stream");
                     return None;
                 }
             }

@@ -62,7 +62,7 @@ pub struct Machine {
 #[derive(Default)]
 struct QemuState {
     qemu: Option<Child>,
-    on_since: Option<Timestamp>,
+    last_powered_on_at: Option<Timestamp>,
     size: Option<Size>,
 }
 
@@ -143,7 +143,7 @@ impl Machine {
         qemu.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
         let qemu = qemu.spawn().context("cannot start qemu-system-x86_64")?;
         child::kill_on_exit(qemu.id(), AtExit::Kill);
-        *state = QemuState { qemu: Some(qemu), on_since: Some(Timestamp::now()), size: Some(size) };
+        *state = QemuState { qemu: Some(qemu), last_powered_on_at: Some(Timestamp::now()), size: Some(size) };
         Ok(())
     }
 
@@ -182,8 +182,8 @@ impl Machine {
     }
 
     /// The time of the last power-on.
-    pub fn on_since(&self) -> Option<Timestamp> {
-        self.state().on_since
+    pub fn last_powered_on_at(&self) -> Option<Timestamp> {
+        self.state().last_powered_on_at
     }
 
     /// Runs a script as root.
