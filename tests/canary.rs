@@ -10,8 +10,8 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
+use kit::scenario::{self, Checkpoint, ScenarioOptions, Stack};
 use kit::stores::StoreKind;
-use kit::story::{self, Checkpoint, ScenarioOptions, Stack};
 use reqwest::Method;
 use serde_json::{Value, json};
 
@@ -35,7 +35,7 @@ async fn demo_leaks_no_secret() {
         ("ADMIN_TOKEN", ADMIN_TOKEN),
     ];
     let watch = ProcessWatch::start();
-    let report = story::run_inspected(options, &variables, async |stack, checkpoint| match checkpoint {
+    let report = scenario::run_inspected(options, &variables, async |stack, checkpoint| match checkpoint {
         Checkpoint::Started => Ok(()),
         Checkpoint::Recovered => check_for_leaks(stack, &watch).await,
     });
@@ -144,7 +144,7 @@ async fn trigger_refusals(stack: &Stack, detector: &mut Detector) -> Result<Vec<
         for path in ["/vps", "/vps/fleet", "/metrics", "/vps/none/heartbeat"] {
             refusals.extend(send_for_refusal(api(Method::GET, path).bearer_auth(&bearer)).await?);
         }
-        let body = json!({"idpUserId": "user_story", "registrationToken": owner, "secret": stack.secret});
+        let body = json!({"idpUserId": "user_demo", "registrationToken": owner, "secret": stack.secret});
         let request = api(Method::POST, "/vps/provision").bearer_auth(&stack.secret).json(&body);
         // The refusal quotes the name of an unknown field, but not its value.
         refusals.extend(send_for_refusal(request).await?);

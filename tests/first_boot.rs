@@ -50,7 +50,7 @@ fn bundle() -> &'static Bundle {
 /// How the platform responds to a request for the bundle.
 #[derive(Clone, Copy, PartialEq)]
 enum BundleResponse {
-    Whole,
+    Complete,
     /// Complete, from the platform's public address, which hosts use only for bundles.
     FromPublicAddress,
     /// The first response ends halfway.
@@ -266,7 +266,7 @@ const UNITS: [&str; 6] = [
 
 #[tokio::test]
 async fn user_data_boots_a_machine_to_its_target() {
-    let machine = Machine::new(BundleResponse::Whole).await;
+    let machine = Machine::new(BundleResponse::Complete).await;
     assert_eq!(machine.boot().await, 0, "{}", machine.calls());
     let stages = ["bundle", "database", "restore", "gateway", "register"];
     assert_eq!(machine.requests_to("boot-stage"), stages.map(|stage| format!("{{\"stage\":\"{stage}\"}}")));
@@ -325,7 +325,7 @@ async fn token_is_sent_to_public_address() {
 #[tokio::test]
 async fn partial_download_with_different_content_is_discarded() {
     for partial_bytes in [10, bundle().archive.len() + 10] {
-        let machine = Machine::new(BundleResponse::Whole).await;
+        let machine = Machine::new(BundleResponse::Complete).await;
         let bootstrap = machine.dir.path().join("opt/svc/bootstrap");
         fs::create_dir_all(&bootstrap).unwrap();
         fs::write(bootstrap.join("bundle.tar.gz"), vec![b'x'; partial_bytes]).unwrap();
@@ -336,7 +336,7 @@ async fn partial_download_with_different_content_is_discarded() {
 /// Only permanent failures are reported to the platform; after a transient one, the next boot tries again.
 #[tokio::test]
 async fn transient_program_failure_is_retried() {
-    let machine = Machine::new(BundleResponse::Whole).await;
+    let machine = Machine::new(BundleResponse::Complete).await;
     let systemctl = |prelude: &str| machine.add_program("systemctl", &format!("{prelude}\n{SYSTEMCTL}"));
     systemctl("[ \"$*\" != 'enable svc.target' ] || exit 1");
     let exit_code = machine.boot().await;
@@ -352,7 +352,7 @@ async fn transient_program_failure_is_retried() {
 /// recreated. One that has responded is kept.
 #[tokio::test]
 async fn interrupted_database_cluster_is_recreated() {
-    let machine = Machine::new(BundleResponse::Whole).await;
+    let machine = Machine::new(BundleResponse::Complete).await;
     machine.add_program("podman", "[ \"$1\" != exec ]");
     assert_eq!(
         machine.boot().await,
@@ -385,7 +385,7 @@ async fn bundle_with_wrong_digest_is_rejected_and_never_run() {
 
 #[tokio::test]
 async fn failure_before_the_binary_exists_is_reported() {
-    let machine = Machine::new(BundleResponse::Whole).await;
+    let machine = Machine::new(BundleResponse::Complete).await;
     machine.add_program("nft", "exit 1");
     assert_eq!(machine.boot().await, 99);
     let failures = machine.requests_to("boot-failure");
@@ -398,7 +398,7 @@ async fn failure_before_the_binary_exists_is_reported() {
 async fn failed_unit_is_reported_with_its_log_and_stops_the_boot() {
     let stages = ["database", "restore", "restore", "gateway", "register"];
     for (index, stage) in stages.into_iter().enumerate() {
-        let machine = Machine::new(BundleResponse::Whole).await;
+        let machine = Machine::new(BundleResponse::Complete).await;
         fs::write(machine.dir.path().join(format!("{}.fails", UNITS[index])), "first\nthe \"last\" words\n")
             .unwrap();
         assert_eq!(machine.boot().await, 99, "{stage}");
@@ -413,7 +413,7 @@ async fn failed_unit_is_reported_with_its_log_and_stops_the_boot() {
 
 #[tokio::test]
 async fn failure_that_cannot_be_reported_exits_with_75() {
-    let machine = Machine::new(BundleResponse::Whole).await;
+    let machine = Machine::new(BundleResponse::Complete).await;
     machine.add_program("nft", "exit 1");
     machine.add_program("curl", "exit 7");
     assert_eq!(machine.boot().await, 75);
@@ -422,7 +422,7 @@ async fn failure_that_cannot_be_reported_exits_with_75() {
 /// The boot ends only if sending the same report again would not help.
 #[tokio::test]
 async fn boot_is_retried_until_the_platform_accepts_the_report() {
-    let machine = Machine::new(BundleResponse::Whole).await;
+    let machine = Machine::new(BundleResponse::Complete).await;
     machine.add_program("nft", "exit 1");
     for (status, exit_code) in [(503, 75), (429, 75), (408, 75), (302, 75), (401, 99), (202, 99)] {
         machine.report_status.store(status, Ordering::SeqCst);
@@ -442,7 +442,7 @@ async fn next_boot_recovers_from_power_cut_at_any_step() {
         "systemctl enable svc.target",
         "systemctl start --no-block svc.target",
     ] {
-        let machine = Machine::new(BundleResponse::Whole).await;
+        let machine = Machine::new(BundleResponse::Complete).await;
         let (program, _) = cut.split_once(' ').unwrap_or((cut, ""));
         let script = fs::read_to_string(machine.dir.path().join("fakes").join(program)).unwrap();
         let kill = format!("case \"{program} $*\" in \"{cut}\"*) kill -9 $PPID; exit ;; esac\n");
@@ -461,7 +461,7 @@ async fn next_boot_recovers_from_power_cut_at_any_step() {
 #[tokio::test]
 async fn interrupted_release_setup_is_completed() {
     for point in ["update.renamed", "update.switched", "update.linked"] {
-        let machine = Machine::new(BundleResponse::Whole).await;
+        let machine = Machine::new(BundleResponse::Complete).await;
         let killed = machine.run(&[("FAILPOINTS", &format!("{point}=return(kill)"))]).await;
         assert!(!killed.success() && machine.started_units().is_empty(), "{point}");
         assert_eq!(machine.boot().await, 0, "{point}: {}", machine.calls());

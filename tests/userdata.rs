@@ -47,7 +47,7 @@ pub struct UserDataInput {
 impl UserDataInput {
     pub fn typical() -> Self {
         Self {
-            user: "user_story".into(),
+            user: "user_demo".into(),
             handle: "ada".into(),
             slot: "primary".into(),
             version: "v1".into(),

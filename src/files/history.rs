@@ -37,7 +37,7 @@ pub enum EntryKind {
     File,
     Directory,
     /// A symbolic link.
-    Link,
+    Symlink,
     /// A device, FIFO or socket, which is not saved.
     Special,
 }
@@ -72,7 +72,7 @@ impl Entry {
         match self.node.node_type {
             NodeType::File => EntryKind::File,
             NodeType::Dir => EntryKind::Directory,
-            NodeType::Symlink => EntryKind::Link,
+            NodeType::Symlink => EntryKind::Symlink,
             NodeType::Special => EntryKind::Special,
         }
     }

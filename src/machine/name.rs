@@ -199,7 +199,7 @@ mod tests {
 
     #[test]
     fn cmp_natural_orders_numbers_by_value() {
-        let order = ["1.2", "1.9", "1.10", "1.10-rc1", "2026.1.0", "2026.11.21-1", "story-2", "story-10"];
+        let order = ["1.2", "1.9", "1.10", "1.10-rc1", "2026.1.0", "2026.11.21-1", "demo-2", "demo-10"];
         for (index, lower) in order.iter().enumerate() {
             for higher in &order[index + 1..] {
                 let (lower, higher): (ImageVersion, ImageVersion) =

@@ -131,7 +131,7 @@ async fn store(
 /// Returns the slot's key; `None` if no host has requested it yet.
 ///
 /// # Errors
-/// [`KeyError`]; `Sealed` for a key that neither platform key opens, `Corrupt` if the opened key is invalid.
+/// [`KeyError`]; `CannotOpen` for a key that neither platform key opens, `Corrupt` if the opened key is invalid.
 pub async fn find(
     client: &impl GenericClient,
     seal: &Seal,

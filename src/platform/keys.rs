@@ -31,7 +31,7 @@ pub enum KeyError {
         "cannot open key {kid}: it was sealed with a key other than PLATFORM_KEY and PLATFORM_KEY_PREVIOUS; set \
          PLATFORM_KEY_PREVIOUS to that key"
     )]
-    Sealed { kid: String },
+    CannotOpen { kid: String },
     #[error("key {kid} in the database is corrupt")]
     Corrupt { kid: String },
     #[error("the system's random number generator failed")]
@@ -117,11 +117,11 @@ impl Seal {
     /// Decrypts a sealed secret with the current or the previous key.
     ///
     /// # Errors
-    /// `Sealed` if neither key opens it, if it was sealed with another `kid`, or if it is corrupt.
+    /// `CannotOpen` if neither key opens it, if it was sealed with another `kid`, or if it is corrupt.
     pub fn open(&self, kid: &str, sealed: &[u8]) -> Result<Vec<u8>, KeyError> {
         let mut keys = std::iter::once(&self.key).chain(self.previous.as_ref().map(|(key, _)| key));
         keys.find_map(|key| open_with(key, kid, sealed))
-            .ok_or_else(|| KeyError::Sealed { kid: kid.to_owned() })
+            .ok_or_else(|| KeyError::CannotOpen { kid: kid.to_owned() })
     }
 }
 
@@ -167,7 +167,7 @@ pub async fn load(db: &Db, seal: &Seal, overlap: Duration) -> Result<SigningSet,
 /// keys. `ids` are the fingerprints of the keys of `seal`.
 ///
 /// # Errors
-/// [`KeyError`]; `Sealed` for a key that neither platform key opens, `Corrupt` if an opened signing key is invalid,
+/// [`KeyError`]; `CannotOpen` for a key that neither platform key opens, `Corrupt` if an opened signing key is invalid,
 /// `Db` if the database fails.
 pub async fn ensure_keys_can_be_opened(
     client: &impl deadpool_postgres::GenericClient,
@@ -178,7 +178,7 @@ pub async fn ensure_keys_can_be_opened(
         open_all(db::keys::list_active(client, purpose).await?, seal)?;
     }
     match db::file_keys::find_sealed_with_neither(client, ids).await? {
-        Some(slot) => Err(KeyError::Sealed { kid: format!("files:{slot}") }),
+        Some(slot) => Err(KeyError::CannotOpen { kid: format!("files:{slot}") }),
         None => Ok(()),
     }
 }
@@ -245,10 +245,10 @@ mod tests {
         let sealed = seal.seal("k1", b"private").unwrap();
         assert_eq!(seal.open("k1", &sealed).unwrap(), b"private");
         assert!(!sealed.windows(7).any(|part| part == b"private"));
-        assert!(matches!(seal.open("k2", &sealed), Err(KeyError::Sealed { .. })));
+        assert!(matches!(seal.open("k2", &sealed), Err(KeyError::CannotOpen { .. })));
         let other = Seal::new(&vec![2; 32].into());
-        assert!(matches!(other.open("k1", &sealed), Err(KeyError::Sealed { .. })));
-        assert!(matches!(seal.open("k1", b"short"), Err(KeyError::Sealed { .. })));
+        assert!(matches!(other.open("k1", &sealed), Err(KeyError::CannotOpen { .. })));
+        assert!(matches!(seal.open("k1", b"short"), Err(KeyError::CannotOpen { .. })));
     }
 
     #[test]

@@ -19,7 +19,6 @@ pub mod fleet_metrics;
 pub mod former_machines;
 pub mod host_settings;
 pub mod host_store;
-pub mod key_change;
 pub mod key_rotation;
 pub mod keys;
 pub mod lifecycle;
@@ -28,6 +27,7 @@ pub mod openapi;
 pub mod operations;
 pub mod operators;
 pub mod platform_key;
+pub mod platform_key_rotation;
 mod probe;
 pub mod process_clock;
 pub mod quote_cache;
@@ -62,9 +62,9 @@ use self::context::Platform;
 use self::db::platform_keys::ProcessKeys;
 use self::db::{Db, DbError};
 use self::host_store::HostStore;
-use self::key_change::admission::AdmissionError;
-use self::key_change::marker::{self, MarkerError};
 use self::keys::{KeyError, Seal};
+use self::platform_key_rotation::admission::AdmissionError;
+use self::platform_key_rotation::marker::{self, MarkerError};
 use self::process_clock::ProcessClock;
 use self::quote_cache::QuoteCache;
 use self::rate_budget::SharedBudget;
@@ -166,11 +166,11 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     log_start(&process, &api.url);
     let keys = keys::load(&db, &seal(), config.timing.keys.overlap).await.map_err(|error| match error {
         KeyError::Db(_) => Failure::new(Exit::Unavailable, error),
-        KeyError::Sealed { .. } | KeyError::Corrupt { .. } => Failure::new(Exit::Config, error),
+        KeyError::CannotOpen { .. } | KeyError::Corrupt { .. } => Failure::new(Exit::Config, error),
         KeyError::Randomness => Failure::new(Exit::Internal, error),
     })?;
     warn_about_missing_certificates(&report_db, &config.trust).await;
-    let row_renewal = tokio::spawn(key_change::renew_process_row(db.clone(), process.clone()));
+    let row_renewal = tokio::spawn(platform_key_rotation::renew_process_row(db.clone(), process.clone()));
     let installation = load_installation_id(&db).await.or_exit(Exit::Unavailable)?;
     let (keys_sender, keys) = watch::channel(Arc::new(keys));
     let (rotation_seal, change_seal, file_seal) = (seal(), seal(), seal());
@@ -219,7 +219,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
 
     let mut tasks = JoinSet::new();
     tasks.spawn(key_rotation::run(db, rotation_seal, platform.config.timing.keys, keys_sender, stop.clone()));
-    tasks.spawn(key_change::run_key_rotation(platform.clone(), change_seal));
+    tasks.spawn(platform_key_rotation::run_key_rotation(platform.clone(), change_seal));
     tasks.spawn(marker::write_until_stopped(platform.clone()));
     tasks.spawn(process_clock::run(Arc::clone(&platform.clock), platform.db.clone(), platform.stop.clone()));
     tasks.spawn(operations::runner::run(platform.clone()));
@@ -272,13 +272,15 @@ async fn admit(
     config: &PlatformConfig,
     mint: &TokenMint,
 ) -> Result<ProcessKeys, Failure> {
-    let (process, seal) =
-        (key_change::current_process_keys(config.keys.ids(), &config.timing), Seal::from_keys(&config.keys));
+    let (process, seal) = (
+        platform_key_rotation::current_process_keys(config.keys.ids(), &config.timing),
+        Seal::from_keys(&config.keys),
+    );
     // The check precedes every write to the database except the migrations: a process with outdated keys must leave
     // the data unchanged.
     let is_checked = check_marker(marker::check(bucket, &process.ids).await.map(drop))?;
     let max_gap = config.timing.keys.max_heartbeat_gap;
-    match key_change::admission::admit(db, &process, mint, &seal, max_gap).await {
+    match platform_key_rotation::admission::admit(db, &process, mint, &seal, max_gap).await {
         Ok(()) => {}
         Err(error @ (AdmissionError::Db(_) | AdmissionError::Key(KeyError::Db(_)))) => {
             return Err(Failure::new(Exit::Unavailable, error));

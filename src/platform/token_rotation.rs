@@ -16,7 +16,7 @@ use super::tokens::{Generation, Purpose, TokenClaim, TokenMint, matches_hash};
 use svc_machine::id::MachineId;
 
 /// The fail points in the rotation, in the order in which they are reached.
-pub const FAILPOINTS: &[&str] = &["token-take-up-before-commit", "token-take-up-after-commit"];
+pub const FAILPOINTS: &[&str] = &["token-adoption-before-commit", "token-adoption-after-commit"];
 
 /// The token rotation schedule.
 #[derive(Debug, Clone, Copy)]

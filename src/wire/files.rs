@@ -180,7 +180,9 @@ pub const MAX_ENTRIES: usize = 10_000;
 pub enum FileKind {
     File,
     Directory,
-    Link,
+    #[serde(rename = "link")]
+    #[strum(serialize = "link")]
+    Symlink,
     /// A device, FIFO or socket, which is not saved.
     Special,
     /// A kind from a newer host that this release does not know.

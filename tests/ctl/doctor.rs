@@ -8,7 +8,7 @@ use std::time::Duration;
 use kit::bundle::{self, Manifest, SigningKey};
 use kit::ca::Ca;
 use kit::s3::{Fault, Rule};
-use kit::story::{CONFIRM_FLAGS, RouterTransport, Stack, eventually};
+use kit::scenario::{CONFIRM_FLAGS, RouterTransport, Stack, eventually};
 use serde_json::Value;
 use tokio::io::AsyncWriteExt;
 use tokio::process::Command;
@@ -30,10 +30,10 @@ impl Fleet {
         let svc = Path::new(env!("CARGO_BIN_EXE_svc"));
         let stack = Stack::start(svc, dir.path(), RouterTransport::Plain).await.unwrap().0;
         let svcctl = async |args: &[&str]| stack.svcctl(args).await.unwrap().success().unwrap();
-        svcctl(&["slot", "set", "user_story", "--plan", "starter"]).await;
-        let built = bundle::build_minimal(svc, "story-1", &dir.path().join("out")).unwrap();
-        svcctl(&["bundle", "publish", built.dir.to_str().unwrap(), "--image-version", "story-1"]).await;
-        let provision = ["--json", "provision", "user_story", "--handle", "ada", "--wait=200"];
+        svcctl(&["slot", "set", "user_demo", "--plan", "starter"]).await;
+        let built = bundle::build_minimal(svc, "demo-1", &dir.path().join("out")).unwrap();
+        svcctl(&["bundle", "publish", built.dir.to_str().unwrap(), "--image-version", "demo-1"]).await;
+        let provision = ["--json", "provision", "user_demo", "--handle", "ada", "--wait=200"];
         let run = svcctl(&[&provision[..], &CONFIRM_FLAGS].concat()).await;
         let machine: Value = run.json().unwrap();
         let server = format!("svc-{}", machine["machineId"].as_str().unwrap());
@@ -92,12 +92,12 @@ impl Fleet {
     /// Publishes a signed manifest for the bundle; the default digest is that of the bundle's archive.
     fn publish_manifest(&self, key: &SigningKey, expires_at: &str, digest: Option<String>) {
         let store = &self.stack.store;
-        let object = |suffix: &str| format!("system-bundles/story-1/svc-host-bundle.tar.gz{suffix}");
-        let sum = store.read(kit::story::BUCKET, &object(".sha256")).unwrap();
+        let object = |suffix: &str| format!("system-bundles/demo-1/svc-host-bundle.tar.gz{suffix}");
+        let sum = store.read(kit::scenario::BUCKET, &object(".sha256")).unwrap();
         let archive_digest = String::from_utf8(sum).unwrap().split_whitespace().next().unwrap().to_owned();
         let manifest = Manifest {
             version: 1,
-            image_version: "story-1".to_owned(),
+            image_version: "demo-1".to_owned(),
             sha256: digest.unwrap_or(archive_digest),
             size_bytes: 1,
             min_version: None,
@@ -107,8 +107,8 @@ impl Fleet {
             removes: Vec::new(),
         };
         let manifest = manifest.text().unwrap();
-        store.write(kit::story::BUCKET, &object(".json.sig"), key.signature_line(manifest.as_bytes()));
-        store.write(kit::story::BUCKET, &object(".json"), manifest);
+        store.write(kit::scenario::BUCKET, &object(".json.sig"), key.signature_line(manifest.as_bytes()));
+        store.write(kit::scenario::BUCKET, &object(".json"), manifest);
     }
 
     /// Asserts that the output contains none of the machine's or the platform's secrets.
@@ -256,12 +256,12 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
     fs::remove_dir(&systemd).unwrap();
 
     healthy.expect("update", "ok", "no update on this machine yet");
-    let state = r#"{"version":1,"previous":null,"quarantined":[{"version":"story-2","at":"2026-01-01T00:00:00.000Z","why":"the gateway was not ready"}]}"#;
+    let state = r#"{"version":1,"previous":null,"quarantined":[{"version":"demo-2","at":"2026-01-01T00:00:00.000Z","why":"the gateway was not ready"}]}"#;
     let quarantined = fleet.check_with("var/lib/svc/update/releases.json", |_| Some(state.to_owned())).await;
-    quarantined.expect("update", "warning", "release story-2 is quarantined: the gateway was not ready");
+    quarantined.expect("update", "warning", "release demo-2 is quarantined: the gateway was not ready");
     let outcome = |how: &str| {
         format!(
-            r#"{{"version":"story-2","outcome":"{how}","stage":"health","error":"not ready","at":"2026-01-01T00:00:00.000Z"}}"#
+            r#"{{"version":"demo-2","outcome":"{how}","stage":"health","error":"not ready","at":"2026-01-01T00:00:00.000Z"}}"#
         )
     };
     let last = "var/lib/svc/update/last.json";
@@ -276,7 +276,9 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
     // An expired session is renewed on its next use; it is a problem only if the last renewal was long ago.
     let file = fleet.disk.join("var/lib/svc/store-credentials.json");
     let is_stored = async || anyhow::Ok(fs::metadata(&file).map(drop)?);
-    kit::story::eventually("the agent renews the session", Duration::from_secs(60), is_stored).await.unwrap();
+    kit::scenario::eventually("the agent renews the session", Duration::from_secs(60), is_stored)
+        .await
+        .unwrap();
     let stored = fs::read_to_string(&file).unwrap();
     let expired_at = "2026-01-01T00:00:00.000Z";
     let now = svc::clock::rfc3339_ms(jiff::Timestamp::now());
@@ -339,7 +341,7 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
         anyhow::ensure!(!file.exists(), "PostgreSQL is still running");
         anyhow::Ok(())
     };
-    kit::story::eventually("PostgreSQL stops", Duration::from_secs(60), has_stopped).await.unwrap();
+    kit::scenario::eventually("PostgreSQL stops", Duration::from_secs(60), has_stopped).await.unwrap();
     let stopped = fleet.check_host().await;
     stopped.expect("database", "problem", "connect to the database");
     assert_eq!(stopped.levels("release"), ["ok"], "unrelated checks must not be affected: {}", stopped.text);
@@ -368,7 +370,7 @@ async fn doctor_keeps_findings_if_api_cannot_be_called() {
 async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
     let fleet = Fleet::start().await;
     let foreign_object = "system-doctor/another-run/created.json";
-    fleet.stack.store.write(kit::story::BUCKET, foreign_object, "{}");
+    fleet.stack.store.write(kit::scenario::BUCKET, foreign_object, "{}");
     let healthy = fleet.check_platform(&[], &[]).await;
     assert_eq!(healthy.code, Some(0), "{}", healthy.text);
     let passed = "configuration database store host-credentials file-pruning provider identity-provider platform fleet";
@@ -376,7 +378,7 @@ async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
         assert_eq!(healthy.levels(check), ["ok"], "{check}: {}", healthy.text);
     }
     healthy.expect("tls", "skipped", "no listener");
-    let remaining = fleet.stack.store.objects(kit::story::BUCKET, "system-doctor/");
+    let remaining = fleet.stack.store.objects(kit::scenario::BUCKET, "system-doctor/");
     assert!(
         remaining.iter().all(|object| object.key == foreign_object),
         "a probe object remains: {remaining:?}"

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use kit::bundle;
-use kit::story::{CONFIRM_FLAGS, RouterTransport, Stack};
+use kit::scenario::{CONFIRM_FLAGS, RouterTransport, Stack};
 use serde_json::Value;
 
 /// An operator's `svcctl`, with a running stack.
@@ -50,13 +50,13 @@ async fn operator_runs_a_machine_from_bundle_to_deletion() {
     );
     let printed = operator.run(65, &["provision", "user_1", "--handle", "ada"]).await;
     assert_contains(&printed, &["bundle_not_found", "next: run `svcctl bundle publish"]);
-    let built = bundle::build_minimal(svc, "story-1", &dir.path().join("out")).unwrap();
+    let built = bundle::build_minimal(svc, "demo-1", &dir.path().join("out")).unwrap();
     let out = built.dir.to_str().unwrap();
     assert_contains(
-        &operator.run(0, &["bundle", "publish", out, "--image-version", "story-1"]).await,
+        &operator.run(0, &["bundle", "publish", out, "--image-version", "demo-1"]).await,
         &["published"],
     );
-    assert_contains(&operator.run(0, &["bundle", "list"]).await, &["story-1", "MiB", &built.sha256]);
+    assert_contains(&operator.run(0, &["bundle", "list"]).await, &["demo-1", "MiB", &built.sha256]);
 
     // Neither cost nor consent is assumed: without a terminal, both options are required, and the cost is shown.
     let printed = operator.run(64, &["provision", "user_1", "--handle", "ada", "--confirm-cost"]).await;
@@ -90,9 +90,10 @@ async fn operator_runs_a_machine_from_bundle_to_deletion() {
         anyhow::ensure!(listed.contains("ago"), "no heartbeat in {listed}");
         Ok(listed)
     };
-    let listed = kit::story::eventually("a heartbeat is listed", Duration::from_secs(60), heartbeat_listed)
-        .await
-        .unwrap();
+    let listed =
+        kit::scenario::eventually("a heartbeat is listed", Duration::from_secs(60), heartbeat_listed)
+            .await
+            .unwrap();
     assert_contains(&listed, &["ada", "user_1", "cpx22", "ago"]);
     assert_contains(
         &operator.run(0, &["status", "ada"]).await,
@@ -171,8 +172,8 @@ async fn failed_boot_shows_its_stage_and_the_host_message() {
     let svc = Path::new(env!("CARGO_BIN_EXE_svc"));
     let operator = Operator(Stack::start(svc, dir.path(), RouterTransport::Plain).await.unwrap().0);
     operator.run(0, &["slot", "set", "user_1", "--plan", "starter"]).await;
-    let built = bundle::build_minimal(svc, "story-1", &dir.path().join("out")).unwrap();
-    operator.run(0, &["bundle", "publish", built.dir.to_str().unwrap(), "--image-version", "story-1"]).await;
+    let built = bundle::build_minimal(svc, "demo-1", &dir.path().join("out")).unwrap();
+    operator.run(0, &["bundle", "publish", built.dir.to_str().unwrap(), "--image-version", "demo-1"]).await;
     let broken = [("FAILPOINTS", "restore.begin=return(error)")];
     operator.0.provider.set_next_server_env(&broken).unwrap();
     let provision = ["provision", "user_1", "--handle", "ada", "--wait=200"];
@@ -193,13 +194,13 @@ async fn failed_boot_shows_its_stage_and_the_host_message() {
 async fn drill_damaged_snapshot(operator: &Operator) {
     let drill = operator.json(&["backup", "drill", "ada", "--wait=120"]).await;
     let object = format!("user_1/primary/{}", drill["key"].as_str().unwrap());
-    let dump = operator.0.store.read(kit::story::BUCKET, &object).unwrap();
+    let dump = operator.0.store.read(kit::scenario::BUCKET, &object).unwrap();
     let mut damaged = dump.clone();
     damaged[100] ^= 1;
-    operator.0.store.write(kit::story::BUCKET, &object, damaged);
+    operator.0.store.write(kit::scenario::BUCKET, &object, damaged);
     let printed = operator.run(65, &["backup", "drill", "ada", "--wait=120"]).await;
     assert_contains(&printed, &["drill   error", "SHA-256", "next: run `svcctl backup now"]);
-    operator.0.store.write(kit::story::BUCKET, &object, dump);
+    operator.0.store.write(kit::scenario::BUCKET, &object, dump);
 }
 
 /// Verifies a snapshot, downloads it over partial files of another snapshot and of this one, and checks that damage to
@@ -211,7 +212,7 @@ async fn verify_and_download_snapshot(operator: &Operator, dir: &Path) {
     let key = verified["key"].as_str().unwrap();
     let (_, name) = key.rsplit_once('/').unwrap();
     let object = format!("user_1/primary/{key}");
-    let dump = operator.0.store.read(kit::story::BUCKET, &object).unwrap();
+    let dump = operator.0.store.read(kit::scenario::BUCKET, &object).unwrap();
 
     let file = dir.join("ada.dump");
     let output_path = file.to_str().unwrap();
@@ -238,12 +239,12 @@ async fn verify_and_download_snapshot(operator: &Operator, dir: &Path) {
     let mut damaged = dump.clone();
     damaged[100] ^= 1;
     for content in [Vec::new(), dump[..dump.len() / 2].to_vec(), damaged] {
-        operator.0.store.write(kit::story::BUCKET, &object, content);
+        operator.0.store.write(kit::scenario::BUCKET, &object, content);
         let printed = operator.run(65, &["backup", "verify", "ada", key]).await;
         assert_contains(&printed, &["does not match its record", "next: run `svcctl backup now <machine>`"]);
     }
     let damaged_file = dir.join("damaged.dump");
     operator.run(65, &["backup", "download", "ada", "--output", damaged_file.to_str().unwrap()]).await;
     assert!(!damaged_file.exists() && !dir.join("damaged.dump.partial").exists());
-    operator.0.store.write(kit::story::BUCKET, &object, dump);
+    operator.0.store.write(kit::scenario::BUCKET, &object, dump);
 }

@@ -147,7 +147,7 @@ async fn release_is_verified_on_the_host_and_from_outside() {
 async fn rollout_waits_for_operator_if_release_fails_checks() {
     let fleet = Fleet::start().await;
     // The release has no shell.
-    kit::story::publish_signed(&fleet.stack, "story-2", fleet.stack.svc.clone()).await.unwrap();
+    kit::scenario::publish_signed(&fleet.stack, "demo-2", fleet.stack.svc.clone()).await.unwrap();
     let svcctl = async |code: i32, args: &[&str]| {
         let run = fleet.stack.svcctl(args).await.unwrap();
         let text = format!("{}{}", run.stderr, run.stdout);
@@ -159,7 +159,7 @@ async fn rollout_waits_for_operator_if_release_fails_checks() {
             assert!(text.contains(part), "{part:?} is not in {text}");
         }
     };
-    let text = svcctl(75, &["deploy", "start", "story-2", "--yes", "--wait=200"]).await;
+    let text = svcctl(75, &["deploy", "start", "demo-2", "--yes", "--wait=200"]).await;
     assert_contains(
         &text,
         &["is waiting for your decision: the verification failed: ada: shell: ", "`svcctl deploy resume`"],
@@ -172,7 +172,7 @@ async fn rollout_waits_for_operator_if_release_fails_checks() {
     assert!(!text.contains("icons"), "a passed check is listed: {text}");
     assert_contains(
         &svcctl(0, &["fleet"]).await,
-        &["alarm: rollout_halted", "story-2", "svcctl deploy abort"],
+        &["alarm: rollout_halted", "demo-2", "svcctl deploy abort"],
     );
 
     let shell = Shell { fleet: &fleet, dir: fleet.disk.join("opt/svc/app/shell") };

@@ -14,9 +14,9 @@ use reqwest::Method;
 use secrecy::SecretSlice;
 use serde_json::{Value, json};
 use svc::machine::id::MachineId;
-use svc::platform::key_change::marker;
 use svc::platform::keys::{OpeningKey, Seal};
 use svc::platform::platform_key::KeyId;
+use svc::platform::platform_key_rotation::marker;
 use svc::platform::tokens::{Generation, Purpose, TokenMint};
 use svc::store::key::SlotPrefix;
 use tokio_postgres::Client;
@@ -342,7 +342,7 @@ async fn assert_survives_a_kill_at(point: &str) {
 #[tokio::test(flavor = "multi_thread")]
 async fn key_rotation_survives_a_kill_at_every_point() {
     let mut kills = Vec::new();
-    for point in svc::platform::key_change::FAILPOINTS {
+    for point in svc::platform::platform_key_rotation::FAILPOINTS {
         kills.push(assert_survives_a_kill_at(point));
     }
     stream::iter(kills).buffer_unordered(3).collect::<Vec<()>>().await;

@@ -9,8 +9,8 @@ use serde_json::Value;
 use svc::machine::id::{MachineId, OperationId};
 use svc::machine::name::ImageVersion;
 use svc::platform::db::{self, Db, file_keys, slots, upgrade_token};
-use svc::platform::key_change::dependents::KeyDependents;
 use svc::platform::keys::Seal;
+use svc::platform::platform_key_rotation::dependents::KeyDependents;
 use svc::platform::tokens::Generation;
 
 use super::stack::Stack;

@@ -2,7 +2,7 @@
 //! operator.
 
 use serde_json::{Value, json};
-use svc::platform::key_change::marker;
+use svc::platform::platform_key_rotation::marker;
 
 use super::restored_database::{RestorablePlatform, string_field};
 use super::stack::{BUCKET, provision_body};

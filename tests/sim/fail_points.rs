@@ -13,7 +13,7 @@ use svc::host::snapshots::{backup, restore};
 use svc::host::system::upgrade_token;
 use svc::host::update;
 use svc::platform::operations::{OperationKind, fail_point_names};
-use svc::platform::{key_change, rollouts, token_rotation};
+use svc::platform::{platform_key_rotation, rollouts, token_rotation};
 use svc_files as files;
 
 /// The enumerations, each with its name in the test that kills a process at each of its points, and the test's file.
@@ -62,7 +62,11 @@ fn enumerations() -> [(&'static [&'static str], &'static str, &'static str); 25]
             "svc::platform::token_rotation::FAILPOINTS",
             "tests/platform/token_rotation.rs",
         ),
-        (key_change::FAILPOINTS, "svc::platform::key_change::FAILPOINTS", "tests/platform/platform_key.rs"),
+        (
+            platform_key_rotation::FAILPOINTS,
+            "svc::platform::platform_key_rotation::FAILPOINTS",
+            "tests/platform/platform_key.rs",
+        ),
         (rollouts::FAILPOINTS, "svc::platform::rollouts::FAILPOINTS", "tests/platform/kills.rs"),
     ]
 }

@@ -117,7 +117,10 @@ impl Process {
                 .expect("the host store's settings are valid"),
             mint: TokenMint::new(&config.keys.current),
             seal: Seal::from_keys(&config.keys),
-            process: svc::platform::key_change::current_process_keys(config.keys.ids(), &config.timing),
+            process: svc::platform::platform_key_rotation::current_process_keys(
+                config.keys.ids(),
+                &config.timing,
+            ),
             db: database.db.clone(),
             host_db: database.db.clone(),
             report_db: database.db.clone(),

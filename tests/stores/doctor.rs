@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use kit::s3::{Fault, Rule};
+use kit::scenario::{BUCKET, HostBackend, RouterTransport, Stack};
 use kit::stores::StoreKind;
-use kit::story::{BUCKET, HostBackend, RouterTransport, Stack};
 use svc::config::Env;
 use svc::platform::doctor;
 use svc::platform::host_store::HostCredentials;

@@ -18,8 +18,8 @@ use std::str::FromStr;
 use anyhow::{Context, Result};
 use clap::{Parser, Subcommand};
 use kit::pg::PgBinaries;
+use kit::scenario::{self, InjectedDefect};
 use kit::stores::StoreKind;
-use kit::story::{self, InjectedDefect};
 
 #[derive(Parser)]
 #[command(name = "cargo xtask", about = "Builds, tests, packages and benchmarks the project")]
@@ -204,8 +204,8 @@ fn demo(
     let svc = resolve_svc(svc)?;
     let report = kit::fetch::target_dir().join("demo/report.json");
     let runtime = tokio::runtime::Runtime::new().context("cannot start a runtime")?;
-    let options = story::ScenarioOptions { svc, defect, store, keep, report: Some(report) };
-    let report = runtime.block_on(story::run(options))?;
+    let options = scenario::ScenarioOptions { svc, defect, store, keep, report: Some(report) };
+    let report = runtime.block_on(scenario::run(options))?;
     Ok(if report.ok { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 

@@ -151,7 +151,7 @@ fn dev_runs_printed_commands_and_cleans_up() {
 
     // The machine-readable values also work.
     let script = format!(
-        "curl -sS --fail -H 'Host: {}' -H \"Authorization: Bearer $(curl -sS '{}?sub=user_story')\" {}/api/apps\n\
+        "curl -sS --fail -H 'Host: {}' -H \"Authorization: Bearer $(curl -sS '{}?sub=user_demo')\" {}/api/apps\n\
          curl -sS --fail -H 'Authorization: Bearer {}' {}/vps/fleet",
         json["appHost"].as_str().unwrap(),
         json["idp"]["mintUrl"].as_str().unwrap(),

@@ -120,7 +120,7 @@ async fn read_content_and_list_return_the_saved_state() {
     let entries = history.list(&directory).await.unwrap();
     let listed: Vec<_> =
         entries.iter().map(|entry| (entry.name().to_str().unwrap(), entry.kind(), entry.size())).collect();
-    let (file, link) = (EntryKind::File, EntryKind::Link);
+    let (file, link) = (EntryKind::File, EntryKind::Symlink);
     assert_eq!(listed, [("empty", file, 0), ("large", file, 20_000_000), ("link", link, 0)]);
     let root = history.find(&saved.snapshot, Path::new("")).await.unwrap().unwrap();
     assert_eq!(history.list(&root).await.unwrap().len(), 1);

@@ -349,8 +349,10 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("gaps");
         assert!(UndeliveredHook::collect(&file).is_empty());
-        let undelivered =
-            UndeliveredHook::new(GapReason::Unheard, Some(Message::dispatch_end("d", SeenCalls::default())));
+        let undelivered = UndeliveredHook::new(
+            GapReason::Undelivered,
+            Some(Message::dispatch_end("d", SeenCalls::default())),
+        );
         for _ in 0..2 {
             undelivered.save(&file).unwrap();
         }

@@ -32,7 +32,7 @@ const MAX_NAMED_FILES: usize = 10;
 
 /// Why a drill could not be completed.
 #[derive(Debug, thiserror::Error)]
-enum DrillError {
+enum FileDrillError {
     #[error(transparent)]
     Access(#[from] AccessError),
     #[error(transparent)]
@@ -49,7 +49,7 @@ enum DrillError {
     Incomplete(String),
 }
 
-impl DrillError {
+impl FileDrillError {
     fn is_no_space(&self) -> bool {
         matches!(self, Self::NoSpace) || matches!(self, Self::Files(error) if error.is_no_space())
     }
@@ -67,7 +67,7 @@ pub(super) async fn drill(settings: &FilesSettings, now: Timestamp) -> Option<Dr
     let staging = settings.layout.files_state().join(STAGING);
     let compared = match recreate_directory(&staging) {
         Ok(()) => compare_sample(settings, &staging, &mut result).await,
-        Err(error) => Err(DrillError::from(error)),
+        Err(error) => Err(FileDrillError::from(error)),
     };
     if let Err(error) = remove_all(&staging) {
         tracing::warn!(error = %format_chain(&error), "cannot remove the files that the drill restored");
@@ -103,13 +103,13 @@ async fn compare_sample(
     settings: &FilesSettings,
     staging: &Path,
     result: &mut DrillResult,
-) -> Result<(), DrillError> {
-    let repository = settings.open_with_stored_key().await?.ok_or(DrillError::NothingSaved)?;
+) -> Result<(), FileDrillError> {
+    let repository = settings.open_with_stored_key().await?.ok_or(FileDrillError::NothingSaved)?;
     let history = History::open(Repository::clone(&repository)).await?;
     let latest = settings.read_latest().await?;
     let snapshot = latest.and_then(|id| history.find_by_id(id)).or_else(|| history.find_snapshot(None));
-    let (_, snapshot) = snapshot.ok_or(DrillError::NothingSaved)?;
-    let root = history.find(snapshot, Path::new("")).await?.ok_or(DrillError::NothingSaved)?;
+    let (_, snapshot) = snapshot.ok_or(FileDrillError::NothingSaved)?;
+    let root = history.find(snapshot, Path::new("")).await?.ok_or(FileDrillError::NothingSaved)?;
     let mut sample = draw_sample(&history, root).await?;
     drop(history);
     let has_content = |sample: &[(PathBuf, Entry)]| sample.iter().any(|(_, entry)| entry.size() > 0);
@@ -124,7 +124,7 @@ async fn compare_sample(
         None => false,
     });
     if had_content && !has_content(&sample) && available < MAX_SAMPLE_BYTES {
-        return Err(DrillError::NoSpace);
+        return Err(FileDrillError::NoSpace);
     }
     let uid_and_gid = (nix::unistd::geteuid().as_raw(), nix::unistd::getegid().as_raw());
     let options = RestoreOptions {
@@ -134,7 +134,7 @@ async fn compare_sample(
     let entries = sample.iter().enumerate().map(|(number, (_, entry))| (entry, number.to_string()));
     let restored = restore_entries(&repository, entries, &options, &RestoreProgress::default()).await?;
     if let Some(first) = restored.first_incomplete {
-        return Err(DrillError::Incomplete(first));
+        return Err(FileDrillError::Incomplete(first));
     }
     (result.files, result.bytes) = (restored.files, restored.bytes);
     for (number, (path, entry)) in sample.into_iter().enumerate() {
@@ -227,7 +227,7 @@ async fn draw_sample(history: &History, root: Entry) -> Result<Vec<(PathBuf, Ent
                         *replaced = (path, entry);
                     }
                 }
-                EntryKind::Link | EntryKind::Special => {}
+                EntryKind::Symlink | EntryKind::Special => {}
             }
         }
     }

@@ -178,7 +178,8 @@ pub struct Gap {
 #[serde(rename_all = "lowercase")]
 pub enum GapReason {
     /// The hook could not reach the watcher.
-    Unheard,
+    #[serde(rename = "unheard")]
+    Undelivered,
     /// The watcher did not reply in time.
     Late,
     /// The hook's input was invalid or too large.
@@ -188,7 +189,8 @@ pub enum GapReason {
     /// The end of a tool call whose start was not seen.
     Unpaired,
     /// Too many concurrent tool calls.
-    Crowded,
+    #[serde(rename = "crowded")]
+    TooManyCalls,
     /// Calls in the agent's output that no hook reported.
     Unseen,
     /// A process without authority reported another process's call, or a dispatch. The report was rejected.

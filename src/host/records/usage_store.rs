@@ -23,7 +23,7 @@ use super::ledger::{Ledger, Report, Totals, UsageQuery};
 use super::money::Dollars;
 use super::record_file_names::INTERACTIONS;
 use super::seals::{Seal, Seals};
-use super::writer::{FileStamp, LineDropped, Record, Records};
+use super::writer::{FileStamp, LineDropped, LogFile, Records};
 use svc_base::error_chain::format_chain;
 use svc_base::failpoint;
 use svc_base::fsx::{self, FileError};
@@ -148,7 +148,7 @@ impl UsageStore {
         let totals = Totals::for_dispatch(interaction.cost, interaction.tokens_in, interaction.tokens_out);
         // Hold the lock for both steps: a seal created between them would cover the interaction without its totals.
         let mut ledger = self.lock_ledger();
-        let accepted = self.records.append(Record::Interactions(day), interaction);
+        let accepted = self.records.append(LogFile::Interactions(day), interaction);
         ledger.count(day, &interaction.sender_id, &interaction.model, &totals);
         if accepted.is_err() {
             lock(&self.incomplete_days).insert(day);
@@ -194,7 +194,7 @@ impl UsageStore {
         let mut ledger = self.lock_ledger();
         let (mut written, mut has_room) = (0, true);
         for line in ledger.unwritten_lines() {
-            has_room = self.records.append(Record::Usage, &line).is_ok();
+            has_room = self.records.append(LogFile::Usage, &line).is_ok();
             if !has_room {
                 tracing::warn!("a line of usage.jsonl is delayed: queue full");
                 break;
@@ -234,7 +234,7 @@ impl UsageStore {
             failpoint::trigger("usage.begin").map_err(io::Error::other)?;
             let written = self.write_current_lines(&new)?;
             failpoint::trigger("usage.written").map_err(io::Error::other)?;
-            let is_replaced = self.records.replace(Record::Usage, new.clone(), expected)?;
+            let is_replaced = self.records.replace(LogFile::Usage, new.clone(), expected)?;
             failpoint::trigger("usage.replaced").map_err(io::Error::other)?;
             Ok(is_replaced.then_some(written))
         };

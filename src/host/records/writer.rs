@@ -1,16 +1,16 @@
 //! Writes the records of the gateway and of the audit's watcher. Callers append lines to a queue in memory; one thread
 //! writes them to disk, and another syncs the files.
 //!
-//! Each record's accepted lines are written in order, at most [`FLUSH_INTERVAL`] later unless the disk fails. A crash
+//! Each log file's accepted lines are written in order, at most [`FLUSH_INTERVAL`] later unless the disk fails. A crash
 //! of the process loses only lines that have not been written; a crash of the machine also loses lines that have not
 //! been synced, or whose sync failed. The queue is bounded: a line that does not fit is rejected and counted, and a gap
-//! line in its record reports the number. Files are opened by name for each write (`host::records::jsonl`), so that no
+//! line in its log file reports the number. Files are opened by name for each write (`host::records::jsonl`), so that no
 //! line is lost if a file was renamed or deleted before the write. Failed writes are retried until they succeed or the
 //! writer is dropped; failed syncs are not retried.
 
 mod file;
+mod log_file;
 mod queue;
-mod record;
 mod sync;
 
 use std::cell::RefCell;
@@ -27,8 +27,8 @@ use serde::Serialize;
 
 use self::file::AppendFile;
 pub use self::file::FileStamp;
+pub use self::log_file::{LineDropped, LogFile, MAX_QUEUED_BYTES};
 use self::queue::{RecordQueue, Replacement, ThreadState};
-pub use self::record::{LineDropped, MAX_QUEUED_BYTES, Record};
 use self::sync::{SyncFn, Syncer, UnsyncedFile};
 use svc_base::clock;
 use svc_base::error_chain::format_chain;
@@ -40,7 +40,7 @@ pub const FLUSH_INTERVAL: Duration = Duration::from_millis(50);
 const MAX_IDLE_INTERVALS: u32 = 20;
 /// Delay before failed writes are retried, unless new lines are queued.
 const RETRY_INTERVAL: Duration = Duration::from_millis(500);
-/// Timeout for replacing a record's file.
+/// Timeout for replacing a log file.
 const REPLACE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Interval between syncs of written files.
 const SYNC_INTERVAL: Duration = Duration::from_secs(5);
@@ -58,7 +58,7 @@ struct Shared {
 
 /// The work for one iteration of the writing thread.
 struct WriteBatch {
-    lines: Vec<(Record, Vec<Vec<u8>>)>,
+    lines: Vec<(LogFile, Vec<Vec<u8>>)>,
     /// The latest requested flush, unless its lines have already been written.
     flush: Option<u64>,
     replacement: Option<Replacement>,
@@ -134,7 +134,7 @@ impl Records {
     ///
     /// # Errors
     /// [`LineDropped`] if the queue is full, or the writer is being dropped.
-    pub fn append(&self, record: Record, entry: &impl Serialize) -> Result<(), LineDropped> {
+    pub fn append(&self, log: LogFile, entry: &impl Serialize) -> Result<(), LineDropped> {
         thread_local! {
             static LINE: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
         }
@@ -143,7 +143,7 @@ impl Records {
             line.clear();
             serde_json::to_writer(&mut *line, entry).expect("records are JSON");
             line.push(b'\n');
-            self.accept(record, line)
+            self.accept(log, line)
         })
     }
 
@@ -153,32 +153,32 @@ impl Records {
     /// As for [`Records::append`].
     pub fn note(&self, text: &str) -> Result<(), LineDropped> {
         let text: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
-        self.accept(Record::Activity, format!("{} {text}\n", clock::rfc3339_ms(Timestamp::now())).as_bytes())
+        self.accept(LogFile::Activity, format!("{} {text}\n", clock::rfc3339_ms(Timestamp::now())).as_bytes())
     }
 
-    fn accept(&self, record: Record, line: &[u8]) -> Result<(), LineDropped> {
-        let should_wake = self.0.lock().accept(record, line)?;
+    fn accept(&self, log: LogFile, line: &[u8]) -> Result<(), LineDropped> {
+        let should_wake = self.0.lock().accept(log, line)?;
         if should_wake {
             self.0.wake.notify_one();
         }
         Ok(())
     }
 
-    /// Replaces a record's file with `new`, which must be durable, if the file has the `expected` stamp. The caller
+    /// Replaces a log file with `new`, which must be durable, if the file has the `expected` stamp. The caller
     /// must prevent concurrent appends. Returns `false` if the file has changed or has queued lines, if the writer is
     /// busy with another replacement or is being dropped, or after `REPLACE_TIMEOUT`; after the timeout, the file may
     /// still be replaced later.
     ///
     /// # Errors
-    /// The current file cannot be read, or the rename failed; the record is unchanged.
-    pub fn replace(&self, record: Record, new: PathBuf, expected: FileStamp) -> std::io::Result<bool> {
+    /// The current file cannot be read, or the rename failed; the log file is unchanged.
+    pub fn replace(&self, log: LogFile, new: PathBuf, expected: FileStamp) -> std::io::Result<bool> {
         let (reply, replied) = mpsc::sync_channel(1);
         {
             let mut queue = self.0.lock();
             if queue.is_stopping || queue.replacement.is_some() {
                 return Ok(false);
             }
-            queue.replacement = Some(Replacement { record, new, expected, reply });
+            queue.replacement = Some(Replacement { log, new, expected, reply });
         }
         self.0.wake.notify_one();
         // After a timeout on a slow disk, the writing thread may still replace the file, if it is unchanged by then.
@@ -228,17 +228,17 @@ impl Shared {
 
     /// Runs the writing thread's loop.
     fn run_writer(&self) {
-        let mut files: Vec<(Record, AppendFile)> = Vec::new();
+        let mut files: Vec<(LogFile, AppendFile)> = Vec::new();
         let mut sync_requested_at = Instant::now();
         loop {
             let is_dirty = files.iter().any(|(_, file)| file.is_dirty());
             let WriteBatch { lines, flush, replacement, is_stopping } =
                 self.take_batch(is_dirty.then(|| sync_requested_at + SYNC_INTERVAL));
-            for (record, buffers) in lines {
-                let file = file_for(&mut files, record, &self.logs);
+            for (log, buffers) in lines {
+                let file = file_for(&mut files, log, &self.logs);
                 buffers.into_iter().for_each(|buffer| file.push(buffer));
             }
-            files.sort_by_key(|(record, _)| *record);
+            files.sort_by_key(|(log, _)| *log);
             let is_all_written = self.write_files(&mut files, is_stopping);
             self.return_buffers(&mut files);
             let directory = replacement.and_then(|replacement| self.replace_file(replacement, &mut files));
@@ -321,16 +321,16 @@ impl Shared {
         }
     }
 
-    /// Replaces a record's file. Returns the directory if it must be synced.
+    /// Replaces a log file. Returns the directory if it must be synced.
     fn replace_file(
         &self,
         replacement: Replacement,
-        files: &mut [(Record, AppendFile)],
+        files: &mut [(LogFile, AppendFile)],
     ) -> Option<UnsyncedFile> {
-        let Replacement { record, new, expected, reply } = replacement;
+        let Replacement { log, new, expected, reply } = replacement;
         let has_unwritten_lines =
-            files.iter().any(|(other, file)| *other == record && file.unwritten_bytes() > 0);
-        let path = self.logs.join(record.file_name());
+            files.iter().any(|(other, file)| *other == log && file.unwritten_bytes() > 0);
+        let path = self.logs.join(log.file_name());
         let replaced =
             if has_unwritten_lines { Ok(false) } else { file::replace_if_unchanged(&path, &new, expected) };
         let is_replaced = matches!(replaced, Ok(true));
@@ -342,15 +342,15 @@ impl Shared {
     }
 
     /// Writes all files, and logs when writes start and stop failing. Returns whether every line was written.
-    fn write_files(&self, files: &mut [(Record, AppendFile)], is_stopping: bool) -> bool {
+    fn write_files(&self, files: &mut [(LogFile, AppendFile)], is_stopping: bool) -> bool {
         let (mut failed, mut has_unwritten_interactions) = (None, false);
-        for (record, file) in files.iter_mut() {
+        for (log, file) in files.iter_mut() {
             // Interactions must be on disk before the usage that counts them.
-            if *record == Record::Usage && has_unwritten_interactions {
+            if *log == LogFile::Usage && has_unwritten_interactions {
                 continue;
             }
             if let Err(error) = file.write() {
-                has_unwritten_interactions |= matches!(record, Record::Interactions(_));
+                has_unwritten_interactions |= matches!(log, LogFile::Interactions(_));
                 failed = Some(error);
             }
         }
@@ -371,11 +371,9 @@ impl Shared {
     }
 
     /// Returns written buffers to the queue for reuse, and reports the unwritten bytes.
-    fn return_buffers(&self, files: &mut [(Record, AppendFile)]) {
-        let unwritten = files
-            .iter()
-            .map(|(record, file)| (*record, file.unwritten_bytes()))
-            .filter(|(_, bytes)| *bytes > 0);
+    fn return_buffers(&self, files: &mut [(LogFile, AppendFile)]) {
+        let unwritten =
+            files.iter().map(|(log, file)| (*log, file.unwritten_bytes())).filter(|(_, bytes)| *bytes > 0);
         let unwritten = unwritten.collect();
         let buffers = files.iter_mut().flat_map(|(_, file)| file.take_written_buffers());
         self.lock().finish_batch(unwritten, buffers);
@@ -389,9 +387,9 @@ impl Shared {
     }
 }
 
-fn file_for<'a>(files: &'a mut Vec<(Record, AppendFile)>, record: Record, logs: &Path) -> &'a mut AppendFile {
-    let index = files.iter().position(|(other, _)| *other == record).unwrap_or_else(|| {
-        files.push((record, AppendFile::new(logs.join(record.file_name()), record.line_format())));
+fn file_for<'a>(files: &'a mut Vec<(LogFile, AppendFile)>, log: LogFile, logs: &Path) -> &'a mut AppendFile {
+    let index = files.iter().position(|(other, _)| *other == log).unwrap_or_else(|| {
+        files.push((log, AppendFile::new(logs.join(log.file_name()), log.line_format())));
         files.len() - 1
     });
     &mut files[index].1

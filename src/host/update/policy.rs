@@ -212,21 +212,20 @@ mod tests {
         let describe = |version: &str, created: &str, from: &str| {
             check(&manifest(version, created, None), from, &Allowances::default()).unwrap_err().to_string()
         };
-        let same_time = describe("r1", "2026-06-01T00:00:00Z", "story-1");
+        let same_time = describe("r1", "2026-06-01T00:00:00Z", "v1");
         assert!(
             same_time.contains("created at the same time")
-                && same_time.contains("the name r1 comes before story-1"),
+                && same_time.contains("the name r1 comes before v1"),
             "{same_time}"
         );
         assert!(
-            describe("r1", "2026-05-31T00:00:00Z", "story-1")
-                .contains("is older than story-1, created at 2026-06-01")
+            describe("r1", "2026-05-31T00:00:00Z", "v1").contains("is older than v1, created at 2026-06-01")
         );
-        let (from, manifest) = ("story-1".parse().unwrap(), manifest("r1", "2026-06-01T00:00:00Z", None));
+        let (from, manifest) = ("v1".parse().unwrap(), manifest("r1", "2026-06-01T00:00:00Z", None));
         let candidate = Candidate { from: &from, current_created: None, manifest: &manifest };
         let unknown_time = check_release(&candidate, &Allowances::default()).unwrap_err().to_string();
         assert!(
-            unknown_time.contains("unknown when story-1 was created, and the name r1 comes before story-1"),
+            unknown_time.contains("unknown when v1 was created, and the name r1 comes before v1"),
             "{unknown_time}"
         );
     }

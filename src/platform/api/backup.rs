@@ -18,7 +18,7 @@ use super::problems;
 use crate::context::Platform;
 use crate::db;
 use crate::db::machine_row::MachineRow;
-use crate::operations::{host_call, last_backup};
+use crate::operations::{final_backup, host_call};
 use axum::routing::post;
 use svc_base::clock::now_ms;
 use svc_http::openapi::{Operation, request_object, schema_of};
@@ -173,7 +173,7 @@ async fn find_machine_holding_back_snapshot(
         let operation = db::slot_operations::find_operation_needing_server(session, &machine).await?;
         let question = operation.and_then(|operation| operation.question);
         let question = question.filter(|_| machine.has_server()).ok_or(refusal)?;
-        has_held_back_question = question["code"] == last_backup::HELD_BACK;
+        has_held_back_question = question["code"] == final_backup::HELD_BACK;
     }
     if has_held_back_question || reports_held_back_snapshot(&machine) {
         return Ok(machine);
@@ -209,7 +209,7 @@ fn reports_held_back_snapshot(machine: &MachineRow) -> bool {
     let items = machine.attention.as_array().into_iter().flatten();
     let error = machine.last_backup.as_ref().and_then(|backup| backup["error"].as_str());
     items.into_iter().any(|item| item["code"] == "snapshot_held")
-        || error.is_some_and(|error| error.contains(last_backup::HELD_BACK_HINT))
+        || error.is_some_and(|error| error.contains(final_backup::HELD_BACK_HINT))
 }
 
 fn ensure_running(machine: &MachineRow) -> Result<(), Problem> {

@@ -178,9 +178,9 @@ async fn advance_token(
         after: Some(json!(machine::UpgradeToken::from(&after))),
     };
     mutation::write_audit(&tx, &format!("machine:{id}"), &change).await?;
-    failpoint::trigger("token-take-up-before-commit").map_err(|error| Problem::internal(&error))?;
+    failpoint::trigger("token-adoption-before-commit").map_err(|error| Problem::internal(&error))?;
     db::commit(tx).await?;
-    failpoint::trigger("token-take-up-after-commit").map_err(|error| Problem::internal(&error))?;
+    failpoint::trigger("token-adoption-after-commit").map_err(|error| Problem::internal(&error))?;
     tracing::info!(machine = %id, generation = generation.0, "token rotated");
     Ok(after)
 }

@@ -20,7 +20,7 @@ use crate::db::machine_row::MachineRow;
 use crate::db::operations::OperationRow;
 use crate::db::{self, machine_changes};
 use crate::lifecycle::{self, EventContext};
-use crate::operations::last_backup::{NEWER_SNAPSHOT, SNAPSHOT_CHOSEN};
+use crate::operations::final_backup::{NEWER_SNAPSHOT, SNAPSHOT_CHOSEN};
 use crate::operations::later_holder;
 use crate::resource;
 use svc_base::clock::rfc3339_ms;

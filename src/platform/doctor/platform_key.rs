@@ -2,10 +2,10 @@
 
 use crate::config::PlatformConfig;
 use crate::db::{Db, DbError, platform_keys};
-use crate::key_change::marker::{self, MarkerError, MarkerKey};
-use crate::key_change::{self, dependents::KeyDependents};
 use crate::keys::{self, KeyError, Seal};
 use crate::platform_key::KeyIds;
+use crate::platform_key_rotation::marker::{self, MarkerError, MarkerKey};
+use crate::platform_key_rotation::{self, dependents::KeyDependents};
 use crate::tokens::TokenMint;
 use svc_base::diagnosis::Findings;
 use svc_base::error_chain::format_chain;
@@ -154,7 +154,7 @@ async fn read_usage(
     client: &impl deadpool_postgres::GenericClient,
 ) -> Result<KeyUsage, DbError> {
     let undecryptable = find_undecryptable_key_error(config, client).await?;
-    let (ids, ttl) = (config.keys.ids(), key_change::row_ttl(&config.timing));
+    let (ids, ttl) = (config.keys.ids(), platform_key_rotation::row_ttl(&config.timing));
     let mint = TokenMint::new(&config.keys.current).with_previous(config.keys.previous.as_ref());
     let max_gap = config.timing.keys.max_heartbeat_gap;
     let need = KeyDependents::find(client, &ids.current, &mint, &Seal::from_keys(&config.keys), max_gap, ttl)

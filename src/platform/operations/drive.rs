@@ -132,7 +132,7 @@ async fn drive(platform: &Platform, mut operation: OperationRow, owner: Uuid) {
                 operation = next;
             }
             Ok(_) => break true,
-            Err(StepError::Lost) => {
+            Err(StepError::LeaseLost) => {
                 // The operation's server may still exist at the provider.
                 platform.reconciler_wake.notify_one();
                 break true;

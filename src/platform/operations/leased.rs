@@ -129,7 +129,7 @@ impl LeasedOperation<'_> {
         // Lock order everywhere: machines before their operations.
         db::machines::lock(&tx, self.operation.machine).await?;
         if !db::operations::renew(&tx, self.operation.id, self.owner, lease).await? {
-            return Err(StepError::Lost);
+            return Err(StepError::LeaseLost);
         }
         let machine = self.operation.machine;
         match write {
@@ -172,10 +172,10 @@ impl LeasedOperation<'_> {
     ) -> Result<(), StepError> {
         let mut session = self.platform.db.session().await?;
         let tx = db::begin(&mut session).await?;
-        let row = db::machines::lock(&tx, self.operation.machine).await?.ok_or(StepError::Lost)?;
+        let row = db::machines::lock(&tx, self.operation.machine).await?.ok_or(StepError::LeaseLost)?;
         let lease = self.platform.config.timing.lease_ttl;
         if !db::operations::renew(&tx, self.operation.id, self.owner, lease).await? {
-            return Err(StepError::Lost);
+            return Err(StepError::LeaseLost);
         }
         let event = Event::CreationFailed { failure: why };
         Ok(apply_to_locked(self.platform, tx, &row, &event, (stage, message)).await?)
@@ -211,10 +211,10 @@ impl LeasedOperation<'_> {
         let mut session = self.platform.db.session().await?;
         let tx = db::begin(&mut session).await?;
         let machine = self.operation.machine;
-        let row = db::machines::lock(&tx, machine).await?.ok_or(StepError::Lost)?;
+        let row = db::machines::lock(&tx, machine).await?.ok_or(StepError::LeaseLost)?;
         let lease = self.platform.config.timing.lease_ttl;
         if !db::operations::renew(&tx, self.operation.id, self.owner, lease).await? {
-            return Err(StepError::Lost);
+            return Err(StepError::LeaseLost);
         }
         db::operations::log(&tx, self.operation.id, &self.operation.step, "done", Some(note)).await?;
         let context = EventContext { failure: Some((&self.operation.step, note)), ..EventContext::default() };
@@ -236,7 +236,7 @@ impl LeasedOperation<'_> {
         let tx = db::begin(&mut session).await?;
         let lease = self.platform.config.timing.lease_ttl;
         if !db::operations::renew(&tx, self.operation.id, self.owner, lease).await? {
-            return Err(StepError::Lost);
+            return Err(StepError::LeaseLost);
         }
         db::operations::log(&tx, self.operation.id, &self.operation.step, "done", Some(note)).await?;
         db::operations::end(&tx, self.operation.id, "failed", Some(code)).await?;

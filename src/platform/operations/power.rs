@@ -108,7 +108,7 @@ pub async fn await_heartbeat(leased: &LeasedOperation<'_>) -> Result<StepOutcome
 
 async fn load_machine_in_slot(leased: &LeasedOperation<'_>) -> Result<MachineRow, StepError> {
     let machine = leased.machine().await?;
-    if machine.is_active() { Ok(machine) } else { Err(StepError::Lost) }
+    if machine.is_active() { Ok(machine) } else { Err(StepError::LeaseLost) }
 }
 
 /// Returns whether a process may still be running another operation in the machine's slot. Even an operation that has

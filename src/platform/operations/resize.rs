@@ -208,7 +208,7 @@ async fn load_server(leased: &LeasedOperation<'_>) -> Result<Result<ResizeState,
     let machine = leased.machine().await?;
     let (Some(id), Some(target_type)) = (machine.provider_server_id, machine.resize_to.clone()) else {
         // The machine is no longer being resized: its state change also ended this operation.
-        return Err(StepError::Lost);
+        return Err(StepError::LeaseLost);
     };
     let age = leased.step_age().await?;
     if let Some(server) = leased.platform.provider.get(ServerId(id)).await? {

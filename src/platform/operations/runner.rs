@@ -36,7 +36,7 @@ const MAX_BACKOFF: Duration = Duration::from_secs(60);
 /// Runs the operation's current step. Returns the operation if its next step is due immediately.
 ///
 /// # Errors
-/// [`StepError::Lost`] if this process no longer leases the operation or the operation has ended; another error if the
+/// [`StepError::LeaseLost`] if this process no longer leases the operation or the operation has ended; another error if the
 /// operation cannot be read or its progress cannot be stored.
 pub async fn run_current_step(
     platform: &Platform,
@@ -58,7 +58,7 @@ pub async fn run_current_step(
     let start = Instant::now();
     let outcome = tokio::select! {
         outcome = work => outcome,
-        () = renew_lease_until_lost(&leased) => Err(StepError::Lost),
+        () = renew_lease_until_lost(&leased) => Err(StepError::LeaseLost),
     };
     step::record_step(kind, step, &outcome, start.elapsed());
     match outcome {
@@ -83,7 +83,7 @@ pub async fn run_current_step(
             let next_step = NextStep { step, facts: &operation.facts, attempts: 0, due_in: delay };
             wait_for(&leased, next_step, code, &why).await.map(|()| None)
         }
-        Err(StepError::Lost) => Err(StepError::Lost),
+        Err(StepError::LeaseLost) => Err(StepError::LeaseLost),
         // While the provider restricts the account, no server can be powered on. That is not a machine failure.
         Err(error) if step == Step::PowerOn && as_account_error(&error).is_some() => {
             retry_step(&leased, step, &error).await.map(|()| None)
@@ -233,7 +233,7 @@ async fn suspend_for_decision(
     }
     let facts = Value::Object(question.facts);
     if !db::operations::suspend(&tx, operation.id, leased.owner, &stored_question, &facts).await? {
-        return Err(StepError::Lost);
+        return Err(StepError::LeaseLost);
     }
     db::operations::log(&tx, operation.id, step.as_str(), "asked", Some(&question.detail)).await?;
     Ok(db::commit(tx).await?)
@@ -325,7 +325,7 @@ async fn advance_operation(
         lease,
     };
     if !db::operations::advance(&tx, id, leased.owner, &update).await? {
-        return Err(StepError::Lost);
+        return Err(StepError::LeaseLost);
     }
     match line {
         Some((RETRY, detail)) => {
@@ -425,7 +425,7 @@ async fn end_operation(
         lease: None,
     };
     if !db::operations::advance(&tx, id, leased.owner, &update).await? {
-        return Err(StepError::Lost);
+        return Err(StepError::LeaseLost);
     }
     db::operations::log(&tx, id, step.as_str(), "done", note).await?;
     db::operations::log(&tx, id, step.as_str(), "succeeded", None).await?;

@@ -10,7 +10,7 @@ use serde_json::{Map, Value};
 
 use super::leased::LeasedOperation;
 use super::{
-    OperationKind, Step, create, delete, last_backup, later_holder, power, predecessor, reinstate, resize,
+    OperationKind, Step, create, delete, final_backup, later_holder, power, predecessor, reinstate, resize,
 };
 use crate::db::machine_row::MachineRow;
 use crate::db::{self, DbError};
@@ -137,7 +137,7 @@ pub enum StepError {
     },
     /// Another process leases the operation, or the operation has ended.
     #[error("this process no longer leases the operation")]
-    Lost,
+    LeaseLost,
 }
 
 impl StepError {
@@ -196,7 +196,7 @@ pub async fn run(leased: &LeasedOperation<'_>, step: Step) -> Result<StepOutcome
     // Each step is boxed: a future is as large as its largest branch, and nested polls would exhaust the thread's
     // stack.
     let work: BoxFuture<'_, Result<StepOutcome, StepError>> = match step {
-        Step::FinalBackup => Box::pin(last_backup::last_backup(leased)),
+        Step::FinalBackup => Box::pin(final_backup::take_final_backup(leased)),
         Step::Fence => Box::pin(fence_slot(leased)),
         Step::PowerOffServer => Box::pin(predecessor::power_off_server(leased)),
         Step::DeletePredecessor => Box::pin(predecessor::delete_predecessor(leased)),
@@ -283,7 +283,7 @@ async fn await_registration(leased: &LeasedOperation<'_>) -> Result<StepOutcome,
     let remaining = db::machines::load_remaining_registration_time(&session, machine.id).await?;
     if remaining.is_zero() {
         leased.expire_registration().await?;
-        return Err(StepError::Lost);
+        return Err(StepError::LeaseLost);
     }
     let next_check = create::check_actions(leased, machine.id).await?;
     Ok(StepOutcome::wait(remaining.min(next_check.unwrap_or(Duration::from_secs(30)))))
@@ -303,7 +303,7 @@ pub fn record_step(
         }
         Ok(StepOutcome::Abandon { .. } | StepOutcome::Fail { .. })
         | Err(StepError::Transient { .. } | StepError::Permanent { .. }) => "failed",
-        Err(StepError::Lost) => "lost",
+        Err(StepError::LeaseLost) => "lost",
     };
     OPERATION_STEPS.add_one([kind.as_str(), step.as_str(), outcome]);
     OPERATION_STEP_DURATION.record([kind.as_str(), step.as_str()], duration);

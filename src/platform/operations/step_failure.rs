@@ -16,7 +16,7 @@ impl StepError {
             Self::Transient { source, .. } | Self::Permanent { source, .. } => {
                 classify_creation_failure(source.as_ref())
             }
-            Self::Lost => CreationFailure::Internal,
+            Self::LeaseLost => CreationFailure::Internal,
         }
     }
 }

@@ -55,7 +55,7 @@ impl PointerInputs<'_> {
             fence_epoch,
             fence_machine_id,
             fence_proof,
-            seq: self.last_seq(fence_epoch) + 1,
+            seq: self.last_seq_or_estimate(fence_epoch) + 1,
             emptied_at,
             snapshot,
         })
@@ -63,8 +63,8 @@ impl PointerInputs<'_> {
 
     /// Returns the last `seq`, or a higher one. Without a pointer, it is estimated as one move per snapshot and per
     /// fence. A `seq` far above the estimate is ignored, because a host can write any value.
-    fn last_seq(&self, fence: Epoch) -> u64 {
-        let estimate = self.keys.len() as u64 + u64::from(fence.0);
+    fn last_seq_or_estimate(&self, fence_epoch: Epoch) -> u64 {
+        let estimate = self.keys.len() as u64 + u64::from(fence_epoch.0);
         let known_seqs = [self.found.pointer().map_or(estimate, |pointer| pointer.seq), self.newest_entry.0];
         let plausible = known_seqs.into_iter().filter(|seq| *seq <= estimate.saturating_add(MAX_SEQ_AHEAD));
         plausible.max().unwrap_or(estimate)

@@ -10,7 +10,7 @@ use std::time::{Duration, SystemTime};
 use anyhow::{Context, Result, ensure};
 use jiff::civil::Date;
 use serde_json::Value;
-use svc::host::records::writer::{Record, Writer};
+use svc::host::records::writer::{LogFile, Writer};
 
 use crate::{event, print_figure};
 
@@ -33,7 +33,7 @@ pub fn run_crash_child(dir: &Path) -> Result<()> {
         let mut event = event(n);
         event.id = n.to_string();
         times.write_all_at(&now_nanos().to_le_bytes(), n * 8)?;
-        records.append(Record::Interactions(DAY), &event)?;
+        records.append(LogFile::Interactions(DAY), &event)?;
         std::thread::sleep(EVENT_INTERVAL);
     }
     Ok(())

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use jiff::civil::Date;
 use svc::host::records::entry::Interaction;
-use svc::host::records::writer::{Record, Records, Writer};
+use svc::host::records::writer::{LogFile, Records, Writer};
 
 use crate::{EVENT_BYTES, elapsed_nanos, event, events, print_figure, quantile};
 
@@ -54,7 +54,7 @@ pub fn measure(dir: &Path, load: Duration) -> Result<()> {
 
 /// Appends an event; retries while the buffer is full.
 fn append_with_retry(records: &Records, event: &Interaction) {
-    while records.append(Record::Interactions(DAY), event).is_err() {
+    while records.append(LogFile::Interactions(DAY), event).is_err() {
         std::thread::sleep(Duration::from_micros(50));
     }
 }
@@ -88,7 +88,7 @@ fn run_timed_load(
         let (mut samples, mut accepted, mut peak) = (Vec::with_capacity(EVENT_COUNT), 0, 0);
         for (n, event) in events.iter().cycle().take(EVENT_COUNT / threads).enumerate() {
             let started = Instant::now();
-            let is_accepted = records.append(Record::Interactions(DAY), event).is_ok();
+            let is_accepted = records.append(LogFile::Interactions(DAY), event).is_ok();
             samples.push(elapsed_nanos(started));
             accepted += usize::from(is_accepted);
             if !is_accepted {

@@ -20,8 +20,8 @@ use kit::idp::{Idp, MintOptions};
 use kit::pg::{Durability, PgBinaries, PgOptions, PgServer};
 use kit::provider::{Simulator, SimulatorOptions};
 use kit::s3::S3Server;
-use kit::story::Platform;
-use kit::story::Program;
+use kit::scenario::Platform;
+use kit::scenario::Program;
 
 const APP_HOST: &str = "app.svc-bench.test";
 const CODE_HOST: &str = "code.svc-bench.test";

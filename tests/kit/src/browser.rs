@@ -13,7 +13,7 @@ use serde_json::json;
 
 use crate::bundle::{self, apps, runtime};
 use crate::dev::{self, service_info::ServiceInfo};
-use crate::story::stack::{IMAGE_VERSION, RouterTransport, Stack, USER};
+use crate::scenario::stack::{IMAGE_VERSION, RouterTransport, Stack, USER};
 use crate::{apt, child, fetch};
 
 /// The host of a non-existent identity provider: no request may be sent to it.

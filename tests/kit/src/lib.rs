@@ -19,7 +19,7 @@
 //! | [`net`] | free ports, and a TCP proxy that delays, cuts and resets connections |
 //! | [`incomplete_requests`] | HTTPS connections with incomplete request heads, and their memory cost |
 //! | [`fetch`] | tools fetched once into `target/tools` |
-//! | [`story`] | the main scenario, run on all of these |
+//! | [`scenario`] | the main scenario, run on all of these |
 //! | [`mod@bundle`] | host bundles, in their published form |
 //! | [`browser`] | browser tests of the web pages, in Chromium |
 //! | [`dev`] | the demo services, kept running for a developer |
@@ -63,10 +63,10 @@ pub mod quoted_commands;
 pub mod restic;
 pub mod s3;
 pub mod s3_process;
+pub mod scenario;
 pub mod seaweed;
 pub mod skip;
 pub mod stores;
-pub mod story;
 pub mod vm;
 
 mod runtime;

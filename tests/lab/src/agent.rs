@@ -6,7 +6,7 @@ use anyhow::{Context, Result, bail, ensure};
 
 use kit::browser;
 use kit::model_stub::ModelStub;
-use kit::story::{MachineRecord, Stack};
+use kit::scenario::{MachineRecord, Stack};
 use kit::vm::HOST_FROM_GUEST;
 use serde_json::json;
 

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use super::faults::{LONG_TIMEOUT, RUN_BACKUP, SHORT_TIMEOUT, verified_pointer, wait_until_served};
 use super::scenario::BOOT_TIMEOUT;
 use kit::s3::{Fault, Rule};
-use kit::story::{MachineRecord, Stack, eventually};
+use kit::scenario::{MachineRecord, Stack, eventually};
 
 /// A script that lists the databases that the product has created, except the owner's.
 pub(super) const LIST_EXTRA_DATABASES: &str = r#"

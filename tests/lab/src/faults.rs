@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
 use super::scenario::BOOT_TIMEOUT;
-use kit::story::{MachineRecord, Stack, eventually};
+use kit::scenario::{MachineRecord, Stack, eventually};
 
 pub(super) const SHORT_TIMEOUT: Duration = Duration::from_secs(60);
 pub(super) const LONG_TIMEOUT: Duration = Duration::from_secs(400);

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use kit::child;
-use kit::story::{MachineRecord, Stack};
+use kit::scenario::{MachineRecord, Stack};
 use sha2::{Digest, Sha256};
 
 use super::faults::{LONG_TIMEOUT, SHORT_TIMEOUT};

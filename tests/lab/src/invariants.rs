@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Result, bail};
 
-use kit::story::{MachineRecord, Stack};
+use kit::scenario::{MachineRecord, Stack};
 
 const CHECKS: &str = include_str!("invariants.sh");
 const TIMEOUT: Duration = Duration::from_secs(300);

@@ -30,7 +30,7 @@ use kit::child;
 use kit::fetch::target_dir;
 use kit::pg::PgBinaries;
 use kit::provider::MachineSettings;
-use kit::story::{HostBackend, Report, RouterTransport, Stack, StepFailed};
+use kit::scenario::{HostBackend, Report, RouterTransport, Stack, StepFailed};
 use kit::vm::{Accel, Image};
 
 /// Long enough for emulation on a busy machine.

@@ -8,7 +8,7 @@ use anyhow::{Context, Result, ensure};
 
 use super::faults::wait_until_served;
 use kit::deb;
-use kit::story::{MachineRecord, Stack, eventually};
+use kit::scenario::{MachineRecord, Stack, eventually};
 use kit::vm::{HOST_FROM_GUEST, Machine};
 
 const SHORT_TIMEOUT: Duration = Duration::from_secs(60);

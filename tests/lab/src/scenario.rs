@@ -10,10 +10,10 @@ use super::{files, invariants, release};
 use kit::bundle;
 use kit::pg::PgBinaries;
 use kit::s3::{Fault, Rule};
-use kit::story::{
+use kit::scenario::{
     CONFIRM_FLAGS, HANDLE, IMAGE_VERSION, MachineRecord, RecoveryTimeouts, Stack, USER, eventually,
 };
-pub use kit::story::{
+pub use kit::scenario::{
     backup, check_owner_gets_503, check_restored_rows, delete, insert_and_find, insert_later_row,
 };
 

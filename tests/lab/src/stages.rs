@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 use jiff::Timestamp;
 use serde_json::Value;
 
-use kit::story::{HANDLE, MachineRecord, Stack};
+use kit::scenario::{HANDLE, MachineRecord, Stack};
 
 /// Stages that the machine reports to the platform, in order.
 const REPORTED_STAGES: [&str; 5] = ["bundle", "database", "restore", "gateway", "register"];

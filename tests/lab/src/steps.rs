@@ -4,7 +4,7 @@ use anyhow::{Context, Result, bail};
 use futures_util::future::LocalBoxFuture;
 
 use super::{agent, data, faults, files, invariants, packages, scenario, stages, updates};
-use kit::story::{self, MachineRecord, Stack};
+use kit::scenario::{MachineRecord, Stack, fail_recovery_midway, undelete};
 
 /// Selects the steps to run on the machine after provisioning.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -65,7 +65,7 @@ static STEPS: [LabStep; 35] = [
     full_step("failed-recovery", |stack, machines| {
         Box::pin(async {
             let (machine, detail) =
-                story::fail_recovery_midway(stack, &machines.current, scenario::TIMEOUTS).await?;
+                fail_recovery_midway(stack, &machines.current, scenario::TIMEOUTS).await?;
             (machines.first, machines.current) = (machine.clone(), machine);
             Ok(((), detail))
         })
@@ -94,9 +94,7 @@ static STEPS: [LabStep; 35] = [
             files::check_restored(stack, &machines.current, saved).await
         })
     }),
-    full_step("undelete", |stack, machines| {
-        Box::pin(story::undelete(stack, &machines.current, scenario::TIMEOUTS))
-    }),
+    full_step("undelete", |stack, machines| Box::pin(undelete(stack, &machines.current, scenario::TIMEOUTS))),
     full_step("fenced", |stack, machines| Box::pin(scenario::fence_old_machine(stack, &machines.first))),
     full_step("clock-jump", |stack, machines| Box::pin(faults::jump_clock(stack, &machines.current))),
     full_step("update", |stack, machines| Box::pin(updates::deploy_update(stack, &machines.current))),

@@ -11,14 +11,14 @@ use serde_json::Value;
 use super::faults::wait_until_served;
 use super::release;
 use super::scenario::{BOOT_TIMEOUT, publish_as};
-use kit::story::{HANDLE, MachineRecord, Stack, WebClient, eventually};
+use kit::scenario::{HANDLE, MachineRecord, Stack, WebClient, eventually};
 
 const SHORT_TIMEOUT: Duration = Duration::from_secs(60);
 const LONG_TIMEOUT: Duration = Duration::from_secs(400);
-const SECOND_VERSION: &str = "story-2";
-const POWER_CUT_VERSION: &str = "story-3";
-const BROKEN_VERSION: &str = "story-4";
-const FULL_VERSION: &str = "story-5";
+const SECOND_VERSION: &str = "demo-2";
+const POWER_CUT_VERSION: &str = "demo-3";
+const BROKEN_VERSION: &str = "demo-4";
+const FULL_VERSION: &str = "demo-5";
 
 /// Deploys a release with a rollout: the machine runs it, and serves the same rows.
 pub async fn deploy_update(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {

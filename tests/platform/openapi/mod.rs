@@ -380,7 +380,7 @@ async fn every_route_answers_valid_request_as_described() {
             "reportBootFailure" => Some((409, "invalid_state")),
             // The machine is being resized.
             "power" => Some((409, "invalid_state")),
-            // No operation is waiting, and no machine is deleted or kept: see platform::{last_backup, undelete,
+            // No operation is waiting, and no machine is deleted or kept: see platform::{final_backup, undelete,
             // kept_servers}.
             "abandonOperation" | "undelete" | "discard" => Some((409, "invalid_state")),
             _ => None,

@@ -125,7 +125,7 @@ fn run_hook(actor: String) {
         let _ = sender.send(report_call(&layout, &actor, deadline, &thread_shared));
     });
     let failure = match started {
-        Err(_) => Some(GapReason::Unheard),
+        Err(_) => Some(GapReason::Undelivered),
         Ok(_) => match receiver.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
             Ok(failure) => failure,
             Err(mpsc::RecvTimeoutError::Timeout) => Some(GapReason::Late),
@@ -155,7 +155,7 @@ fn report_call(layout: &Layout, actor: &str, deadline: Instant, shared: &SharedM
         Ok(()) => None,
         Err(error) => match error.kind() {
             std::io::ErrorKind::TimedOut | std::io::ErrorKind::WouldBlock => Some(GapReason::Late),
-            _ => Some(GapReason::Unheard),
+            _ => Some(GapReason::Undelivered),
         },
     }
 }

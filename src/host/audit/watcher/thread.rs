@@ -30,7 +30,7 @@ use super::tree::Tree;
 use crate::audit::file_changes::ChangesReply;
 use crate::audit::protocol::{Message, Phase, Process, UndeliveredHook};
 use crate::records::entry::{AuditEntry, Gap, GapLine, GapReason};
-use crate::records::writer::{Record, Records};
+use crate::records::writer::{LogFile, Records};
 use crate::system::layout::Layout;
 use svc_base::clock;
 use svc_base::failpoint;
@@ -378,7 +378,7 @@ impl Watcher {
             paths.into_iter().map(ClaimedPath).collect()
         });
         if let Some(evicted) = self.windows.begin(CallWindow::new(message, claim, clock::now_ms())) {
-            self.record_gap(GapReason::Crowded, 1, evicted.opened);
+            self.record_gap(GapReason::TooManyCalls, 1, evicted.opened);
         }
         self.save_state();
     }
@@ -448,7 +448,7 @@ impl Watcher {
     fn write_entries(&self, entries: Vec<AuditEntry>) {
         for entry in entries {
             // The writer reports dropped entries as a gap.
-            let _ = self.records.append(Record::Audit, &entry);
+            let _ = self.records.append(LogFile::Audit, &entry);
         }
     }
 
@@ -456,7 +456,7 @@ impl Watcher {
         tracing::warn!(?why, calls, "gap recorded in the file audit");
         let gap = Gap { lost: calls as u64, since, why: Some(why) };
         // The writer reports a dropped line as a gap.
-        let _ = self.records.append(Record::Audit, &GapLine { version: 1, timestamp: clock::now_ms(), gap });
+        let _ = self.records.append(LogFile::Audit, &GapLine { version: 1, timestamp: clock::now_ms(), gap });
     }
 
     /// Records undelivered messages as gaps, and processes those that still describe a call's end.
@@ -481,7 +481,7 @@ impl Watcher {
             let Some(message) = message.filter(|message| message.phase != Phase::Pre) else { continue };
             let tool_use = message.tool_use_id.as_deref().unwrap_or_default();
             // A message from a hook that timed out may still have been processed.
-            if why == GapReason::Unheard || self.windows.contains(&message.session_id, tool_use) {
+            if why == GapReason::Undelivered || self.windows.contains(&message.session_id, tool_use) {
                 // The hook's process has ended.
                 self.process_message(message, &Peer::default());
             }

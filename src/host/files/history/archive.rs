@@ -139,7 +139,7 @@ fn write_entries<W: Write>(
                 };
                 writer.add_file(&path, &entry, content)?;
             }
-            EntryKind::Link => {
+            EntryKind::Symlink => {
                 if let Some(target) = entry.link_target() {
                     writer.add_symlink(&path, &entry, &target)?;
                 }

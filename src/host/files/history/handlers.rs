@@ -250,7 +250,7 @@ fn describe(entry: &Entry) -> FileEntry {
         kind: match entry.kind() {
             EntryKind::File => FileKind::File,
             EntryKind::Directory => FileKind::Directory,
-            EntryKind::Link => FileKind::Link,
+            EntryKind::Symlink => FileKind::Symlink,
             EntryKind::Special => FileKind::Special,
         },
         size_bytes: entry.size(),

@@ -22,7 +22,7 @@ use svc_host::records::calendar::Calendar;
 use svc_host::records::entry::{AuditEntry, FileOperation};
 use svc_host::records::limits::{Period, Spending};
 use svc_host::records::money::Dollars;
-use svc_host::records::writer::Record;
+use svc_host::records::writer::LogFile;
 use svc_host::system::blocking::run_blocking;
 use svc_host::system::layout::Layout;
 use svc_http::fields::Fields;
@@ -132,7 +132,7 @@ pub async fn set(
         let written = write_limits(&file, &change)?;
         if let Some(size_bytes) = written {
             // A dropped line is reported as a gap.
-            let _ = records.append(Record::Audit, &audit_entry(size_bytes));
+            let _ = records.append(LogFile::Audit, &audit_entry(size_bytes));
         }
         Ok::<_, FileError>(written.is_some())
     })

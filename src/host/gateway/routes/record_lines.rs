@@ -36,7 +36,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(200);
 const MAX_DISORDER_HOURS: i64 = 50;
 
 /// A record and its filters.
-pub struct RecordView {
+pub struct LogView {
     pub kind: RecordKind,
     /// The response member that contains the lines.
     pub member: &'static str,
@@ -55,7 +55,7 @@ pub struct RecordView {
 
 /// The filters in a request.
 #[derive(Default)]
-struct RecordFilter {
+struct LogFilter {
     exact: Vec<(&'static str, String)>,
     path_prefix: Option<(&'static str, String)>,
     contains: Option<String>,
@@ -63,8 +63,8 @@ struct RecordFilter {
     until: Option<Timestamp>,
 }
 
-impl RecordFilter {
-    fn read(query: &mut Fields, view: &RecordView) -> Self {
+impl LogFilter {
+    fn read(query: &mut Fields, view: &LogView) -> Self {
         let mut exact = Vec::new();
         for &name in view.exact_members {
             let Some(wanted) = query.optional_text(name, MAX_FILTER_CHARS) else { continue };
@@ -122,7 +122,7 @@ impl RecordFilter {
 }
 
 /// Parses a line; `None` if it is not a valid line of this record.
-fn parse_line(view: &RecordView, line: &str) -> Option<Map<String, Value>> {
+fn parse_line(view: &LogView, line: &str) -> Option<Map<String, Value>> {
     if !view.is_text {
         return match serde_json::from_str(line) {
             Ok(Value::Object(mut entry)) => {
@@ -143,15 +143,11 @@ fn parse_line(view: &RecordView, line: &str) -> Option<Map<String, Value>> {
 ///
 /// # Errors
 /// 400 for an invalid parameter; 410 for a cursor whose lines no longer exist; 500 if a file cannot be read.
-pub async fn list(
-    kernel: &Kernel,
-    view: &'static RecordView,
-    query: Option<&str>,
-) -> Result<Response, Problem> {
+pub async fn list(kernel: &Kernel, view: &'static LogView, query: Option<&str>) -> Result<Response, Problem> {
     let mut query = Fields::from_query(query.unwrap_or_default());
     let limit = query.number_in_range("limit", 1..=MAX_LIMIT, DEFAULT_LIMIT);
     let cursor: Option<LinePosition> = query.optional("cursor");
-    let filter = RecordFilter::read(&mut query, view);
+    let filter = LogFilter::read(&mut query, view);
     let filter = query.finish(Some(filter))?;
     let logs = kernel.logs();
     let read = tokio::task::spawn_blocking(move || {
@@ -186,13 +182,13 @@ pub async fn list(
 /// cannot be read; 503 if too many streams are open.
 pub async fn follow(
     kernel: &Arc<Kernel>,
-    view: &'static RecordView,
+    view: &'static LogView,
     headers: &HeaderMap,
     query: Option<&str>,
     closing: CancellationToken,
 ) -> Result<Response, Problem> {
     let mut query = Fields::from_query(query.unwrap_or_default());
-    let filter = RecordFilter::read(&mut query, view);
+    let filter = LogFilter::read(&mut query, view);
     let filter = query.finish(Some(filter))?;
     let last_event_id = parse_last_event_id(headers)?;
     let too_many = || {
@@ -213,7 +209,7 @@ pub async fn follow(
     let now = Instant::now();
     let ready_event =
         format!("retry: {RETRY_DELAY_MS}\n{}event: ready\ndata: {{}}\n\n", id_line(tail.position()));
-    let record_stream = RecordStream {
+    let record_stream = LogStream {
         tail: Some(tail),
         view,
         filter,
@@ -243,18 +239,18 @@ fn id_line(position: Option<TailPosition>) -> String {
 }
 
 /// The state of one stream of a record's new lines.
-struct RecordStream {
+struct LogStream {
     /// `None` while a blocking thread reads the next lines.
     tail: Option<Tail>,
-    view: &'static RecordView,
-    filter: RecordFilter,
+    view: &'static LogView,
+    filter: LogFilter,
     queued: VecDeque<Bytes>,
     next_heartbeat: Instant,
     deadline: Instant,
     _permit: OwnedSemaphorePermit,
 }
 
-impl RecordStream {
+impl LogStream {
     async fn next(&mut self) -> Option<Bytes> {
         loop {
             if let Some(chunk) = self.queued.pop_front() {
@@ -309,7 +305,7 @@ impl RecordStream {
 mod tests {
     use super::*;
 
-    const VIEW: RecordView = RecordView {
+    const VIEW: LogView = LogView {
         kind: RecordKind::Audit,
         member: "entries",
         exact_members: &["op", "agentName"],
@@ -321,7 +317,7 @@ mod tests {
 
     fn verdict_of(query: &str, line: &Value) -> Verdict {
         let mut fields = Fields::from_query(query);
-        let filter = RecordFilter::read(&mut fields, &VIEW);
+        let filter = LogFilter::read(&mut fields, &VIEW);
         fields.finish(Some(())).unwrap();
         filter.evaluate(line.as_object().unwrap())
     }
@@ -377,17 +373,17 @@ mod tests {
 
     #[test]
     fn unknown_value_of_a_filter_is_an_error() {
-        let view = RecordView { values: &[("op", &["create", "write"])], ..VIEW };
+        let view = LogView { values: &[("op", &["create", "write"])], ..VIEW };
         for (query, is_valid) in [("op=write", true), ("op=bogus", false), ("agentName=any", true)] {
             let mut fields = Fields::from_query(query);
-            let filter = RecordFilter::read(&mut fields, &view);
+            let filter = LogFilter::read(&mut fields, &view);
             assert_eq!(fields.finish(Some(filter)).is_ok(), is_valid, "{query}");
         }
     }
 
     #[test]
     fn line_of_earlier_release_has_default_members() {
-        let view = RecordView {
+        let view = LogView {
             exact_members: &["kind"],
             defaults: &[("kind", "database")],
             path_member: None,
@@ -400,7 +396,7 @@ mod tests {
 
     #[test]
     fn text_line_has_timestamp_and_text() {
-        let view = RecordView {
+        let view = LogView {
             kind: RecordKind::Activity,
             member: "entries",
             exact_members: &[],

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use std::sync::Arc;
 
 use super::record_lines;
-use super::record_lines::{DEFAULT_LIMIT, MAX_FILTER_CHARS, MAX_LIMIT, RecordView};
+use super::record_lines::{DEFAULT_LIMIT, LogView, MAX_FILTER_CHARS, MAX_LIMIT};
 use crate::auth::READERS;
 use crate::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
 use svc_host::agents::dispatch::Dispatcher;
@@ -130,7 +130,7 @@ macro_rules! record {
 const OUTCOMES: [&str; 2] = ["success", "error"];
 const BACKUP_KINDS: [&str; 2] = ["database", "files"];
 
-static INTERACTIONS_VIEW: RecordView = RecordView {
+static INTERACTIONS_VIEW: LogView = LogView {
     kind: RecordKind::Interactions,
     member: "interactions",
     exact_members: &["id", "senderId", "conversationId", "model", "agentName", "status", "batchId"],
@@ -139,7 +139,7 @@ static INTERACTIONS_VIEW: RecordView = RecordView {
     defaults: &[],
     is_text: false,
 };
-static AUDIT_VIEW: RecordView = RecordView {
+static AUDIT_VIEW: LogView = LogView {
     kind: RecordKind::Audit,
     member: "entries",
     exact_members: &["op", "actor", "agentName"],
@@ -148,7 +148,7 @@ static AUDIT_VIEW: RecordView = RecordView {
     defaults: &[],
     is_text: false,
 };
-static ACTIVITY_VIEW: RecordView = RecordView {
+static ACTIVITY_VIEW: LogView = LogView {
     kind: RecordKind::Activity,
     member: "lines",
     exact_members: &[],
@@ -157,7 +157,7 @@ static ACTIVITY_VIEW: RecordView = RecordView {
     defaults: &[],
     is_text: true,
 };
-static STORAGE_VIEW: RecordView = RecordView {
+static STORAGE_VIEW: LogView = LogView {
     kind: RecordKind::Storage,
     member: "days",
     exact_members: &[],
@@ -166,7 +166,7 @@ static STORAGE_VIEW: RecordView = RecordView {
     defaults: &[],
     is_text: false,
 };
-static BACKUPS_VIEW: RecordView = RecordView {
+static BACKUPS_VIEW: LogView = LogView {
     kind: RecordKind::Backups,
     member: "backups",
     exact_members: &["kind", "status"],

@@ -1,4 +1,4 @@
-//! The queue of accepted lines that have not yet been written. It is bounded, preserves the order of each record's
+//! The queue of accepted lines that have not yet been written. It is bounded, preserves the order of each log file's
 //! lines, and reuses its buffers.
 
 use std::path::PathBuf;
@@ -7,7 +7,7 @@ use std::sync::mpsc::SyncSender;
 use jiff::Timestamp;
 
 use super::file::FileStamp;
-use super::record::{BATCH_BYTES, LineDropped, MAX_QUEUED_BYTES, Record};
+use super::log_file::{BATCH_BYTES, LineDropped, LogFile, MAX_QUEUED_BYTES};
 use crate::records::entry::{Gap, GapLine};
 use svc_base::clock;
 use svc_base::quantity::pluralize;
@@ -17,7 +17,7 @@ const BUFFER_BYTES: usize = BATCH_BYTES;
 /// Maximum number of free buffers kept for reuse.
 const MAX_SPARE_BUFFERS: usize = 8;
 
-/// The queued lines of one record.
+/// The queued lines of one log file.
 #[derive(Default)]
 struct LineQueue {
     buffers: Vec<Vec<u8>>,
@@ -42,9 +42,9 @@ pub enum ThreadState {
     Ended,
 }
 
-/// A replacement for a record's file.
+/// A replacement for a log file.
 pub struct Replacement {
-    pub record: Record,
+    pub log: LogFile,
     /// The path of the new file.
     pub new: PathBuf,
     /// The expected stamp of the current file.
@@ -54,13 +54,13 @@ pub struct Replacement {
 
 #[derive(Default)]
 pub struct RecordQueue {
-    /// There are few records, so a linear search suffices.
-    queues: Vec<(Record, LineQueue)>,
+    /// There are few log files, so a linear search suffices.
+    queues: Vec<(LogFile, LineQueue)>,
     bytes: usize,
     /// Number of bytes that the thread has taken but not yet written.
     taken_bytes: usize,
-    /// Number of bytes that the thread could not write, by record.
-    unwritten_bytes: Vec<(Record, usize)>,
+    /// Number of bytes that the thread could not write, by log file.
+    unwritten_bytes: Vec<(LogFile, usize)>,
     spare_buffers: Vec<Vec<u8>>,
     pub replacement: Option<Replacement>,
     pub thread: ThreadState,
@@ -80,22 +80,22 @@ impl RecordQueue {
     ///
     /// # Errors
     /// [`LineDropped`] if the line does not fit, or the writer is stopping.
-    pub fn accept(&mut self, record: Record, line: &[u8]) -> Result<bool, LineDropped> {
-        let unwritten = self.unwritten_bytes.iter().find(|(other, _)| *other == record);
+    pub fn accept(&mut self, log: LogFile, line: &[u8]) -> Result<bool, LineDropped> {
+        let unwritten = self.unwritten_bytes.iter().find(|(other, _)| *other == log);
         let unwritten = unwritten.map_or(0, |(_, bytes)| *bytes);
         let has_room = !self.is_stopping && self.bytes + self.taken_bytes + line.len() <= MAX_QUEUED_BYTES;
-        let index = self.queues.iter().position(|(other, _)| *other == record).unwrap_or_else(|| {
-            self.queues.push((record, LineQueue::default()));
+        let index = self.queues.iter().position(|(other, _)| *other == log).unwrap_or_else(|| {
+            self.queues.push((log, LineQueue::default()));
             self.queues.len() - 1
         });
         let queue = &mut self.queues[index].1;
-        if !has_room || queue.bytes + unwritten + line.len() > record.max_queued_bytes() {
+        if !has_room || queue.bytes + unwritten + line.len() > log.max_queued_bytes() {
             queue.lost += 1;
             queue.lost_since.get_or_insert_with(clock::now_ms);
             return Err(LineDropped);
         }
         let before = queue.bytes;
-        if let Some(gap) = queue.take_gap_line(record) {
+        if let Some(gap) = queue.take_gap_line(log) {
             queue.push(&gap, &mut self.spare_buffers);
         }
         queue.push(line, &mut self.spare_buffers);
@@ -131,12 +131,12 @@ impl RecordQueue {
         self.bytes > 0 || self.taken_bytes > 0 || self.has_request() || has_gap()
     }
 
-    /// Takes all lines, by record.
-    pub fn take_lines(&mut self) -> Vec<(Record, Vec<Vec<u8>>)> {
+    /// Takes all lines, by log file.
+    pub fn take_lines(&mut self) -> Vec<(LogFile, Vec<Vec<u8>>)> {
         if self.taken_bytes == 0 {
             // All earlier lines have been written, so there is room again: report gaps even without further lines.
-            for (record, queue) in &mut self.queues {
-                if let Some(gap) = queue.take_gap_line(*record) {
+            for (log, queue) in &mut self.queues {
+                if let Some(gap) = queue.take_gap_line(*log) {
                     queue.push(&gap, &mut self.spare_buffers);
                     self.bytes += gap.len();
                 }
@@ -145,14 +145,14 @@ impl RecordQueue {
         self.taken_bytes += self.bytes;
         self.bytes = 0;
         let queues = self.queues.iter_mut().filter(|(_, queue)| queue.bytes > 0);
-        let taken = queues.map(|(record, queue)| (*record, queue.take_buffers())).collect();
+        let taken = queues.map(|(log, queue)| (*log, queue.take_buffers())).collect();
         // Drop empty queues: those for past days are never needed again.
         self.queues.retain(|(_, queue)| queue.lost_since.is_some());
         taken
     }
 
-    /// Ends a batch: stores the unwritten bytes by record, and keeps written buffers for reuse.
-    pub fn finish_batch(&mut self, unwritten: Vec<(Record, usize)>, buffers: impl Iterator<Item = Vec<u8>>) {
+    /// Ends a batch: stores the unwritten bytes by log file, and keeps written buffers for reuse.
+    pub fn finish_batch(&mut self, unwritten: Vec<(LogFile, usize)>, buffers: impl Iterator<Item = Vec<u8>>) {
         self.taken_bytes = unwritten.iter().map(|(_, bytes)| bytes).sum();
         self.unwritten_bytes = unwritten;
         for mut buffer in buffers {
@@ -189,12 +189,12 @@ impl LineQueue {
     }
 
     /// Takes the line that reports rejected lines, if any.
-    fn take_gap_line(&mut self, record: Record) -> Option<Vec<u8>> {
+    fn take_gap_line(&mut self, log: LogFile) -> Option<Vec<u8>> {
         let since = self.lost_since.take()?;
         let lost = std::mem::take(&mut self.lost);
         let timestamp = clock::now_ms();
-        let mut line = match record {
-            Record::Activity => {
+        let mut line = match log {
+            LogFile::Activity => {
                 let (now, since) = (clock::rfc3339_ms(timestamp), clock::rfc3339_ms(since));
                 let lines = pluralize(lost, "line");
                 format!("{now} {lines} dropped since {since} because the queue was full").into_bytes()

@@ -28,7 +28,7 @@ fn accepted_lines_are_written_in_order_at_shutdown() {
             let records = writer.records();
             scope.spawn(move || {
                 for n in 0..5000 {
-                    records.append(Record::Audit, &json!({"thread": thread, "n": n})).unwrap();
+                    records.append(LogFile::Audit, &json!({"thread": thread, "n": n})).unwrap();
                 }
             });
         }
@@ -49,7 +49,7 @@ fn lines_are_written_without_a_flush() {
     let dir = tempfile::tempdir().unwrap();
     let writer = Writer::start(dir.path().to_owned()).unwrap();
     let day = "2026-11-22".parse().unwrap();
-    writer.records().append(Record::Interactions(day), &json!({"n": 1})).unwrap();
+    writer.records().append(LogFile::Interactions(day), &json!({"n": 1})).unwrap();
     let (path, start) = (dir.path().join("interactions-2026-11-22.jsonl"), Instant::now());
     while fs::read(&path).is_ok_and(|text| text.is_empty()) || !path.exists() {
         assert!(start.elapsed() < TIMEOUT, "no line was written");
@@ -64,7 +64,7 @@ fn lines_after_rename_or_delete_are_not_lost() {
     let writer = Writer::start(dir.path().to_owned()).unwrap();
     let (records, path) = (writer.records(), dir.path().join("audit.jsonl"));
     let write = |n: u64| {
-        records.append(Record::Audit, &json!({"n": n})).unwrap();
+        records.append(LogFile::Audit, &json!({"n": n})).unwrap();
         assert!(records.flush(TIMEOUT));
     };
     write(1);
@@ -106,11 +106,11 @@ fn rejected_lines_are_counted_and_reported_as_a_gap() {
     let records = writer.records();
     let text = "x".repeat(10_000);
     let mut accepted = 0;
-    while records.append(Record::Audit, &json!({"n": accepted, "text": text})).is_ok() {
+    while records.append(LogFile::Audit, &json!({"n": accepted, "text": text})).is_ok() {
         accepted += 1;
     }
     for n in 0..9 {
-        records.append(Record::Audit, &json!({"n": n, "text": text})).unwrap_err();
+        records.append(LogFile::Audit, &json!({"n": n, "text": text})).unwrap_err();
     }
     assert!(
         accepted as usize * 10_000 <= MAX_QUEUED_BYTES / 4
@@ -118,8 +118,8 @@ fn rejected_lines_are_counted_and_reported_as_a_gap() {
     );
     // Billed records still have room.
     let day: Date = "2026-11-22".parse().unwrap();
-    records.append(Record::Interactions(day), &json!({"n": 1})).unwrap();
-    records.append(Record::Usage, &json!({"n": 1})).unwrap();
+    records.append(LogFile::Interactions(day), &json!({"n": 1})).unwrap();
+    records.append(LogFile::Usage, &json!({"n": 1})).unwrap();
     assert!(!records.flush(Duration::from_millis(100)) && records.is_write_failing());
     assert_eq!(numbers(&dir.path().join("usage.jsonl")), [1]);
     fs::remove_dir(&path).unwrap();
@@ -130,9 +130,9 @@ fn rejected_lines_are_counted_and_reported_as_a_gap() {
         assert!(start.elapsed() < TIMEOUT, "the gap was not reported");
         std::thread::sleep(Duration::from_millis(1));
     }
-    records.append(Record::Audit, &json!({"n": accepted})).unwrap();
+    records.append(LogFile::Audit, &json!({"n": accepted})).unwrap();
     drop(writer);
-    records.append(Record::Audit, &json!({"n": 0})).unwrap_err();
+    records.append(LogFile::Audit, &json!({"n": 0})).unwrap_err();
     assert!(!records.flush(TIMEOUT), "the flush succeeded although the writer has ended");
     let found = lines(&path);
     assert_eq!(found.len() as u64, accepted + 2);
@@ -149,9 +149,9 @@ fn blocked_interactions_delay_only_usage() {
     fs::create_dir(&blocked).unwrap();
     let writer = Writer::start(dir.path().to_owned()).unwrap();
     let records = writer.records();
-    records.append(Record::Interactions(day), &json!({"n": 1})).unwrap();
-    records.append(Record::Usage, &json!({"n": 1})).unwrap();
-    records.append(Record::Audit, &json!({"n": 1})).unwrap();
+    records.append(LogFile::Interactions(day), &json!({"n": 1})).unwrap();
+    records.append(LogFile::Usage, &json!({"n": 1})).unwrap();
+    records.append(LogFile::Audit, &json!({"n": 1})).unwrap();
     assert!(!records.flush(Duration::from_millis(300)));
     assert_eq!(numbers(&dir.path().join("audit.jsonl")), [1]);
     assert!(!dir.path().join("usage.jsonl").exists());
@@ -180,7 +180,7 @@ fn lines_are_written_while_a_sync_hangs() {
     let dir = tempfile::tempdir().unwrap();
     let (writer, release, starts) = writer_with_blocked_syncs(dir.path());
     let (records, path) = (writer.records(), dir.path().join("audit.jsonl"));
-    let append = |n: u64| records.append(Record::Audit, &json!({"n": n})).unwrap();
+    let append = |n: u64| records.append(LogFile::Audit, &json!({"n": n})).unwrap();
     append(0);
     assert!(!records.flush(Duration::from_millis(1)), "the flush succeeded although the sync hangs");
     starts.recv_timeout(TIMEOUT).unwrap();
@@ -203,12 +203,12 @@ fn failed_sync_fails_the_flush_and_is_not_retried() {
     let dir = tempfile::tempdir().unwrap();
     let (writer, release, starts) = writer_with_blocked_syncs(dir.path());
     let records = writer.records();
-    records.append(Record::Audit, &json!({"n": 1})).unwrap();
+    records.append(LogFile::Audit, &json!({"n": 1})).unwrap();
     release.send(false).unwrap();
     assert!(!records.flush(TIMEOUT));
     assert_eq!((records.failed_syncs(), starts.try_iter().count()), (1, 1));
     // Later lines are not affected.
-    records.append(Record::Audit, &json!({"n": 2})).unwrap();
+    records.append(LogFile::Audit, &json!({"n": 2})).unwrap();
     release.send(true).unwrap();
     assert!(records.flush(TIMEOUT));
     assert_eq!((records.failed_syncs(), starts.try_iter().count()), (1, 1));
@@ -219,7 +219,7 @@ fn shutdown_waits_for_the_sync() {
     let dir = tempfile::tempdir().unwrap();
     let (writer, release, starts) = writer_with_blocked_syncs(dir.path());
     let records = writer.records();
-    records.append(Record::Audit, &json!({"n": 1})).unwrap();
+    records.append(LogFile::Audit, &json!({"n": 1})).unwrap();
     let shutdown = std::thread::spawn(move || drop(writer));
     starts.recv_timeout(TIMEOUT).unwrap();
     assert!(!shutdown.is_finished() && !records.flush(Duration::from_millis(20)));
@@ -234,24 +234,24 @@ fn file_is_replaced_only_if_unchanged() {
     let writer = Writer::start(dir.path().to_owned()).unwrap();
     let (records, path, new) = (writer.records(), dir.path().join("usage.jsonl"), dir.path().join("new"));
     let append = |n: u64| {
-        records.append(Record::Usage, &json!({"n": n})).unwrap();
+        records.append(LogFile::Usage, &json!({"n": n})).unwrap();
         assert!(records.flush(TIMEOUT));
     };
     append(1);
     let before = FileStamp::of_file(&File::open(&path).unwrap()).unwrap();
     append(2);
     fs::write(&new, "{\"n\":3}\n").unwrap();
-    assert!(!records.replace(Record::Usage, new.clone(), before).unwrap());
+    assert!(!records.replace(LogFile::Usage, new.clone(), before).unwrap());
     assert_eq!(numbers(&path), [1, 2]);
     let before = FileStamp::of_file(&File::open(&path).unwrap()).unwrap();
-    assert!(records.replace(Record::Usage, new, before).unwrap());
+    assert!(records.replace(LogFile::Usage, new, before).unwrap());
     append(4);
     assert_eq!(numbers(&path), [3, 4]);
-    records.replace(Record::Usage, dir.path().join("nothing"), before).unwrap();
+    records.replace(LogFile::Usage, dir.path().join("nothing"), before).unwrap();
     let current = FileStamp::of_file(&File::open(&path).unwrap()).unwrap();
-    records.replace(Record::Usage, dir.path().join("nothing"), current).unwrap_err();
+    records.replace(LogFile::Usage, dir.path().join("nothing"), current).unwrap_err();
     drop(writer);
-    assert!(!records.replace(Record::Usage, dir.path().join("nothing"), current).unwrap());
+    assert!(!records.replace(LogFile::Usage, dir.path().join("nothing"), current).unwrap());
     assert_eq!(numbers(&path), [3, 4]);
 }
 
@@ -265,7 +265,7 @@ fn writer_resumes_after_full_disk_and_reports_the_gap() {
     let (records, path, text) = (writer.records(), logs.join("audit.jsonl"), "x".repeat(9_001));
     let (mut accepted, mut lost) = (0, 0);
     while lost < 10 {
-        match records.append(Record::Audit, &json!({"n": accepted, "text": text})) {
+        match records.append(LogFile::Audit, &json!({"n": accepted, "text": text})) {
             Ok(()) => accepted += 1,
             Err(LineDropped) => lost += 1,
         }
@@ -281,14 +281,14 @@ fn writer_resumes_after_full_disk_and_reports_the_gap() {
     let after = tempfile::tempdir().unwrap();
     fs::write(after.path().join("audit.jsonl"), &torn).unwrap();
     let next = Writer::start(after.path().to_owned()).unwrap();
-    next.records().append(Record::Audit, &json!({"n": 99})).unwrap();
+    next.records().append(LogFile::Audit, &json!({"n": 99})).unwrap();
     drop(next);
     let whole = torn.iter().filter(|&&byte| byte == b'\n').count() as u64;
     assert!((1..7).contains(&whole), "{whole} lines fit");
     assert!(numbers(&after.path().join("audit.jsonl")).into_iter().eq((0..whole).chain([99])));
     disk.delete_filler().unwrap();
     assert!(records.flush(TIMEOUT) && !records.is_write_failing());
-    records.append(Record::Audit, &json!({"n": accepted})).unwrap();
+    records.append(LogFile::Audit, &json!({"n": accepted})).unwrap();
     drop(writer);
     let gaps: Vec<u64> = lines(&path).iter().filter_map(|line| line["gap"]["lost"].as_u64()).collect();
     assert_eq!(gaps.iter().sum::<u64>(), lost);

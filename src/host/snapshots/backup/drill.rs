@@ -27,7 +27,7 @@ pub const FAILPOINTS: &[&str] =
     &["drill.begin", "drill.cleaned", "drill.downloaded", "drill.loaded", "drill.dropped", "drill.recorded"];
 
 #[derive(Debug, thiserror::Error)]
-enum DrillError {
+enum DatabaseDrillError {
     #[error("the snapshot {key} is unusable: {why}")]
     Damaged { key: String, why: String },
     #[error("the object store could not be read")]
@@ -48,7 +48,7 @@ enum DrillError {
     Injected(#[from] InjectedFailure),
 }
 
-impl DrillError {
+impl DatabaseDrillError {
     fn exit(&self) -> Exit {
         match self {
             // `Refused` prevents a retry, which would not find more free space a minute later.
@@ -79,7 +79,7 @@ pub async fn run(
     let mut snapshot = None;
     let result = tokio::select! {
         result = drill(settings, &mut snapshot) => result,
-        () = stop => Err(DrillError::Stopped),
+        () = stop => Err(DatabaseDrillError::Stopped),
     };
     if result.is_ok() && snapshot.is_none() {
         println!("there is no snapshot yet");
@@ -112,7 +112,10 @@ pub async fn run(
     Ok(())
 }
 
-async fn drill(settings: &BackupSettings, drilled: &mut Option<SnapshotRef>) -> Result<String, DrillError> {
+async fn drill(
+    settings: &BackupSettings,
+    drilled: &mut Option<SnapshotRef>,
+) -> Result<String, DatabaseDrillError> {
     failpoint::trigger("drill.begin")?;
     let (context, dir) = (settings.restore_context(), settings.layout.drill_state());
     remove_leftovers(&context, &dir).await?;
@@ -135,20 +138,20 @@ async fn drill(settings: &BackupSettings, drilled: &mut Option<SnapshotRef>) -> 
 async fn find_latest(
     settings: &BackupSettings,
     drilled: &mut Option<SnapshotRef>,
-) -> Result<Option<(SnapshotRef, Sidecar)>, DrillError> {
+) -> Result<Option<(SnapshotRef, Sidecar)>, DatabaseDrillError> {
     let snapshot = match snapshot::find_latest(&settings.bucket, &settings.slot).await {
         Ok(snapshot) => snapshot,
         Err(SnapshotUnusable::Absent) => return Ok(None),
-        Err(SnapshotUnusable::Damaged { key, why }) => return Err(DrillError::Damaged { key, why }),
-        Err(SnapshotUnusable::Store(error)) => return Err(DrillError::Store(error)),
+        Err(SnapshotUnusable::Damaged { key, why }) => return Err(DatabaseDrillError::Damaged { key, why }),
+        Err(SnapshotUnusable::Store(error)) => return Err(DatabaseDrillError::Store(error)),
     };
     *drilled = Some(snapshot.clone());
     let sidecar = snapshot::read_sidecar(&settings.bucket, &settings.slot, &snapshot).await;
-    Ok(Some((snapshot, sidecar.map_err(DrillError::Store)?)))
+    Ok(Some((snapshot, sidecar.map_err(DatabaseDrillError::Store)?)))
 }
 
 /// Removes the scratch databases, dumps and roles of this drill or of a killed run.
-async fn remove_leftovers(context: &RestoreContext, dir: &Path) -> Result<(), DrillError> {
+async fn remove_leftovers(context: &RestoreContext, dir: &Path) -> Result<(), DatabaseDrillError> {
     let client = context.server.connect(postgres::MAINTENANCE_DATABASE, "svc-db-backup").await?;
     staging::drop_scratch_databases(&client, ScratchPurpose::Check).await?;
     staging::drop_temporary_roles(&client).await?;
@@ -162,6 +165,6 @@ mod tests {
     #[test]
     fn drill_without_space_is_not_retried() {
         let no_space = DownloadError::NoSpace { path: "/var/lib/svc".into(), needed: 2, free: 1 };
-        assert_eq!(DrillError::from(no_space).exit(), Exit::Refused);
+        assert_eq!(DatabaseDrillError::from(no_space).exit(), Exit::Refused);
     }
 }

@@ -15,7 +15,7 @@ use super::{Options, build, sbom};
 use crate::apt::is_in_path;
 use crate::child;
 use crate::net;
-use crate::story::{RouterTransport, Stack};
+use crate::scenario::{RouterTransport, Stack};
 
 /// The check may run at idle priority alongside virtual machines.
 const START_TIMEOUT: Duration = Duration::from_secs(180);

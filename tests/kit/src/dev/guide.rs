@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::instance_dir::{PublishedFiles, psql_command, shell_quote};
 use super::service_info::ServiceInfo;
-use crate::story::stack::Stack;
+use crate::scenario::stack::Stack;
 
 /// The session lifetime: one day, so that a developer need not mint a session for each request.
 const SESSION_SECONDS: u32 = 86_400;

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 
 use super::service_info::ServiceInfo;
-use crate::story::stack::Stack;
+use crate::scenario::stack::Stack;
 
 const INFO_FILE: &str = "dev.json";
 const OPERATOR_FILE: &str = "operator.env";

@@ -16,8 +16,10 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 pub use self::instance_dir::{AlreadyRunning, DevLock};
 use crate::bundle;
 use crate::child;
-use crate::story::first_machine::MachineRecord;
-use crate::story::stack::{CONFIRM_FLAGS, HANDLE, IMAGE_VERSION, RouterTransport, Stack, USER, eventually};
+use crate::scenario::first_machine::MachineRecord;
+use crate::scenario::stack::{
+    CONFIRM_FLAGS, HANDLE, IMAGE_VERSION, RouterTransport, Stack, USER, eventually,
+};
 
 /// The router loads a new machine within a second.
 const ROUTE_TIMEOUT: Duration = Duration::from_secs(20);

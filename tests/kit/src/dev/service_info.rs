@@ -6,9 +6,9 @@ use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::provider::Simulator;
-use crate::story::first_machine::MachineRecord;
-use crate::story::slot::BUCKET;
-use crate::story::stack::{HANDLE, Stack, USER};
+use crate::scenario::first_machine::MachineRecord;
+use crate::scenario::slot::BUCKET;
+use crate::scenario::stack::{HANDLE, Stack, USER};
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]

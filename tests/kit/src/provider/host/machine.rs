@@ -145,7 +145,7 @@ impl ProcessHost {
     }
 
     /// Performs the part of [`Self::cut_power`] that is possible in `Drop`.
-    pub(super) fn kill_now(&self) {
+    pub(super) fn kill_processes(&self) {
         if let Some(session) = self.session().take() {
             session.kill_processes();
             drop(session.take_database());

@@ -126,7 +126,7 @@ impl Hosts {
     pub(super) fn kill_all(&self) {
         self.closed.store(true, Ordering::SeqCst);
         for machine in self.machines() {
-            machine.kill_now();
+            machine.kill_processes();
         }
     }
 

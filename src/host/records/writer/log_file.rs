@@ -1,4 +1,4 @@
-//! The records that the writer writes, and their limits in the queue.
+//! The log files that the writer appends to, and their limits in the queue.
 
 use jiff::civil::Date;
 
@@ -10,20 +10,20 @@ pub const BATCH_BYTES: usize = 256 << 10;
 /// Maximum number of bytes that have been accepted but not yet written.
 pub const MAX_QUEUED_BYTES: usize = 16 << 20;
 
-/// A record, which is a series of log files, that this writer appends to.
+/// A log file, or a series of dated or rotated ones, that the writer appends to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Record {
+pub enum LogFile {
     /// The interactions attributed to one day.
     Interactions(Date),
     Audit,
-    /// Plain text; the other records are JSON.
+    /// Plain text; the others are JSON.
     Activity,
     /// Ordered last, because usage is written after the interactions that it counts.
     Usage,
 }
 
-impl Record {
-    /// Returns the maximum number of queued bytes of all of this record's lines. Records that any program can flood
+impl LogFile {
+    /// Returns the maximum number of queued bytes of this log file's lines. Log files that any program can flood
     /// leave room for those that are billed.
     pub fn max_queued_bytes(self) -> usize {
         match self {

@@ -195,9 +195,9 @@ pub async fn backup(stack: &Stack, machine: &MachineRecord) -> Result<(String, S
 }
 
 /// A release with the same content as the first.
-const NEXT_VERSION: &str = "story-2";
+const NEXT_VERSION: &str = "demo-2";
 /// A release whose gateway does not start.
-const BROKEN_VERSION: &str = "story-3";
+const BROKEN_VERSION: &str = "demo-3";
 
 /// Updates the running machine, which keeps its rows and reports the new release.
 pub async fn update(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {

@@ -145,7 +145,7 @@ impl LastBackupProgress {
     }
 
     /// Records the host's report. A new stage, fewer bytes (a new backup attempt) or enough additional bytes count as
-    /// progress. [`Self::is_overdue`] limits a host that reports false progress.
+    /// progress. [`Self::check_overdue`] limits a host that reports false progress.
     pub fn record_report(&mut self, host: &BackupProgress, now: Timestamp) {
         let bytes = host.dumped_bytes.unwrap_or(0).saturating_add(host.uploaded_bytes.unwrap_or(0));
         let stage = host.stage.as_deref().map(truncate_printable);
@@ -172,13 +172,13 @@ impl LastBackupProgress {
     }
 
     /// Returns whether the time limit for a final backup has passed. The host's reports do not extend it.
-    pub fn is_overdue(&mut self, leased: &LeasedOperation<'_>, now: Timestamp) -> bool {
+    pub fn check_overdue(&mut self, leased: &LeasedOperation<'_>, now: Timestamp) -> bool {
         let since = *self.started_at.get_or_insert(now);
         now.duration_since(since) >= signed_duration(leased.platform.config.timing.final_backup_limit)
     }
 
     /// Returns whether there has been no progress for the stall timeout.
-    pub fn is_stalled(&mut self, leased: &LeasedOperation<'_>, now: Timestamp) -> bool {
+    pub fn check_stalled(&mut self, leased: &LeasedOperation<'_>, now: Timestamp) -> bool {
         let since = *self.progress_at.get_or_insert(now);
         now.duration_since(since) >= signed_duration(leased.platform.config.timing.final_backup_stall_timeout)
     }

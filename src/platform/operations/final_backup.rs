@@ -108,7 +108,7 @@ impl fmt::Display for BackupFailure {
     }
 }
 
-pub async fn last_backup(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
+pub async fn take_final_backup(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
     let Some(machine) = find_outgoing_machine(leased).await? else {
         return Ok(StepOutcome::done_with_note(no_outgoing_machine_note(leased.kind)));
     };
@@ -155,7 +155,7 @@ pub async fn last_backup(leased: &LeasedOperation<'_>) -> Result<StepOutcome, St
         Err(HostCallError::Refused(status)) => {
             progress.unreachable_since = None;
             let failure = BackupFailure::Failed(format!("the host returned {status}"));
-            if progress.is_stalled(leased, now) {
+            if progress.check_stalled(leased, now) {
                 handle_failure(leased, &machine, progress, failure).await
             } else {
                 Ok(progress.wait(leased, progress.next_poll(now)))
@@ -266,10 +266,10 @@ async fn attempt_backup(
             None => {}
         }
     }
-    if progress.is_stalled(leased, now) {
+    if progress.check_stalled(leased, now) {
         return Ok(AttemptOutcome::Failed(BackupFailure::Failed("its backup has stalled".to_owned())));
     }
-    if progress.is_overdue(leased, now) {
+    if progress.check_overdue(leased, now) {
         let hours = leased.platform.config.timing.final_backup_limit.as_secs_f64() / 3600.0;
         return Ok(AttemptOutcome::Failed(BackupFailure::Failed(format!(
             "its backup has not ended within {hours:.1} h"

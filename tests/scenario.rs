@@ -2,14 +2,14 @@
 
 use std::path::Path;
 
+use kit::scenario::{self, InjectedDefect, ScenarioOptions};
 use kit::stores::StoreKind;
-use kit::story::{self, InjectedDefect, ScenarioOptions};
 
 async fn assert_fails_at_its_step(defect: InjectedDefect) {
     let svc = Path::new(env!("CARGO_BIN_EXE_svc")).to_owned();
     let options =
         ScenarioOptions { svc, defect: Some(defect), store: StoreKind::Kit, keep: false, report: None };
-    let report = story::run(options).await.unwrap();
+    let report = scenario::run(options).await.unwrap();
     let failed = report.failed().map(|step| step.name.as_str());
     assert!(!report.ok);
     assert_eq!(failed, Some(defect.failing_step()), "{:#?}", report.steps);
@@ -38,18 +38,18 @@ async fn removed_fence_is_detected() {
 async fn assert_passes_on(store: StoreKind) {
     let svc = Path::new(env!("CARGO_BIN_EXE_svc")).to_owned();
     let options = ScenarioOptions { svc, defect: None, store, keep: false, report: None };
-    let report = story::run(options).await.unwrap();
+    let report = scenario::run(options).await.unwrap();
     assert!(report.ok, "{:#?}", report.steps);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "the whole demo: cargo xtask test --long"]
-async fn story_passes_on_seaweedfs() {
+async fn scenario_passes_on_seaweedfs() {
     assert_passes_on(StoreKind::Seaweedfs).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "the whole demo: cargo xtask test --long"]
-async fn story_passes_on_moto() {
+async fn scenario_passes_on_moto() {
     assert_passes_on(StoreKind::Moto).await;
 }

@@ -21,11 +21,11 @@ use crate::s3::S3Server;
 use crate::stores::StoreKind;
 use crate::vm::HOST_FROM_GUEST;
 
-pub const USER: &str = "user_story";
+pub const USER: &str = "user_demo";
 /// The `svcctl provision` options that confirm the provisioning for a new customer.
 pub const CONFIRM_FLAGS: [&str; 2] = ["--confirm-cost", "--confirm-opt-in"];
 pub const HANDLE: &str = "ada";
-pub const IMAGE_VERSION: &str = "story-1";
+pub const IMAGE_VERSION: &str = "demo-1";
 
 /// A key for tests only, which nothing else trusts.
 const SIGNING_KEY: &str = include_str!("../bundle/ed25519-test-only.txt");

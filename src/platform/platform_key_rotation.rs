@@ -34,8 +34,8 @@ pub const FAILPOINTS: &[&str] = &[
     "platform-key-after-reseal",
     "platform-key-before-fence",
     "platform-key-after-fence",
-    "platform-key-before-sole",
-    "platform-key-after-sole",
+    "platform-key-before-single-key",
+    "platform-key-after-single-key",
 ];
 
 /// Advisory lock that prevents processes from starting while a rotation is being completed.
@@ -50,7 +50,7 @@ const BATCH_SIZE: i64 = 100;
 
 /// The reason a rotation pass failed. The next pass resumes the rotation.
 #[derive(Debug, thiserror::Error)]
-pub enum KeyChangeError {
+pub enum PlatformKeyRotationError {
     #[error(transparent)]
     Db(#[from] DbError),
     #[error(transparent)]
@@ -115,7 +115,7 @@ pub async fn run_key_rotation(platform: Arc<Platform>, seal: Seal) {
     }
 }
 
-async fn run_pass(platform: &Platform, seal: &Seal) -> Result<(), KeyChangeError> {
+async fn run_pass(platform: &Platform, seal: &Seal) -> Result<(), PlatformKeyRotationError> {
     let this_process = &platform.process;
     let session = platform.db.session().await?;
     let is_done =
@@ -139,7 +139,7 @@ async fn run_pass(platform: &Platform, seal: &Seal) -> Result<(), KeyChangeError
 }
 
 /// Reseals all signing keys that only the previous key decrypts, in one transaction.
-async fn reseal_keys(platform: &Platform, seal: &Seal) -> Result<(), KeyChangeError> {
+async fn reseal_keys(platform: &Platform, seal: &Seal) -> Result<(), PlatformKeyRotationError> {
     if list_sealed_with_previous(&platform.db.session().await?, seal).await?.is_empty() {
         return Ok(());
     }
@@ -160,7 +160,7 @@ async fn reseal_keys(platform: &Platform, seal: &Seal) -> Result<(), KeyChangeEr
 }
 
 /// Reseals a batch of file keys. Returns whether that was the last batch.
-async fn reseal_file_keys(platform: &Platform, seal: &Seal) -> Result<bool, KeyChangeError> {
+async fn reseal_file_keys(platform: &Platform, seal: &Seal) -> Result<bool, PlatformKeyRotationError> {
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     let is_last = file_keys::reseal_batch(&tx, seal).await?;
@@ -178,7 +178,7 @@ async fn list_sealed_with_previous(
 }
 
 /// Ends the rotation if nothing needs the previous key any longer.
-async fn finish_rotation(platform: &Platform, seal: &Seal) -> Result<(), KeyChangeError> {
+async fn finish_rotation(platform: &Platform, seal: &Seal) -> Result<(), PlatformKeyRotationError> {
     let (this_process, mut session) = (&platform.process, platform.db.session().await?);
     let max_gap = platform.config.timing.keys.max_heartbeat_gap;
     // The first check takes no lock, because starting processes wait for the lock. Every pass ends here until the
@@ -214,9 +214,9 @@ async fn finish_rotation(platform: &Platform, seal: &Seal) -> Result<(), KeyChan
         return Ok(());
     }
     platform_keys::record_rotation_complete(&tx, &this_process.ids).await?;
-    failpoint::trigger("platform-key-before-sole")?;
+    failpoint::trigger("platform-key-before-single-key")?;
     db::commit(tx).await?;
-    failpoint::trigger("platform-key-after-sole")?;
+    failpoint::trigger("platform-key-after-single-key")?;
     tracing::info!(key = %this_process.ids.current, "PLATFORM_KEY_PREVIOUS is no longer needed: remove it");
     Ok(())
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use futures_util::{StreamExt, stream};
 
-use super::{BATCH_SIZE, KeyChangeError};
+use super::{BATCH_SIZE, PlatformKeyRotationError};
 use crate::context::Platform;
 use crate::db::platform_keys;
 use svc_base::failpoint;
@@ -34,9 +34,9 @@ pub enum FenceProgress {
 /// Processes the next batch of slots.
 ///
 /// # Errors
-/// [`KeyChangeError`] for the first slot that fails, or if the database fails. The slots before it are recorded as
+/// [`PlatformKeyRotationError`] for the first slot that fails, or if the database fails. The slots before it are recorded as
 /// finished.
-pub async fn re_sign_batch(platform: &Platform) -> Result<FenceProgress, KeyChangeError> {
+pub async fn re_sign_batch(platform: &Platform) -> Result<FenceProgress, PlatformKeyRotationError> {
     let key = &platform.process.ids.current;
     let session = platform.db.session().await?;
     let progress = platform_keys::load_progress(&session, key).await?;
@@ -66,7 +66,10 @@ pub async fn re_sign_batch(platform: &Platform) -> Result<FenceProgress, KeyChan
     Ok(FenceProgress::Incomplete)
 }
 
-async fn re_sign_slot(platform: &Platform, (user, slot): &(String, String)) -> Result<(), KeyChangeError> {
+async fn re_sign_slot(
+    platform: &Platform,
+    (user, slot): &(String, String),
+) -> Result<(), PlatformKeyRotationError> {
     let name = || format!("{user}/{slot}");
     let parsed = user.parse::<IdpUserId>().ok().zip(slot.parse::<Slot>().ok());
     let Some((user, slot)) = parsed else { return Ok(()) };
@@ -82,13 +85,13 @@ async fn re_sign_slot(platform: &Platform, (user, slot): &(String, String)) -> R
     match signed.await {
         // After the read, the slot was fenced for a later machine, with the current key.
         Ok(Ok(()) | Err(PointerError::Fenced(_))) => Ok(()),
-        Ok(Err(_)) => Err(KeyChangeError::Contended(name())),
+        Ok(Err(_)) => Err(PlatformKeyRotationError::Contended(name())),
         // An unreadable pointer has no fence to re-sign; `svcctl pointer rebuild` will sign with the current key.
         Err(error @ StoreError::Corrupt { .. }) => {
             tracing::warn!(slot = name(), error = %format_chain(&error), "cannot read a fence; it is not re-signed");
             Ok(())
         }
-        Err(source) => Err(KeyChangeError::Fence { slot: name(), source }),
+        Err(source) => Err(PlatformKeyRotationError::Fence { slot: name(), source }),
     }
 }
 
