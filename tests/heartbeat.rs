@@ -13,9 +13,9 @@ use crate::vault::machine::{Machine, start_store};
 
 const LOGS: &str = "home/svc/home/system/logs";
 
-/// Writes a record that was last modified this many days before `now`. A test reads the clock once, because it may run
-/// past midnight.
-fn write_record(machine: &Machine, now: Timestamp, name: &str, days_ago: i32) -> Result<()> {
+/// Writes a log file that was last modified this many days before `now`. A test reads the clock once, because it may
+/// run past midnight.
+fn write_log_file(machine: &Machine, now: Timestamp, name: &str, days_ago: i32) -> Result<()> {
     let modified_at = now.checked_sub((24 * days_ago).hours())?;
     let path = machine.path(LOGS).join(name);
     fs::create_dir_all(machine.path(LOGS))?;
@@ -45,12 +45,12 @@ fn read_files(dir: &Path) -> Result<BTreeMap<String, String>> {
 }
 
 fn add_old_records(machine: &Machine, now: Timestamp) -> Result<()> {
-    write_record(machine, now, "activity.log", 2)?;
-    write_record(machine, now, "audit.jsonl", 1)?;
+    write_log_file(machine, now, "activity.log", 2)?;
+    write_log_file(machine, now, "audit.jsonl", 1)?;
     for old in ["activity-2020-01-01.log", "audit-2020-01-01.jsonl", "interactions-2020-01-01.jsonl"] {
-        write_record(machine, now, old, 40)?;
+        write_log_file(machine, now, old, 40)?;
     }
-    write_record(machine, now, &format!("interactions-{}.jsonl", date_days_ago(now, 30)?), 30)
+    write_log_file(machine, now, &format!("interactions-{}.jsonl", date_days_ago(now, 30)?), 30)
 }
 
 /// Asserts the result of a daily check, which must be the same after an interruption.
@@ -149,10 +149,9 @@ async fn concurrent_check_exits_with_75() -> Result<()> {
     assert_rotated(&machine, now)
 }
 
-/// Records with a different owner are rotated; a directory in place of one record does not prevent the rotation of
-/// others.
+/// Log files with a different owner are rotated; a directory in place of one does not prevent the rotation of others.
 #[tokio::test]
-async fn record_with_different_owner_is_rotated() -> Result<()> {
+async fn log_file_with_different_owner_is_rotated() -> Result<()> {
     let machine = Machine::in_use(&start_store()?, 1).await?;
     let now = Timestamp::now();
     add_old_records(&machine, now)?;
@@ -161,13 +160,13 @@ async fn record_with_different_owner_is_rotated() -> Result<()> {
             std::os::unix::fs::chown(machine.path(LOGS).join(name), Some(12_345), Some(12_345))?;
         }
     } else {
-        kit::skip::record("only root can change the owner of a record");
+        kit::skip::record("only root can change the owner of a log file");
     }
     machine.run(&["svc-heartbeat"])?.expect(0);
     assert_rotated(&machine, now)?;
     let directory = machine.path(LOGS).join("activity-2020-01-01.log");
     fs::create_dir(&directory)?;
-    write_record(&machine, now, "interactions-2020-01-02.jsonl", 40)?;
+    write_log_file(&machine, now, "interactions-2020-01-02.jsonl", 40)?;
     let output = machine.run(&["svc-heartbeat"])?.expect(70);
     assert!(output.stderr.contains("activity-2020-01-01.log"), "{}", output.stderr);
     fs::remove_dir(directory)?;

@@ -121,8 +121,8 @@ fn file_tool_is_trusted_for_paths_within_the_home_directory() -> Result<()> {
         (&entry["sizeBytes"], &entry["actor"], &entry["agentName"], &entry["dispatchId"], &entry["tool"]),
         (&json!(6), &json!("claude-code"), &json!("ada"), &json!("ada"), &json!("Write"))
     );
-    let record = std::fs::read_to_string(home.dir().join("system/logs/audit.jsonl"))?;
-    assert!(!record.contains("SECRET"));
+    let audit_log = std::fs::read_to_string(home.dir().join("system/logs/audit.jsonl"))?;
+    assert!(!audit_log.contains("SECRET"));
     Ok(())
 }
 
@@ -139,7 +139,7 @@ fn thousands_of_changes_in_one_command_are_all_recorded() -> Result<()> {
 }
 
 #[test]
-fn record_omits_owner_changes_and_names_concurrent_agents() -> Result<()> {
+fn audit_log_omits_owner_changes_and_names_concurrent_agents() -> Result<()> {
     let home = AuditedHome::new()?;
     home.shell("echo mine > mine; mkdir own")?;
     assert!(home.entries()?.is_empty());

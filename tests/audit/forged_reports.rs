@@ -129,7 +129,7 @@ fn dispatch_is_identified_by_dispatcher_not_environment() -> Result<()> {
 #[test]
 fn only_gateway_user_starts_and_ends_dispatches() -> Result<()> {
     if !nix::unistd::geteuid().is_root() {
-        kit::skip::record("only root can act for another user");
+        kit::skip::record("only root can run a process as another user");
         return Ok(());
     }
     let home = AuditedHome::new()?;

@@ -68,11 +68,11 @@ pub struct AuditedHome {
     pub max_watches: Option<u32>,
     calls: AtomicU32,
     processes: RefCell<HashMap<Agent, AgentProcess>>,
-    /// Number of the record's lines that `entries` has returned or skipped.
+    /// Number of the audit log's lines that `entries` has returned or skipped.
     lines_read: Cell<usize>,
 }
 
-/// Lines of the record.
+/// Lines of the audit log.
 pub type Entries = Vec<Value>;
 
 /// The observed state of a path.
@@ -307,7 +307,7 @@ impl AuditedHome {
         Ok(())
     }
 
-    /// Runs an agent's command and returns its entries in the record.
+    /// Runs an agent's command and returns its entries in the audit log.
     pub fn run(&self, agent: Agent, script: &str) -> Result<Entries> {
         let call = self.begin_command(agent)?;
         let result = self.shell(script);
@@ -325,7 +325,7 @@ impl AuditedHome {
         self.run_hook_event(agent, "PostToolUse", &call, input).map(drop)
     }
 
-    /// Returns the entries since the previous call. Writes a marker first, whose entry proves that the record is
+    /// Returns the entries since the previous call. Writes a marker first, whose entry proves that the audit log is
     /// complete.
     pub fn entries(&self) -> Result<Entries> {
         let marker = format!("apps/marker-{}", self.calls.fetch_add(1, Ordering::Relaxed));
@@ -345,14 +345,14 @@ impl AuditedHome {
         }
     }
 
-    /// Reads every complete line of the record.
+    /// Reads every complete line of the audit log.
     pub fn lines(&self) -> Result<Vec<Value>> {
         let text = fs::read_to_string(self.dir().join("system/logs/audit.jsonl")).unwrap_or_default();
         let complete = text.rfind('\n').map_or("", |end| &text[..end]);
         complete.lines().map(|line| serde_json::from_str(line).context("a line is not JSON")).collect()
     }
 
-    /// Waits until a line in the record satisfies the condition.
+    /// Waits until a line in the audit log satisfies the condition.
     pub fn wait_for_line(&self, description: &str, matches: impl Fn(&Value) -> bool) -> Result<Value> {
         let deadline = Instant::now() + RECORD_TIMEOUT;
         loop {
@@ -404,7 +404,7 @@ fn observe(root: &Path, dir: &Path, states: &mut PathStates) -> Result<()> {
     Ok(())
 }
 
-/// Returns the differences between two observations, as the record must contain them.
+/// Returns the differences between two observations, as the audit log must contain them.
 pub fn differences(before: &PathStates, after: &PathStates) -> BTreeMap<Vec<u8>, &'static str> {
     let mut operations = BTreeMap::new();
     for path in before.keys().filter(|path| !after.contains_key(*path)) {
@@ -453,7 +453,7 @@ pub fn path_of(entry: &Value) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Formats each entry as `op path`, in record order.
+/// Formats each entry as `op path`, in the order of the audit log.
 pub fn summarize(entries: &[Value]) -> Vec<String> {
     let field = |entry: &Value, name: &str| entry[name].as_str().unwrap_or_default().to_owned();
     entries.iter().map(|entry| format!("{} {}", field(entry, "op"), field(entry, "path"))).collect()

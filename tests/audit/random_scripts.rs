@@ -1,4 +1,4 @@
-//! Runs random shell scripts and checks that the record contains exactly the changes found by an observer that is
+//! Runs random shell scripts and checks that the audit log contains exactly the changes found by an observer that is
 //! independent of the watcher.
 
 use anyhow::{Context, Result, ensure};
@@ -161,18 +161,18 @@ fn seed() -> Result<u64> {
 }
 
 #[test]
-fn record_matches_changes_of_random_scripts() -> Result<()> {
+fn audit_log_matches_changes_of_random_scripts() -> Result<()> {
     run_scripts(seed()?, 40, "").map(drop)
 }
 
 #[test]
-fn record_matches_random_scripts_without_file_events() -> Result<()> {
+fn audit_log_matches_random_scripts_without_file_events() -> Result<()> {
     run_scripts(seed()?, 12, "watch.check=return(error)").map(drop)
 }
 
 #[test]
 #[ignore = "takes minutes: for the long tests"]
-fn long_record_matches_a_thousand_random_scripts() -> Result<()> {
+fn long_audit_log_matches_a_thousand_random_scripts() -> Result<()> {
     let mut figures = run_scripts(seed()?, 1000, "")?;
     figures.fuzz_cases +=
         run_scripts(seed()?.wrapping_add(5000), 200, "watch.check=return(error)")?.fuzz_cases;

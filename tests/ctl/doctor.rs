@@ -29,7 +29,7 @@ impl Fleet {
         kit::child::remove_on_exit(dir.path());
         let svc = Path::new(env!("CARGO_BIN_EXE_svc"));
         let stack = Stack::start(svc, dir.path(), RouterTransport::Plain).await.unwrap().0;
-        let svcctl = async |args: &[&str]| stack.svcctl(args).await.unwrap().success().unwrap();
+        let svcctl = async |args: &[&str]| stack.svcctl(args).await.unwrap().ensure_success().unwrap();
         svcctl(&["slot", "set", "user_demo", "--plan", "starter"]).await;
         let built = bundle::build_minimal(svc, "demo-1", &dir.path().join("out")).unwrap();
         svcctl(&["bundle", "publish", built.dir.to_str().unwrap(), "--image-version", "demo-1"]).await;
@@ -319,7 +319,7 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
     let failed = fleet.check_with(last, |_| Some(backup("error", ""))).await;
     failed.expect("backup", "problem", "the store refused");
     fleet.stack.provider.run_unit(&fleet.server_name(), "svc-sync-agent", &[]).await.unwrap();
-    fleet.stack.svcctl(&["backup", "now", "ada", "--wait=120"]).await.unwrap().success().unwrap();
+    fleet.stack.svcctl(&["backup", "now", "ada", "--wait=120"]).await.unwrap().ensure_success().unwrap();
     // The pointer moves before the host writes the result.
     let result = || async { Ok(fs::metadata(fleet.disk.join(last))?) };
     eventually("the backup result is written", Duration::from_secs(30), result).await.unwrap();
@@ -486,7 +486,7 @@ async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
     tokio::time::sleep(readiness_ttl).await;
 
     let failed = ["fail", "ada", "--reason", "disk errors", "--yes"];
-    fleet.stack.svcctl(&failed).await.unwrap().success().unwrap();
+    fleet.stack.svcctl(&failed).await.unwrap().ensure_success().unwrap();
     let attention = fleet.check_platform(&[], &[]).await;
     attention.expect("fleet", "warning", "ada (primary) is failed");
     let response = run_report(&fleet.stack.svc, &["doctor", "api"], fleet.stack.operator_env()).await;

@@ -22,7 +22,7 @@ impl Operator {
 
     async fn json(&self, args: &[&str]) -> Value {
         let args: Vec<&str> = ["--json"].iter().chain(args).copied().collect();
-        let run = self.0.svcctl(&args).await.unwrap().success().unwrap();
+        let run = self.0.svcctl(&args).await.unwrap().ensure_success().unwrap();
         serde_json::from_str(&run.stdout).unwrap()
     }
 }

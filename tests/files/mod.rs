@@ -73,7 +73,7 @@ async fn saved_files_are_restored_on_next_machine() -> Result<()> {
     }
 
     let second = Host::new(&store, &platform, 2)?;
-    // The new machine wrote this record during its boot.
+    // The new machine wrote this log file during its boot.
     second.write("home/system/logs/activity.log", "the new machine's\n")?;
     let bucket = bucket(&store)?;
     files_pointer::set_fence(&bucket, &slot(), Epoch(2), second.machine.id).await?;

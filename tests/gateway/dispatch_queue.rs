@@ -270,13 +270,13 @@ async fn dispatch_cancelled_on_full_disk_never_runs() -> Result<()> {
     let (machine, _runner) =
         machine_with_runner(&json!({ "dispatch": { "defaultAgent": "coder", "concurrency": 1 } }))?;
     let journal_disk = SmallDisk::mount(machine.path("var/lib/svc/dispatches"), 1)?;
-    let record_disk = SmallDisk::mount(machine.path("home/svc/home/system/logs"), 1)?;
-    let (Some(journal_disk), Some(record_disk)) = (journal_disk, record_disk) else { return Ok(()) };
+    let log_disk = SmallDisk::mount(machine.path("home/svc/home/system/logs"), 1)?;
+    let (Some(journal_disk), Some(log_disk)) = (journal_disk, log_disk) else { return Ok(()) };
     let host = machine.start()?;
     request_dispatch(&host, json!({ "prompt": "hold", "id": "first" })).await?;
     request_dispatch(&host, json!({ "prompt": "sleep", "id": "second" })).await?;
     journal_disk.fill(0)?;
-    record_disk.fill(0)?;
+    log_disk.fill(0)?;
     send_json(host.owner_request(Method::DELETE, "/api/dispatch/second")).await?;
     let host = host.restart()?;
     let ended = wait_until_finished(&host, "second").await?;

@@ -439,15 +439,15 @@ async fn check_stored_state(gateway: &TestGateway, database: &PgServer) {
 
 /// Checks unknown cursors and event ids for records, invalid settings, and invalid usage queries.
 async fn check_records(gateway: &TestGateway) {
-    for record in ["interactions", "audit", "activity", "storage", "backups"] {
+    for log in ["interactions", "audit", "activity", "storage", "backups"] {
         let as_owner = |path: &str| gateway.request_as("owner", &Method::GET, path);
-        gateway.send(as_owner(&format!("/api/{record}?cursor=1-1-1"))).await.assert_problem(410, "gone");
-        let after = |id: &str| as_owner(&format!("/api/{record}/changes")).header("last-event-id", id);
+        gateway.send(as_owner(&format!("/api/{log}?cursor=1-1-1"))).await.assert_problem(410, "gone");
+        let after = |id: &str| as_owner(&format!("/api/{log}/changes")).header("last-event-id", id);
         gateway.send(after("1-1-1")).await.assert_problem(410, "gone");
         gateway.send(after("1-1-1_2-2-2")).await.assert_problem(410, "gone");
         for bad in ["x", "1", "--", "01-1-1", "1-1", "1-1-1-1", "99999999999999999999999-1-1"] {
             gateway.send(after(bad)).await.assert_problem(400, "invalid_request");
-            let paged = gateway.send(as_owner(&format!("/api/{record}?cursor={bad}"))).await;
+            let paged = gateway.send(as_owner(&format!("/api/{log}?cursor={bad}"))).await;
             paged.assert_problem(400, "invalid_request");
         }
     }

@@ -228,7 +228,7 @@ async fn owner_sets_limits_and_sees_spending() -> Result<()> {
 
 /// The stream contains every line once, even across a rotation, and resumes after a disconnect.
 #[tokio::test]
-async fn record_stream_follows_rotation_and_resumes() -> Result<()> {
+async fn log_stream_follows_rotation_and_resumes() -> Result<()> {
     let machine = Machine::new(UNREACHABLE_DATABASE)?;
     let line = |n: u32, op: &str| {
         json!({"version": 1, "timestamp": "2026-11-22T10:00:00.000Z", "op": op, "path": format!("a/{n}"), "actor": "x"}).to_string() + "\n"
@@ -268,7 +268,7 @@ async fn record_stream_follows_rotation_and_resumes() -> Result<()> {
 }
 
 #[tokio::test]
-async fn open_record_stream_does_not_delay_shutdown() -> Result<()> {
+async fn open_log_stream_does_not_delay_shutdown() -> Result<()> {
     let mut host = Machine::new(UNREACHABLE_DATABASE)?.start()?;
     let mut events = EventStream::open(&host, "/api/activity/changes", None).await?;
     events.next().await?;

@@ -1,5 +1,5 @@
-//! If the disk is full, or if record files cannot be written or disappear, the gateway keeps serving, reports the
-//! problem, and resumes recording when possible.
+//! If the disk is full, or if log files cannot be written or disappear, the gateway keeps serving, reports the problem,
+//! and resumes recording when possible.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -116,7 +116,7 @@ async fn records_continue_after_rename_delete_or_truncate() -> Result<()> {
 /// The gateway never follows a symbolic link. On a machine, it does not run as root, so it cannot write to a directory
 /// without permission.
 #[tokio::test]
-async fn unwritable_record_is_reported_and_retried() -> Result<()> {
+async fn unwritable_log_file_is_reported_and_retried() -> Result<()> {
     let machine = Machine::new(UNREACHABLE_DATABASE)?;
     let logs = machine.path(LOGS);
     fs::create_dir_all(&logs)?;

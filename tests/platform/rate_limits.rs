@@ -1,4 +1,4 @@
-//! The control API limits wrong tokens from an address, and requests from one operator or host.
+//! The control API rate-limits unverified tokens per address, and requests per operator and per host.
 
 use reqwest::Method;
 use serde_json::json;

@@ -54,7 +54,7 @@ impl Choices for ExhaustiveChoices {
 }
 
 #[test]
-fn exhaustive_schedule_visits_every_run_once() {
+fn exhaustive_choices_visit_every_run_once() {
     let mut choices = ExhaustiveChoices::default();
     let mut runs = Vec::new();
     loop {

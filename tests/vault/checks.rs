@@ -322,7 +322,7 @@ async fn snapshot_with_missing_rows_fails_the_drill() -> Result<()> {
 async fn check_run_by_root_switches_to_the_unit_user() -> Result<()> {
     const USER_ID: u32 = 54_321;
     if !nix::unistd::geteuid().is_root() {
-        kit::skip::record("only root can become another user");
+        kit::skip::record("only root can run a process as another user");
         return Ok(());
     }
     let store = machine::start_store()?;

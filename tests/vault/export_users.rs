@@ -19,7 +19,7 @@ const OWNER: u32 = 1940;
 /// runs as root.
 async fn machine_with_two_users(store: &S3Server, epoch: u32) -> Result<Option<Machine>> {
     if !nix::unistd::geteuid().is_root() {
-        kit::skip::record("only root can act as two users");
+        kit::skip::record("only root can run processes as two users");
         return Ok(None);
     }
     let machine = Machine::in_use(store, epoch).await?;

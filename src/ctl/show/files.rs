@@ -69,7 +69,7 @@ pub fn status(view: &View, status: &FileBackupStatus) -> String {
     }
     if status.unreadable > 0 {
         let first = status.first_unreadable.as_deref().unwrap_or_default();
-        pairs.push(("unreadable", bad(format!("{}, such as {first}", status.unreadable))));
+        pairs.push(("unreadable", bad(format!("{} (first: {first})", status.unreadable))));
     }
     if status.unstable > 0 {
         let files = pluralize(status.unstable, "file");

@@ -293,7 +293,7 @@ fn advice(reason: &str) -> &'static str {
              machine"
         }
         "failed" => "run `svcctl status HANDLE` to see why, then recover it",
-        "heartbeat_silent" => "check that its host is reachable; if it is lost, recover the machine",
+        "heartbeat_silent" => "check that its host is reachable; if it is lost, recover the slot",
         "pointer_unusable" => {
             "run `svcctl pointer show USER_SLOT` to see what is wrong and what a rebuild would choose; then run `svcctl \
              pointer rebuild USER_SLOT` and `svcctl backup now HANDLE --wait`"
@@ -306,9 +306,7 @@ fn advice(reason: &str) -> &'static str {
             "run `svcctl status HANDLE` to see why; once the cause is fixed, run `svcctl backup drill HANDLE --wait`"
         }
         "backup_overdue" | "backup_failing" => "run `svcctl backup now HANDLE --wait`",
-        "gateway_failing" | "database_failing" => {
-            "check its logs; if the failure persists, recover the machine"
-        }
+        "gateway_failing" | "database_failing" => "check its logs; if the failure persists, recover the slot",
         "code_failing" => {
             "run `journalctl -u svc-code` on its host to see the error; the owner's settings may be the cause"
         }

@@ -34,8 +34,8 @@ const USAGE_WRITE_INTERVAL: Duration = Duration::from_secs(300);
 const CHECK_INTERVAL: Duration = Duration::from_secs(5);
 /// Maximum time that a request waits for the store.
 const USAGE_STORE_TIMEOUT: Duration = Duration::from_secs(2);
-/// Maximum number of concurrent record streams.
-const MAX_RECORD_STREAMS: usize = 32;
+/// Maximum number of concurrent log streams.
+const MAX_LOG_STREAMS: usize = 32;
 /// Delay before a failed read of the records is retried.
 const RETRY_INTERVAL: Duration = Duration::from_secs(5);
 /// Minimum interval between notes about a user's refused dispatches.
@@ -52,8 +52,8 @@ pub struct Kernel {
     usage_store: OnceLock<UsageStore>,
     /// Amounts reserved for active dispatches, by user.
     pub(super) reserved: Mutex<HashMap<String, Dollars>>,
-    /// Limits concurrent record streams.
-    record_streams: Arc<Semaphore>,
+    /// Limits concurrent log streams.
+    log_streams: Arc<Semaphore>,
     /// Cancelled when the store is open.
     usage_store_opened: CancellationToken,
     /// Limits the notes about refused dispatches, by user.
@@ -74,7 +74,7 @@ impl Kernel {
             writer: Mutex::new(Some(writer)),
             usage_store: OnceLock::new(),
             reserved: Mutex::default(),
-            record_streams: Arc::new(Semaphore::new(MAX_RECORD_STREAMS)),
+            log_streams: Arc::new(Semaphore::new(MAX_LOG_STREAMS)),
             usage_store_opened: CancellationToken::new(),
             refusal_notes: RateLimit::every(REFUSAL_NOTE_INTERVAL, 1),
         })
@@ -94,9 +94,9 @@ impl Kernel {
         Arc::clone(&self.settings_lock)
     }
 
-    /// Reserves a slot for one record stream; dropping the permit frees it. Returns `None` if all slots are taken.
-    pub fn admit_record_stream(&self) -> Option<OwnedSemaphorePermit> {
-        Arc::clone(&self.record_streams).try_acquire_owned().ok()
+    /// Reserves a slot for one log stream; dropping the permit frees it. Returns `None` if all slots are taken.
+    pub fn admit_log_stream(&self) -> Option<OwnedSemaphorePermit> {
+        Arc::clone(&self.log_streams).try_acquire_owned().ok()
     }
 
     /// The owner's current settings.

@@ -8,7 +8,7 @@ use svc_base::config::Env;
 use svc_base::diagnosis::Findings;
 use svc_store::config::StoreConfig;
 
-const NEXT_STEP: &str = "provisioning writes these files: restore the value, or recover the machine";
+const NEXT_STEP: &str = "provisioning writes these files: restore the value, or recover the slot";
 
 pub fn check(layout: &Layout) -> Findings {
     let mut findings = Findings::new("configuration");

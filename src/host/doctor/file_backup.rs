@@ -17,15 +17,16 @@ const VERIFY_STEP: &str = "run `svc-sync-agent verify`";
 const KEY_STEP: &str =
     "keep a copy of /var/lib/svc/files/key outside this machine, and tell the platform's operator";
 
-const RETRY_STEP: &str = "repair the store, then run `svc-sync-agent restore-home --retry`; as the last resort, add \
-                          `--skip-damaged` to leave out what is damaged, or use `--give-up` to keep the machine's own files";
+const RETRY_STEP: &str = "repair the store, then run `svc-sync-agent restore-home --retry`; as a last \
+                          resort, add `--skip-damaged` to skip damaged files, or use `--give-up` to keep the \
+                          machine's own files";
 
 pub fn check(layout: &Layout) -> Findings {
     let findings = Findings::new("file-backup");
     match RestoreOutcome::read(layout) {
         Ok(Some(RestoreOutcome { error: Some(error), .. })) => {
             let what = format!(
-                "the previous machine's files have not been restored, and no files are saved: {error}"
+                "the previous machine's files have not been restored, and no files are being saved: {error}"
             );
             return findings.problem(what, RETRY_STEP);
         }
@@ -57,7 +58,7 @@ pub fn check(layout: &Layout) -> Findings {
         return findings.problem(format!("the file backup may be damaged: {failure}"), VERIFY_STEP);
     }
     let Some(saved_until) = status.saved_until else {
-        return findings.ok("the first save of the owner's files has not been completed yet");
+        return findings.ok("the first save of the owner's files has not completed yet");
     };
     let age = now.duration_since(saved_until).as_secs().max(0);
     let what = format!("{} saved as of {age} s ago", pluralize(status.files, "file"));
@@ -66,7 +67,7 @@ pub fn check(layout: &Layout) -> Findings {
     }
     let first = status.first_unreadable.unwrap_or_default();
     findings.warning(
-        format!("{what}, but {} could not be read, such as {first}", pluralize(status.unreadable, "item")),
+        format!("{what}, but {} could not be read (first: {first})", pluralize(status.unreadable, "item")),
         "run `journalctl -u svc-files -n 50`",
     )
 }

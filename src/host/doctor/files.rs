@@ -35,7 +35,7 @@ pub fn check_env_files(layout: &Layout) -> Findings {
                 findings = check_file(findings, &path, &meta, owner, &users);
             }
             Err(error) if error.kind() == ErrorKind::NotFound && is_required => {
-                let next = "without it, no service starts: recover the machine, or write the file as \
+                let next = "without it, no service starts: recover the slot, or write the file as \
                             described in docs/reference/configuration.md";
                 findings = findings.problem(format!("{} is missing", path.display()), next);
             }

@@ -87,7 +87,7 @@ pub fn check_key(layout: &Layout) -> Findings {
         Ok(sent) if sent.tls_spki_sha256 == pin => findings.ok(format!("the key was registered at {at}")),
         Ok(_) => findings.problem(
             "the key in tls/key.pem differs from the registered one: the router refuses to connect",
-            "restore tls/key.pem, or recover the machine; a machine registers only once",
+            "restore tls/key.pem, or recover the slot; a machine registers only once",
         ),
         Err(_) => findings.problem("register.json is not a valid registration", next),
     }

@@ -33,7 +33,7 @@ pub async fn check(layout: &Layout) -> Findings {
         if s3.expires_at.is_none() {
             findings = findings.warning(
                 "the store credentials are static: this machine can read, overwrite and delete every slot",
-                "set STS_ROLE_ARN on the platform, then recover the machine",
+                "set STS_ROLE_ARN on the platform, then recover the slot",
             );
         }
         let stored = StoredSessions::read(&layout.store_credentials(), identity.machine).ok().flatten();

@@ -315,7 +315,7 @@ impl FileChecks {
         }
         let differing = drill.differing.first()?;
         let count = format!("{} of {} compared files", drill.differing_count, drill.compared);
-        Some(format!("{count} differ from those on the machine, such as {differing}"))
+        Some(format!("{count} differ from those on the machine (first: {differing})"))
     }
 
     /// Describes the damaged packs, and the files that they affect.

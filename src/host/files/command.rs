@@ -80,7 +80,7 @@ fn describe(status: Option<&FilesStatus>, outcome: Option<&RestoreOutcome>, now:
             }
             if status.unreadable > 0 {
                 let first = status.first_unreadable.as_deref().unwrap_or_default();
-                rows.push(("unreadable", format!("{}, such as {first}", items(status.unreadable))));
+                rows.push(("unreadable", format!("{} (first: {first})", items(status.unreadable))));
             }
             if status.unstable > 0 {
                 let files = pluralize(status.unstable, "file");
@@ -185,7 +185,7 @@ mod tests {
             "40 s ago",
             "10 s ago; not saved yet",
             "3, 12 bytes",
-            "such as home/x",
+            "(first: home/x)",
             "excluded    at least 10 items, 4.0 KiB\n",
             "            home/a/node_modules: 9 items, 2.0 KiB\n",
             "the store is unreachable",

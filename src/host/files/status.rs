@@ -179,7 +179,7 @@ impl FilesStatus {
     /// Describes the entries that the last save could not read; `None` if there are none.
     pub fn describe_unreadable(&self) -> Option<String> {
         let first =
-            self.first_unreadable.as_ref().map_or_else(String::new, |first| format!(", such as {first}"));
+            self.first_unreadable.as_ref().map_or_else(String::new, |first| format!(" (first: {first})"));
         let (subject, verb) = match self.unreadable {
             0 => return None,
             1 => ("1 entry".to_owned(), "is"),

@@ -42,7 +42,7 @@ pub struct UsageArgs {
 
 #[derive(clap::Args)]
 pub struct LogsArgs {
-    /// Record to print
+    /// Log to print
     #[arg(value_enum, default_value_t = RecordName::Activity)]
     record: RecordName,
     /// Number of existing lines to print
@@ -119,10 +119,10 @@ pub fn print_usage(layout: &Layout, args: UsageArgs) -> Result<(), Failure> {
     print(&format!("{table}\n")).map(|_| ())
 }
 
-/// Prints the last lines of a record and, with `--follow`, new ones.
+/// Prints the last lines of a log and, with `--follow`, new ones.
 ///
 /// # Errors
-/// The record cannot be read, or its lines cannot be printed.
+/// The log cannot be read, or its lines cannot be printed.
 pub fn print_logs(layout: &Layout, args: &LogsArgs) -> Result<(), Failure> {
     let (kind, logs): (RecordKind, PathBuf) = (args.record.into(), layout.logs());
     // Open the tail first, so that lines written in the meantime are printed afterwards.

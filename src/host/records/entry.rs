@@ -1,4 +1,4 @@
-//! Record lines, as in part 2 of the specification, with additional members such as `id` and `version`.
+//! Lines of the records, as in part 2 of the specification, with additional members such as `id` and `version`.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -151,7 +151,7 @@ fn is_false(flag: &bool) -> bool {
     !flag
 }
 
-/// A line, in any JSON record, that reports dropped lines or unseen tool calls. Readers check for `gap` first.
+/// A line, in any JSON log file, that reports dropped lines or unseen tool calls. Readers check for `gap` first.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GapLine {
     pub version: u32,

@@ -1,4 +1,4 @@
-//! A record's files by day, and positions in them.
+//! A log's files by day, and positions in them.
 //!
 //! A position identifies its file by inode and birth time, so that it stays valid when a rotation renames the file.
 
@@ -13,10 +13,10 @@ use std::time::SystemTime;
 use nix::errno::Errno;
 use nix::fcntl::OFlag;
 
-use super::record_file_names::{ACTIVITY, AUDIT, DatedRecord, INTERACTIONS};
+use super::record_file_names::{ACTIVITY, AUDIT, DatedLog, INTERACTIONS};
 use svc_base::fsx::FileError;
 
-/// A readable record.
+/// A readable log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RecordKind {
     Interactions,
@@ -38,7 +38,7 @@ impl RecordKind {
         }
     }
 
-    fn dated_record(self) -> Option<DatedRecord> {
+    fn dated_log(self) -> Option<DatedLog> {
         match self {
             Self::Interactions => Some(INTERACTIONS),
             Self::Audit => Some(AUDIT),
@@ -72,7 +72,7 @@ impl RecordKind {
     }
 
     fn list_dated_files(self, logs: &Path) -> Result<Vec<PathBuf>, FileError> {
-        let Some(record) = self.dated_record() else { return Ok(Vec::new()) };
+        let Some(log) = self.dated_log() else { return Ok(Vec::new()) };
         let entries = match std::fs::read_dir(logs) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
             entries => entries.map_err(FileError::wrap("read", logs))?,
@@ -80,8 +80,7 @@ impl RecordKind {
         let mut dated = Vec::new();
         for entry in entries {
             let entry = entry.map_err(FileError::wrap("read", logs))?;
-            if let Some(position) =
-                entry.file_name().to_str().and_then(|name| record.parse_day_and_number(name))
+            if let Some(position) = entry.file_name().to_str().and_then(|name| log.parse_day_and_number(name))
             {
                 dated.push((position, entry.path()));
             }
@@ -91,7 +90,7 @@ impl RecordKind {
     }
 }
 
-/// A record's files from the newest to the oldest, each opened only when it is reached.
+/// A log's files from the newest to the oldest, each opened only when it is reached.
 pub struct FilesBackward {
     current: Option<OpenRecordFile>,
     /// The remaining files, oldest first.

@@ -17,7 +17,7 @@ const MIN_PAGES: usize = 8;
 /// Maximum number of matching lines per page.
 const MAX_LINES_PER_PAGE: usize = 1000;
 
-/// The time in a record's line.
+/// The time of a log line.
 #[derive(Deserialize)]
 struct LineTime {
     #[serde(with = "clock::wire")]

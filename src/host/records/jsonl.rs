@@ -1,4 +1,4 @@
-//! Appends lines to record files, which have one JSON object per line.
+//! Appends lines to log files, which have one JSON object per line.
 //!
 //! Each append opens the file by name and writes the whole line in one call, as all writers of rotated files must. A
 //! rotation renames the file: an append that has already opened it still reaches the renamed file, so that no line is

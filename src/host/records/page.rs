@@ -1,4 +1,4 @@
-//! Reads pages of a record across all its files, newest lines first.
+//! Reads pages of a log across all its files, newest lines first.
 
 use std::fs::File;
 use std::io;

@@ -2,19 +2,19 @@
 
 use jiff::civil::Date;
 
-/// A record with a file for each day.
+/// A log with a file for each day.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct DatedRecord {
+pub struct DatedLog {
     pub stem: &'static str,
     pub extension: &'static str,
 }
 
-pub const ACTIVITY: DatedRecord = DatedRecord { stem: "activity", extension: "log" };
-pub const AUDIT: DatedRecord = DatedRecord { stem: "audit", extension: "jsonl" };
+pub const ACTIVITY: DatedLog = DatedLog { stem: "activity", extension: "log" };
+pub const AUDIT: DatedLog = DatedLog { stem: "audit", extension: "jsonl" };
 /// Interactions are written directly to the day's file, without a current file.
-pub const INTERACTIONS: DatedRecord = DatedRecord { stem: "interactions", extension: "jsonl" };
+pub const INTERACTIONS: DatedLog = DatedLog { stem: "interactions", extension: "jsonl" };
 
-impl DatedRecord {
+impl DatedLog {
     /// Returns the name of the current file, which a rotation renames.
     pub fn current_name(self) -> String {
         format!("{}.{}", self.stem, self.extension)
@@ -26,7 +26,7 @@ impl DatedRecord {
         if n == 1 { format!("{stem}-{day}.{extension}") } else { format!("{stem}-{day}.{n}.{extension}") }
     }
 
-    /// Parses the day in one of this record's file names; `None` for other names.
+    /// Parses the day in one of this log's file names; `None` for other names.
     pub fn parse_day(self, name: &str) -> Option<Date> {
         self.parse_day_and_number(name).map(|(day, _)| day)
     }
@@ -56,8 +56,8 @@ mod tests {
         #[test]
         fn dated_name_round_trips(days in 0_i32..60_000, n in 1_u32..2000) {
             let day = Date::constant(1990, 1, 1).checked_add(jiff::Span::new().days(days)).unwrap();
-            for record in [ACTIVITY, AUDIT, INTERACTIONS] {
-                prop_assert_eq!(record.parse_day_and_number(&record.dated_name(day, n)), Some((day, n)));
+            for log in [ACTIVITY, AUDIT, INTERACTIONS] {
+                prop_assert_eq!(log.parse_day_and_number(&log.dated_name(day, n)), Some((day, n)));
             }
             prop_assert_eq!(AUDIT.parse_day(&ACTIVITY.dated_name(day, n)), None);
         }

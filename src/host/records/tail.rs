@@ -1,5 +1,5 @@
-//! Follows a growing record: returns each complete line of at most `MAX_LINE_BYTES` once, across rotations and all of
-//! the record's files.
+//! Follows a growing log: returns each complete line of at most `MAX_LINE_BYTES` once, across rotations and all of the
+//! log's files.
 //!
 //! All files are checked, not only the newest: after the time zone changes, or because of a late line, an earlier day's
 //! file can grow.
@@ -21,7 +21,7 @@ const MAX_READ_BYTES: usize = 16 << 20;
 /// A call returns once the lines that it has found add up to this many bytes.
 const BATCH_BYTES: usize = 1 << 20;
 
-/// A reader for a growing record.
+/// A reader for a growing log.
 pub struct Tail {
     kind: RecordKind,
     logs: PathBuf,
@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn absent_record_and_next_day_are_followed() {
+    fn absent_log_and_next_day_are_followed() {
         let dir = tempfile::tempdir().unwrap();
         let mut tail = Tail::from_end(RecordKind::Interactions, dir.path().join("logs")).unwrap();
         assert!(read_all(&mut tail).is_empty());

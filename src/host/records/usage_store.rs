@@ -82,7 +82,7 @@ impl UsageStore {
     /// be outside the records directory.
     ///
     /// # Errors
-    /// [`FileError`] if a record exists and cannot be read, or the temporary file cannot be removed.
+    /// [`FileError`] if a log file exists and cannot be read, or the temporary file cannot be removed.
     pub fn open(records: Records, logs: PathBuf, seal_file: PathBuf) -> Result<Self, FileError> {
         fsx::remove_if_exists(&logs.join(NEW_USAGE_FILE))?;
         let (ledger, lines) = read_ledger_and_line_count(&logs, &seal_file)?;
@@ -305,7 +305,7 @@ fn total_length(files: &FileLengths) -> u64 {
 /// Reads the ledger from the files.
 ///
 /// # Errors
-/// [`FileError`] if a record exists and cannot be read.
+/// [`FileError`] if a log file exists and cannot be read.
 pub fn read_ledger(logs: &Path, seal_file: &Path) -> Result<Ledger, FileError> {
     read_ledger_and_line_count(logs, seal_file).map(|(ledger, _)| ledger)
 }

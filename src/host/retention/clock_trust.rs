@@ -1,12 +1,12 @@
 //! Decides whether the system clock is trusted, from earlier readings and the time since boot.
 //!
-//! A clock that is set weeks ahead would expire every record immediately. After a jump, the earlier of the expected
+//! A clock that is set weeks ahead would expire every log file immediately. After a jump, the earlier of the expected
 //! time and the clock's time is used until the clock has been stable for a day. NTP corrects a clock in less than an
 //! hour, so a wrong clock is not stable for that long unless the machine has no time server.
 //!
 //! The first check after a boot is different, because only the clock tells how long the machine was off. It trusts the
 //! clock, unless the boot was more than a day after the last check or, without an earlier check, after the last write
-//! to a record before the boot. In that case, the clock counts as having jumped: the unit starts after
+//! to a log file before the boot. In that case, the clock counts as having jumped: the unit starts after
 //! `time-sync.target`, but that target is reached even if no time server responds. A machine that was off for weeks
 //! therefore expires its records one day after it was powered on.
 
@@ -27,12 +27,12 @@ const MAX_DRIFT_SECONDS: i64 = 900;
 /// and the second check at most this long after the boot.
 const MAX_REBOOT_SECONDS: i64 = 2 * 3600;
 
-/// A reading of the system clock and the uptime, with the last write to a record. Times are in seconds since 1970.
+/// A reading of the system clock and the uptime, with the last write to a log file. Times are in seconds since 1970.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ClockReading {
     pub clock: i64,
     pub uptime_seconds: i64,
-    /// The time of the last write to a record before the boot; `None` if there is no such record.
+    /// The time of the last write to a log file before the boot; `None` if there is no such file.
     pub last_write: Option<i64>,
 }
 
@@ -187,7 +187,7 @@ mod tests {
         assert_eq!(days_ahead(&[at(1, 0), at(2, -40)]), [0, -40]);
         let booted = ClockReading { clock: START + 31 * 3600, uptime_seconds: 60, last_write: None };
         assert_eq!(assess_clock(Some(assess_clock(None, at(30, 0)).1), booted).0, booted.clock);
-        assert_eq!(days_ahead(&[at(1, 40)]), [40], "there is neither an earlier reading nor a record");
+        assert_eq!(days_ahead(&[at(1, 40)]), [40], "there is neither an earlier reading nor a log file");
         let ClockReading { clock, uptime_seconds, .. } = at(2, 0);
         let step = ClockReading { clock: clock + 600, uptime_seconds, last_write: None };
         let (trusted_time, new_state) = assess_clock(Some(assess_clock(None, at(1, 0)).1), step);
@@ -228,7 +228,7 @@ mod tests {
         assert_eq!(trusted_time, last + DAY_SECONDS);
         let (trusted_time, state) = assess_clock(Some(state), booted(60 + DAY_SECONDS));
         assert_eq!((trusted_time, state.untrusted), (booted(60 + DAY_SECONDS).clock, None));
-        // Without a state, the last write to a record replaces the last check.
+        // Without a state, the last write to a log file replaces the last check.
         let (trusted_time, _) = assess_clock(None, booted(60));
         assert_eq!(trusted_time, START + 60);
         let recent = ClockReading { last_write: Some(booted(60).clock - 3600), ..booted(60) };
@@ -248,14 +248,14 @@ mod tests {
         std::fs::write(&file, "{").unwrap();
         assert_eq!(days(update_trusted_time(&file, &logs, jumped).unwrap()), 40);
         std::fs::write(&file, "{").unwrap();
-        // A record from long before the boot, and one that has been written since, with the wrong clock.
+        // A log file from long before the boot, and one that has been written since, with the wrong clock.
         for (name, modified) in [("audit.jsonl", Timestamp::UNIX_EPOCH), ("activity.log", jumped)] {
-            let record = std::fs::File::create(logs.join(name)).unwrap();
-            record.set_modified(modified.into()).unwrap();
+            let log_file = std::fs::File::create(logs.join(name)).unwrap();
+            log_file.set_modified(modified.into()).unwrap();
         }
         assert!(
             days(update_trusted_time(&file, &logs, jumped).unwrap()) < 40,
-            "the clock was trusted although the last record is old"
+            "the clock was trusted although the last log file is old"
         );
     }
 }

@@ -1,7 +1,7 @@
 //! Retention: deletes the activity, audit and interaction files whose names contain a date more than 30 days in the
 //! past. All other files are kept.
 //!
-//! The age is counted from the current day and not from the newest record, so that an idle machine's records expire as
+//! The age is counted from the current day and not from the newest file, so that an idle machine's records expire as
 //! well. A wrong clock must not cause everything to be deleted, so `clock_trust` determines the current day.
 
 use std::path::Path;
@@ -15,16 +15,16 @@ use svc_base::fsx::{self, FileError};
 /// The retention period that part 8 of the specification requires.
 const RETENTION_DAYS: i32 = 30;
 
-/// Returns the date in a record's name.
-fn record_day(name: &str) -> Option<Date> {
-    [ACTIVITY, AUDIT, INTERACTIONS].iter().find_map(|record| record.parse_day(name))
+/// Returns the date in a log file's name.
+fn log_day(name: &str) -> Option<Date> {
+    [ACTIVITY, AUDIT, INTERACTIONS].iter().find_map(|log| log.parse_day(name))
 }
 
 /// Returns the expired names, sorted.
 fn expired_names(names: Vec<String>, today: Date) -> Vec<String> {
     let Ok(oldest) = today.checked_sub(RETENTION_DAYS.days()) else { return Vec::new() };
     let mut expired: Vec<String> =
-        names.into_iter().filter(|name| record_day(name).is_some_and(|day| day < oldest)).collect();
+        names.into_iter().filter(|name| log_day(name).is_some_and(|day| day < oldest)).collect();
     expired.sort();
     expired
 }
@@ -107,7 +107,7 @@ mod tests {
         assert!(dir.path().join(first).exists() && !dir.path().join(last).exists());
     }
 
-    /// Simulates four months hour by hour. Each hour, the check runs, and a record for the clock's current day is
+    /// Simulates four months hour by hour. Each hour, the check runs, and a log file for the clock's current day is
     /// written unless the clock is behind. Each jump has a start hour, a number of days ahead, and a duration of less
     /// than a day, in hours. `off` is a period of up to two months in which the machine is off: its start hour, and its
     /// duration in days.
@@ -154,7 +154,7 @@ mod tests {
             }
             if correct_hours > 25 {
                 let overdue = files.keys().find(|name| {
-                    day_at(true_time).since(record_day(name).unwrap()).unwrap().get_days() > RETENTION_DAYS
+                    day_at(true_time).since(log_day(name).unwrap()).unwrap().get_days() > RETENTION_DAYS
                 });
                 prop_assert_eq!(overdue, None, "in hour {}", hour);
             }

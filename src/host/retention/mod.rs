@@ -81,8 +81,8 @@ async fn run_maintenance(layout: Layout) -> Result<(), Failure> {
 
 fn rotate_and_expire(layout: &Layout, calendar: &Calendar, now: Timestamp) -> Result<(), Failure> {
     let (logs, today) = (layout.logs(), calendar.day(now));
-    let rotated = [record_file_names::ACTIVITY, record_file_names::AUDIT].map(|record| {
-        let name = rotate::rotate(&logs, record, calendar, today).or_exit(Exit::Internal)?;
+    let rotated = [record_file_names::ACTIVITY, record_file_names::AUDIT].map(|log| {
+        let name = rotate::rotate(&logs, log, calendar, today).or_exit(Exit::Internal)?;
         if let Some(name) = name {
             tracing::info!(name, "rotated a log file");
         }
@@ -101,7 +101,7 @@ fn rotate_and_expire(layout: &Layout, calendar: &Calendar, now: Timestamp) -> Re
 }
 
 async fn measure_storage(layout: &Layout, server: &PostgresServer, today: Date) -> Result<(), Failure> {
-    if storage::is_measured(&storage::record_path(layout), today).or_exit(Exit::Internal)? {
+    if storage::is_measured(&storage::log_path(layout), today).or_exit(Exit::Internal)? {
         return Ok(());
     }
     let line = storage::measure(layout, server, today).await.map_err(|error| {

@@ -1,4 +1,4 @@
-//! Rotation: renames a record that was started before today to a dated name.
+//! Rotation: renames a log file that was started before today to a dated name.
 //!
 //! A rename loses nothing: a writer that has the file open keeps writing to it, and each append opens the file by name
 //! (`host::records::jsonl`). No file is overwritten: if a name is taken, a number is added. The first line's timestamp
@@ -16,7 +16,7 @@ use nix::fcntl::{AT_FDCWD, OFlag, RenameFlags, renameat2};
 use serde::Deserialize;
 
 use crate::records::calendar::Calendar;
-use crate::records::record_file_names::DatedRecord;
+use crate::records::record_file_names::DatedLog;
 use svc_base::fsx::{self, FileError};
 
 /// Maximum number of files per day. Reaching it indicates a bug.
@@ -24,14 +24,14 @@ const MAX_FILES_PER_DAY: u32 = 1000;
 /// Maximum number of bytes read from the first line.
 const MAX_FIRST_LINE_BYTES: u64 = 64 << 10;
 
-/// The first and last day of a record's content.
+/// The first and last day of a log file's content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DaySpan {
     pub first: Date,
     pub last: Date,
 }
 
-/// Returns the day for a record's new name, or `None` if the record was started today or later. The day is the record's
+/// Returns the day for a log file's new name, or `None` if the file was started today or later. The day is the file's
 /// last day, so that no line expires early, even if the clock was set back. If the last day is today, yesterday is
 /// returned instead, because today is not over: in that case, today's lines in the file expire one day early.
 pub fn rotation_day(span: DaySpan, today: Date) -> Option<Date> {
@@ -39,20 +39,20 @@ pub fn rotation_day(span: DaySpan, today: Date) -> Option<Date> {
     (span.first < today).then(|| if span.last == today { yesterday } else { span.last })
 }
 
-/// Rotates a record if it is due. Returns its new name.
+/// Rotates a log file if it is due. Returns its new name.
 pub fn rotate(
     logs: &Path,
-    record: DatedRecord,
+    log: DatedLog,
     calendar: &Calendar,
     today: Date,
 ) -> Result<Option<String>, FileError> {
-    let current = logs.join(record.current_name());
+    let current = logs.join(log.current_name());
     let Some(span) = read_span(&current, calendar).map_err(FileError::wrap("read", &current))? else {
         return Ok(None);
     };
     let Some(day) = rotation_day(span, today) else { return Ok(None) };
     for n in 1..=MAX_FILES_PER_DAY {
-        let name = record.dated_name(day, n);
+        let name = log.dated_name(day, n);
         let renamed =
             renameat2(AT_FDCWD, &current, AT_FDCWD, &logs.join(&name), RenameFlags::RENAME_NOREPLACE);
         match renamed {
@@ -69,8 +69,8 @@ pub fn rotate(
     Err(FileError::wrap("rename", &current)(io::Error::other("all file names for the day are taken")))
 }
 
-/// Reads the first and last day of a record; `None` if it is missing, empty, or not a regular file. A symbolic link is
-/// an error.
+/// Reads the first and last day of a log file; `None` if it is missing, empty, or not a regular file. A symbolic link
+/// is an error.
 fn read_span(path: &Path, calendar: &Calendar) -> io::Result<Option<DaySpan>> {
     let mut options = File::options();
     let opened = options.read(true).custom_flags((OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits()).open(path);
@@ -148,21 +148,21 @@ mod tests {
             .collect()
     }
 
-    fn write_record(path: &Path, text: &str, last: Timestamp) {
+    fn write_log_file(path: &Path, text: &str, last: Timestamp) {
         fs::write(path, text).unwrap();
         File::options().append(true).open(path).unwrap().set_modified(SystemTime::from(last)).unwrap();
     }
 
     #[test]
-    fn rotates_yesterdays_record_and_keeps_todays() {
+    fn rotates_yesterdays_log_file_and_keeps_todays() {
         let dir = tempfile::tempdir().unwrap();
         let yesterday = TODAY.yesterday().unwrap();
         let text = line(at(yesterday, 3), 1);
-        write_record(&dir.path().join("audit.jsonl"), &text, at(yesterday, 9));
+        write_log_file(&dir.path().join("audit.jsonl"), &text, at(yesterday, 9));
         let name = rotate(dir.path(), AUDIT, &utc(), TODAY).unwrap();
         assert_eq!(name.as_deref(), Some("audit-2026-11-20.jsonl"));
         assert_eq!(rotate(dir.path(), AUDIT, &utc(), TODAY).unwrap(), None);
-        write_record(&dir.path().join("audit.jsonl"), &line(at(TODAY, 0), 2), at(TODAY, 0));
+        write_log_file(&dir.path().join("audit.jsonl"), &line(at(TODAY, 0), 2), at(TODAY, 0));
         assert_eq!(rotate(dir.path(), AUDIT, &utc(), TODAY).unwrap(), None);
         assert_eq!(files(dir.path())["audit-2026-11-20.jsonl"], text);
     }
@@ -172,7 +172,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("activity.log");
         let yesterday = TODAY.yesterday().unwrap();
-        write_record(&path, &format!("{} begin\n", at(yesterday, 1)), at(yesterday, 1));
+        write_log_file(&path, &format!("{} begin\n", at(yesterday, 1)), at(yesterday, 1));
         let mut open = File::options().append(true).open(&path).unwrap();
         open.write_all(b"half of a li").unwrap();
         open.set_modified(SystemTime::from(at(yesterday, 2))).unwrap();
@@ -186,7 +186,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let yesterday = TODAY.yesterday().unwrap();
         for n in 1..=3 {
-            write_record(&dir.path().join("audit.jsonl"), &line(at(yesterday, 3), n), at(yesterday, 9));
+            write_log_file(&dir.path().join("audit.jsonl"), &line(at(yesterday, 3), n), at(yesterday, 9));
             rotate(dir.path(), AUDIT, &utc(), TODAY).unwrap().unwrap();
         }
         let names: Vec<String> = files(dir.path()).into_keys().collect();
@@ -197,14 +197,14 @@ mod tests {
     fn clock_set_back_never_backdates_a_line() {
         let dir = tempfile::tempdir().unwrap();
         let long_ago = TODAY.checked_sub(20.days()).unwrap();
-        // The record is started on the right day, then continued and rotated with a clock that is weeks behind.
+        // The log file is started on the right day, then continued and rotated with a clock that is weeks behind.
         let text = line(at(TODAY, 3), 1) + &line(at(long_ago, 9), 2);
-        write_record(&dir.path().join("audit.jsonl"), &text, at(long_ago, 9));
+        write_log_file(&dir.path().join("audit.jsonl"), &text, at(long_ago, 9));
         let next = long_ago.tomorrow().unwrap();
         let name = rotate(dir.path(), AUDIT, &utc(), next).unwrap();
         assert_eq!(name.as_deref(), Some("audit-2026-11-21.jsonl"));
         // Once the clock is correct again, rotation still overwrites no file.
-        write_record(&dir.path().join("audit.jsonl"), &line(at(TODAY, 4), 3), at(TODAY, 4));
+        write_log_file(&dir.path().join("audit.jsonl"), &line(at(TODAY, 4), 3), at(TODAY, 4));
         let name = rotate(dir.path(), AUDIT, &utc(), TODAY.tomorrow().unwrap()).unwrap();
         assert_eq!(name.as_deref(), Some("audit-2026-11-21.2.jsonl"));
     }
@@ -222,7 +222,7 @@ mod tests {
             let calendar = Calendar::for_zone(zone).unwrap();
             let (last, first): (Timestamp, Timestamp) = (last.parse().unwrap(), first.parse().unwrap());
             let dir = tempfile::tempdir().unwrap();
-            write_record(&dir.path().join("audit.jsonl"), &line(last, 1), last);
+            write_log_file(&dir.path().join("audit.jsonl"), &line(last, 1), last);
             assert_eq!(
                 rotate(dir.path(), AUDIT, &calendar, calendar.day(last)).unwrap(),
                 None,
@@ -238,7 +238,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let yesterday = TODAY.yesterday().unwrap();
         for n in 0..20 {
-            write_record(&dir.path().join("audit.jsonl"), &line(at(yesterday, 3), n), at(yesterday, 9));
+            write_log_file(&dir.path().join("audit.jsonl"), &line(at(yesterday, 3), n), at(yesterday, 9));
             let rotated: usize = std::thread::scope(|scope| {
                 let run = || usize::from(rotate(dir.path(), AUDIT, &utc(), TODAY).unwrap().is_some());
                 let running: Vec<_> = (0..4).map(|_| scope.spawn(run)).collect();
@@ -290,7 +290,7 @@ mod tests {
                 for _ in 0..new {
                     let text = line(at(today, 12), lines.len());
                     let before = fs::read_to_string(&path).unwrap_or_default();
-                    write_record(&path, &(before + &text), at(today, 12));
+                    write_log_file(&path, &(before + &text), at(today, 12));
                     lines.push((today, text));
                 }
             }

@@ -28,7 +28,7 @@ const DATABASE_TIMEOUT: Duration = Duration::from_secs(60);
 const WALK_TIMEOUT: Duration = Duration::from_secs(600);
 /// Maximum number of apps per line; the largest apps are kept.
 const MAX_APPS: usize = 200;
-/// Number of bytes at the end of the record that are searched for today's line. A line is about 300 bytes, plus 70 per
+/// Number of bytes at the end of the file that are searched for today's line. A line is about 300 bytes, plus 70 per
 /// app, so this holds a month of lines of maximum size.
 const TAIL_BYTES: u64 = 512 << 10;
 
@@ -93,14 +93,14 @@ fn is_zero(number: &u64) -> bool {
     *number == 0
 }
 
-pub fn record_path(layout: &Layout) -> PathBuf {
+pub fn log_path(layout: &Layout) -> PathBuf {
     layout.logs().join("storage.jsonl")
 }
 
 /// Measures the sizes, and appends today's line.
 ///
 /// # Errors
-/// [`StorageError`] if the home directory, the database or the record is not accessible, or the database does not
+/// [`StorageError`] if the home directory, the database or the log file is not accessible, or the database does not
 /// respond in time. A later run on this day measures again, unless the line was written but could not be synced.
 pub async fn measure(
     layout: &Layout,
@@ -131,7 +131,7 @@ pub async fn measure(
         apps: merge_apps(folders, schemas),
     };
     let text = serde_json::to_vec(&line).expect("plain fields serialize to JSON");
-    jsonl::append_line(&record_path(layout), &text)?;
+    jsonl::append_line(&log_path(layout), &text)?;
     Ok(line)
 }
 
@@ -162,7 +162,7 @@ async fn measure_database(server: &PostgresServer) -> Result<(u64, BTreeMap<Stri
     Ok((u64::try_from(size).unwrap_or(0), schemas))
 }
 
-/// Returns whether the record has a line for this day.
+/// Returns whether the file has a line for this day.
 pub fn is_measured(file: &Path, day: Date) -> Result<bool, FileError> {
     #[derive(Deserialize)]
     struct DatedLine {

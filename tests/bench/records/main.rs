@@ -29,11 +29,11 @@ fn main() -> Result<()> {
     match &*mode {
         "round" => {
             let seconds: u64 = args.next().context("missing duration of the load, in seconds")?.parse()?;
-            let load = Duration::from_secs(seconds);
+            let load_duration = Duration::from_secs(seconds);
             // Runs first, because the other measurements grow the heap.
             usage::measure(&dir)?;
             limits::measure(&dir)?;
-            writer::measure(&dir, load)?;
+            writer::measure(&dir, load_duration)?;
             loss::measure(&dir)
         }
         "crash-child" => loss::run_crash_child(&dir),

@@ -29,7 +29,7 @@ fn with_writer<T>(dir: &Path, run: impl FnOnce(&Records) -> Result<(T, usize)>) 
     Ok(result)
 }
 
-pub fn measure(dir: &Path, load: Duration) -> Result<()> {
+pub fn measure(dir: &Path, load_duration: Duration) -> Result<()> {
     let events = events();
     for (threads, side) in [(1, "svc"), (2, "svc, two callers")] {
         let rate = with_writer(dir, |records| run_full_load(records, &events, threads))?;
@@ -42,7 +42,7 @@ pub fn measure(dir: &Path, load: Duration) -> Result<()> {
             print_figure("accepted but unwritten, peak", "svc", peak as f64 / f64::from(1 << 20));
         }
     }
-    let mut samples = with_writer(dir, |records| run_paced_load(records, &events, load))?;
+    let mut samples = with_writer(dir, |records| run_paced_load(records, &events, load_duration))?;
     print_figure("a caller at 10,000 a second, p50", "svc", quantile(&mut samples, 0.5) / 1000.0);
     print_figure("a caller at 10,000 a second, p99", "svc", quantile(&mut samples, 0.99) / 1000.0);
     let mut samples = with_writer(dir, run_wake_ups)?;
@@ -114,11 +114,15 @@ fn run_timed_load(
     })
 }
 
-fn run_paced_load(records: &Records, events: &[Interaction], load: Duration) -> Result<(Vec<u64>, usize)> {
+fn run_paced_load(
+    records: &Records,
+    events: &[Interaction],
+    load_duration: Duration,
+) -> Result<(Vec<u64>, usize)> {
     let (mut samples, started) = (Vec::new(), Instant::now());
     for (n, event) in (1_u32..).zip(events.iter().cycle()) {
         let due = CALL_INTERVAL * n;
-        if due > load {
+        if due > load_duration {
             break;
         }
         while started.elapsed() < due {

@@ -81,10 +81,10 @@ pub async fn measure(options: &Options) -> Result<Tally> {
         let admin = testbed.server.connect(DATABASE).await?;
         admin.batch_execute(&format!("TRUNCATE {SCHEMA}.items; CHECKPOINT")).await?;
         for (connections, name) in [1, 8, 32].into_iter().zip(INSERT) {
-            testbed.load(&mut tally, &testbed.insert, name, connections, options.seconds)?;
+            testbed.measure_call(&mut tally, &testbed.insert, name, connections, options.seconds)?;
         }
         for (connections, name) in [8, 32].into_iter().zip(FIND) {
-            testbed.load(&mut tally, &testbed.find, name, connections, options.seconds)?;
+            testbed.measure_call(&mut tally, &testbed.find, name, connections, options.seconds)?;
         }
     }
     Ok(tally)
@@ -178,7 +178,7 @@ impl Testbed {
         Request { url, headers, body: call.postgrest_body.clone() }
     }
 
-    fn load(
+    fn measure_call(
         &self,
         tally: &mut Tally,
         call: &Call,
@@ -201,15 +201,19 @@ impl Testbed {
         ];
         for (side, request, process) in sides {
             let before = cpu_time(process.pid())?;
-            let result = self.wrk.load(&request, connections, seconds)?;
+            let result = self.wrk.run_load(&request, connections, seconds)?;
             let spent = cpu_time(process.pid())? - before;
             tally.add(name, side, result.per_second());
             if let Some((cost, p99)) = extra {
-                tally.add(cost, side, result.cpu_micros(spent));
+                tally.add(cost, side, result.cpu_micros_per_request(spent));
                 tally.add(p99, side, if side == PRODUCT { result.p99 } else { result.p50 });
             }
         }
-        tally.add(name, PGBENCH, pgbench::load(&self.server, DATABASE, &call.sql, connections, seconds)?);
+        tally.add(
+            name,
+            PGBENCH,
+            pgbench::measure_tps(&self.server, DATABASE, &call.sql, connections, seconds)?,
+        );
         Ok(())
     }
 }

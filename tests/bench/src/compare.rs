@@ -1,7 +1,7 @@
 //! Compares the product with an earlier build: both builds' figures, their ratio, and whether each figure has become
 //! better or worse.
 //!
-//! All functions here are pure. Each round measures both builds, so that a disturbance affects both sides of a ratio.
+//! This module does no I/O. Each round measures both builds, so that a disturbance affects both sides of a ratio.
 
 use super::figures::{Figure, PRODUCT, Spec, Tally, median, quantile};
 

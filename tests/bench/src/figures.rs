@@ -1,7 +1,7 @@
 //! Samples per round, their medians and spread, and whether a target is met.
 //!
-//! All functions here are pure. A ratio is the median of the per-round ratios, because a disturbance during a round
-//! affects both sides.
+//! This module does no I/O. A ratio is the median of the per-round ratios, because a disturbance during a round affects
+//! both sides.
 
 use std::collections::BTreeMap;
 

@@ -28,12 +28,12 @@ use super::{Options, print_round};
 /// The measured service's unit: the environment that it sets is part of the measurement.
 const UNIT: &str = include_str!("../../../systemd/system/svc-files.service");
 
-const FIRST_COPY: &str = "first copy";
-const FIRST_CPU: &str = "CPU time of the first copy";
-const FIRST_MEMORY: &str = "peak memory of the first copy";
+const FIRST_SAVE: &str = "first save";
+const FIRST_CPU: &str = "CPU time of the first save";
+const FIRST_MEMORY: &str = "peak memory of the first save";
 const STORED_BYTES: &str = "stored bytes";
 const OBJECTS_WRITTEN: &str = "objects written";
-const UNCHANGED_PASS: &str = "save without changes";
+const UNCHANGED_SAVE: &str = "save without changes";
 const FULL_COMPARISON: &str = "comparison of the whole home directory";
 const CHANGE_DELAY: &str = "time until a changed file is saved";
 const RESTORE: &str = "restore";
@@ -46,14 +46,14 @@ const RESTIC: &str = "restic 0.14";
 pub const RCLONE: &str = "rclone 1.75";
 
 pub const ROWS: [Spec; 18] = [
-    Spec { name: FIRST_COPY, unit: "s", against: Some(RESTIC), target: Target::RatioAtMost(1.2) },
-    Spec { name: FIRST_COPY, unit: "s", against: Some(RCLONE), target: Target::None },
+    Spec { name: FIRST_SAVE, unit: "s", against: Some(RESTIC), target: Target::RatioAtMost(1.2) },
+    Spec { name: FIRST_SAVE, unit: "s", against: Some(RCLONE), target: Target::None },
     Spec { name: FIRST_CPU, unit: "s", against: Some(RESTIC), target: Target::None },
     Spec { name: FIRST_MEMORY, unit: "MiB", against: Some(RESTIC), target: Target::None },
     Spec { name: STORED_BYTES, unit: "MB", against: Some(RESTIC), target: Target::None },
     Spec { name: OBJECTS_WRITTEN, unit: "objects", against: Some(RESTIC), target: Target::None },
-    Spec { name: UNCHANGED_PASS, unit: "s", against: Some(RESTIC), target: Target::RatioAtMost(0.1) },
-    Spec { name: UNCHANGED_PASS, unit: "s", against: Some(RCLONE), target: Target::None },
+    Spec { name: UNCHANGED_SAVE, unit: "s", against: Some(RESTIC), target: Target::RatioAtMost(0.1) },
+    Spec { name: UNCHANGED_SAVE, unit: "s", against: Some(RCLONE), target: Target::None },
     Spec { name: FULL_COMPARISON, unit: "s", against: Some(RESTIC), target: Target::None },
     Spec { name: CHANGE_DELAY, unit: "s", against: None, target: Target::AtMost(2.0) },
     Spec { name: RESTORE, unit: "s", against: Some(RESTIC), target: Target::RatioAtMost(1.0) },
@@ -62,7 +62,7 @@ pub const ROWS: [Spec; 18] = [
     Spec { name: RESTORE_MEMORY, unit: "MiB", against: Some(RESTIC), target: Target::None },
     Spec { name: WATCHER_MEMORY, unit: "MiB", against: None, target: Target::None },
     Spec {
-        name: "memory of the service after the first copy",
+        name: "memory of the service after the first save",
         unit: "MiB",
         against: None,
         target: Target::AtMost(128.0),
@@ -241,7 +241,7 @@ fn measure_product(
     let (started, before) = (Instant::now(), Timestamp::now());
     let service = machine.spawn(svc, &["svc-sync-agent", "files"])?;
     machine.wait_until_saved(before)?;
-    tally.add(FIRST_COPY, PRODUCT, started.elapsed().as_secs_f64());
+    tally.add(FIRST_SAVE, PRODUCT, started.elapsed().as_secs_f64());
     tally.add(FIRST_CPU, PRODUCT, process::cpu_time(service.pid())?.as_secs_f64());
     tally.add(FIRST_MEMORY, PRODUCT, process::peak_memory_mib(service.pid())?);
     tally.add(SERVICE_MEMORY, PRODUCT, process::memory_mib(service.pid())?);
@@ -251,7 +251,7 @@ fn measure_product(
     // watcher reports no changes.
     machine.command(svc, &["svc-sync-agent", "now"]).output()?;
     let unchanged = task::run(machine.command(svc, &["svc-sync-agent", "now"]), TIMEOUT)?;
-    tally.add(UNCHANGED_PASS, PRODUCT, unchanged.wall.as_secs_f64());
+    tally.add(UNCHANGED_SAVE, PRODUCT, unchanged.wall.as_secs_f64());
     let cpu_times = || anyhow::Ok((process::cpu_time(watcher.pid())?, process::cpu_time(service.pid())?));
     let before = cpu_times()?;
     std::thread::sleep(IDLE_INTERVAL);
@@ -294,7 +294,7 @@ struct MoveBack {
 
 impl Drop for MoveBack {
     fn drop(&mut self) {
-        // A failed round has already reported its error.
+        // If the move fails, the next measurement fails because its source is missing.
         let _ = fs::rename(&self.from, &self.to);
     }
 }
@@ -306,12 +306,12 @@ fn measure_restic(source: &Path, dir: &Path, store: &BenchStore, tally: &mut Tal
     restic.run(&["init"])?;
     let source_path = source.display().to_string();
     let first = task::run(restic.command(&["backup", &source_path]), TIMEOUT)?;
-    tally.add(FIRST_COPY, RESTIC, first.wall.as_secs_f64());
+    tally.add(FIRST_SAVE, RESTIC, first.wall.as_secs_f64());
     tally.add(FIRST_CPU, RESTIC, first.cpu.as_secs_f64());
     tally.add(FIRST_MEMORY, RESTIC, first.peak_mib);
     add_store_usage(store, RESTIC, tally);
     let unchanged = task::run(restic.command(&["backup", &source_path]), TIMEOUT)?;
-    tally.add(UNCHANGED_PASS, RESTIC, unchanged.wall.as_secs_f64());
+    tally.add(UNCHANGED_SAVE, RESTIC, unchanged.wall.as_secs_f64());
     tally.add(FULL_COMPARISON, RESTIC, unchanged.wall.as_secs_f64());
     let target = dir.join("restored");
     let restored = task::run(
@@ -334,9 +334,9 @@ fn measure_rclone(
 ) -> Result<()> {
     let (remote, local) = (format!(":s3:{BUCKET}/rclone"), source.display().to_string());
     let first = task::run(rclone.sync(&store.server, &local, &remote), TIMEOUT)?;
-    tally.add(FIRST_COPY, RCLONE, first.wall.as_secs_f64());
+    tally.add(FIRST_SAVE, RCLONE, first.wall.as_secs_f64());
     let unchanged = task::run(rclone.sync(&store.server, &local, &remote), TIMEOUT)?;
-    tally.add(UNCHANGED_PASS, RCLONE, unchanged.wall.as_secs_f64());
+    tally.add(UNCHANGED_SAVE, RCLONE, unchanged.wall.as_secs_f64());
     let target = dir.join("restored");
     let restored = task::run(rclone.sync(&store.server, &remote, &target.display().to_string()), TIMEOUT)?;
     check_restored(&target, source)?;

@@ -16,7 +16,7 @@ use kit::fetch::target_dir;
 use kit::net;
 use kit::pg::{PgBinaries, PgOptions, PgServer};
 
-const START_UP: &str = "gateway: exec to listening, without its database";
+const STARTUP_TIME: &str = "gateway: exec to listening, without its database";
 const IDLE_NO_APP: &str = "gateway: idle memory, no app";
 const IDLE_TWO_APPS: &str = "gateway: idle memory, two apps";
 const IDLE_TEN_APPS: &str = "gateway: idle memory, ten apps";
@@ -25,8 +25,8 @@ const BINARY_SIZE: &str = "size of the binary";
 const NGINX: &str = "nginx";
 
 pub const ROWS: [Spec; 7] = [
-    Spec { name: START_UP, unit: "ms", against: Some(NGINX), target: Target::AtMost(10.0) },
-    Spec { name: START_UP, unit: "ms", against: Some(NGINX), target: Target::RatioAtMost(1.0) },
+    Spec { name: STARTUP_TIME, unit: "ms", against: Some(NGINX), target: Target::AtMost(10.0) },
+    Spec { name: STARTUP_TIME, unit: "ms", against: Some(NGINX), target: Target::RatioAtMost(1.0) },
     Spec { name: IDLE_NO_APP, unit: "MiB", against: Some(NGINX), target: Target::AtMost(12.0) },
     Spec { name: IDLE_TWO_APPS, unit: "MiB", against: None, target: Target::AtMost(20.0) },
     Spec { name: IDLE_TEN_APPS, unit: "MiB", against: None, target: Target::AtMost(20.0) },
@@ -48,24 +48,24 @@ pub async fn measure(options: &Options) -> Result<Tally> {
     let upstream = Identity::generate()?;
     std::fs::write(dir.path().join("upstream.pem"), &upstream.cert_pem)?;
     let unreachable_url = format!("postgres://svc:none@127.0.0.1:{}/svc", net::free_port()?);
-    let cold = Machine::new(&unreachable_url)?;
+    let without_database = Machine::new(&unreachable_url)?;
     // A machine's first start creates its certificate.
-    drop(cold.start(&options.svc)?);
+    drop(without_database.start(&options.svc)?);
     let mut tally = Tally::default();
     for round in 0..options.rounds {
         print_round(round, options.rounds);
         let (mut ours, mut theirs) = (Vec::new(), Vec::new());
         for _ in 0..STARTS_PER_ROUND {
-            ours.push(millis(cold.start(&options.svc)?.startup_time));
+            ours.push(millis(without_database.start(&options.svc)?.startup_time));
             theirs.push(millis(start_nginx(&nginx, dir.path(), &site)?.startup_time));
         }
-        tally.add(START_UP, PRODUCT, median(&ours).unwrap_or_default());
-        tally.add(START_UP, NGINX, median(&theirs).unwrap_or_default());
+        tally.add(STARTUP_TIME, PRODUCT, median(&ours).unwrap_or_default());
+        tally.add(STARTUP_TIME, NGINX, median(&theirs).unwrap_or_default());
 
         for (name, apps) in [(IDLE_NO_APP, 0), (IDLE_TWO_APPS, 2), (IDLE_TEN_APPS, 10)] {
             let database = format!("svc_{round}_{apps}");
             server.create_database(&database).await?;
-            tally.add(name, PRODUCT, idle_gateway(&options.svc, &server.url(&database), apps).await?);
+            tally.add(name, PRODUCT, measure_idle_memory(&options.svc, &server.url(&database), apps).await?);
             server.connection_info().drop_database(&database).await?;
         }
         site.start().await?;
@@ -85,14 +85,14 @@ pub async fn measure(options: &Options) -> Result<Tally> {
 fn start_nginx(nginx: &Nginx, dir: &Path, site: &Site) -> Result<super::peers::nginx::RunningPeer> {
     let unreachable = ([127, 0, 0, 1], 1).into();
     let trusted = dir.join("upstream.pem");
-    nginx.router(
+    nginx.start_router(
         dir,
         &site.router_pem,
         &Upstreams { upstream: unreachable, websocket: unreachable, trusted: &trusted },
     )
 }
 
-async fn idle_gateway(svc: &Path, database_url: &str, apps: usize) -> Result<f64> {
+async fn measure_idle_memory(svc: &Path, database_url: &str, apps: usize) -> Result<f64> {
     let machine = Machine::new(database_url)?;
     machine.install_apps(apps)?;
     let gateway = machine.start(svc)?;

@@ -93,7 +93,7 @@ pub async fn measure(options: &Options) -> Result<Tally> {
     for round in 0..options.rounds {
         print_round(round, options.rounds);
         testbed.measure_idle_memory(&mut tally).await?;
-        let (nginx, haproxy) = (testbed.nginx_router()?, testbed.haproxy_router()?);
+        let (nginx, haproxy) = (testbed.start_nginx_router()?, testbed.start_haproxy_router()?);
         let routers = [
             RouterSide { side: PRODUCT, address: testbed.site.router()?, pid: testbed.site.pid()? },
             RouterSide { side: NGINX, address: nginx.address, pid: nginx.process.pid() },
@@ -113,7 +113,7 @@ impl Testbed {
         let pem = Pem::write(dir.path(), "upstream", &identity.cert_pem, &identity.key_pem)?;
         let large = dir.path().join("large");
         std::fs::write(&large, vec![7; BODY_BYTES])?;
-        let upstream = nginx.upstream(dir.path(), &pem, &large)?;
+        let upstream = nginx.start_upstream(dir.path(), &pem, &large)?;
         let echo = echo::serve(&identity.cert_pem, &identity.key_pem)?;
         let mut site = Site::prepare(&options.svc, dir.path()).await?;
         site.start().await?;
@@ -127,12 +127,12 @@ impl Testbed {
         Upstreams { upstream: self.upstream.address, websocket: self.echo, trusted: &self.trusted }
     }
 
-    fn nginx_router(&self) -> Result<RunningPeer> {
-        self.nginx.router(self.dir.path(), &self.site.router_pem, &self.upstreams())
+    fn start_nginx_router(&self) -> Result<RunningPeer> {
+        self.nginx.start_router(self.dir.path(), &self.site.router_pem, &self.upstreams())
     }
 
-    fn haproxy_router(&self) -> Result<RunningPeer> {
-        self.haproxy.router(self.dir.path(), &self.site.router_pem, &self.upstreams())
+    fn start_haproxy_router(&self) -> Result<RunningPeer> {
+        self.haproxy.start_router(self.dir.path(), &self.site.router_pem, &self.upstreams())
     }
 
     /// Measures the memory of freshly started processes, because pages that an allocator retains would hide growth.
@@ -147,7 +147,7 @@ impl Testbed {
         self.site.open_session(ECHO_USER).await?;
         self.measure_growth(tally, WEBSOCKET_MEMORY, PRODUCT, self.site.pid()?, self.site.router()?)?;
         for name in [HTTPS_MEMORY, WEBSOCKET_MEMORY] {
-            let nginx = self.nginx_router()?;
+            let nginx = self.start_nginx_router()?;
             let pid = nginx.process.pid();
             if name == HTTPS_MEMORY {
                 std::thread::sleep(SETTLE_DELAY);
@@ -181,23 +181,27 @@ impl Testbed {
     }
 
     fn run_loads(&self, tally: &mut Tally, routers: &[RouterSide; 3], seconds: u32) -> Result<()> {
-        let direct = self.load(self.upstream.address, "/", false, 1, seconds)?;
+        let direct = self.run_load(self.upstream.address, "/", false, 1, seconds)?;
         for router in routers {
-            let result = self.load(router.address, "/", false, 1, seconds)?;
+            let result = self.run_load(router.address, "/", false, 1, seconds)?;
             tally.add(RATE_1, router.side, result.per_second());
             tally.add(ADDED_LATENCY, router.side, result.p50 - direct.p50);
         }
-        tally.add(RATE_32, DIRECT, self.load(self.upstream.address, "/", false, 32, seconds)?.per_second());
+        tally.add(
+            RATE_32,
+            DIRECT,
+            self.run_load(self.upstream.address, "/", false, 32, seconds)?.per_second(),
+        );
         for (connections, rate, cost) in [(32, RATE_32, CPU_32), (128, RATE_128, CPU_128)] {
             for router in routers {
                 let before = cpu_time(router.pid)?;
-                let result = self.load(router.address, "/", false, connections, seconds)?;
+                let result = self.run_load(router.address, "/", false, connections, seconds)?;
                 tally.add(rate, router.side, result.per_second());
-                tally.add(cost, router.side, result.cpu_micros(cpu_time(router.pid)? - before));
+                tally.add(cost, router.side, result.cpu_micros_per_request(cpu_time(router.pid)? - before));
             }
         }
         for router in routers {
-            let result = self.load(router.address, "/large", false, 4, seconds)?;
+            let result = self.run_load(router.address, "/large", false, 4, seconds)?;
             tally.add(LARGE_BODIES, router.side, result.mib_per_second());
         }
         for router in &routers[..2] {
@@ -205,13 +209,13 @@ impl Testbed {
             tally.add(MESSAGES, router.side, messages_per_second(&endpoint, 32, seconds)?);
         }
         for router in &routers[..2] {
-            let result = self.load(router.address, "/", true, 32, seconds)?;
+            let result = self.run_load(router.address, "/", true, 32, seconds)?;
             tally.add(HANDSHAKES, router.side, result.per_second());
         }
         Ok(())
     }
 
-    fn load(
+    fn run_load(
         &self,
         address: SocketAddr,
         path: &str,
@@ -227,6 +231,6 @@ impl Testbed {
             headers.push(("Connection".to_owned(), "close".to_owned()));
         }
         let request = Request { url: format!("https://{address}{path}"), headers, body: None };
-        self.wrk.load(&request, connections, seconds)
+        self.wrk.run_load(&request, connections, seconds)
     }
 }

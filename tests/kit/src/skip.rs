@@ -4,7 +4,7 @@
 //! ```no_run
 //! # fn is_root() -> bool { true }
 //! if !is_root() {
-//!     kit::skip::record("only root can act as two users");
+//!     kit::skip::record("only root can run processes as two users");
 //!     return;
 //! }
 //! ```

@@ -49,9 +49,9 @@ pub async fn run_attacks(stack: &Stack, machine: &MachineRecord) -> Result<((), 
 /// Runs `attack.sh` in a code-server terminal, which Chromium opens through the router.
 pub async fn attack_from_terminal(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
-    vm.run(&attack_writer_script(), TIMEOUT).await?.success()?;
+    vm.run(&attack_writer_script(), TIMEOUT).await?.into_stdout()?;
     browser::run_in_terminal(stack, &format!("sh {ATTACK_FILE} </dev/null")).await?;
-    let reached = vm.run(PRINT_AND_CLEAN_UP, TIMEOUT).await?.success()?;
+    let reached = vm.run(PRINT_AND_CLEAN_UP, TIMEOUT).await?.into_stdout()?;
     let lines: Vec<&str> = reached.lines().collect();
     let [summary] = lines.as_slice() else { bail!("the terminal reached {lines:?}") };
     ensure!(

@@ -19,20 +19,25 @@ PGPASSWORD=$(echo "$url" | sed 's|.*://[^:]*:\([^@]*\)@.*|\1|') /opt/svc/runtime
   -U postgres -d svc -Atc "select datname from pg_database where datname ~ '^svc_'"
 "#;
 
-/// Makes the store unreachable for two backups. The exit code, the record, the metrics, doctor and the fleet report
+/// Makes the store unreachable for two backups. The exit code, the backup log, the metrics, doctor and the fleet report
 /// that both failed, and the pointer is unchanged.
 pub async fn interrupt_store(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
-    vm.run(RUN_BACKUP, LONG_TIMEOUT).await?.success().context("first backup")?;
+    vm.run(RUN_BACKUP, LONG_TIMEOUT).await?.into_stdout().context("first backup")?;
     let before = verified_pointer(stack)?;
-    vm.run(&retry_switch_command(false), SHORT_TIMEOUT).await?.success().context("cannot disable retries")?;
+    vm.run(&retry_switch_command(false), SHORT_TIMEOUT)
+        .await?
+        .into_stdout()
+        .context("cannot disable retries")?;
     let outage = stack.store.add_fault(Rule::new(Fault::Disconnect).key("/system/db/").always());
     for nth in 1..=2 {
         let failed = vm.run(RUN_BACKUP, LONG_TIMEOUT).await?;
         ensure!(!failed.status.success(), "backup {nth} succeeded although the store was unreachable");
     }
-    let code =
-        vm.run("systemctl show -P ExecMainStatus svc-db-backup.service", SHORT_TIMEOUT).await?.success()?;
+    let code = vm
+        .run("systemctl show -P ExecMainStatus svc-db-backup.service", SHORT_TIMEOUT)
+        .await?
+        .into_stdout()?;
     ensure!(code.trim() == "69", "the backup exited with {}", code.trim());
     let lines = vm
         .run(
@@ -40,11 +45,11 @@ pub async fn interrupt_store(stack: &Stack, machine: &MachineRecord) -> Result<(
             SHORT_TIMEOUT,
         )
         .await?
-        .success()?;
+        .into_stdout()?;
     let failed = lines.lines().filter(|line| line.contains(r#""status":"error""#)).count();
     ensure!(failed == 2, "backup.jsonl: {lines}");
     let metrics = "curl -sS --unix-socket /run/svc/gateway/gateway.sock http://localhost/metrics | grep ^svc_backup_last_run_success";
-    let metrics = vm.run(metrics, SHORT_TIMEOUT).await?.success()?;
+    let metrics = vm.run(metrics, SHORT_TIMEOUT).await?.into_stdout()?;
     ensure!(metrics.trim().ends_with(" 0"), "/metrics: {metrics}");
     let doctor = vm.run("/opt/svc/bin/svcctl doctor host", LONG_TIMEOUT).await?;
     let is_backup_problem = |line: &str| line.split_whitespace().take(2).eq(["problem", "backup"]);
@@ -58,13 +63,16 @@ pub async fn interrupt_store(stack: &Stack, machine: &MachineRecord) -> Result<(
     ensure!(stack.slot.pointer(&stack.store)? == before, "a failed backup moved the pointer");
     let refused = outage.hits();
     stack.store.heal();
-    vm.run(&retry_switch_command(true), SHORT_TIMEOUT).await?.success().context("cannot enable retries")?;
+    vm.run(&retry_switch_command(true), SHORT_TIMEOUT)
+        .await?
+        .into_stdout()
+        .context("cannot enable retries")?;
     verified_pointer(stack)?;
-    vm.run(RUN_BACKUP, LONG_TIMEOUT).await?.success().context("backup after the outage")?;
+    vm.run(RUN_BACKUP, LONG_TIMEOUT).await?.into_stdout().context("backup after the outage")?;
     ensure!(verified_pointer(stack)?["seq"].as_u64() > before["seq"].as_u64(), "the pointer did not move");
     eventually("the fleet reports no problem", BOOT_TIMEOUT, || check_fleet_attention(stack, false)).await?;
     let detail =
-        "two backups exited with 69; record, metrics, doctor and fleet report the failure, pointer unchanged";
+        "two backups exited with 69; log, metrics, doctor and fleet report the failure, pointer unchanged";
     Ok(((), format!("{detail}; {refused} requests refused; the next backup succeeded")))
 }
 
@@ -82,7 +90,7 @@ fn retry_switch_command(is_enabled: bool) -> String {
 }
 
 async fn check_fleet_attention(stack: &Stack, expected: bool) -> Result<()> {
-    let fleet: Value = stack.svcctl(&["--json", "fleet"]).await?.success()?.json()?;
+    let fleet: Value = stack.svcctl(&["--json", "fleet"]).await?.ensure_success()?.json()?;
     let attention = fleet["attention"].to_string();
     ensure!(attention.contains("backup_failing") == expected, "the fleet's attention list is {attention}");
     Ok(())
@@ -95,7 +103,7 @@ pub async fn restore_side_database(stack: &Stack, machine: &MachineRecord) -> Re
     let vm = stack.provider.machine(&machine.server)?;
     let rows = wait_until_served(stack).await?;
     ensure!(!rows.is_empty(), "there are no rows: run the step `use` first");
-    vm.run(RUN_BACKUP, LONG_TIMEOUT).await?.success().context("first backup")?;
+    vm.run(RUN_BACKUP, LONG_TIMEOUT).await?.into_stdout().context("first backup")?;
     let delete =
         json!({"action": "delete", "app": "notes", "table": "notes", "filter": {"title": {"ne": ""}}});
     stack.web.call_bridge(&stack.owner_token(), &delete).await?;
@@ -111,7 +119,7 @@ pub async fn restore_side_database(stack: &Stack, machine: &MachineRecord) -> Re
     ensure!(restored == rows, "there were {rows:?}, now {restored:?}");
     send_side_request(stack, Method::DELETE, "", Value::Null).await?;
     wait_for_status(stack, "closed").await?;
-    let leftover = vm.run(LIST_EXTRA_DATABASES, SHORT_TIMEOUT).await?.success()?;
+    let leftover = vm.run(LIST_EXTRA_DATABASES, SHORT_TIMEOUT).await?.into_stdout()?;
     ensure!(leftover.trim().is_empty(), "leftover databases: {leftover}");
     let inserted = &copied["tables"][0]["inserted"];
     Ok(((), format!("{} rows deleted; {inserted} restored from {}", rows.len(), opened["key"])))
@@ -147,15 +155,15 @@ pub async fn export_and_import(stack: &Stack, machine: &MachineRecord) -> Result
     let export = "install -d -o svc -g svc /home/svc/home/projects && echo mine >/home/svc/home/projects/file && \
                   chown svc:svc /home/svc/home/projects/file && rm -f /var/backups/ada.tar && \
                   /opt/svc/bin/svc-db-backup export --output /var/backups/ada.tar";
-    let exported = vm.run(export, LONG_TIMEOUT).await?.success().context("export")?;
-    vm.run("rm -r /home/svc/home/projects", SHORT_TIMEOUT).await?.success()?;
+    let exported = vm.run(export, LONG_TIMEOUT).await?.into_stdout().context("export")?;
+    vm.run("rm -r /home/svc/home/projects", SHORT_TIMEOUT).await?.into_stdout()?;
     let delete =
         json!({"action": "delete", "app": "notes", "table": "notes", "filter": {"title": {"ne": ""}}});
     stack.web.call_bridge(&stack.owner_token(), &delete).await?;
     let import = vm
         .run("/opt/svc/bin/svc-restore import /var/backups/ada.tar", LONG_TIMEOUT)
         .await?
-        .success()
+        .into_stdout()
         .context("import")?;
     let restored = eventually("the rows are restored", BOOT_TIMEOUT, || async {
         let restored = stack.web.titles(&stack.owner_token()).await?;
@@ -166,11 +174,11 @@ pub async fn export_and_import(stack: &Stack, machine: &MachineRecord) -> Result
     let inspect = "stat -c '%U:%G %n' /home/svc/home/projects/file /home/svc/home/system/logs; cat /home/svc/home/projects/file; \
                 systemctl --failed --no-legend; rm -rf /var/backups/ada.tar /home/svc/home/.before-import-* \
                 /home/svc/home/system/.before-import-*";
-    let report = vm.run(inspect, SHORT_TIMEOUT).await?.success()?;
+    let report = vm.run(inspect, SHORT_TIMEOUT).await?.into_stdout()?;
     let expected_lines =
         ["svc:svc /home/svc/home/projects/file", "svc-gateway:svc /home/svc/home/system/logs", "mine"];
     ensure!(expected_lines.iter().all(|line| report.contains(line)), "{report}");
-    vm.run(RUN_BACKUP, LONG_TIMEOUT).await?.success().context("backup after the import")?;
+    vm.run(RUN_BACKUP, LONG_TIMEOUT).await?.into_stdout().context("backup after the import")?;
     ensure!(import.contains("restarted svc-gateway"), "{import}");
     Ok((
         (),

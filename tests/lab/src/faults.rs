@@ -27,14 +27,14 @@ PGPASSWORD=$(echo "$url" | sed 's|.*://[^:]*:\([^@]*\)@.*|\1|') /opt/svc/runtime
 pub async fn kill_database(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
     let before = stack.web.titles(&stack.owner_token()).await?;
-    let gateway = vm.run(PRINT_GATEWAY_PID, SHORT_TIMEOUT).await?.success()?;
-    vm.run("podman kill --signal KILL svc-postgres", SHORT_TIMEOUT).await?.success()?;
+    let gateway = vm.run(PRINT_GATEWAY_PID, SHORT_TIMEOUT).await?.into_stdout()?;
+    vm.run("podman kill --signal KILL svc-postgres", SHORT_TIMEOUT).await?.into_stdout()?;
     let killed = Instant::now();
     let after = wait_until_served(stack).await?;
     let seconds = killed.elapsed().as_secs_f64();
     ensure!(after == before, "the rows changed from {before:?} to {after:?}");
     ensure!(
-        vm.run(PRINT_GATEWAY_PID, SHORT_TIMEOUT).await?.success()? == gateway,
+        vm.run(PRINT_GATEWAY_PID, SHORT_TIMEOUT).await?.into_stdout()? == gateway,
         "the gateway was also restarted"
     );
     Ok(((), format!("served after {seconds:.0} s by the same gateway; {} rows", after.len())))
@@ -43,12 +43,12 @@ pub async fn kill_database(stack: &Stack, machine: &MachineRecord) -> Result<(()
 /// Fills the disk: the gateway rejects writes but keeps running, and no acknowledged row is lost.
 pub async fn fill_disk(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
-    vm.run(RUN_BACKUP, LONG_TIMEOUT).await?.success().context("first backup")?;
+    vm.run(RUN_BACKUP, LONG_TIMEOUT).await?.into_stdout().context("first backup")?;
     let pointer = verified_pointer(stack)?;
-    let gateway = vm.run(PRINT_GATEWAY_PID, SHORT_TIMEOUT).await?.success()?;
+    let gateway = vm.run(PRINT_GATEWAY_PID, SHORT_TIMEOUT).await?.into_stdout()?;
     // Allocates blocks without writing them; then fills the blocks reserved for root by writing.
     let fill = "fallocate -l $(($(df --output=avail -B1 / | tail -n 1) - 65536)) /filler; dd if=/dev/zero of=/filler2 bs=1M status=none; sync; true";
-    vm.run(fill, LONG_TIMEOUT).await?.success()?;
+    vm.run(fill, LONG_TIMEOUT).await?.into_stdout()?;
     let mut accepted = Vec::new();
     let mut refused = None;
     for nth in 0..400 {
@@ -67,10 +67,10 @@ pub async fn fill_disk(stack: &Stack, machine: &MachineRecord) -> Result<((), St
     let current = stack.slot.pointer(&stack.store)?;
     ensure!(failed.status.success() || current == pointer, "a failed backup moved the pointer");
     verified_pointer(stack)?;
-    vm.run("rm /filler /filler2 && sync", LONG_TIMEOUT).await?.success()?;
+    vm.run("rm /filler /filler2 && sync", LONG_TIMEOUT).await?.into_stdout()?;
     let after = wait_until_served(stack).await?;
     ensure!(
-        vm.run(PRINT_GATEWAY_PID, SHORT_TIMEOUT).await?.success()? == gateway,
+        vm.run(PRINT_GATEWAY_PID, SHORT_TIMEOUT).await?.into_stdout()? == gateway,
         "the gateway was restarted"
     );
     let lost: Vec<&String> = accepted.iter().filter(|title| !after.contains(title)).collect();
@@ -81,7 +81,7 @@ pub async fn fill_disk(stack: &Stack, machine: &MachineRecord) -> Result<((), St
         delete_note(stack, title).await?;
     }
     delete_note(stack, RECOVERY_TITLE).await?;
-    vm.run("systemctl reset-failed", SHORT_TIMEOUT).await?.success()?;
+    vm.run("systemctl reset-failed", SHORT_TIMEOUT).await?.into_stdout()?;
     Ok((
         (),
         format!(
@@ -115,24 +115,24 @@ pub async fn jump_clock(stack: &Stack, machine: &MachineRecord) -> Result<((), S
     let vm = stack.provider.machine(&machine.server)?;
     let seq = |pointer: &Value| pointer["seq"].as_u64().unwrap_or(0);
     vm.run("systemctl stop systemd-timesyncd", SHORT_TIMEOUT).await?;
-    vm.run(RUN_BACKUP, LONG_TIMEOUT).await?.success().context("first backup")?;
+    vm.run(RUN_BACKUP, LONG_TIMEOUT).await?.into_stdout().context("first backup")?;
     let first = verified_pointer(stack)?;
-    vm.run("date -s '+8 minutes'", SHORT_TIMEOUT).await?.success()?;
-    vm.run(RUN_BACKUP, LONG_TIMEOUT).await?.success().context("a backup eight minutes ahead")?;
+    vm.run("date -s '+8 minutes'", SHORT_TIMEOUT).await?.into_stdout()?;
+    vm.run(RUN_BACKUP, LONG_TIMEOUT).await?.into_stdout().context("a backup eight minutes ahead")?;
     let ahead = verified_pointer(stack)?;
     ensure!(seq(&ahead) > seq(&first), "the pointer did not move: {first}");
-    vm.run("date -s '-8 minutes'", SHORT_TIMEOUT).await?.success()?;
-    vm.run(RUN_BACKUP, LONG_TIMEOUT).await?.success().context("backup after moving the clock back")?;
+    vm.run("date -s '-8 minutes'", SHORT_TIMEOUT).await?.into_stdout()?;
+    vm.run(RUN_BACKUP, LONG_TIMEOUT).await?.into_stdout().context("backup after moving the clock back")?;
     let later = verified_pointer(stack)?;
     ensure!(seq(&later) > seq(&ahead), "the pointer did not move: {later}");
-    vm.run("date -s '+1 day'", SHORT_TIMEOUT).await?.success()?;
+    vm.run("date -s '+1 day'", SHORT_TIMEOUT).await?.into_stdout()?;
     let refused = vm.run(RUN_BACKUP, LONG_TIMEOUT).await?;
     let journal = vm
         .run("journalctl -u svc-db-backup.service -n 20 --no-pager -o cat", SHORT_TIMEOUT)
         .await?
-        .success()?;
+        .into_stdout()?;
     let doctor = vm.run("/opt/svc/bin/svcctl doctor host", LONG_TIMEOUT).await?;
-    vm.run("date -s '-1 day'", SHORT_TIMEOUT).await?.success()?;
+    vm.run("date -s '-1 day'", SHORT_TIMEOUT).await?.into_stdout()?;
     ensure!(!refused.status.success(), "the store accepted a request from the future");
     ensure!(journal.contains("timedatectl"), "the journal does not explain the failure: {journal}");
     let is_clock_problem = |line: &str| line.split_whitespace().take(2).eq(["problem", "clock"]);
@@ -142,7 +142,7 @@ pub async fn jump_clock(stack: &Stack, machine: &MachineRecord) -> Result<((), S
         doctor.stdout
     );
     ensure!(verified_pointer(stack)? == later, "a refused backup moved the pointer");
-    vm.run(RUN_BACKUP, LONG_TIMEOUT).await?.success().context("backup with the correct time")?;
+    vm.run(RUN_BACKUP, LONG_TIMEOUT).await?.into_stdout().context("backup with the correct time")?;
     wait_until_served(stack).await?;
     let order = format!("{} → {} → {}", seq(&first), seq(&ahead), seq(&later));
     Ok((
@@ -156,12 +156,12 @@ pub async fn jump_clock(stack: &Stack, machine: &MachineRecord) -> Result<((), S
 /// Cuts the power during a dump: the pointer still names a complete snapshot, and the next backup works.
 pub async fn cut_power_during_backup(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
-    vm.run(RUN_BACKUP, LONG_TIMEOUT).await?.success().context("first backup")?;
+    vm.run(RUN_BACKUP, LONG_TIMEOUT).await?.into_stdout().context("first backup")?;
     let before = verified_pointer(stack)?;
-    vm.run(CREATE_LARGE_TABLE, LONG_TIMEOUT).await?.success().context("cannot create a large table")?;
+    vm.run(CREATE_LARGE_TABLE, LONG_TIMEOUT).await?.into_stdout().context("cannot create a large table")?;
     let rows = stack.web.titles(&stack.owner_token()).await?;
     let start_dump = "systemctl start --no-block svc-db-backup.service; for n in $(seq 600); do pgrep -x pg_dump && exit 0; sleep 0.1; done; exit 1";
-    vm.run(start_dump, LONG_TIMEOUT).await?.success().context("pg_dump did not start")?;
+    vm.run(start_dump, LONG_TIMEOUT).await?.into_stdout().context("pg_dump did not start")?;
     stack.provider.kill_server(&machine.server).await?;
     let at_cut = verified_pointer(stack)?;
     ensure!(at_cut == before, "the pointer moved before the dump was complete: {at_cut}");
@@ -170,7 +170,7 @@ pub async fn cut_power_during_backup(stack: &Stack, machine: &MachineRecord) -> 
     let after = wait_until_served(stack).await?;
     let seconds = powered_on.elapsed().as_secs_f64();
     ensure!(after == rows, "the rows changed from {rows:?} to {after:?}");
-    vm.run(RUN_BACKUP, LONG_TIMEOUT).await?.success().context("the next backup")?;
+    vm.run(RUN_BACKUP, LONG_TIMEOUT).await?.into_stdout().context("the next backup")?;
     let next = verified_pointer(stack)?;
     ensure!(next["seq"].as_u64() > before["seq"].as_u64(), "the next backup did not move the pointer");
     let size = next["snapshot"]["sizeBytes"].as_u64().unwrap_or(0) >> 20;

@@ -76,18 +76,18 @@ pub(super) async fn save(stack: &Stack, machine: &MachineRecord, mib: u64) -> Re
     let timeout = parts_timeout(mib);
     let (archive, commit) = create_repository(&stack.dir)?;
     vm.upload(&archive, "/tmp/repository.tar", SHORT_TIMEOUT).await?;
-    vm.run(UNPACK, SHORT_TIMEOUT).await?.success().context("cannot unpack the repository")?;
+    vm.run(UNPACK, SHORT_TIMEOUT).await?.into_stdout().context("cannot unpack the repository")?;
     let create = format!(
         "set -e; cd /home/svc/home/projects/lab/parts; \
          head -c {mib}M /dev/urandom | split -b {PART_BYTES} -a 5 -d - part-; chown -R svc:svc ."
     );
-    vm.run(&create, timeout).await?.success().context("cannot create the parts")?;
-    let parts_hash = vm.run(HASH_PARTS, timeout).await?.success()?;
-    vm.run(START_WRITER, SHORT_TIMEOUT).await?.success().context("cannot start the writer")?;
-    let rows = parse_row_count(&vm.run(CHECK_NOTES, SHORT_TIMEOUT).await?.success()?)?;
+    vm.run(&create, timeout).await?.into_stdout().context("cannot create the parts")?;
+    let parts_hash = vm.run(HASH_PARTS, timeout).await?.into_stdout()?;
+    vm.run(START_WRITER, SHORT_TIMEOUT).await?.into_stdout().context("cannot start the writer")?;
+    let rows = parse_row_count(&vm.run(CHECK_NOTES, SHORT_TIMEOUT).await?.into_stdout()?)?;
     let began = Instant::now();
     loop {
-        match vm.run("/opt/svc/bin/svc-sync-agent now", timeout).await?.success() {
+        match vm.run("/opt/svc/bin/svc-sync-agent now", timeout).await?.into_stdout() {
             Ok(_) => break,
             // The first save of a large amount of data can exceed the command's timeout.
             Err(error) if began.elapsed() >= timeout => return Err(error.context("the files were not saved")),
@@ -108,16 +108,16 @@ pub(super) async fn check_restored(
     saved: &SavedFiles,
 ) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
-    let parts_hash = vm.run(HASH_PARTS, parts_timeout(saved.mib)).await?.success()?;
+    let parts_hash = vm.run(HASH_PARTS, parts_timeout(saved.mib)).await?.into_stdout()?;
     ensure!(parts_hash == saved.parts_hash, "the parts' hash was {}, now {parts_hash}", saved.parts_hash);
-    let rows = parse_row_count(&vm.run(CHECK_NOTES, SHORT_TIMEOUT).await?.success()?)?;
+    let rows = parse_row_count(&vm.run(CHECK_NOTES, SHORT_TIMEOUT).await?.into_stdout()?)?;
     ensure!(rows >= saved.rows, "the database had {} rows when the save began, now {rows}", saved.rows);
     let archive = "tar -C /home/svc/home/projects/lab -c repository | base64 -w 0";
-    let archive = vm.run(archive, SHORT_TIMEOUT).await?.success()?;
+    let archive = vm.run(archive, SHORT_TIMEOUT).await?.into_stdout()?;
     check_repository(&stack.dir, &archive, &saved.commit)?;
     let owners =
         "cd /home/svc/home/projects/lab && stat -c %U:%G notes.db parts/part-00000 repository/.git/HEAD";
-    let owners = vm.run(owners, SHORT_TIMEOUT).await?.success()?;
+    let owners = vm.run(owners, SHORT_TIMEOUT).await?.into_stdout()?;
     ensure!(owners.lines().all(|line| line == "svc:svc"), "the owners are {owners}");
     let detail = format!(
         "git finds no error; the database is intact, {rows} rows (at least {}); {} MiB have the same hash",

@@ -34,20 +34,20 @@ pub async fn check_platform_package(stack: &Stack, machine: &MachineRecord) -> R
     let vm = stack.provider.machine(&machine.server)?;
     vm.upload(&build_package(stack, "svc-platform").await?, "/var/tmp/svc-platform.deb", LONG_TIMEOUT)
         .await?;
-    vm.run("dpkg -i /var/tmp/svc-platform.deb", LONG_TIMEOUT).await?.success()?;
+    vm.run("dpkg -i /var/tmp/svc-platform.deb", LONG_TIMEOUT).await?.into_stdout()?;
     let install =
         "install -o root -g svc-platform -m 0640 /etc/svc/platform.env.example /etc/svc/platform.env";
-    vm.run(install, SHORT_TIMEOUT).await?.success()?;
+    vm.run(install, SHORT_TIMEOUT).await?.into_stdout()?;
     let settings = stack.dir.join("platform-on-machine.env");
     fs::write(&settings, platform_settings(stack))?;
     vm.upload(&settings, "/etc/svc/platform.env", SHORT_TIMEOUT).await?;
 
     vm.run("systemctl enable --now svc-platform.service", LONG_TIMEOUT)
         .await?
-        .success()
+        .into_stdout()
         .context("cannot start the platform")?;
     let ready = async || {
-        let body = vm.run(CHECK_READY, SHORT_TIMEOUT).await?.success()?;
+        let body = vm.run(CHECK_READY, SHORT_TIMEOUT).await?.into_stdout()?;
         ensure!(body.contains("\"database\":\"ok\""), "/readyz/control: {body}");
         Ok(())
     };
@@ -55,26 +55,26 @@ pub async fn check_platform_package(stack: &Stack, machine: &MachineRecord) -> R
     let user = vm
         .run("ps -o user= -p $(systemctl show -P MainPID svc-platform.service)", SHORT_TIMEOUT)
         .await?
-        .success()?;
+        .into_stdout()?;
     ensure!(user.trim().starts_with("svc-plat"), "the platform runs as {}", user.trim());
     let doctor = vm.run("/usr/bin/svcctl doctor platform", LONG_TIMEOUT).await?;
     ensure!(doctor.status.success(), "doctor failed: {}{}", doctor.stdout, doctor.stderr);
     let lines = doctor.stdout.lines().filter(|line| line.starts_with("ok")).count();
 
-    let first = vm.run(PRINT_PLATFORM_PID, SHORT_TIMEOUT).await?.success()?;
-    vm.run(&format!("kill -9 {}", first.trim()), SHORT_TIMEOUT).await?.success()?;
+    let first = vm.run(PRINT_PLATFORM_PID, SHORT_TIMEOUT).await?.into_stdout()?;
+    vm.run(&format!("kill -9 {}", first.trim()), SHORT_TIMEOUT).await?.into_stdout()?;
     eventually("the packaged platform has restarted", LONG_TIMEOUT, async || {
-        let second = vm.run(PRINT_PLATFORM_PID, SHORT_TIMEOUT).await?.success()?;
+        let second = vm.run(PRINT_PLATFORM_PID, SHORT_TIMEOUT).await?.into_stdout()?;
         ensure!(second != first && second.trim() != "0", "the platform's pid is {}", second.trim());
         ready().await
     })
     .await?;
     let stopped = "systemctl stop svc-platform && systemctl show -P Result svc-platform.service";
-    let stopped = vm.run(stopped, LONG_TIMEOUT).await?.success()?;
+    let stopped = vm.run(stopped, LONG_TIMEOUT).await?.into_stdout()?;
     ensure!(stopped.trim() == "success", "the result after stopping is {}", stopped.trim());
     vm.run("dpkg --purge svc-platform && rm /var/tmp/svc-platform.deb && ! systemctl cat svc-platform.service 2>/dev/null", LONG_TIMEOUT)
         .await?
-        .success()
+        .into_stdout()
         .context("cannot purge the package")?;
     let in_container = check_container(&vm).await.context("the platform in a container")?;
     Ok((
@@ -91,13 +91,13 @@ async fn check_container(vm: &Machine) -> Result<String> {
     let recipe = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../packaging/container/Containerfile");
     vm.run("mkdir -p /var/tmp/image && cp /opt/svc/current/bin/svc /var/tmp/image/svc", SHORT_TIMEOUT)
         .await?
-        .success()?;
+        .into_stdout()?;
     vm.upload(&recipe, "/var/tmp/Containerfile", SHORT_TIMEOUT).await?;
     let build = "podman build --format docker -f /var/tmp/Containerfile -t svc-platform /var/tmp/image";
-    vm.run(build, LONG_TIMEOUT).await?.success().context("cannot build the image")?;
+    vm.run(build, LONG_TIMEOUT).await?.into_stdout().context("cannot build the image")?;
     vm.run(&format!("chown 65532 /etc/svc/platform.env && {RUN_CONTAINER}"), LONG_TIMEOUT)
         .await?
-        .success()
+        .into_stdout()
         .context("cannot run the container")?;
     let healthy = eventually("the container is healthy", LONG_TIMEOUT, async || {
         vm.run(
@@ -105,18 +105,18 @@ async fn check_container(vm: &Machine) -> Result<String> {
             LONG_TIMEOUT,
         )
         .await?
-        .success()
+        .into_stdout()
     });
     healthy.await?;
     let stop = "podman stop --time 30 svc-platform && podman inspect -f '{{.State.ExitCode}}' svc-platform";
-    let exit_code = vm.run(stop, LONG_TIMEOUT).await?.success()?;
+    let exit_code = vm.run(stop, LONG_TIMEOUT).await?.into_stdout()?;
     ensure!(exit_code.trim().ends_with("\n0"), "the container's exit code is {exit_code}");
     vm.run(
         "podman rm svc-platform; podman rmi svc-platform; rm -r /var/tmp/image /var/tmp/Containerfile",
         LONG_TIMEOUT,
     )
     .await?
-    .success()
+    .into_stdout()
     .context("cannot remove the container")?;
     Ok("the same in a container, read-only and without capabilities".to_owned())
 }
@@ -129,19 +129,19 @@ pub async fn check_host_package(stack: &Stack, machine: &MachineRecord) -> Resul
     let before = stack.web.titles(&stack.owner_token()).await?;
     vm.run(REMOVE_RELEASE_AND_UNITS, LONG_TIMEOUT)
         .await?
-        .success()
+        .into_stdout()
         .context("cannot remove the release and the units")?;
     vm.upload(&build_package(stack, "svc-host").await?, "/var/tmp/svc-host.deb", LONG_TIMEOUT).await?;
-    let output = vm.run("dpkg -i /var/tmp/svc-host.deb", LONG_TIMEOUT).await?.success()?;
+    let output = vm.run("dpkg -i /var/tmp/svc-host.deb", LONG_TIMEOUT).await?.into_stdout()?;
     ensure!(!output.contains("not provisioned"), "the package reports an unprovisioned machine: {output}");
     vm.run("/usr/lib/svc/svc svc-update boot", LONG_TIMEOUT)
         .await?
-        .success()
+        .into_stdout()
         .context("cannot install the release")?;
     let started = Instant::now();
     vm.run("systemctl enable --now svc.target", LONG_TIMEOUT)
         .await?
-        .success()
+        .into_stdout()
         .context("cannot start the host")?;
     let after = wait_until_served(stack).await?;
     let seconds = started.elapsed().as_secs_f64();
@@ -153,26 +153,26 @@ pub async fn check_host_package(stack: &Stack, machine: &MachineRecord) -> Resul
     })
     .await?;
 
-    let gateway = vm.run(PRINT_GATEWAY_PID, SHORT_TIMEOUT).await?.success()?;
+    let gateway = vm.run(PRINT_GATEWAY_PID, SHORT_TIMEOUT).await?.into_stdout()?;
     vm.run("dpkg -i /var/tmp/svc-host.deb", LONG_TIMEOUT)
         .await?
-        .success()
+        .into_stdout()
         .context("cannot reinstall the package")?;
     ensure!(
-        vm.run(PRINT_GATEWAY_PID, SHORT_TIMEOUT).await?.success()? == gateway,
+        vm.run(PRINT_GATEWAY_PID, SHORT_TIMEOUT).await?.into_stdout()? == gateway,
         "reinstalling the package restarted the gateway"
     );
     let files = "find /home/svc /var/lib/svc/tls /opt/svc/env -type f | wc -l; podman volume ls -q";
-    let before_purge = vm.run(files, SHORT_TIMEOUT).await?.success()?;
+    let before_purge = vm.run(files, SHORT_TIMEOUT).await?.into_stdout()?;
     vm.run("dpkg --purge svc-host && rm /var/tmp/svc-host.deb", LONG_TIMEOUT)
         .await?
-        .success()
+        .into_stdout()
         .context("cannot purge the package")?;
     let running =
         "systemctl list-units --no-legend --state=active,activating 'svc*'; ss -Hltn 'sport = :443'";
-    let running = vm.run(running, SHORT_TIMEOUT).await?.success()?;
+    let running = vm.run(running, SHORT_TIMEOUT).await?.into_stdout()?;
     ensure!(running.trim().is_empty(), "still running after the purge: {running}");
-    let after_purge = vm.run(files, SHORT_TIMEOUT).await?.success()?;
+    let after_purge = vm.run(files, SHORT_TIMEOUT).await?.into_stdout()?;
     ensure!(
         after_purge == before_purge,
         "before the purge, the owner had {before_purge} files, now {after_purge}"

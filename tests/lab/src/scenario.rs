@@ -25,7 +25,7 @@ const PRINT_MARKER_TIME: &str = "stat -c %Y.%Z /var/lib/svc/restore-complete";
 const PRINT_BOOT_ID: &str = "cat /proc/sys/kernel/random/boot_id";
 
 pub async fn publish(stack: &Stack) -> Result<((), String)> {
-    stack.svcctl(&["slot", "set", USER, "--plan", "starter"]).await?.success()?;
+    stack.svcctl(&["slot", "set", USER, "--plan", "starter"]).await?.ensure_success()?;
     let mib = publish_as(stack, IMAGE_VERSION, &stack.svc, release::small_options).await?;
     Ok(((), format!("slot {USER}/primary on starter; bundle {IMAGE_VERSION}, {mib} MiB")))
 }
@@ -48,13 +48,13 @@ pub async fn publish_as(
     };
     let built = tokio::task::spawn_blocking(build).await??;
     let dir = built.dir.display().to_string();
-    stack.svcctl(&["bundle", "publish", &dir, "--image-version", version]).await?.success()?;
+    stack.svcctl(&["bundle", "publish", &dir, "--image-version", version]).await?.ensure_success()?;
     Ok(built.size_bytes >> 20)
 }
 
 pub async fn provision(stack: &Stack) -> Result<(MachineRecord, String)> {
     let args = ["--json", "provision", USER, "--handle", HANDLE, "--wait=800"];
-    let run = stack.svcctl(&[&args[..], &CONFIRM_FLAGS].concat()).await?.success()?;
+    let run = stack.svcctl(&[&args[..], &CONFIRM_FLAGS].concat()).await?.ensure_success()?;
     let machine = MachineRecord::parse(&run.stdout)?;
     ensure!(machine.status == "running" && machine.epoch == 1, "the machine is {machine:?}");
     Ok((machine.clone(), format!("machine {} is running at {}", machine.id, machine.ip)))
@@ -65,15 +65,15 @@ pub async fn reboot(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
     let vm = stack.provider.machine(&machine.server)?;
     let timeout = Duration::from_secs(60);
     let (boot, marker) = (
-        vm.run(PRINT_BOOT_ID, timeout).await?.success()?,
-        vm.run(PRINT_MARKER_TIME, timeout).await?.success()?,
+        vm.run(PRINT_BOOT_ID, timeout).await?.into_stdout()?,
+        vm.run(PRINT_MARKER_TIME, timeout).await?.into_stdout()?,
     );
     let before = stack.web.titles(&stack.owner_token()).await?;
     // SSH disconnects before it can return a status.
     vm.run("systemctl reboot", timeout).await.ok();
     let started = std::time::Instant::now();
     eventually("the machine reboots", BOOT_TIMEOUT, || async {
-        let boot_id = vm.run(PRINT_BOOT_ID, Duration::from_secs(30)).await?.success()?;
+        let boot_id = vm.run(PRINT_BOOT_ID, Duration::from_secs(30)).await?.into_stdout()?;
         ensure!(boot_id != boot, "the machine has not rebooted yet");
         Ok(())
     })
@@ -82,7 +82,10 @@ pub async fn reboot(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
     let after = eventually("the rows are found", BOOT_TIMEOUT, || stack.web.titles(&owner)).await?;
     let seconds = started.elapsed().as_secs_f64();
     ensure!(after == before, "there were {before:?}, now {after:?}");
-    ensure!(vm.run(PRINT_MARKER_TIME, timeout).await?.success()? == marker, "the machine was restored again");
+    ensure!(
+        vm.run(PRINT_MARKER_TIME, timeout).await?.into_stdout()? == marker,
+        "the machine was restored again"
+    );
     Ok(((), format!("served {seconds:.0} s after the reboot; {} rows, nothing restored", after.len())))
 }
 
@@ -103,7 +106,7 @@ pub async fn recover(
     let ready = TIMEOUTS.ready + files::processing_timeout(files_mib);
     let wait = format!("--wait={}", ready.as_secs());
     let recover = ["--json", "recover", USER, "--yes", &wait];
-    let run = stack.svcctl_with_timeout(ready + Duration::from_secs(60), &recover).await?.success()?;
+    let run = stack.svcctl_with_timeout(ready + Duration::from_secs(60), &recover).await?.ensure_success()?;
     let second = MachineRecord::parse(&run.stdout)?;
     ensure!(second.status == "running" && second.id != first.id, "the new machine is {second:?}");
     ensure!(second.epoch > first.epoch, "the new machine has epoch {}", second.epoch);
@@ -111,7 +114,7 @@ pub async fn recover(
     let marker = vm
         .run(PRINT_MARKER_TIME, Duration::from_secs(60))
         .await?
-        .success()
+        .into_stdout()
         .context("cannot read the marker")?;
     ensure!(!marker.trim().is_empty(), "the marker is empty");
     Ok((second.clone(), format!("machine {} is running, epoch {}, restored", second.id, second.epoch)))
@@ -124,22 +127,25 @@ pub async fn fence_old_machine(stack: &Stack, first: &MachineRecord) -> Result<(
     let (before, timeout) = (pointer()?, Duration::from_secs(60));
     vm.power_on_at_previous_size()?;
     eventually("the old machine detects that it has been replaced", BOOT_TIMEOUT, || async {
-        vm.run("test -e /var/lib/svc/superseded.json", timeout).await?.success().map(drop)
+        vm.run("test -e /var/lib/svc/superseded.json", timeout).await?.into_stdout().map(drop)
     })
     .await?;
     eventually("the old machine's gateway stops", Duration::from_secs(60), || async {
-        let state = vm.run("systemctl show -P ActiveState svc-gateway.service", timeout).await?.success()?;
+        let state =
+            vm.run("systemctl show -P ActiveState svc-gateway.service", timeout).await?.into_stdout()?;
         ensure!(state.trim() == "inactive", "the gateway is {}", state.trim());
         Ok(())
     })
     .await?;
     let backup = vm.run("systemctl start svc-db-backup.service", timeout).await?;
     ensure!(!backup.status.success(), "a replaced machine's backup was not refused");
-    let journal =
-        vm.run("journalctl -b -u svc-db-backup.service -n 20 -o cat --no-pager", timeout).await?.success()?;
+    let journal = vm
+        .run("journalctl -b -u svc-db-backup.service -n 20 -o cat --no-pager", timeout)
+        .await?
+        .into_stdout()?;
     ensure!(journal.contains("replaced"), "the backup failed for another reason: {journal}");
     let state = "systemctl show -P ActiveState svc-gateway.service; ss -Hltn sport = 443";
-    let state = vm.run(state, timeout).await?.success()?;
+    let state = vm.run(state, timeout).await?.into_stdout()?;
     ensure!(state.trim() == "inactive", "the gateway is running again: {state}");
     ensure!(pointer()? == before, "the pointer moved: {}", pointer()?);
     vm.save_journal().await.ok();
@@ -157,13 +163,13 @@ pub async fn run_drill(stack: &Stack, machine: &MachineRecord) -> Result<((), St
     let vm = stack.provider.machine(&machine.server)?;
     let (timeout, long_timeout) = (Duration::from_secs(60), Duration::from_secs(400));
     for unit in ["svc-db-drill.service", "svc-db-verify.service"] {
-        vm.run(&format!("systemctl start {unit}"), long_timeout).await?.success().context(unit)?;
+        vm.run(&format!("systemctl start {unit}"), long_timeout).await?.into_stdout().context(unit)?;
     }
     let latest = "/opt/svc/bin/svc-db-backup verify --latest";
     let verify = format!("systemd-run --wait --pipe -q -p User=svc-gateway -p Group=svc-gateway {latest}");
-    let output = vm.run(&verify, long_timeout).await?.success().context("verify --latest")?;
+    let output = vm.run(&verify, long_timeout).await?.into_stdout().context("verify --latest")?;
     let checks = eventually("both results are reported", BOOT_TIMEOUT, || async {
-        let run = stack.svcctl(&["--json", "status", HANDLE]).await?.success()?;
+        let run = stack.svcctl(&["--json", "status", HANDLE]).await?.ensure_success()?;
         let record: serde_json::Value = run.json()?;
         let checks = record["checks"].clone();
         let has_both_results = ["drill", "verify"].iter().all(|kind| checks[*kind]["status"] == "success");
@@ -174,7 +180,7 @@ pub async fn run_drill(stack: &Stack, machine: &MachineRecord) -> Result<((), St
     let leftover = vm
         .run(&format!("set -e\n{LIST_EXTRA_DATABASES}\nls /var/lib/svc/drill"), timeout)
         .await?
-        .success()?;
+        .into_stdout()?;
     ensure!(leftover.trim() == "lock", "left over from a drill: {leftover}");
     Ok(((), format!("{} restored in a drill; {}", checks["drill"]["key"], output.trim())))
 }
@@ -186,18 +192,21 @@ pub async fn resize(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
     let identity = format!("cat /etc/machine-id; {PRINT_MARKER_TIME}");
     let size = "nproc; awk '/MemTotal/ {print int($2 / 1024)}' /proc/meminfo";
     let (identity_before, small) =
-        (vm.run(&identity, timeout).await?.success()?, vm.run(size, timeout).await?.success()?);
+        (vm.run(&identity, timeout).await?.into_stdout()?, vm.run(size, timeout).await?.into_stdout()?);
     let before = stack.web.titles(&stack.owner_token()).await?;
-    stack.svcctl(&["slot", "set", USER, "--plan", "builder"]).await?.success()?;
-    let run = stack.svcctl(&["--json", "resize", HANDLE, "cpx32", "--yes", "--wait=800"]).await?.success()?;
+    stack.svcctl(&["slot", "set", USER, "--plan", "builder"]).await?.ensure_success()?;
+    let run = stack
+        .svcctl(&["--json", "resize", HANDLE, "cpx32", "--yes", "--wait=800"])
+        .await?
+        .ensure_success()?;
     let record: serde_json::Value = run.json()?;
     ensure!(record["status"] == "running" && record["serverType"] == "cpx32", "the record is {record}");
     let owner = stack.owner_token();
     let after = eventually("the rows are found", BOOT_TIMEOUT, || stack.web.titles(&owner)).await?;
     ensure!(after == before, "there were {before:?}, now {after:?}");
-    let large = vm.run(size, timeout).await?.success()?;
+    let large = vm.run(size, timeout).await?.into_stdout()?;
     ensure!(
-        vm.run(&identity, timeout).await?.success()? == identity_before,
+        vm.run(&identity, timeout).await?.into_stdout()? == identity_before,
         "the machine has a different disk, or was restored again"
     );
     ensure!(large != small, "the size is still {small}");
@@ -219,7 +228,8 @@ pub async fn refuse_corrupted_snapshot(stack: &Stack) -> Result<((), String)> {
     stack.store.add_fault(Rule::new(Fault::CorruptBody).method("GET").key_suffix(".dump").always());
     let run = stack.svcctl(&["--json", "recover", USER, "--yes", "--wait=800"]).await?;
     ensure!(run.code != Some(0), "a corrupted snapshot was restored: {}", run.stdout);
-    let record: serde_json::Value = stack.svcctl(&["--json", "status", HANDLE]).await?.success()?.json()?;
+    let record: serde_json::Value =
+        stack.svcctl(&["--json", "status", HANDLE]).await?.ensure_success()?.json()?;
     ensure!(
         record["status"] == "failed",
         "svcctl recover: {}{}; the record is {record}",
@@ -231,7 +241,7 @@ pub async fn refuse_corrupted_snapshot(stack: &Stack) -> Result<((), String)> {
     let id = record["machineId"].as_str().context("the record has no machineId")?;
     let vm = stack.provider.machine(&format!("svc-{id}"))?;
     let units = "systemctl show -P ActiveState svc-restore.service svc-gateway.service; test -e /opt/svc/restore-complete && echo open || echo closed";
-    let output = vm.run_when_reachable(units, BOOT_TIMEOUT).await?.success()?;
+    let output = vm.run_when_reachable(units, BOOT_TIMEOUT).await?.into_stdout()?;
     let states: Vec<&str> = output.split_whitespace().collect();
     ensure!(
         states == ["failed", "inactive", "closed"],

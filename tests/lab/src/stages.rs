@@ -17,14 +17,14 @@ pub async fn measure_boot(stack: &Stack, machine: &MachineRecord) -> Result<((),
     let power_on = vm.last_powered_on_at().context("the machine was never on")?;
     let clock =
         "echo $(date +%s%3N) $(cut -d. -f1 /proc/uptime) $(systemctl show -P UserspaceTimestampMonotonic)";
-    let output = vm.run(clock, Duration::from_secs(60)).await?.success()?;
+    let output = vm.run(clock, Duration::from_secs(60)).await?.into_stdout()?;
     let numbers: Vec<i64> = output.split_whitespace().filter_map(|field| field.parse().ok()).collect();
     let [now_ms, up_seconds, userspace_us] = numbers[..] else {
         anyhow::bail!("unexpected output: {output:?}")
     };
     let userspace = Timestamp::from_millisecond(now_ms - up_seconds * 1000 + userspace_us / 1000)?;
 
-    let record: Value = stack.svcctl(&["--json", "status", HANDLE]).await?.success()?.json()?;
+    let record: Value = stack.svcctl(&["--json", "status", HANDLE]).await?.ensure_success()?.json()?;
     let stages = record["boot"]["stages"].as_array().context("the record has no boot stages")?;
     let started_at = |stage: &str| {
         let entry = stages.iter().find(|entry| entry["stage"] == stage);

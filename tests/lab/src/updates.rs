@@ -26,7 +26,7 @@ pub async fn deploy_update(stack: &Stack, machine: &MachineRecord) -> Result<(()
     publish_as(stack, SECOND_VERSION, &stack.svc, release::small_options).await?;
     let started = Instant::now();
     let args = ["--json", "deploy", "start", SECOND_VERSION, "--no-verify", "--yes", "--wait=800"];
-    let rollout: Value = stack.svcctl(&args).await?.success()?.json()?;
+    let rollout: Value = stack.svcctl(&args).await?.ensure_success()?.json()?;
     let seconds = started.elapsed().as_secs_f64();
     ensure!(rollout["state"] == "succeeded" && rollout["totals"]["updated"] == 1, "the rollout is {rollout}");
     ensure!(
@@ -49,17 +49,21 @@ pub async fn cut_power_during_update(stack: &Stack, machine: &MachineRecord) -> 
     let run = stack
         .svcctl(&["--json", "deploy", "start", POWER_CUT_VERSION, "--no-verify", "--yes"])
         .await?
-        .success()?;
+        .ensure_success()?;
     let rollout: Value = run.json()?;
     let id = rollout["rolloutId"].as_str().with_context(|| format!("no rolloutId in {rollout}"))?.to_owned();
     let activating = "for n in $(seq 3000); do grep -rqs '\"activating\"' /var/lib/svc/update && exit 0; sleep 0.1; done; exit 1";
-    vm.run(activating, LONG_TIMEOUT).await?.success().context("the update did not restart the services")?;
+    vm.run(activating, LONG_TIMEOUT)
+        .await?
+        .into_stdout()
+        .context("the update did not restart the services")?;
     stack.provider.kill_server(&machine.server).await?;
     stack.provider.power_on(&machine.server)?;
     let after = wait_until_served(stack).await?;
     ensure!(after == before, "there were {before:?}, now {after:?}");
     let state = eventually("the rollout ends", BOOT_TIMEOUT, || async {
-        let status: Value = stack.svcctl(&["--json", "deploy", "status", &id]).await?.success()?.json()?;
+        let status: Value =
+            stack.svcctl(&["--json", "deploy", "status", &id]).await?.ensure_success()?.json()?;
         ensure!(
             status["state"] == "succeeded" || status["state"] == "stopped",
             "the rollout is {}",
@@ -74,10 +78,12 @@ pub async fn cut_power_during_update(stack: &Stack, machine: &MachineRecord) -> 
         "the rollout is {state}, but the machine is running {release}"
     );
     let journal = "journalctl -b -u svc-update.service -o cat --no-pager";
-    let journal = vm.run(journal, SHORT_TIMEOUT).await?.success()?;
+    let journal = vm.run(journal, SHORT_TIMEOUT).await?.into_stdout()?;
     ensure!(journal.contains("interrupted update"), "no update was in progress at the power cut: {journal}");
-    let journal_file =
-        vm.run("cat /var/lib/svc/update/journal.json 2>/dev/null; true", SHORT_TIMEOUT).await?.success()?;
+    let journal_file = vm
+        .run("cat /var/lib/svc/update/journal.json 2>/dev/null; true", SHORT_TIMEOUT)
+        .await?
+        .into_stdout()?;
     ensure!(
         journal_file.trim().is_empty() || journal_file.contains("ended"),
         "the update is still in progress: {journal_file}"
@@ -107,13 +113,13 @@ pub async fn roll_back_broken_update(stack: &Stack, machine: &MachineRecord) -> 
     publish_as(stack, BROKEN_VERSION, &svc, release::small_options).await?;
     let run = stack.svcctl(&["--json", "deploy", "start", BROKEN_VERSION, "--yes", "--wait=800"]).await?;
     ensure!(run.code == Some(69), "svcctl exited with {:?}: {}{}", run.code, run.stdout, run.stderr);
-    let record: Value = stack.svcctl(&["--json", "status", HANDLE]).await?.success()?.json()?;
+    let record: Value = stack.svcctl(&["--json", "status", HANDLE]).await?.ensure_success()?.json()?;
     let last_update = &record["lastUpdate"];
     ensure!(
         last_update["version"] == BROKEN_VERSION && last_update["outcome"] == "rolled_back",
         "the host reported {last_update}"
     );
-    let fleet: Value = stack.svcctl(&["--json", "fleet"]).await?.success()?.json()?;
+    let fleet: Value = stack.svcctl(&["--json", "fleet"]).await?.ensure_success()?.json()?;
     ensure!(fleet["attention"].to_string().contains("update_rolled_back"), "the fleet is {fleet}");
     ensure!(
         current_release(stack, machine).await? == before,
@@ -139,7 +145,7 @@ pub async fn deploy_full_release(stack: &Stack, machine: &MachineRecord) -> Resu
     let started = Instant::now();
     let args = ["--json", "deploy", "start", FULL_VERSION, "--yes", "--wait=1200"];
     let rollout: Value =
-        stack.svcctl_with_timeout(Duration::from_secs(1300), &args).await?.success()?.json()?;
+        stack.svcctl_with_timeout(Duration::from_secs(1300), &args).await?.ensure_success()?.json()?;
     ensure!(rollout["state"] == "succeeded", "the rollout is {rollout}");
     ensure!(rollout["verification"]["passed"] == true, "the platform did not verify the release: {rollout}");
     let seconds = started.elapsed().as_secs_f64();
@@ -157,9 +163,9 @@ pub async fn deploy_full_release(stack: &Stack, machine: &MachineRecord) -> Resu
     let anonymous = stack.code.get("/", None, "application/json").await?;
     ensure!(anonymous.status == 401, "a visitor without a session got {} from code-server", anonymous.status);
     let strict = "/opt/svc/bin/svcctl verify-rollout --strict --socket /run/svc/gateway/gateway.sock";
-    let verified = vm.run(strict, LONG_TIMEOUT).await?.success().context("verify-rollout --strict")?;
+    let verified = vm.run(strict, LONG_TIMEOUT).await?.into_stdout().context("verify-rollout --strict")?;
     let node = "su -l -s /bin/sh svc -c 'node --version'";
-    let node = vm.run(node, LONG_TIMEOUT).await?.success().context("Node.js at the owner's prompt")?;
+    let node = vm.run(node, LONG_TIMEOUT).await?.into_stdout().context("Node.js at the owner's prompt")?;
     let lines = verified.lines().filter(|line| !line.trim().is_empty()).count();
     Ok((
         (),
@@ -179,6 +185,6 @@ async fn get_page(web: &WebClient, path: &str, owner: &str) -> Result<String> {
 
 async fn current_release(stack: &Stack, machine: &MachineRecord) -> Result<String> {
     let vm = stack.provider.machine(&machine.server)?;
-    let link = vm.run("readlink /opt/svc/current", SHORT_TIMEOUT).await?.success()?;
+    let link = vm.run("readlink /opt/svc/current", SHORT_TIMEOUT).await?.into_stdout()?;
     Ok(link.trim().rsplit('/').next().unwrap_or_default().to_owned())
 }

@@ -38,7 +38,7 @@ function listWarnings(state: BackupState): HTMLLIElement[] {
   if (state.error) warn("The last save failed: ", verbatim(state.error));
   if (state.damage) warn("A check has found damage in the backup: ", verbatim(state.damage));
   if (state.unreadable > 0) {
-    const example = state.firstUnreadable ? [", such as ", verbatim(state.firstUnreadable)] : [];
+    const example = state.firstUnreadable ? [" (first: ", verbatim(state.firstUnreadable), ")"] : [];
     warn(`${formatCount(state.unreadable, "entry", "entries")} could not be read`, ...example);
   }
   if (state.unstable > 0) {

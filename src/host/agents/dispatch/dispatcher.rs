@@ -103,7 +103,7 @@ pub(super) struct DispatchTable {
     pub(super) ended_bytes: usize,
     /// Journal files of recorded or refused dispatches and of ended batches, removed once the records are durable.
     pub(super) recorded: Vec<JournalFile>,
-    /// The number of failed record syncs when such a failure last caused `recorded` to be cleared.
+    /// The number of failed log file syncs when such a failure last caused `recorded` to be cleared.
     pub(super) failed_syncs: u64,
     /// Batches whose files stay in the journal until the next start: the record of an entry was dropped or may not be
     /// on disk, and the batch's file may be the only one that contains the entry.

@@ -63,8 +63,8 @@ impl HomeWatcher {
         let (folders, watches) = (HashMap::new(), HashMap::new());
         let watcher =
             Self { home: folder, root, inotify, folders, watches, is_at_watch_limit: false, event_count: 0 };
-        // Check now that `openat2` is permitted: if a seccomp filter denied it, the audit would silently miss all
-        // changes.
+        // Check now that `openat2` is permitted: if a seccomp filter denied it, no folder could be opened, and the
+        // audit would miss all changes.
         watcher.open_below(b".").map_err(cannot("open folders of"))?;
         Ok(watcher)
     }

@@ -179,11 +179,11 @@ impl WatcherHandle {
 
     /// Returns the changes since the reply with the token `saved`; `None` if the thread has ended.
     async fn take_changes(&self, saved: Option<String>) -> Option<ChangesReply> {
-        let (done, reply) = oneshot::channel();
-        if !self.request(Request::Changes { saved, done }) {
+        let (reply, changes) = oneshot::channel();
+        if !self.request(Request::Changes { saved, reply }) {
             return None;
         }
-        reply.await.ok()
+        changes.await.ok()
     }
 
     fn request(&self, request: Request) -> bool {

@@ -21,6 +21,6 @@ pub enum Request {
     /// Requests the changes since the reply with the token `saved`. If `saved` is `None`, anything may have changed.
     Changes {
         saved: Option<String>,
-        done: oneshot::Sender<ChangesReply>,
+        reply: oneshot::Sender<ChangesReply>,
     },
 }

@@ -144,8 +144,8 @@ impl Watcher {
     fn process_request(&mut self, request: Request) {
         let HookRequest { message, peer, received_at, done } = match request {
             Request::Hook(hook) => *hook,
-            Request::Changes { saved, done } => {
-                let _ = done.send(self.take_changes(saved.as_deref()));
+            Request::Changes { saved, reply } => {
+                let _ = reply.send(self.take_changes(saved.as_deref()));
                 return;
             }
         };

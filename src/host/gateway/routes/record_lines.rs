@@ -35,7 +35,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(200);
 /// owner's time zone, by up to 26 hours, can put lines into an earlier or later day's file.
 const MAX_DISORDER_HOURS: i64 = 50;
 
-/// A record and its filters.
+/// A log and its filters.
 pub struct LogView {
     pub kind: RecordKind,
     /// The response member that contains the lines.
@@ -121,7 +121,7 @@ impl LogFilter {
     }
 }
 
-/// Parses a line; `None` if it is not a valid line of this record.
+/// Parses a line; `None` if it is not a valid line of this log.
 fn parse_line(view: &LogView, line: &str) -> Option<Map<String, Value>> {
     if !view.is_text {
         return match serde_json::from_str(line) {
@@ -139,7 +139,7 @@ fn parse_line(view: &LogView, line: &str) -> Option<Map<String, Value>> {
     Some(Map::from_iter([("timestamp".to_owned(), timestamp.into()), ("text".to_owned(), text.into())]))
 }
 
-/// Returns a page from a record.
+/// Returns a page from a log.
 ///
 /// # Errors
 /// 400 for an invalid parameter; 410 for a cursor whose lines no longer exist; 500 if a file cannot be read.
@@ -174,7 +174,7 @@ pub async fn list(kernel: &Kernel, view: &'static LogView, query: Option<&str>) 
     Ok(bridge::json_response(StatusCode::OK, Bytes::from(response.to_string())).into_response())
 }
 
-/// Streams a record's new lines until `closing` is cancelled, because the gateway is shutting down, or until
+/// Streams a log's new lines until `closing` is cancelled, because the gateway is shutting down, or until
 /// `MAX_STREAM_DURATION` has elapsed. The client then reconnects.
 ///
 /// # Errors
@@ -195,7 +195,7 @@ pub async fn follow(
         let detail = "Too many streams are open: close one, or try again later.";
         Problem::new(Code::Unavailable, detail).retry_after(5)
     };
-    let permit = kernel.admit_record_stream().ok_or_else(too_many)?;
+    let permit = kernel.admit_log_stream().ok_or_else(too_many)?;
     let logs = kernel.logs();
     let opened = tokio::task::spawn_blocking(move || match last_event_id {
         Some(position) => Tail::resume_after(view.kind, logs, position),
@@ -209,7 +209,7 @@ pub async fn follow(
     let now = Instant::now();
     let ready_event =
         format!("retry: {RETRY_DELAY_MS}\n{}event: ready\ndata: {{}}\n\n", id_line(tail.position()));
-    let record_stream = LogStream {
+    let log_stream = LogStream {
         tail: Some(tail),
         view,
         filter,
@@ -218,13 +218,10 @@ pub async fn follow(
         deadline: now + MAX_STREAM_DURATION,
         _permit: permit,
     };
-    Ok(events::stream_response(stream::unfold(
-        (record_stream, closing),
-        |(mut stream, closing)| async move {
-            let chunk = closing.run_until_cancelled(stream.next()).await??;
-            Some((Ok::<_, Infallible>(chunk), (stream, closing)))
-        },
-    )))
+    Ok(events::stream_response(stream::unfold((log_stream, closing), |(mut stream, closing)| async move {
+        let chunk = closing.run_until_cancelled(stream.next()).await??;
+        Some((Ok::<_, Infallible>(chunk), (stream, closing)))
+    })))
 }
 
 fn parse_last_event_id(headers: &HeaderMap) -> Result<Option<TailPosition>, Problem> {
@@ -238,7 +235,7 @@ fn id_line(position: Option<TailPosition>) -> String {
     position.map(|position| format!("id: {position}\n")).unwrap_or_default()
 }
 
-/// The state of one stream of a record's new lines.
+/// The state of one stream of a log's new lines.
 struct LogStream {
     /// `None` while a blocking thread reads the next lines.
     tail: Option<Tail>,

@@ -72,8 +72,8 @@ const EVENTS: DocumentedResponse = DocumentedResponse {
     content: Content::Other("text/event-stream"),
 };
 
-/// Defines the two routes for a record: its pages and its stream.
-macro_rules! record {
+/// Defines the two routes for a log: its pages and its stream.
+macro_rules! log_routes {
     ($list:ident, $list_handler:ident, $follow:ident, $follow_handler:ident, $view:expr, $id:literal, $follow_id:literal, $path:literal, $summary:literal,
      [$($filter:expr),* $(,)?], $member:literal, $line_schema:literal) => {
         pub static $list: Endpoint = Endpoint {
@@ -176,7 +176,7 @@ static BACKUPS_VIEW: LogView = LogView {
     is_text: false,
 };
 
-record!(
+log_routes!(
     INTERACTIONS,
     list_interactions,
     FOLLOW_INTERACTIONS,
@@ -198,7 +198,7 @@ record!(
     "interactions",
     "Interaction"
 );
-record!(
+log_routes!(
     AUDIT,
     list_audit,
     FOLLOW_AUDIT,
@@ -223,7 +223,7 @@ record!(
     "entries",
     "AuditEntry"
 );
-record!(
+log_routes!(
     ACTIVITY,
     list_activity,
     FOLLOW_ACTIVITY,
@@ -237,7 +237,7 @@ record!(
     "lines",
     "ActivityLine"
 );
-record!(
+log_routes!(
     STORAGE,
     list_storage,
     FOLLOW_STORAGE,
@@ -251,7 +251,7 @@ record!(
     "days",
     "StorageDay"
 );
-record!(
+log_routes!(
     BACKUPS,
     list_backups,
     FOLLOW_BACKUPS,

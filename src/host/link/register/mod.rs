@@ -230,6 +230,6 @@ fn log_if_key_changed(layout: &Layout, registered: &RegistrationState) {
     if let Ok(Some(pin)) = probe::read_pin(layout)
         && !registered.has_pin(pin)
     {
-        tracing::error!("the gateway's TLS key is not the registered one: recover this machine");
+        tracing::error!("the gateway's TLS key is not the registered one: recover the slot");
     }
 }

@@ -113,8 +113,9 @@ fn waiting_update_item(config: &SyncConfig) -> Option<Attention> {
 fn unsaved_files_item(config: &SyncConfig) -> Option<Attention> {
     let outcome = RestoreOutcome::read(&config.layout).ok().flatten();
     if let Some(error) = outcome.and_then(|outcome| outcome.error) {
-        let detail =
-            format!("the previous machine's files have not been restored, and no files are saved: {error}");
+        let detail = format!(
+            "the previous machine's files have not been restored, and no files are being saved: {error}"
+        );
         return Some(attention_item(FILES_NOT_RESTORED, detail));
     }
     let status = FilesStatus::read(&config.layout).ok()??;

@@ -81,7 +81,7 @@ impl Syncer {
                 has_failed = true;
                 if !is_failing {
                     let path = unsynced.path.display();
-                    tracing::error!(%path, %error, "cannot sync a record; its newest lines may not be on the disk");
+                    tracing::error!(%path, %error, "cannot sync a log file; its newest lines may not be on disk");
                 }
             }
             if !request.files.is_empty() {

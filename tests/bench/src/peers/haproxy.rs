@@ -47,7 +47,7 @@ impl HaProxy {
         Ok(Self { program: HAPROXY.locate_or_fetch()? })
     }
 
-    pub fn router(&self, dir: &Path, pem: &Pem, upstreams: &Upstreams<'_>) -> Result<RunningPeer> {
+    pub fn start_router(&self, dir: &Path, pem: &Pem, upstreams: &Upstreams<'_>) -> Result<RunningPeer> {
         let server_dir = dir.join("haproxy");
         fs::create_dir_all(&server_dir)?;
         let combined = server_dir.join("front.pem");

@@ -65,7 +65,7 @@ impl Nginx {
     }
 
     /// Starts an upstream that serves a small body at `/` and the file `large` at `/large`.
-    pub fn upstream(&self, dir: &Path, pem: &Pem, large: &Path) -> Result<RunningPeer> {
+    pub fn start_upstream(&self, dir: &Path, pem: &Pem, large: &Path) -> Result<RunningPeer> {
         let locations = format!(
             "location / {{ default_type text/plain; return 200 \"{}\"; }}\n\
              location = /large {{ default_type application/octet-stream; alias {}; }}",
@@ -76,7 +76,7 @@ impl Nginx {
     }
 
     /// Starts a router: TLS on both sides, persistent connections to the upstream, cookies dropped.
-    pub fn router(&self, dir: &Path, pem: &Pem, upstreams: &Upstreams<'_>) -> Result<RunningPeer> {
+    pub fn start_router(&self, dir: &Path, pem: &Pem, upstreams: &Upstreams<'_>) -> Result<RunningPeer> {
         let pool = |name: &str, address: SocketAddr| {
             format!("upstream {name} {{ server {address}; keepalive 256; keepalive_requests 1000000000; }}\n")
         };

@@ -9,7 +9,7 @@ use kit::child;
 use kit::pg::PgServer;
 
 /// Returns the transactions per second for one statement.
-pub fn load(server: &PgServer, database: &str, sql: &str, clients: u32, seconds: u32) -> Result<f64> {
+pub fn measure_tps(server: &PgServer, database: &str, sql: &str, clients: u32, seconds: u32) -> Result<f64> {
     let dir = tempfile::tempdir()?;
     let script = dir.path().join("statement.sql");
     fs::write(&script, format!("{sql}\n"))?;

@@ -65,7 +65,7 @@ impl Wrk {
     /// # Errors
     /// Fails if wrk fails, a response is an error, a connection fails or times out, or there is no response: the
     /// figures would be meaningless.
-    pub fn load(&self, request: &Request, connections: u32, seconds: u32) -> Result<LoadResult> {
+    pub fn run_load(&self, request: &Request, connections: u32, seconds: u32) -> Result<LoadResult> {
         let dir = tempfile::tempdir()?;
         let script = dir.path().join("load.lua");
         fs::write(&script, lua_script(request, dir.path())?)?;
@@ -98,7 +98,7 @@ impl LoadResult {
     }
 
     /// Returns the server CPU time per request, in microseconds.
-    pub fn cpu_micros(&self, cpu: Duration) -> f64 {
+    pub fn cpu_micros_per_request(&self, cpu: Duration) -> f64 {
         cpu.as_secs_f64() * 1e6 / self.requests as f64
     }
 }
@@ -153,7 +153,7 @@ mod tests {
             \"bytes\":4194304,\"p50\":17,\"p99\":40,\"error_responses\":0,\"failed\":0}\n";
         let result = parse_result(output).expect("the output has figures");
         assert_eq!((result.per_second(), result.mib_per_second()), (100.0, 2.0));
-        assert_eq!(result.cpu_micros(Duration::from_millis(2)), 10.0);
+        assert_eq!(result.cpu_micros_per_request(Duration::from_millis(2)), 10.0);
         assert!(parse_result("unable to connect").is_err());
     }
 

@@ -84,7 +84,7 @@ fn run_concurrent_loads(
                 let request = gateway.bridge_request(machine, find_query(load.app));
                 scope.spawn(move || {
                     std::thread::sleep(load.delay);
-                    wrk.load(&request, load.connections, load.seconds)
+                    wrk.run_load(&request, load.connections, load.seconds)
                 })
             })
             .collect();

@@ -68,7 +68,7 @@ pub async fn measure_streams(round: &Round<'_>, tally: &mut Tally) -> Result<()>
 
     let find = json!({ "action": "find", "app": "app1", "table": "items", "limit": 20 });
     let request = gateway.bridge_request(&machine, find.to_string());
-    let load = round.wrk.load(&request, 8, round.options.seconds)?;
+    let load = round.wrk.run_load(&request, 8, round.options.seconds)?;
     add(tally, FIND_P99, load.p99 / 1000.0);
     ensure!(streams.try_join_next().is_none(), "a stream has ended");
     Ok(())

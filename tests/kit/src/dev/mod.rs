@@ -73,7 +73,7 @@ async fn provision_and_wait(
 /// Provisions the demo owner's machine and waits until the owner can reach it through the router. Without `bundle`,
 /// builds the minimal bundle.
 pub(crate) async fn provision(stack: &Stack, bundle: Option<&Path>) -> Result<MachineRecord> {
-    stack.svcctl(&["slot", "set", USER, "--plan", "max"]).await?.success()?;
+    stack.svcctl(&["slot", "set", USER, "--plan", "max"]).await?.ensure_success()?;
     let (dir, version) = match bundle {
         Some(dir) => (dir.to_owned(), bundle::read_version(dir)?),
         None => {
@@ -83,10 +83,10 @@ pub(crate) async fn provision(stack: &Stack, bundle: Option<&Path>) -> Result<Ma
         }
     };
     let dir = dir.display().to_string();
-    stack.svcctl(&["bundle", "publish", &dir, "--image-version", &version]).await?.success()?;
+    stack.svcctl(&["bundle", "publish", &dir, "--image-version", &version]).await?.ensure_success()?;
     let args = ["--json", "provision", USER, "--handle", HANDLE, "--image-version", &version, "--wait=200"];
     let args = [&args[..], &CONFIRM_FLAGS].concat();
-    let machine = MachineRecord::parse(&stack.svcctl(&args).await?.success()?.stdout)?;
+    let machine = MachineRecord::parse(&stack.svcctl(&args).await?.ensure_success()?.stdout)?;
     let owner = stack.owner_token();
     eventually("the owner reaches the machine", ROUTE_TIMEOUT, || async {
         let apps = stack.web.get("/api/apps", Some(&owner), "application/json").await?;

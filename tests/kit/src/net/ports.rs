@@ -16,12 +16,12 @@ const MAX_ATTEMPTS: usize = 2000;
 pub fn free_port() -> io::Result<u16> {
     /// Locked files for this process's ports.
     static RESERVED: Mutex<Vec<File>> = Mutex::new(Vec::new());
-    let folder = reservation_folder()?;
+    let dir = reservation_dir()?;
     let range = range_below_ephemeral();
     for _ in 0..MAX_ATTEMPTS {
         let port =
             range.start + u16::try_from(uuid::Uuid::new_v4().as_u128() % range.len() as u128).unwrap_or(0);
-        let Some(reservation) = reserve(&folder, port)? else { continue };
+        let Some(reservation) = reserve(&dir, port)? else { continue };
         if TcpListener::bind((Ipv4Addr::LOCALHOST, port)).is_ok() {
             RESERVED.lock().unwrap_or_else(PoisonError::into_inner).push(reservation);
             return Ok(port);
@@ -30,20 +30,19 @@ pub fn free_port() -> io::Result<u16> {
     Err(io::Error::new(io::ErrorKind::AddrInUse, format!("no free port found in {range:?}")))
 }
 
-/// Returns the folder with an empty file for each port that this user has ever reserved.
-fn reservation_folder() -> io::Result<PathBuf> {
-    let folder = std::env::temp_dir().join(format!("svc-kit-ports-{}", nix::unistd::geteuid()));
-    std::fs::create_dir_all(&folder)?;
-    Ok(folder)
+/// Returns the directory with an empty file for each port that this user has ever reserved.
+fn reservation_dir() -> io::Result<PathBuf> {
+    let dir = std::env::temp_dir().join(format!("svc-kit-ports-{}", nix::unistd::geteuid()));
+    std::fs::create_dir_all(&dir)?;
+    Ok(dir)
 }
 
-/// Locks the file for `port`; returns `None` if another caller, in any process, holds the lock. The lock is released
-/// when this process ends.
+/// Locks the file for `port`; returns `None` if another caller, in any process, holds the lock. The lock is held until
+/// the returned file is dropped.
 ///
 /// Programs started by a test do not inherit the file descriptor, so they hold no lock.
-fn reserve(folder: &Path, port: u16) -> io::Result<Option<File>> {
-    let file =
-        File::options().create(true).truncate(false).write(true).open(folder.join(port.to_string()))?;
+fn reserve(dir: &Path, port: u16) -> io::Result<Option<File>> {
+    let file = File::options().create(true).truncate(false).write(true).open(dir.join(port.to_string()))?;
     match file.try_lock() {
         Ok(()) => Ok(Some(file)),
         Err(TryLockError::WouldBlock) => Ok(None),
@@ -77,13 +76,12 @@ mod tests {
 
     #[test]
     fn port_is_reserved_until_its_lock_is_released() {
-        let folder = tempfile::tempdir().expect("the folder is created");
-        let first = reserve(folder.path(), 10_000)
-            .expect("the lock file is opened")
-            .expect("the port is not reserved");
-        assert!(reserve(folder.path(), 10_000).expect("the lock file is opened").is_none());
-        assert!(reserve(folder.path(), 10_001).expect("the lock file is opened").is_some());
+        let dir = tempfile::tempdir().expect("the directory is created");
+        let first =
+            reserve(dir.path(), 10_000).expect("the lock file is opened").expect("the port is not reserved");
+        assert!(reserve(dir.path(), 10_000).expect("the lock file is opened").is_none());
+        assert!(reserve(dir.path(), 10_001).expect("the lock file is opened").is_some());
         drop(first);
-        assert!(reserve(folder.path(), 10_000).expect("the lock file is opened").is_some());
+        assert!(reserve(dir.path(), 10_000).expect("the lock file is opened").is_some());
     }
 }

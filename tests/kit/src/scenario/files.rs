@@ -84,12 +84,15 @@ pub fn check_restored(stack: &Stack, machine: &MachineRecord) -> Result<((), Str
 /// Restores the deleted file on the new machine, as it was on the first one.
 pub async fn restore_deleted_file(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let path = DELETED_FILE.strip_prefix("home/").context("the file is outside the watched directory")?;
-    let versions = stack.svcctl(&["--json", "files", "versions", HANDLE, path]).await?.success()?;
+    let versions = stack.svcctl(&["--json", "files", "versions", HANDLE, path]).await?.ensure_success()?;
     let page: Value = versions.json()?;
     let (newest, saved) = (&page["versions"][0], &page["versions"][1]);
     ensure!(newest["entry"].is_null() && saved["entry"]["sizeBytes"] == 13, "the versions are {page}");
     let time = saved["lastSavedAt"].as_str().context("the version has no time")?;
-    let run = stack.svcctl(&["--json", "files", "restore", HANDLE, path, "--time", time]).await?.success()?;
+    let run = stack
+        .svcctl(&["--json", "files", "restore", HANDLE, path, "--time", time])
+        .await?
+        .ensure_success()?;
     let result: Value = run.json()?;
     let restored =
         fs::read_to_string(stack.provider.disk(&machine.server)?.join("home/svc").join(DELETED_FILE))?;

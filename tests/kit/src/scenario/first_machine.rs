@@ -52,12 +52,12 @@ impl MachineRecord {
 }
 
 pub async fn publish(stack: &Stack) -> Result<((), String)> {
-    stack.svcctl(&["slot", "set", USER, "--plan", "starter"]).await?.success()?;
+    stack.svcctl(&["slot", "set", USER, "--plan", "starter"]).await?.ensure_success()?;
     let (svc, out) = (stack.svc.clone(), stack.dir.join("bundle"));
     let built =
         tokio::task::spawn_blocking(move || bundle::build_minimal(&svc, IMAGE_VERSION, &out)).await??;
     let dir = built.dir.display().to_string();
-    stack.svcctl(&["bundle", "publish", &dir, "--image-version", IMAGE_VERSION]).await?.success()?;
+    stack.svcctl(&["bundle", "publish", &dir, "--image-version", IMAGE_VERSION]).await?.ensure_success()?;
     let key = format!("system-bundles/{IMAGE_VERSION}/{}", bundle::ARCHIVE);
     let stored = stack.store.read(BUCKET, &key).context("no bundle in the store")?;
     ensure!(
@@ -70,7 +70,7 @@ pub async fn publish(stack: &Stack) -> Result<((), String)> {
 
 pub async fn provision(stack: &Stack) -> Result<(MachineRecord, String)> {
     let args = ["--json", "provision", USER, "--handle", HANDLE, "--wait=200"];
-    let run = stack.svcctl(&[&args[..], &CONFIRM_FLAGS].concat()).await?.success()?;
+    let run = stack.svcctl(&[&args[..], &CONFIRM_FLAGS].concat()).await?.ensure_success()?;
     let machine = MachineRecord::parse(&run.stdout)?;
     ensure!(machine.status == "running", "the machine is {}", machine.status);
     ensure!(machine.epoch == 1, "the first machine has epoch {}", machine.epoch);
@@ -157,7 +157,7 @@ pub async fn insert_and_find(stack: &Stack) -> Result<((), String)> {
 
 /// Takes a backup; returns the snapshot's key.
 pub async fn backup(stack: &Stack, machine: &MachineRecord) -> Result<(String, String)> {
-    let run = stack.svcctl(&["--json", "backup", "now", HANDLE, "--wait=120"]).await?.success()?;
+    let run = stack.svcctl(&["--json", "backup", "now", HANDLE, "--wait=120"]).await?.ensure_success()?;
     let report: serde_json::Value = run.json()?;
     let pointer = stack.slot.pointer(&stack.store)?;
     let snapshot = &pointer["snapshot"];
@@ -204,7 +204,7 @@ pub async fn update(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
     publish_signed(stack, NEXT_VERSION, stack.svc.clone()).await?;
     // Without a shell, which the minimal bundle lacks, the release cannot be verified: see ctl::verify_rollout.
     let args = ["--json", "deploy", "start", NEXT_VERSION, "--no-verify", "--yes", "--wait=200"];
-    let rollout: serde_json::Value = stack.svcctl(&args).await?.success()?.json()?;
+    let rollout: serde_json::Value = stack.svcctl(&args).await?.ensure_success()?.json()?;
     ensure!(rollout["state"] == "succeeded" && rollout["totals"]["updated"] == 1, "the rollout is {rollout}");
     ensure!(read_record(stack).await?["imageVersion"] == NEXT_VERSION, "the record has a different release");
     check_running_release(stack, machine, NEXT_VERSION).await?;
@@ -234,7 +234,7 @@ pub async fn roll_back(stack: &Stack, machine: &MachineRecord) -> Result<((), St
         last_update["version"] == BROKEN_VERSION && last_update["outcome"] == "rolled_back",
         "the host reported {last_update}"
     );
-    let fleet: serde_json::Value = stack.svcctl(&["--json", "fleet"]).await?.success()?.json()?;
+    let fleet: serde_json::Value = stack.svcctl(&["--json", "fleet"]).await?.ensure_success()?.json()?;
     let reasons = &fleet["attention"][0]["reasons"];
     let is_reported =
         reasons.as_array().is_some_and(|reasons| reasons.iter().any(|reason| reason == "update_rolled_back"));
@@ -253,7 +253,7 @@ pub async fn roll_back(stack: &Stack, machine: &MachineRecord) -> Result<((), St
 }
 
 async fn read_record(stack: &Stack) -> Result<serde_json::Value> {
-    stack.svcctl(&["--json", "status", HANDLE]).await?.success()?.json()
+    stack.svcctl(&["--json", "status", HANDLE]).await?.ensure_success()?.json()
 }
 
 /// Checks that the machine's current release is `version`, and that it serves the owner's rows.
@@ -275,22 +275,25 @@ pub async fn publish_signed(stack: &Stack, version: &'static str, svc: PathBuf) 
         bundle::build(&bundle::Options { signing_keys: vec![key], ..options })
     });
     let dir = built.await??.dir.display().to_string();
-    let output =
-        stack.svcctl(&["bundle", "publish", &dir, "--image-version", version]).await?.success()?.stdout;
+    let output = stack
+        .svcctl(&["bundle", "publish", &dir, "--image-version", version])
+        .await?
+        .ensure_success()?
+        .stdout;
     ensure!(!output.contains("cannot update"), "{output}");
     Ok(())
 }
 
 /// Changes the server type. Server, disk and rows stay the same, and nothing is restored.
 pub async fn resize(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
-    stack.svcctl(&["slot", "set", USER, "--plan", "builder"]).await?.success()?;
+    stack.svcctl(&["slot", "set", USER, "--plan", "builder"]).await?.ensure_success()?;
     let before = stack.provider.server_by_name(&machine.server).context("the provider has no such server")?;
     let marker = stack.provider.disk(&machine.server)?.join("opt/svc/restore-complete");
     let restored = std::fs::metadata(&marker)?.modified()?;
     let run = stack
         .svcctl(&["--json", "resize", HANDLE, LARGER_SERVER_TYPE, "--yes", "--wait=200"])
         .await?
-        .success()?;
+        .ensure_success()?;
     let record: serde_json::Value = run.json()?;
     ensure!(
         record["status"] == "running" && record["serverType"] == LARGER_SERVER_TYPE,

@@ -80,7 +80,7 @@ impl Program {
 
 impl CommandOutput {
     /// Returns the output if the exit code is 0.
-    pub fn success(self) -> Result<Self> {
+    pub fn ensure_success(self) -> Result<Self> {
         if self.code == Some(0) {
             return Ok(self);
         }

@@ -55,7 +55,7 @@ pub async fn fail_recovery_midway(
     stack.store.heal();
     ensure!(run.code == Some(69), "svcctl exited with {:?}: {}{}", run.code, run.stdout, run.stderr);
     let machine = eventually("the old machine serves again", timeouts.ready, || async {
-        let record = stack.svcctl(&["--json", "status", HANDLE]).await?.success()?.stdout;
+        let record = stack.svcctl(&["--json", "status", HANDLE]).await?.ensure_success()?.stdout;
         let machine = MachineRecord::parse(&record)?;
         ensure!(machine.id == first.id && machine.status == "running", "the slot's machine is {machine:?}");
         Ok(machine)
@@ -88,11 +88,11 @@ pub async fn undelete(
     timeouts: RecoveryTimeouts,
 ) -> Result<((), String)> {
     let expected = stack.web.titles(&stack.owner_token()).await?;
-    stack.svcctl(&["--json", "delete", &second.id, "--yes", &timeouts.wait_arg()]).await?.success()?;
+    stack.svcctl(&["--json", "delete", &second.id, "--yes", &timeouts.wait_arg()]).await?.ensure_success()?;
     let servers = stack.provider.servers();
     let is_off = servers.len() == 1 && servers[0].status == Power::Off;
     ensure!(is_off, "a deleted machine's server must be kept and off: {servers:?}");
-    stack.svcctl(&["--json", "undelete", &second.id, &timeouts.wait_arg()]).await?.success()?;
+    stack.svcctl(&["--json", "undelete", &second.id, &timeouts.wait_arg()]).await?.ensure_success()?;
     let owner = stack.owner_token();
     let titles = eventually("the rows are found again", timeouts.ready, || async {
         let titles = stack.web.titles(&owner).await?;
@@ -104,7 +104,7 @@ pub async fn undelete(
 }
 
 pub async fn recover(stack: &Stack, first: &MachineRecord) -> Result<(MachineRecord, String)> {
-    let run = stack.svcctl(&["--json", "recover", USER, "--yes", "--wait=220"]).await?.success()?;
+    let run = stack.svcctl(&["--json", "recover", USER, "--yes", "--wait=220"]).await?.ensure_success()?;
     let second = MachineRecord::parse(&run.stdout)?;
     ensure!(second.status == "running" && second.id != first.id, "the new machine is {second:?}");
     ensure!(second.epoch == first.epoch + 1, "the new machine has epoch {}", second.epoch);
@@ -187,7 +187,8 @@ pub async fn delete(stack: &Stack, second: &MachineRecord) -> Result<((), String
     let before = stack.slot.snapshots(&stack.store).len();
     // If the machine was just restored, its final backup waits up to three minutes for its files to be saved.
     let wait = format!("--wait={}", stack.svcctl_timeout.as_secs() - 20);
-    let run = stack.svcctl(&["--json", "delete", &second.id, "--now", "--yes", &wait]).await?.success()?;
+    let run =
+        stack.svcctl(&["--json", "delete", &second.id, "--now", "--yes", &wait]).await?.ensure_success()?;
     let record: serde_json::Value = run.json()?;
     ensure!(record["deletedAt"].is_string(), "the record is {record}");
     eventually("the machine's server is deleted", Duration::from_secs(60), || async {

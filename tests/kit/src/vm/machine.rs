@@ -201,7 +201,7 @@ impl Machine {
     pub async fn upload(&self, file: &Path, to: &str, timeout: Duration) -> Result<()> {
         let input = fs::File::open(file).with_context(|| format!("cannot read {}", file.display()))?;
         let output = self.shell().run_with(input.into(), &format!("cat >{to}"), timeout).await?;
-        output.success().map(drop).with_context(|| format!("cannot upload {to} to {}", self.name))
+        output.into_stdout().map(drop).with_context(|| format!("cannot upload {to} to {}", self.name))
     }
 
     fn shell(&self) -> Shell {

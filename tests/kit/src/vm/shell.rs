@@ -28,7 +28,7 @@ pub struct ShellOutput {
 
 impl ShellOutput {
     /// Returns the standard output if the command succeeded.
-    pub fn success(self) -> Result<String> {
+    pub fn into_stdout(self) -> Result<String> {
         ensure!(self.status.success(), "{}: {}{}", self.status, self.stdout, self.stderr);
         Ok(self.stdout)
     }
