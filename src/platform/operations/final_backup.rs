@@ -7,10 +7,10 @@
 
 mod files;
 mod files_key;
-mod final_backup;
 mod newest_copy;
 mod progress;
 mod skip;
+mod snapshot_proof;
 
 use std::fmt;
 use std::time::Duration;
@@ -28,11 +28,11 @@ use crate::db;
 use crate::db::machine_row::MachineRow;
 use files::SavedFiles;
 use files_key::check_key;
-use final_backup::HostReport;
 use newest_copy::{NewestCopy, find_newest_copy};
-use progress::LastBackupProgress;
+use progress::FinalBackupProgress;
 pub use skip::{NEWER_SNAPSHOT, SNAPSHOT_CHOSEN};
 use skip::{SkipReason, is_snapshot_chosen, skip_final_backup};
+use snapshot_proof::HostReport;
 use svc_base::error_chain::format_chain;
 use svc_base::untrusted_text::truncate_printable;
 use svc_store::key::SlotPrefix;
@@ -112,7 +112,7 @@ pub async fn take_final_backup(leased: &LeasedOperation<'_>) -> Result<StepOutco
     let Some(machine) = find_outgoing_machine(leased).await? else {
         return Ok(StepOutcome::done_with_note(no_outgoing_machine_note(leased.kind)));
     };
-    let mut progress = LastBackupProgress::load(leased);
+    let mut progress = FinalBackupProgress::load(leased);
     if let Some(outcome) = resolve_without_call(leased, &machine, &mut progress).await? {
         return Ok(outcome);
     }
@@ -125,7 +125,7 @@ pub async fn take_final_backup(leased: &LeasedOperation<'_>) -> Result<StepOutco
         // An operator has decided: a held-back snapshot may have become the latest.
         if let Ok(report) = fetch_host_report(leased, &machine).await
             && let Some(taken_at) =
-                final_backup::find_final_backup(leased, &machine, &progress, &report, now).await
+                snapshot_proof::find_final_backup(leased, &machine, &progress, &report, now).await
         {
             let files = SavedFiles::from_report(&report, &progress, &machine.attention);
             let files = check_key(leased, &machine, files).await;
@@ -172,7 +172,7 @@ pub async fn take_final_backup(leased: &LeasedOperation<'_>) -> Result<StepOutco
 async fn resolve_without_call(
     leased: &LeasedOperation<'_>,
     machine: &MachineRow,
-    progress: &mut LastBackupProgress,
+    progress: &mut FinalBackupProgress,
 ) -> Result<Option<StepOutcome>, StepError> {
     if machine.power_off_ordered_at.is_some() {
         return Box::pin(skip_final_backup(leased, machine, progress, SkipReason::OutOfService))
@@ -223,7 +223,7 @@ fn finish_with_backup(
 async fn attempt_backup(
     leased: &LeasedOperation<'_>,
     machine: &MachineRow,
-    progress: &mut LastBackupProgress,
+    progress: &mut FinalBackupProgress,
     now: Timestamp,
 ) -> Result<AttemptOutcome, HostCallError> {
     progress.progress_at.get_or_insert(now);
@@ -250,7 +250,7 @@ async fn attempt_backup(
         return Ok(AttemptOutcome::Wait(POLL_INTERVAL));
     };
     let report = fetch_host_report(leased, machine).await?;
-    if let Some(taken_at) = final_backup::find_final_backup(leased, machine, progress, &report, now).await {
+    if let Some(taken_at) = snapshot_proof::find_final_backup(leased, machine, progress, &report, now).await {
         let files = SavedFiles::from_report(&report, progress, &machine.attention);
         let files = check_key(leased, machine, files).await;
         return Ok(match files.wait_reason(progress, now) {
@@ -299,7 +299,7 @@ async fn replace_implausible_fence(leased: &LeasedOperation<'_>, machine: &Machi
 async fn stop_writers(
     leased: &LeasedOperation<'_>,
     machine: &MachineRow,
-    progress: &mut LastBackupProgress,
+    progress: &mut FinalBackupProgress,
     now: Timestamp,
 ) -> Result<bool, HostCallError> {
     match host_call::quiesce(leased.platform, machine, leased.operation.id).await {
@@ -360,7 +360,7 @@ fn classify_failure(last: &BackupOutcome) -> BackupFailure {
 async fn handle_unreachable(
     leased: &LeasedOperation<'_>,
     machine: &MachineRow,
-    mut progress: LastBackupProgress,
+    mut progress: FinalBackupProgress,
     now: Timestamp,
 ) -> Result<StepOutcome, StepError> {
     let since = *progress.unreachable_since.get_or_insert(now);
@@ -384,7 +384,7 @@ async fn handle_unreachable(
 async fn handle_failure(
     leased: &LeasedOperation<'_>,
     machine: &MachineRow,
-    mut progress: LastBackupProgress,
+    mut progress: FinalBackupProgress,
     failure: BackupFailure,
 ) -> Result<StepOutcome, StepError> {
     if leased.operation.options.accept_loss {

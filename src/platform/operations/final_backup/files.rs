@@ -8,8 +8,8 @@ use std::fmt;
 use jiff::{SignedDuration, Timestamp};
 use serde_json::Value;
 
-use super::final_backup::HostReport;
-use super::progress::LastBackupProgress;
+use super::progress::FinalBackupProgress;
+use super::snapshot_proof::HostReport;
 use svc_base::clock;
 use svc_base::untrusted_text::truncate_printable;
 use svc_wire::heartbeat::{FILES_DAMAGED, FILES_NOT_RESTORED, FILES_UNREADABLE};
@@ -33,7 +33,7 @@ pub enum SavedFiles {
 
 impl SavedFiles {
     /// `attention` contains the items of the machine's last heartbeat.
-    pub fn from_report(report: &HostReport, progress: &LastBackupProgress, attention: &Value) -> Self {
+    pub fn from_report(report: &HostReport, progress: &FinalBackupProgress, attention: &Value) -> Self {
         if let Some(problem) = find_item(attention, FILES_NOT_RESTORED) {
             return Self::Unreliable { problem: problem.to_owned(), can_improve: false };
         }
@@ -71,7 +71,7 @@ impl SavedFiles {
 
     /// Returns why the step waits for the files: until the last changes are saved, but at most for `FILES_TIMEOUT`.
     /// `None` if it does not wait.
-    pub fn wait_reason(&self, progress: &mut LastBackupProgress, now: Timestamp) -> Option<String> {
+    pub fn wait_reason(&self, progress: &mut FinalBackupProgress, now: Timestamp) -> Option<String> {
         let why = match self {
             Self::Unsupported | Self::Complete { .. } | Self::Unreliable { can_improve: false, .. } => {
                 return None;
@@ -135,8 +135,8 @@ mod tests {
         Timestamp::from_second(second).unwrap()
     }
 
-    fn stopped_at_100() -> LastBackupProgress {
-        let mut progress = LastBackupProgress::default();
+    fn stopped_at_100() -> FinalBackupProgress {
+        let mut progress = FinalBackupProgress::default();
         (progress.quiesced_at, progress.first_requested_at) = (Some(timestamp(100)), Some(timestamp(105)));
         progress
     }

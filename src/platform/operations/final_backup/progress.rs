@@ -6,7 +6,7 @@ use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use super::final_backup::SnapshotWindow;
+use super::snapshot_proof::SnapshotWindow;
 use super::{
     AttemptOutcome, BackupFailure, MAX_POLL_INTERVAL, MAX_REQUESTS, POLL_INTERVAL, poll_interval,
     signed_duration,
@@ -26,7 +26,7 @@ const MIN_PROGRESS_BYTES: u64 = 1 << 20;
 /// by the host's clock, like those of snapshots, if the host reports them.
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
-pub struct LastBackupProgress {
+pub struct FinalBackupProgress {
     /// When the wait for a backup started: at the first attempt, or when an operator restarted the step.
     #[serde(with = "clock::wire_option")]
     pub started_at: Option<Timestamp>,
@@ -74,7 +74,7 @@ pub struct LastBackupProgress {
     pub logged_wait: Option<String>,
 }
 
-impl LastBackupProgress {
+impl FinalBackupProgress {
     pub fn load(leased: &LeasedOperation<'_>) -> Self {
         let stored = leased.operation.facts.get(PROGRESS_KEY).cloned();
         stored.and_then(|stored| serde_json::from_value(stored).ok()).unwrap_or_default()
@@ -208,7 +208,7 @@ mod tests {
 
     #[test]
     fn progress_requires_new_stage_new_run_or_enough_bytes() {
-        let mut progress = LastBackupProgress::default();
+        let mut progress = FinalBackupProgress::default();
         progress.record_report(&host("dump", 1), time_at(0));
         for poll in 1..1000 {
             progress.record_report(&host("dump", u64::try_from(poll).unwrap()), time_at(poll));
@@ -224,7 +224,7 @@ mod tests {
 
     #[test]
     fn window_follows_host_clock() {
-        let mut progress = LastBackupProgress::default();
+        let mut progress = FinalBackupProgress::default();
         assert!(progress.snapshot_window(time_at(0)).is_none());
         progress.record_request(time_at(-500), time_at(0));
         let window = progress.snapshot_window(time_at(60)).unwrap();

@@ -7,7 +7,7 @@
 use std::time::Duration;
 
 use super::newest_copy::{NewestCopy, find_newest_copy};
-use super::progress::LastBackupProgress;
+use super::progress::FinalBackupProgress;
 use crate::db::machine_row::MachineRow;
 use crate::operations::OperationKind;
 use crate::operations::leased::LeasedOperation;
@@ -61,7 +61,7 @@ pub fn is_snapshot_chosen(leased: &LeasedOperation<'_>) -> bool {
 pub async fn skip_final_backup(
     leased: &LeasedOperation<'_>,
     machine: &MachineRow,
-    progress: &mut LastBackupProgress,
+    progress: &mut FinalBackupProgress,
     reason: SkipReason,
 ) -> Result<StepOutcome, StepError> {
     let latest = find_newest_copy(leased, machine).await;

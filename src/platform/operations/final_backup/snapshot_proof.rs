@@ -7,7 +7,7 @@
 
 use jiff::{SignedDuration, Timestamp};
 
-use super::progress::LastBackupProgress;
+use super::progress::FinalBackupProgress;
 use crate::db::machine_row::MachineRow;
 use crate::operations::host_call::{BackupOutcome, BackupProgress};
 use crate::operations::leased::LeasedOperation;
@@ -48,7 +48,7 @@ impl SnapshotWindow {
 pub async fn find_final_backup(
     leased: &LeasedOperation<'_>,
     machine: &MachineRow,
-    progress: &LastBackupProgress,
+    progress: &FinalBackupProgress,
     report: &HostReport,
     now: Timestamp,
 ) -> Option<Timestamp> {
