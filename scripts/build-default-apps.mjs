@@ -1,4 +1,4 @@
-// Builds the first-party apps and the shell in the layout of a host bundle:
+// Builds the default apps and the shell in the layout of a host bundle:
 //
 //   DIR/apps/<slug>/{svc.json, <icon>, dist/}   DIR/shell/   DIR/packages/svc-bridge/
 //

@@ -40,7 +40,7 @@ async fn demo_leaks_no_secret() {
         Checkpoint::Recovered => check_for_leaks(stack, &watch).await,
     });
     let report = report.await.unwrap();
-    assert!(report.ok, "{:#?}", report.failed());
+    assert!(report.ok, "{:#?}", report.failed_step());
 }
 
 async fn check_for_leaks(stack: &Stack, watch: &ProcessWatch) -> Result<()> {
@@ -81,7 +81,7 @@ fn scan_all(
         leaks.extend(detector.scan("response", response));
     }
     let lines = watch.command_lines();
-    ensure!(lines.iter().any(|line| line.contains("pg_dump")), "the process list was not captured");
+    ensure!(lines.iter().any(|line| line.contains("pg_dump")), "no pg_dump process was captured");
     for line in &lines {
         leaks.extend(detector.scan("process list", line));
     }
@@ -267,7 +267,7 @@ async fn leak_through_each_channel(
     let leaks_token = |line: &String| line.contains(stack.provider.token());
     let deadline = Instant::now() + PROCESS_LIST_TIMEOUT;
     while !watch.command_lines().iter().any(leaks_token) {
-        ensure!(Instant::now() < deadline, "the process list was not captured in {PROCESS_LIST_TIMEOUT:?}");
+        ensure!(Instant::now() < deadline, "the process was not captured within {PROCESS_LIST_TIMEOUT:?}");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     drop(process.stdin.take());

@@ -47,7 +47,7 @@ impl Exposition {
         }
         if let Some(rest) = line.strip_prefix("# TYPE ") {
             let (name, kind) = rest.split_once(' ').context("no type")?;
-            ensure!(["counter", "gauge", "histogram"].contains(&kind), "type {kind}");
+            ensure!(["counter", "gauge", "histogram"].contains(&kind), "unsupported type {kind}");
             ensure!(self.helps.contains(name), "a TYPE line without a preceding HELP line");
             ensure!(self.kinds.insert(name.to_owned(), kind.to_owned()).is_none(), "a duplicate TYPE line");
             return Ok(());
@@ -112,7 +112,7 @@ fn check_labels(text: &str) -> Result<()> {
     let mut rest = inner;
     while !rest.is_empty() {
         let (name, value) = rest.split_once("=\"").context("a label without a value")?;
-        ensure!(names.insert(name), "duplicate label {name}");
+        ensure!(names.insert(name), "a duplicate label: {name}");
         let Some(end) = value.find('"') else { bail!("an unclosed label value") };
         rest = value[end + 1..].trim_start_matches(',');
     }

@@ -73,7 +73,7 @@ impl Machine {
         let start = || start_platform(bundle_response, Arc::clone(&requests), Arc::clone(&report_status));
         let internal = start();
         let public = (bundle_response == BundleResponse::FromPublicAddress).then(start);
-        let parts = UserDataInput {
+        let input = UserDataInput {
             bundle: format!(
                 "{}/system-bundles/v1/svc-host-bundle.tar.gz",
                 public.as_ref().unwrap_or(&internal)
@@ -83,7 +83,7 @@ impl Machine {
             public,
             ..UserDataInput::typical()
         };
-        for file in parse_user_data(&parts.render().await)["write_files"].as_array().unwrap() {
+        for file in parse_user_data(&input.render().await)["write_files"].as_array().unwrap() {
             let path = dir.path().join(file["path"].as_str().unwrap().trim_start_matches('/'));
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(path, file["content"].as_str().unwrap()).unwrap();
@@ -286,7 +286,7 @@ async fn user_data_boots_a_machine_to_its_target() {
     let password = postgres.trim().strip_prefix("POSTGRES_PASSWORD=").unwrap();
     assert!(
         password.len() >= 32 && password.chars().all(|c| c.is_ascii_alphanumeric()),
-        "the password needs quotes"
+        "the password is too short or needs quotes"
     );
     let host = fs::read_to_string(opt.join("env/host.env")).unwrap();
     assert!(host.contains(&format!(":{password}@127.0.0.1:5432/svc")) && !calls.contains(password));

@@ -1,4 +1,4 @@
-//! Runs `svc-heartbeat` on a machine with a database: records rotate and expire, storage is measured once a day, and
+//! Runs `svc-heartbeat` on a machine with a database: log files rotate and expire, storage is measured once a day, and
 //! the next run completes the work of a killed run.
 
 use std::collections::BTreeMap;
@@ -44,7 +44,7 @@ fn read_files(dir: &Path) -> Result<BTreeMap<String, String>> {
     Ok(files)
 }
 
-fn add_old_records(machine: &Machine, now: Timestamp) -> Result<()> {
+fn add_old_log_files(machine: &Machine, now: Timestamp) -> Result<()> {
     write_log_file(machine, now, "activity.log", 2)?;
     write_log_file(machine, now, "audit.jsonl", 1)?;
     for old in ["activity-2020-01-01.log", "audit-2020-01-01.jsonl", "interactions-2020-01-01.jsonl"] {
@@ -73,7 +73,7 @@ fn assert_rotated(machine: &Machine, now: Timestamp) -> Result<()> {
 async fn daily_check_rotates_expires_and_measures_once() -> Result<()> {
     let machine = Machine::in_use(&start_store()?, 1).await?;
     let now = Timestamp::now();
-    add_old_records(&machine, now)?;
+    add_old_log_files(&machine, now)?;
     fs::create_dir_all(machine.path("home/svc/home/apps/notes"))?;
     fs::write(machine.path("home/svc/home/apps/notes/big"), vec![7; 300_000])?;
     let tables =
@@ -110,7 +110,7 @@ async fn killed_check_is_completed_by_the_next_run() -> Result<()> {
     let now = Timestamp::now();
     for point in svc::host::retention::FAILPOINTS {
         fs::remove_dir_all(machine.path(LOGS)).ok();
-        add_old_records(&machine, now)?;
+        add_old_log_files(&machine, now)?;
         let kill = format!("{point}=return(kill)");
         machine.run_with(&["svc-heartbeat"], &[("FAILPOINTS", &kill)])?.expect_killed();
         machine.run(&["svc-heartbeat"])?.expect(0);
@@ -120,10 +120,10 @@ async fn killed_check_is_completed_by_the_next_run() -> Result<()> {
 }
 
 #[tokio::test]
-async fn records_rotate_without_a_database() -> Result<()> {
+async fn log_files_rotate_without_a_database() -> Result<()> {
     let mut machine = Machine::in_use(&start_store()?, 1).await?;
     let now = Timestamp::now();
-    add_old_records(&machine, now)?;
+    add_old_log_files(&machine, now)?;
     machine.postgres.take();
     machine.run(&["svc-heartbeat"])?.expect(69);
     let files = read_files(&machine.path(LOGS))?;
@@ -139,7 +139,7 @@ async fn records_rotate_without_a_database() -> Result<()> {
 async fn concurrent_check_exits_with_75() -> Result<()> {
     let machine = Machine::in_use(&start_store()?, 1).await?;
     let now = Timestamp::now();
-    add_old_records(&machine, now)?;
+    add_old_log_files(&machine, now)?;
     let slow = [("FAILPOINTS", "heartbeat.begin=sleep(1500)")];
     let first = machine.spawn(&["svc-heartbeat"], &slow)?;
     let second = machine.spawn(&["svc-heartbeat"], &slow)?;
@@ -154,7 +154,7 @@ async fn concurrent_check_exits_with_75() -> Result<()> {
 async fn log_file_with_different_owner_is_rotated() -> Result<()> {
     let machine = Machine::in_use(&start_store()?, 1).await?;
     let now = Timestamp::now();
-    add_old_records(&machine, now)?;
+    add_old_log_files(&machine, now)?;
     if nix::unistd::geteuid().is_root() {
         for name in ["audit.jsonl", "audit-2020-01-01.jsonl"] {
             std::os::unix::fs::chown(machine.path(LOGS).join(name), Some(12_345), Some(12_345))?;

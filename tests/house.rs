@@ -1,4 +1,4 @@
-//! Checks repository rules against the source: allowed imports, forbidden content, required content.
+//! Checks the source against the repository's rules: allowed imports, forbidden content, required content.
 //!
 //! Each rule is a pure function of paths and texts, and a test shows that it detects a violation.
 

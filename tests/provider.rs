@@ -72,7 +72,7 @@ async fn wait_for_action_status(provider: &Hetzner, action: Action) -> ActionSta
 async fn wait_for_action(provider: &Hetzner, id: ActionId) -> Action {
     let deadline = Instant::now() + Duration::from_secs(20);
     loop {
-        let action = provider.action(id).await.unwrap();
+        let action = provider.get_action(id).await.unwrap();
         if action.status != ActionStatus::Running {
             return action;
         }
@@ -136,7 +136,7 @@ async fn server_is_created_found_and_deleted() {
 }
 
 #[tokio::test]
-async fn find_by_label_reads_all_pages() {
+async fn list_by_label_reads_all_pages() {
     let simulator = start_simulator().await;
     let provider = adapter(&simulator);
     for nth in 0..103 {
@@ -144,10 +144,10 @@ async fn find_by_label_reads_all_pages() {
         order.labels.insert("slot".to_owned(), if nth % 103 == 0 { "b" } else { "a" }.to_owned());
         provider.create(&order).await.unwrap();
     }
-    let servers = provider.find_by_label("slot=a,epoch").await.unwrap();
+    let servers = provider.list_by_label("slot=a,epoch").await.unwrap();
     assert_eq!(servers.len(), 102);
     assert_eq!(simulator.call_count("GET", "label_selector"), 3);
-    assert_eq!(provider.find_by_label("slot=c").await.unwrap(), []);
+    assert_eq!(provider.list_by_label("slot=c").await.unwrap(), []);
 }
 
 #[tokio::test]
@@ -213,16 +213,17 @@ async fn calls_on_a_vanished_server_return_not_found() {
     simulator.lose_server("svc-1").await.unwrap();
     assert_eq!(provider.get(id).await.unwrap(), None);
     assert_eq!(provider.power_on(id).await.unwrap_err().kind(), ErrorKind::NotFound);
-    assert_eq!(provider.action(svc::provider::ActionId(1)).await.unwrap_err().kind(), ErrorKind::NotFound);
+    let error = provider.get_action(svc::provider::ActionId(1)).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::NotFound);
     let creation = &simulator.creations()[0];
     assert!(creation.ended.is_some());
 }
 
 #[tokio::test]
-async fn server_type_finds_types_by_name() {
+async fn get_server_type_finds_types_by_name() {
     let simulator = start_simulator().await;
     let provider = adapter(&simulator);
-    let cpx52 = provider.server_type(&server_type("cpx52")).await.unwrap().unwrap();
+    let cpx52 = provider.get_server_type(&server_type("cpx52")).await.unwrap().unwrap();
     assert_eq!((cpx52.cores, cpx52.memory_gb, cpx52.disk_gb), (12, 24.0, 480));
-    assert_eq!(provider.server_type(&server_type("cpx999")).await.unwrap(), None);
+    assert_eq!(provider.get_server_type(&server_type("cpx999")).await.unwrap(), None);
 }

@@ -10,7 +10,7 @@ async fn assert_fails_at_its_step(defect: InjectedDefect) {
     let options =
         ScenarioOptions { svc, defect: Some(defect), store: StoreKind::Kit, keep: false, report: None };
     let report = scenario::run(options).await.unwrap();
-    let failed = report.failed().map(|step| step.name.as_str());
+    let failed = report.failed_step().map(|step| step.name.as_str());
     assert!(!report.ok);
     assert_eq!(failed, Some(defect.failing_step()), "{:#?}", report.steps);
 }
@@ -43,13 +43,13 @@ async fn assert_passes_on(store: StoreKind) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-#[ignore = "the whole demo: cargo xtask test --long"]
+#[ignore = "long: the whole scenario on a third-party store"]
 async fn scenario_passes_on_seaweedfs() {
     assert_passes_on(StoreKind::Seaweedfs).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-#[ignore = "the whole demo: cargo xtask test --long"]
+#[ignore = "long: the whole scenario on a third-party store"]
 async fn scenario_passes_on_moto() {
     assert_passes_on(StoreKind::Moto).await;
 }

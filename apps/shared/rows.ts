@@ -68,7 +68,7 @@ export async function readRowsById<T extends Row>(table: string, ids: string[]):
 
 /**
  * Decides which results of reads are outdated: a read that overlapped a write or a later read must not replace what the
- * page has learned since it began. It does not compare `updated_at`, because the machine's clock may be set back, and
+ * page has learned since that read began. Timestamps are not compared, because the machine's clock may be set back, and
  * deleted rows have no timestamp.
  */
 export class ReadOrder {

@@ -50,7 +50,7 @@ impl Accounts {
     }
 }
 
-/// The names and IDs of a system's users and groups.
+/// The names and ids of a system's users and groups.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct AccountNames {
     users: NameTable,

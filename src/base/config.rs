@@ -32,7 +32,7 @@ pub struct ConfigError {
 
 /// Returns the platform's env file: the one that `option` names, or else the one that `PLATFORM_ENV_FILE` names.
 pub fn platform_env_file(option: Option<PathBuf>) -> Option<PathBuf> {
-    option.or_else(|| vars::PLATFORM_ENV_FILE.from_process().map(PathBuf::from))
+    option.or_else(|| vars::PLATFORM_ENV_FILE.env_value().map(PathBuf::from))
 }
 
 /// Variables from the process environment and from env files, with the errors found so far.

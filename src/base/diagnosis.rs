@@ -1,7 +1,7 @@
 //! Findings about a running installation; each warning and problem has a next step.
 //!
-//! Every check has a timeout, and a check that could not run is reported under its name, so a report covers every
-//! check even if a service does not respond. No finding contains a secret.
+//! Every check has a timeout, and a check that could not run or finish is reported under its name, so a report covers
+//! every check even if a service does not respond. No finding contains a secret.
 
 use std::future::Future;
 use std::pin::Pin;

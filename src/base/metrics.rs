@@ -16,7 +16,7 @@ use tokio_util::sync::CancellationToken;
 
 pub use self::families::*;
 
-/// The media type of [`MetricsHandle::text`].
+/// The media type of [`MetricsHandle::render`].
 pub const MEDIA_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
 
 /// Buckets for requests and calls, in seconds.
@@ -152,7 +152,7 @@ pub fn install() -> anyhow::Result<MetricsHandle> {
 
 impl MetricsHandle {
     /// Returns all series in the Prometheus text format 0.0.4.
-    pub fn text(&self) -> String {
+    pub fn render(&self) -> String {
         measure_process();
         self.0.run_upkeep();
         self.0.render()

@@ -29,11 +29,11 @@ pub fn init_on_machine(applet: &'static str, machine: Option<MachineId>) {
 }
 
 fn start(applet: &'static str, machine: Option<MachineId>) {
-    let (filter, filter_error) = match parse_filter(RUST_LOG.from_process().as_deref()) {
+    let (filter, filter_error) = match parse_filter(RUST_LOG.env_value().as_deref()) {
         Ok(filter) => (filter, None),
         Err(error) => (RUST_LOG.default_value(), Some(error)),
     };
-    let registry = tracing_subscriber::registry().with(filter).with(filter_fn(may_be_logged));
+    let registry = tracing_subscriber::registry().with(filter).with(filter_fn(is_loggable));
     let journal = is_stderr_journal().then(|| journal_layer(applet, machine)).and_then(Result::ok);
     let started = match journal {
         Some(journal) => registry.with(journal).try_init(),
@@ -56,7 +56,7 @@ fn parse_filter(value: Option<&OsStr>) -> Result<EnvFilter, String> {
 
 /// Whether an event may be logged. The database driver's messages below the warning level may not, regardless of
 /// `RUST_LOG`, because they quote statements with row values.
-fn may_be_logged(metadata: &Metadata<'_>) -> bool {
+fn is_loggable(metadata: &Metadata<'_>) -> bool {
     !metadata.target().starts_with("tokio_postgres") || *metadata.level() <= Level::WARN
 }
 
@@ -82,7 +82,7 @@ where
     let time_format = if is_terminal { TimeFormat::Short } else { TimeFormat::Full };
     fmt::layer()
         .with_writer(std::io::stderr)
-        .with_ansi(is_terminal && NO_COLOR.from_process().is_none())
+        .with_ansi(is_terminal && NO_COLOR.env_value().is_none())
         .event_format(LogFormat { applet, time_format })
 }
 

@@ -46,7 +46,7 @@ impl Variable {
     }
 
     /// The value in the process environment. An empty variable counts as unset.
-    pub fn from_process(&self) -> Option<OsString> {
+    pub fn env_value(&self) -> Option<OsString> {
         std::env::var_os(self.name).filter(|value| !value.is_empty())
     }
 }

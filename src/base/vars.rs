@@ -3,7 +3,7 @@
 crate::variables! {
     "all", in "process environment", by [] {
         /// Log filter, in the format of [tracing](https://docs.rs/tracing-subscriber). In a release, the lowest level
-        /// is `debug`: trace events are not compiled.
+        /// is `debug`: trace events are not compiled in.
         RUST_LOG: "filter" = "info";
         /// Disables colors on a terminal.
         NO_COLOR: "any text" = unset;

@@ -176,7 +176,7 @@ pub struct PublishedBundle {
 /// # Errors
 /// [`PublishError::Store`] if the store cannot be read.
 pub async fn list(bucket: &Bucket) -> Result<Vec<PublishedBundle>, PublishError> {
-    let root = Path::from(key::BUNDLES);
+    let root = Path::from(key::BUNDLES_FOLDER);
     let mut listing = bucket.raw().list(Some(&root));
     let (mut archives, mut digests) = (BTreeMap::new(), Vec::new());
     while let Some(object) = listing.next().await {
@@ -299,7 +299,7 @@ mod tests {
     use super::*;
     use svc_store::bundle;
 
-    pub(super) fn build(content: &[u8]) -> tempfile::TempDir {
+    pub(super) fn write_bundle(content: &[u8]) -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join(BUNDLE_FILE), content).unwrap();
         let line = digest_line(&hex::encode(Sha256::digest(content)));
@@ -314,7 +314,7 @@ mod tests {
     #[tokio::test]
     async fn publish_refuses_different_content_for_a_version() {
         let (bucket, version) = (bucket(), "1.0".parse().unwrap());
-        let (one, other) = (build(b"one"), build(b"other"));
+        let (one, other) = (write_bundle(b"one"), write_bundle(b"other"));
         let first = publish(&bucket, one.path(), &version).await.unwrap();
         assert_eq!(first.outcome, PublishOutcome::Published);
         assert_eq!(
@@ -337,7 +337,7 @@ mod tests {
     #[tokio::test]
     async fn publish_refuses_archive_with_wrong_digest() {
         let (bucket, version) = (bucket(), "1.0".parse().unwrap());
-        let dir = build(b"whole");
+        let dir = write_bundle(b"whole");
         std::fs::write(dir.path().join(BUNDLE_FILE), b"torn").unwrap();
         let error = publish(&bucket, dir.path(), &version).await.unwrap_err();
         assert!(matches!(error, PublishError::DigestMismatch { .. }), "{error}");
@@ -349,7 +349,7 @@ mod tests {
         let (bucket, version) = (bucket(), "1.0".parse().unwrap());
         bucket.put(&key::bundle(&version, ""), b"from an earlier attempt".to_vec()).await.unwrap();
         assert!(list(&bucket).await.unwrap().is_empty(), "an archive without a digest is not published");
-        let dir = build(&vec![7; 12 << 20]);
+        let dir = write_bundle(&vec![7; 12 << 20]);
         let sha256 = hex::encode(Sha256::digest(vec![7; 12 << 20]));
         let manifest = |sha256: &str| {
             format!(
@@ -378,7 +378,7 @@ mod tests {
         SigningKey::from_pem(include_bytes!("../../tests/kit/src/bundle/ed25519-test-only.txt")).unwrap()
     }
 
-    /// Adds a signed or unsigned manifest to a build of `content`.
+    /// Adds a signed or unsigned manifest to the bundle in `dir`, whose archive is `content`.
     fn write_manifest(dir: &tempfile::TempDir, content: &[u8], expires_at: &str, key: Option<&SigningKey>) {
         let manifest = kit::bundle::Manifest {
             version: 1,
@@ -402,7 +402,7 @@ mod tests {
     #[tokio::test]
     async fn publish_refuses_manifest_too_large_for_hosts() {
         let (bucket, version): (_, ImageVersion) = (bucket(), "1.0".parse().unwrap());
-        let dir = build(b"one");
+        let dir = write_bundle(b"one");
         write_manifest(&dir, b"one", "2125-01-01T00:00:00.000Z", None);
         let manifest_file = dir.path().join(format!("{BUNDLE_FILE}.json"));
         let mut manifest = std::fs::read(&manifest_file).unwrap();
@@ -419,7 +419,7 @@ mod tests {
     #[tokio::test]
     async fn publish_adds_and_renews_the_signed_manifest() {
         let (bucket, version): (_, ImageVersion) = (bucket(), "1.0".parse().unwrap());
-        let dir = build(b"one");
+        let dir = write_bundle(b"one");
         let keys = HostKeys::with_keys(&key().public_key_base64());
         let publish = async || publish_with_keys(&bucket, dir.path(), &version, &keys).await;
         let read_expiry = async || {
@@ -463,12 +463,12 @@ mod tests {
     #[tokio::test]
     async fn updates_depend_on_the_stored_manifest() {
         let (bucket, version): (_, ImageVersion) = (bucket(), "1.0".parse().unwrap());
-        let dir = build(b"one");
+        let dir = write_bundle(b"one");
         let keys = HostKeys::with_keys(&key().public_key_base64());
         write_manifest(&dir, b"one", "2125-01-01T00:00:00.000Z", Some(&key()));
         publish_with_keys(&bucket, dir.path(), &version, &keys).await.unwrap();
         // The same archive is published again from a build without a manifest.
-        let bare = build(b"one");
+        let bare = write_bundle(b"one");
         let again = publish_with_keys(&bucket, bare.path(), &version, &keys).await.unwrap();
         assert_eq!(again.outcome, PublishOutcome::AlreadyPublished);
         assert_eq!(again.updates, UpdateSupport::Possible);

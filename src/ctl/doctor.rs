@@ -38,7 +38,7 @@ pub async fn run(
     let packaged = || Some(PathBuf::from(PACKAGED_ENV_FILE)).filter(|file| file.exists());
     let env_file = platform_env_file(args.env_file).or_else(packaged);
     let subject = args.subject.unwrap_or_else(|| {
-        let is_configured = env_file.is_some() || vars::PLATFORM_DATABASE_URL.from_process().is_some();
+        let is_configured = env_file.is_some() || vars::PLATFORM_DATABASE_URL.env_value().is_some();
         match is_configured {
             _ if (local.is_host)() => Subject::Host,
             true => Subject::Platform,
@@ -140,7 +140,7 @@ async fn check_readiness(api: &ApiClient) -> Findings {
             }
             Err(_) => findings.problem(foreign_response(status), FOREIGN_RESPONSE_ADVICE),
         },
-        Err(error) => findings.problem(without_advice(&error), next),
+        Err(error) => findings.problem(error.brief(), next),
     }
 }
 
@@ -173,9 +173,9 @@ async fn check_operator(api: &ApiClient) -> Findings {
             findings.ok(what)
         }
         Err(CallError::Refused(refusal)) if refusal.is_unauthorized() => {
-            findings.problem(without_advice(&refusal.into()), "check PLATFORM_SECRET or --secret-file")
+            findings.problem(CallError::from(refusal).brief(), "check PLATFORM_SECRET or --secret-file")
         }
-        Err(error) => findings.skipped(without_advice(&error)),
+        Err(error) => findings.skipped(error.brief()),
     }
 }
 
@@ -194,7 +194,7 @@ async fn check_router(api: &ApiClient) -> Findings {
     let findings = Findings::new("router");
     match api.get_once(&["readyz"]).await {
         Ok((status, body)) => router_findings(status, &body, findings),
-        Err(error) => findings.skipped(without_advice(&error)),
+        Err(error) => findings.skipped(error.brief()),
     }
 }
 
@@ -220,11 +220,6 @@ fn router_findings(status: StatusCode, body: &str, findings: Findings) -> Findin
     if status.is_success() { findings.warning(what, next) } else { findings.problem(what, next) }
 }
 
-fn without_advice(error: &CallError) -> String {
-    let message = error.to_string();
-    message.split("\n  next:").next().unwrap_or_default().to_owned()
-}
-
 async fn check_fleet(api: &ApiClient) -> Findings {
     let findings = Findings::new("fleet");
     let result = api.get(&["vps", "fleet"], &[]).await.and_then(|response| response.parse::<Fleet>());
@@ -232,7 +227,7 @@ async fn check_fleet(api: &ApiClient) -> Findings {
         Ok(fleet) => show::fleet::findings(&fleet, findings),
         Err(CallError::Refused(refusal)) if refusal.is_unauthorized() => findings
             .problem("the platform does not accept this secret", "check PLATFORM_SECRET or --secret-file"),
-        Err(error) => findings.skipped(without_advice(&error)),
+        Err(error) => findings.skipped(error.brief()),
     }
 }
 

@@ -46,7 +46,7 @@ impl ApiProblem {
         };
         let body = serde_json::from_str::<Box<Value>>(body).ok().filter(|_| code.is_some());
         if let Some(body) = &body {
-            detail = name_options(&detail, body);
+            detail = replace_fields_with_options(&detail, body);
             detail.push_str(&describe_members(body, &detail));
         }
         let detail = untrusted_text::replace_unprintable(&detail).into_owned();
@@ -167,7 +167,7 @@ fn state_advice(body: &Value) -> Option<&'static str> {
 }
 
 /// Replaces the invalid fields in `detail` with the `svcctl` options that set them.
-fn name_options(detail: &str, body: &Value) -> String {
+fn replace_fields_with_options(detail: &str, body: &Value) -> String {
     let errors = body["errors"].as_array().into_iter().flatten();
     errors.filter_map(|error| error["pointer"].as_str()).fold(detail.to_owned(), |detail, pointer| {
         detail.replace(&format!("{pointer}: "), &format!("{}: ", option_for_field(pointer)))

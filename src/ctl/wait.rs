@@ -293,7 +293,8 @@ impl SlotHolder {
 struct ProgressReporter {
     progress: Progress,
     state: String,
-    last_entry: u64,
+    /// The sequence number of the last printed log line.
+    last_seq: u64,
     printed_stages: usize,
     /// The last printed boot progress, in tens of percent.
     printed_tens: u64,
@@ -305,7 +306,7 @@ impl ProgressReporter {
         Self {
             progress: Progress::start(),
             state: String::new(),
-            last_entry: 0,
+            last_seq: 0,
             printed_stages: 0,
             printed_tens: 0,
             has_reported_error: false,
@@ -316,12 +317,12 @@ impl ProgressReporter {
         self.has_reported_error = false;
         let mut lines: Vec<(&str, String)> = Vec::new();
         if let Some(operation) = operation {
-            let (entries, last) = operation::lines_after(operation, self.last_entry);
+            let (entries, last) = operation::lines_after(operation, self.last_seq);
             let entries = entries.into_iter().filter(|entry| operation::should_show(entry));
             lines.extend(entries.map(|entry| {
                 (entry.at.as_str(), operation::format_log_line(self.progress.view(), operation, entry))
             }));
-            self.last_entry = last;
+            self.last_seq = last;
         }
         let stages = machine.boot.as_ref().map_or(&[][..], |boot| &boot.stages);
         // The stages of a boot before the operation are not part of its progress: a machine that is resized has already

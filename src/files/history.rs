@@ -276,7 +276,7 @@ impl History {
     }
 
     /// Returns a snapshot; `None` if it does not exist or is damaged.
-    pub fn find_by_id(&self, id: Id) -> Option<&(Id, Snapshot)> {
+    pub fn find_snapshot_by_id(&self, id: Id) -> Option<&(Id, Snapshot)> {
         self.snapshots.iter().find(|(other, _)| *other == id)
     }
 

@@ -200,8 +200,8 @@ impl KnownBlobs {
     /// Adds a blob that is to be saved; `false` if it was already known.
     ///
     /// # Errors
-    /// [`FilesError::TooManyBlobs`] if the index would now list more than `MAX_SAVED_BLOBS` blobs, because pruning could
-    /// then make it exceed `MAX_INDEX_BLOBS`, and it could not be read again.
+    /// [`FilesError::TooManyBlobs`] if the index would now list more than `MAX_SAVED_BLOBS` blobs, because pruning
+    /// could then make it exceed `MAX_INDEX_BLOBS`, and it could not be read again.
     pub(crate) fn insert_new(&mut self, blob_type: BlobType, id: Id) -> Result<bool, FilesError> {
         let is_new = self.insert(blob_type, id);
         if is_new && self.listed > MAX_SAVED_BLOBS {

@@ -52,7 +52,7 @@ impl RepositoryKey {
         &self.0
     }
 
-    pub(crate) fn master_key(&self) -> EncryptionKey {
+    pub(crate) fn derive_master_key(&self) -> EncryptionKey {
         let salt = hkdf::Salt::new(hkdf::HKDF_SHA256, b"");
         let derived = salt.extract(self.0.expose_secret().as_bytes());
         let mut bytes = Zeroizing::new([0; ENCRYPTION_KEY_BYTES]);
@@ -63,14 +63,14 @@ impl RepositoryKey {
         EncryptionKey(bytes)
     }
 
-    /// Returns the content of the key file, which lets stock `restic` open the repository with the password.
+    /// Creates the content of a key file, which lets stock `restic` open the repository with the password.
     ///
     /// # Errors
     /// If the system provides no random bytes.
-    pub(crate) fn key_file(&self, created: Timestamp) -> Result<Vec<u8>, FilesError> {
+    pub(crate) fn create_key_file(&self, created: Timestamp) -> Result<Vec<u8>, FilesError> {
         let mut salt = [0; SALT_BYTES];
         fill_random(&mut salt)?;
-        let master = self.master_key();
+        let master = self.derive_master_key();
         let (encrypt, mac) = master.0.split_at(32);
         let (k, r) = mac.split_at(16);
         let encode = |bytes: &[u8]| Zeroizing::new(BASE64_STANDARD.encode(bytes));
@@ -87,7 +87,7 @@ impl RepositoryKey {
             r: SCRYPT_R,
             p: SCRYPT_P,
             salt: BASE64_STANDARD.encode(salt),
-            data: BASE64_STANDARD.encode(self.password_key(&salt).encrypt(plain.as_bytes())?),
+            data: BASE64_STANDARD.encode(self.derive_password_key(&salt).encrypt(plain.as_bytes())?),
         };
         serde_json::to_vec(&file).map_err(|error| FilesError::encode("key file", &error))
     }
@@ -102,11 +102,11 @@ impl RepositoryKey {
         else {
             return false;
         };
-        has_our_parameters && self.password_key(&salt).decrypt(&data).is_some()
+        has_our_parameters && self.derive_password_key(&salt).decrypt(&data).is_some()
     }
 
     /// Derives the key that encrypts the master key in the key file.
-    fn password_key(&self, salt: &[u8]) -> EncryptionKey {
+    fn derive_password_key(&self, salt: &[u8]) -> EncryptionKey {
         let parameters =
             scrypt::Params::new(SCRYPT_LOG_N, SCRYPT_R, SCRYPT_P).expect("scrypt accepts these constants");
         let mut bytes = Zeroizing::new([0; ENCRYPTION_KEY_BYTES]);
@@ -201,16 +201,16 @@ mod tests {
     #[test]
     fn decrypt_refuses_changed_ciphertext_and_other_key() {
         let (key, other_key) = (RepositoryKey::generate().unwrap(), RepositoryKey::generate().unwrap());
-        let sealed = key.master_key().encrypt(b"secret").unwrap();
+        let sealed = key.derive_master_key().encrypt(b"secret").unwrap();
         assert_eq!(sealed.len(), b"secret".len() + OVERHEAD_BYTES);
-        assert_eq!(key.master_key().decrypt(&sealed).as_deref(), Some(&b"secret"[..]));
-        assert_eq!(other_key.master_key().decrypt(&sealed), None);
+        assert_eq!(key.derive_master_key().decrypt(&sealed).as_deref(), Some(&b"secret"[..]));
+        assert_eq!(other_key.derive_master_key().decrypt(&sealed), None);
         for index in 0..sealed.len() {
             let mut changed = sealed.clone();
             changed[index] ^= 1;
-            assert_eq!(key.master_key().decrypt(&changed), None, "byte {index}");
+            assert_eq!(key.derive_master_key().decrypt(&changed), None, "byte {index}");
         }
-        assert_eq!(key.master_key().decrypt(b"short"), None);
+        assert_eq!(key.derive_master_key().decrypt(b"short"), None);
     }
 
     #[test]
@@ -228,7 +228,7 @@ mod tests {
     #[test]
     fn master_key_of_a_password_never_changes() {
         let key: RepositoryKey = "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA".parse().unwrap();
-        let digest = crate::id::Id::of(&*key.master_key().0).to_string();
+        let digest = crate::id::Id::of(&*key.derive_master_key().0).to_string();
         assert_eq!(&digest[..16], "36d84c3be0160b94", "repositories of earlier releases would be unreadable");
     }
 }

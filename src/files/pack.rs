@@ -270,7 +270,7 @@ mod tests {
         fn pack_returns_every_blob(
             contents in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..300), 1..20),
         ) {
-            let key = RepositoryKey::generate().unwrap().master_key();
+            let key = RepositoryKey::generate().unwrap().derive_master_key();
             let mut writer = PackWriter::new(key.clone(), BlobType::Data).unwrap();
             for content in &contents {
                 prop_assert!(writer.add(Id::of(content), content).unwrap().is_none());
@@ -293,7 +293,7 @@ mod tests {
         fn damaged_pack_is_an_error(
             position in any::<prop::sample::Index>(), bit in 0..8_u32, is_truncated in any::<bool>(),
         ) {
-            let key = RepositoryKey::generate().unwrap().master_key();
+            let key = RepositoryKey::generate().unwrap().derive_master_key();
             let mut writer = PackWriter::new(key.clone(), BlobType::Tree).unwrap();
             let content = [7; 1000];
             writer.add(Id::of(&content), &content).unwrap();
@@ -314,7 +314,7 @@ mod tests {
 
     #[test]
     fn open_blob_refuses_wrong_length() {
-        let key = RepositoryKey::generate().unwrap().master_key();
+        let key = RepositoryKey::generate().unwrap().derive_master_key();
         let mut writer = PackWriter::new(key.clone(), BlobType::Data).unwrap();
         let content = [7; 1000];
         writer.add(Id::of(&content), &content).unwrap();

@@ -93,7 +93,7 @@ impl Repository {
         Ok(PackEnd { bytes, ..end })
     }
 
-    /// Retries each read of a pack for `timeout` while the store is unavailable, so that an outage does not abort a
+    /// Makes each read of a pack retry for `timeout` while the store is unavailable, so that an outage does not abort a
     /// restore that takes hours. By default, only the store's client retries.
     pub fn with_outage_timeout(mut self, timeout: Duration) -> Self {
         self.outage_timeout = timeout;

@@ -95,7 +95,7 @@ impl ObjectKind {
 pub struct Repository {
     pub(crate) bucket: Bucket,
     root: Path,
-    password: RepositoryKey,
+    repo_key: RepositoryKey,
     pub(crate) key: EncryptionKey,
     pub(crate) polynomial: Polynomial,
     cache: Cache,
@@ -117,7 +117,7 @@ impl Repository {
         let Some(sealed) = bucket.get(&root.clone().join("config"), MAX_OBJECT_BYTES).await? else {
             return Ok(None);
         };
-        let (password, key) = (key.clone(), key.master_key());
+        let (repo_key, key) = (key.clone(), key.derive_master_key());
         let plain = key.decrypt(&sealed.value).ok_or(FilesError::WrongKey)?;
         let config: Config =
             serde_json::from_slice(&plain).map_err(|error| FilesError::corrupt("config", &error))?;
@@ -125,7 +125,7 @@ impl Repository {
             return Err(FilesError::UnsupportedVersion(config.version));
         }
         let polynomial = config.polynomial;
-        Ok(Some(Self { bucket, root, password, key, polynomial, cache, outage_timeout: Duration::ZERO }))
+        Ok(Some(Self { bucket, root, repo_key, key, polynomial, cache, outage_timeout: Duration::ZERO }))
     }
 
     /// Opens the repository, and creates it if there is none. If another process creates it at the same time, both use
@@ -148,7 +148,7 @@ impl Repository {
         }
         // The key file is written first, so that a repository with a configuration can always be opened with `restic`.
         write_key_file(&bucket, &root, key).await?;
-        let master = key.master_key();
+        let master = key.derive_master_key();
         let mut id = [0; Id::BYTES];
         fill_random(&mut id)?;
         let config =
@@ -174,7 +174,7 @@ impl Repository {
                 content => content?,
             };
             let name = meta.location.filename().and_then(|name| name.parse::<Id>().ok());
-            let opens = |text: &[u8]| name == Some(Id::of(text)) && self.password.opens_key_file(text);
+            let opens = |text: &[u8]| name == Some(Id::of(text)) && self.repo_key.opens_key_file(text);
             if content.is_some_and(|content| opens(&content.value)) {
                 return Ok(());
             }
@@ -337,16 +337,17 @@ impl Repository {
         self.read_json(ObjectKind::Snapshot, id).await
     }
 
-    /// Reads all snapshots, newest first.
+    /// Reads all snapshots, newest first. Their paths, host and user names, and tags other than the machine's are left
+    /// out.
     ///
     /// # Errors
     /// If the store fails; [`FilesError::Corrupt`] if a snapshot is damaged.
     pub async fn list_snapshots(&self) -> Result<Vec<(Id, Snapshot)>, FilesError> {
-        let snapshots = self.list_uploaded_snapshots().await?;
+        let snapshots = self.list_with_upload_times().await?;
         Ok(snapshots.into_iter().map(|(id, snapshot, _)| (id, snapshot)).collect())
     }
 
-    /// Like [`Self::list_snapshots`], but skips damaged snapshots and returns their ids. Also removes snapshots that no
+    /// Reads all sound snapshots, newest first, and returns the ids of the damaged ones. Also removes snapshots that no
     /// longer exist from the cache.
     pub(crate) async fn list_sound_snapshots(&self) -> Result<(Vec<(Id, Snapshot)>, Vec<Id>), FilesError> {
         let ids = self.list(ObjectKind::Snapshot).await?;
@@ -374,9 +375,8 @@ impl Repository {
         Ok((snapshots, damaged))
     }
 
-    /// Like [`Self::list_snapshots`], but with their upload times, by the store's clock, and without paths, names and
-    /// tags other than the machine's.
-    pub(crate) async fn list_uploaded_snapshots(&self) -> Result<Vec<(Id, Snapshot, Timestamp)>, FilesError> {
+    /// Like [`Self::list_snapshots`], but also returns the upload times, by the store's clock.
+    pub(crate) async fn list_with_upload_times(&self) -> Result<Vec<(Id, Snapshot, Timestamp)>, FilesError> {
         let folder = self.root.clone().join(ObjectKind::Snapshot.folder());
         let uploads = self.list_uploads(&folder, |id| self.path(ObjectKind::Snapshot, id)).await?;
         let read = |(id, uploaded): (Id, Timestamp)| {
@@ -446,7 +446,7 @@ pub(crate) async fn list_objects(bucket: &Bucket, folder: &Path) -> Result<Vec<O
 }
 
 async fn write_key_file(bucket: &Bucket, root: &Path, key: &RepositoryKey) -> Result<(), FilesError> {
-    let key_file = key.key_file(Timestamp::now())?;
+    let key_file = key.create_key_file(Timestamp::now())?;
     let path = root.clone().join("keys").join(Id::of(&key_file).to_string());
     Ok(put_if_absent(bucket, &path, key_file).await?)
 }

@@ -25,7 +25,7 @@ mod go_mode {
 
 /// The typical and minimum sizes of a node without its name, target, attributes and chunks, and the size of a chunk's
 /// id, in bytes.
-pub(crate) const NODE_BYTES: usize = 450;
+pub(crate) const TYPICAL_NODE_BYTES: usize = 450;
 const MIN_NODE_BYTES: usize = 250;
 const CHUNK_ID_BYTES: usize = 67;
 
@@ -86,7 +86,7 @@ pub struct Node {
     /// The number of bytes in a file.
     #[serde(default)]
     pub size: u64,
-    /// The space that a sparse file took when it was saved, if that is much less than its size. `restic` has no such
+    /// The space that a sparse file took up when it was saved, if that is much less than its size. `restic` has no such
     /// member and ignores it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub allocated_bytes: Option<u64>,

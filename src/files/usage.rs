@@ -1,4 +1,4 @@
-//! The space that a repository takes in the store.
+//! The space that a repository takes up in the store.
 
 use futures_util::TryStreamExt;
 use jiff::Timestamp;
@@ -16,7 +16,7 @@ pub struct StoreUsage {
     pub newest_snapshot: Option<Timestamp>,
     pub packs: u64,
     pub pack_bytes: u64,
-    /// The size of all objects, including the index, the snapshots and the pointer.
+    /// The size of all objects, including the index, the snapshots and the files pointer.
     pub total_bytes: u64,
 }
 
@@ -37,7 +37,7 @@ pub async fn has_snapshots(bucket: &Bucket, root: &Path) -> Result<bool, FilesEr
 ///
 /// # Errors
 /// If the store fails.
-pub async fn measure(bucket: &Bucket, root: &Path) -> Result<StoreUsage, FilesError> {
+pub async fn measure_usage(bucket: &Bucket, root: &Path) -> Result<StoreUsage, FilesError> {
     let mut usage = StoreUsage::default();
     for_each_object(bucket, root, |object| {
         usage.total_bytes += object.size;

@@ -18,8 +18,8 @@ use crate::tree_reader::TreeReader;
 
 const MAX_CONCURRENT_READS: usize = 2;
 /// What to do about a snapshot whose trees or chunks are not in the index.
-pub(crate) const SNAPSHOT_REMEDY: &str = "run `restic rebuild-index` if its pack still exists; otherwise restore the pack, or remove the \
-                               snapshot with `restic forget`";
+pub(crate) const SNAPSHOT_REMEDY: &str = "run `restic rebuild-index` if its pack still exists; otherwise restore \
+                                          the pack, or remove the snapshot with `restic forget`";
 
 /// A share of the packs: those for which the first 16 bits of the id, modulo `count`, equal `index`. The shares for all
 /// values of `index` below `count` together contain every pack.
@@ -64,13 +64,13 @@ pub struct DamagedPack {
 /// # Errors
 /// If the store fails; [`FilesError::Corrupt`] if an index file is damaged; [`FilesError::IndexChanging`] if the index
 /// changed during every attempt to read it.
-pub async fn find_unindexed(
+pub async fn find_unindexed_blob(
     repository: &Repository,
     uncached: &Repository,
     latest: &Snapshot,
 ) -> Result<Option<FilesError>, FilesError> {
     let locations = uncached.load_locations().await?;
-    let find = |blob_type, id: Id, what: &str| {
+    let error_if_missing = |blob_type, id: Id, what: &str| {
         locations.find(blob_type, id).err()?;
         let why = "a part of the index is lost; `restic rebuild-index` restores it if the pack still exists";
         Some(FilesError::corrupt(format!("{what} {id}"), &why))
@@ -82,7 +82,7 @@ pub async fn find_unindexed(
         if !seen.insert(id) {
             continue;
         }
-        if let Some(error) = find(BlobType::Tree, id, "tree") {
+        if let Some(error) = error_if_missing(BlobType::Tree, id, "tree") {
             return Ok(Some(error));
         }
         let nodes = match trees.read(id).await {
@@ -92,10 +92,10 @@ pub async fn find_unindexed(
         };
         for node in nodes {
             pending.extend(node.subtree);
-            let missing =
-                node.content.iter().flatten().find_map(|chunk| find(BlobType::Data, *chunk, "chunk"));
-            if missing.is_some() {
-                return Ok(missing);
+            let mut chunks = node.content.iter().flatten();
+            let error = chunks.find_map(|chunk| error_if_missing(BlobType::Data, *chunk, "chunk"));
+            if error.is_some() {
+                return Ok(error);
             }
         }
     }
@@ -107,7 +107,7 @@ pub async fn find_unindexed(
 /// opened without a cache, which would hide damage.
 ///
 /// # Errors
-/// See [`find_unindexed`].
+/// See [`find_unindexed_blob`].
 pub async fn find_unusable_snapshot(
     repository: &Repository,
     uncached: &Repository,

@@ -72,7 +72,7 @@ pub fn has_media_type(headers: &HeaderMap, media_type: &str) -> bool {
 
 /// Returns whether a request's Content-Length is more than `max_bytes`. A body without a declared length is limited
 /// while it is read.
-pub fn declares_more_than(headers: &HeaderMap, max_bytes: usize) -> bool {
+pub fn content_length_exceeds(headers: &HeaderMap, max_bytes: usize) -> bool {
     let length = headers.get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok());
     let length: Option<u64> = length.and_then(|text| text.parse().ok());
     length.is_some_and(|length| length > max_bytes as u64)
@@ -140,12 +140,12 @@ mod tests {
     }
 
     #[test]
-    fn declares_more_than_compares_content_length() {
+    fn content_length_exceeds_compares_declared_length() {
         let declared = |text: &str| {
             let headers = HeaderMap::from_iter([(header::CONTENT_LENGTH, text.parse().unwrap())]);
-            declares_more_than(&headers, 4)
+            content_length_exceeds(&headers, 4)
         };
         assert!(!declared("4") && declared("5") && !declared("x"));
-        assert!(!declares_more_than(&HeaderMap::new(), 4));
+        assert!(!content_length_exceeds(&HeaderMap::new(), 4));
     }
 }

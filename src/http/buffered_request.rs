@@ -7,7 +7,7 @@ use bytes::Bytes;
 use http::{HeaderMap, Method, Uri};
 use serde_json::Value;
 
-use crate::body::{BodyLimits, RequestBodyError, declares_more_than, has_media_type};
+use crate::body::{BodyLimits, RequestBodyError, content_length_exceeds, has_media_type};
 use crate::fields::Fields;
 use crate::problem::{Code, Problem};
 
@@ -39,7 +39,7 @@ impl BufferedRequest {
         let too_large = || {
             Problem::new(Code::RequestTooLarge, format!("The body is larger than {MAX_BODY_BYTES} bytes."))
         };
-        if declares_more_than(&parts.headers, MAX_BODY_BYTES) {
+        if content_length_exceeds(&parts.headers, MAX_BODY_BYTES) {
             BODY_LIMITS.drain(body).await;
             return Err(too_large());
         }

@@ -131,7 +131,7 @@ impl Fields {
         }
     }
 
-    pub fn time(&mut self, name: &str) -> Option<Timestamp> {
+    pub fn optional_time(&mut self, name: &str) -> Option<Timestamp> {
         let text: String = self.optional(name)?;
         self.parse_time(name, &text)
     }
@@ -150,24 +150,24 @@ impl Fields {
     }
 
     /// Parses text of 1 to `max_chars` characters.
-    pub fn text(&mut self, name: &str, max_chars: usize) -> Option<String> {
+    pub fn required_text(&mut self, name: &str, max_chars: usize) -> Option<String> {
         let text: String = self.required(name)?;
         self.check_length(name, text, max_chars)
     }
 
-    /// Like [`Self::text`], for an optional field.
+    /// Like [`Self::required_text`], for an optional field.
     pub fn optional_text(&mut self, name: &str, max_chars: usize) -> Option<String> {
         let text: String = self.optional(name)?;
         self.check_length(name, text, max_chars)
     }
 
     /// Parses text from a host. Text that is too long or not printable is truncated or made printable, not rejected.
-    pub fn host_text(&mut self, name: &str) -> Option<String> {
+    pub fn optional_host_text(&mut self, name: &str) -> Option<String> {
         let value = self.take_value(name)?;
         self.truncate_text(name, &value)
     }
 
-    /// Like [`Self::host_text`], for a required, non-empty field.
+    /// Like [`Self::optional_host_text`], for a required, non-empty field.
     pub fn required_host_text(&mut self, name: &str) -> Option<String> {
         let value = self.required_value(name)?;
         let text = self.truncate_text(name, &value)?;
@@ -253,12 +253,12 @@ impl Fields {
     }
 
     /// Returns the fields of a required nested object; the caller must pass them to [`Self::close`].
-    pub fn nested(&mut self, name: &str) -> Option<Self> {
+    pub fn required_nested(&mut self, name: &str) -> Option<Self> {
         let value = self.required_value(name)?;
         self.parse_nested(name, value)
     }
 
-    /// Like [`Self::nested`], for an optional object.
+    /// Like [`Self::required_nested`], for an optional object.
     pub fn optional_nested(&mut self, name: &str) -> Option<Self> {
         let value = self.take_value(name)?;
         self.parse_nested(name, value)
@@ -323,7 +323,7 @@ impl Fields {
 
     /// Ignores parameters that the caller has not parsed: a service that redirects a browser here may add its own
     /// parameters to the URL.
-    pub fn allow_unknown(mut self) -> Self {
+    pub fn discard_remaining(mut self) -> Self {
         self.remaining.clear();
         self
     }
@@ -370,7 +370,7 @@ mod tests {
         let port: Option<u16> = body.required("port");
         let name: Option<String> = body.required("name");
         body.boolean("flag");
-        let inner = body.nested("inner").unwrap();
+        let inner = body.required_nested("inner").unwrap();
         body.close(inner);
         assert_eq!(body.optional::<String>("more"), None);
         let problem = body.finish(port.zip(name)).unwrap_err();
@@ -380,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn time_accepts_only_rfc3339() {
+    fn optional_time_accepts_only_rfc3339() {
         for (text, is_accepted) in [
             ("2026-01-02T03:04:05Z", true),
             ("2026-01-02t03:04:05.678901z", true),
@@ -393,7 +393,7 @@ mod tests {
             ("+002026-01-02T03:04:05Z", false),
         ] {
             let mut body = fields(json!({ "at": text }));
-            assert_eq!(body.time("at").is_some(), is_accepted, "{text}");
+            assert_eq!(body.optional_time("at").is_some(), is_accepted, "{text}");
         }
     }
 

@@ -1,7 +1,6 @@
 //! Gives each request on every listener an id and a log span, then logs and counts the request.
 //!
-//! Invariant: no credential in a path is logged or becomes part of a metric: the token in the path of an app's page is
-//! removed.
+//! Invariant: a credential in a path, such as the token of an app's page, is neither logged nor part of a metric.
 
 use std::borrow::Cow;
 use std::time::Instant;
@@ -63,7 +62,7 @@ pub async fn observe<F: Future<Output = Response>>(
         "request",
         svc_request_id = %id,
         method = %request.method(),
-        path = %without_token(request.uri().path()),
+        path = %redact_token(request.uri().path()),
     );
     let work = async {
         let mut observation = Observation { listener, method, route, start, status: None };
@@ -144,8 +143,8 @@ fn route_label(listener: Listener, request: &Request) -> &'static str {
     }
 }
 
-/// Removes the token from a path such as `/apps/<slug>/~<token>/…`.
-fn without_token(path: &str) -> Cow<'_, str> {
+/// Replaces the token in a path such as `/apps/<slug>/~<token>/…` with `~…`.
+fn redact_token(path: &str) -> Cow<'_, str> {
     let is_token = |segment: &str| {
         segment.starts_with('~')
             || segment.get(..3).is_some_and(|start| start.eq_ignore_ascii_case("%7e"))
@@ -163,13 +162,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn without_token_removes_tokens_from_paths() {
-        assert_eq!(without_token("/apps/notes/~eyJx.y.z/index.html"), "/apps/notes/~…/index.html");
-        assert_eq!(without_token("/apps/notes/~eyJx.y.z"), "/apps/notes/~…");
-        assert_eq!(without_token("/apps/notes/%7Esvca_eyJx.y.z/"), "/apps/notes/~…/");
-        assert_eq!(without_token("/apps/notes/x-svca_eyJx.y.z"), "/apps/notes/~…");
-        assert_eq!(without_token("/api/apps"), "/api/apps");
-        assert_eq!(without_token("/a~b"), "/a~b");
+    fn redact_token_hides_tokens_in_paths() {
+        assert_eq!(redact_token("/apps/notes/~eyJx.y.z/index.html"), "/apps/notes/~…/index.html");
+        assert_eq!(redact_token("/apps/notes/~eyJx.y.z"), "/apps/notes/~…");
+        assert_eq!(redact_token("/apps/notes/%7Esvca_eyJx.y.z/"), "/apps/notes/~…/");
+        assert_eq!(redact_token("/apps/notes/x-svca_eyJx.y.z"), "/apps/notes/~…");
+        assert_eq!(redact_token("/api/apps"), "/api/apps");
+        assert_eq!(redact_token("/a~b"), "/a~b");
     }
 
     #[test]

@@ -130,7 +130,7 @@ impl Passthrough {
             }
         };
         match tokio::time::timeout(FORWARD_TIMEOUT, until_closed).await {
-            Ok(_) => tracing::info!(%name, %machine, "validation passed through"),
+            Ok(_) => tracing::info!(%name, %machine, "validation forwarded"),
             Err(_) => tracing::debug!(%name, %machine, "validation aborted: timeout"),
         }
     }

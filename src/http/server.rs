@@ -168,7 +168,7 @@ async fn accept(
             },
         };
         let Some(address_permit) = address_limiter.admit(peer.ip()) else {
-            tracing::debug!(%peer, "connection refused: too many connections from its address");
+            tracing::debug!(%peer, "connection rejected: too many connections from its address");
             continue;
         };
         // Small responses are sent without delay. An error means a closed socket, which the first read detects.

@@ -68,7 +68,7 @@ pub(crate) fn provider() -> Arc<CryptoProvider> {
 /// # Errors
 /// If that file cannot be read, contains malformed PEM, or has no usable certificate.
 pub fn load_roots() -> anyhow::Result<RootCertStore> {
-    load_roots_with(vars::SSL_CERT_FILE.from_process().map(PathBuf::from))
+    load_roots_with(vars::SSL_CERT_FILE.env_value().map(PathBuf::from))
 }
 
 fn load_roots_with(file: Option<PathBuf>) -> anyhow::Result<RootCertStore> {

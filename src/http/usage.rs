@@ -10,8 +10,8 @@ use super::fields::Fields;
 use super::openapi::{Parameter, ParameterLocation, one_of, text_up_to};
 use svc_machine::choice::must_be_one_of;
 
-/// Maximum length of a user or channel name.
-pub const MAX_SENDER_CHARS: usize = 256;
+/// Maximum length of the id of a user or channel.
+pub const MAX_USER_ID_CHARS: usize = 256;
 
 /// How a report is grouped.
 #[derive(
@@ -54,7 +54,7 @@ pub struct UsageQuery {
 impl UsageQuery {
     /// Parses the parameters; errors are recorded in `query`.
     pub fn read(query: &mut Fields) -> Self {
-        let user_id = query.optional_text("userId", MAX_SENDER_CHARS);
+        let user_id = query.optional_text("userId", MAX_USER_ID_CHARS);
         let (start, end) = (parse_date(query, "startDate"), parse_date(query, "endDate"));
         let group_by: Option<GroupBy> = query.optional("groupBy");
         if let (Some(start), Some(end)) = (start, end)
@@ -94,7 +94,7 @@ fn date_schema() -> Value {
 pub const USER_ID: Parameter = Parameter {
     name: "userId",
     location: ParameterLocation::Query,
-    schema: || text_up_to(MAX_SENDER_CHARS),
+    schema: || text_up_to(MAX_USER_ID_CHARS),
     description: "Only this user or channel.",
 };
 pub const START_DATE: Parameter = Parameter {

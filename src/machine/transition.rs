@@ -216,7 +216,8 @@ fn apply_server_gone(machine: &Machine) -> Outcome {
     }
 }
 
-/// Makes the machine wait for its host; if it is active, the next healthy heartbeat makes it `running` again.
+/// Makes a machine whose server was missing wait for its host. If the machine is active, the host's next healthy
+/// heartbeat makes it `running` again.
 fn apply_server_found(state: &State) -> Outcome {
     match state {
         State::Failed { cause: FailureCause::ServerGone } => {

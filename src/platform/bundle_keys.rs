@@ -1,6 +1,6 @@
 //! Reports which hosts trust which release keys. An operator needs this report before removing a key.
 //!
-//! Pure: the input is the fleet's rows and the platform's configured keys.
+//! This module performs no I/O: its input is the fleet's rows and the platform's configured keys.
 
 use std::collections::{BTreeMap, BTreeSet};
 

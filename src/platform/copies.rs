@@ -34,8 +34,8 @@ pub struct Copies {
     user: IdpUserId,
     slot: Slot,
     live: Option<MachineRow>,
-    /// The latest machine in the slot that has registered, even if it no longer has a server.
-    holder: Option<(MachineId, Epoch)>,
+    /// The slot's last registered machine, even if it no longer has a server.
+    last_registered: Option<(MachineId, Epoch)>,
     /// An earlier machine's snapshot that is newer than the restored one.
     unrestored: Option<String>,
     kept: Vec<KeptServerRow>,
@@ -62,7 +62,7 @@ pub async fn load_copies(
     let reported = machines.iter().filter_map(reported_snapshot).max_by_key(|newest| newest.taken_at);
     let registered = machines.iter().filter(|machine| machine.registered_at.is_some());
     let last = registered.max_by_key(|machine| machine.epoch);
-    let holder = last.map(|machine| (machine.id, machine.epoch));
+    let last_registered = last.map(|machine| (machine.id, machine.epoch));
     let unrestored = last.and_then(|machine| machine.unrestored_snapshot.clone());
     Ok(Copies {
         kept: db::kept_servers::list_in_slot(client, user, slot, &timing.server_retention()).await?,
@@ -71,7 +71,7 @@ pub async fn load_copies(
             // A machine whose server no longer exists holds no data.
             machine.is_active() && machine.registered_at.is_some() && machine.has_server()
         }),
-        holder,
+        last_registered,
         unrestored,
         reported,
         user: user.clone(),
@@ -95,8 +95,8 @@ impl Copies {
         let mut newer = None;
         let (newest, problem) = match result {
             Ok(Ok(latest)) => {
-                if let Some(holder) = self.holder {
-                    newer = find_newer(bucket, &slot, holder, &latest, deadline).await;
+                if let Some(machine) = self.last_registered {
+                    newer = find_newer(bucket, &slot, machine, &latest, deadline).await;
                 }
                 let (taken_at, machine) = (latest.taken_at, latest.machine_id);
                 (Some(NewestSnapshot { taken_at, machine, key: Some(latest.key) }), None)
@@ -153,11 +153,12 @@ pub fn to_newer_snapshot(sidecar: &Sidecar) -> wire::NewerSnapshot {
 async fn find_newer(
     bucket: &Bucket,
     slot: &SlotPrefix,
-    holder: (MachineId, Epoch),
+    machine: (MachineId, Epoch),
     current: &SnapshotRef,
     deadline: tokio::time::Instant,
 ) -> Option<Sidecar> {
-    let result = tokio::time::timeout_at(deadline, newer_snapshot::find(bucket, slot, holder, current)).await;
+    let result =
+        tokio::time::timeout_at(deadline, newer_snapshot::find(bucket, slot, machine, current)).await;
     match result {
         Ok(Ok(newer)) => newer,
         Ok(Err(error)) => {

@@ -44,7 +44,7 @@ pub enum FilesKeyError {
         "the platform's key of slot {0} does not open its repository: the platform's database has another key, or the \
          repository's configuration was replaced. First save the platform's key (`svcctl files key USER`): earlier snapshots \
          may need it. If the object `config` of the repository was replaced, restore it. If the platform's key is wrong, delete \
-         the row of the slot from the table file_keys, and run `systemctl restart svc-files` on the machine that has the right one"
+         the row of the slot from the table file_keys, and run `systemctl restart svc-files` on the machine that has the right key"
     )]
     Mismatch(String),
 }
@@ -79,13 +79,13 @@ pub async fn load_or_create(
         (Some(stored), None) => Ok(stored),
         (Some(stored), Some(offered)) if is_same(&stored, &offered) => Ok(stored),
         (stored, offered) => {
-            let name = || format!("{user}/{slot}");
+            let slot_name = || format!("{user}/{slot}");
             let prefix = SlotPrefix::new(user, slot);
             let test = |key: RepositoryKey| async {
                 match Repository::open(platform.bucket.clone(), prefix.files(), &key, Cache::none()).await {
                     Ok(opened) => Ok(Some((key, opened.is_some()))),
                     Err(FilesError::WrongKey) => Ok(None),
-                    Err(source) => Err(FilesKeyError::Repository { slot: name(), source }),
+                    Err(source) => Err(FilesKeyError::Repository { slot: slot_name(), source }),
                 }
             };
             if let Some(stored) = stored {
@@ -94,14 +94,14 @@ pub async fn load_or_create(
                 return test(stored)
                     .await?
                     .map(|(key, _)| key)
-                    .ok_or_else(|| FilesKeyError::Mismatch(name()));
+                    .ok_or_else(|| FilesKeyError::Mismatch(slot_name()));
             }
             let key = match offered {
                 Some(offered) => test(offered).await?.map(|(key, _)| key),
                 // A new key passes the test only if the slot has no repository.
                 None => test(generate()?).await?.map(|(key, _)| key),
             };
-            let key = key.ok_or_else(|| FilesKeyError::Lost(name()))?;
+            let key = key.ok_or_else(|| FilesKeyError::Lost(slot_name()))?;
             store(platform, (user, slot), &key).await
         }
     }
@@ -138,10 +138,10 @@ pub async fn find(
     (user, slot): (&IdpUserId, &Slot),
 ) -> Result<Option<RepositoryKey>, KeyError> {
     let Some(stored) = file_keys::find(client, user.as_str(), slot.as_str()).await? else { return Ok(None) };
-    let kid = seal_name(&stored.user, &stored.slot);
-    let opened = zeroize::Zeroizing::new(seal.open(&kid, &stored.sealed)?);
+    let name = seal_name(&stored.user, &stored.slot);
+    let opened = zeroize::Zeroizing::new(seal.open(&name, &stored.sealed)?);
     let key = std::str::from_utf8(&opened).ok().and_then(|text| text.parse().ok());
-    key.map(Some).ok_or(KeyError::Corrupt { kid })
+    key.map(Some).ok_or(KeyError::Corrupt { kid: name })
 }
 
 /// Reseals a batch of the keys that were sealed with the previous platform key, and skips those that cannot be opened.

@@ -31,15 +31,14 @@ use crate::keys::KeyError;
 /// How long a pack that no snapshot needs is kept after it is marked: longer than any restore, and much longer than a
 /// save may take without checking the index again (`MAX_UNCHECKED_DURATION` in `src/files/save/mod.rs`).
 const GRACE_PERIOD: SignedDuration = SignedDuration::from_hours(72);
-/// How long after its start a report that found damage may still search for a damaged snapshot. It is shorter than the
-/// report's timeout.
-const REPORT_SEARCH_TIMEOUT: Duration = Duration::from_secs(15);
+/// How long after its start a dry run that found damage may still search for a damaged snapshot. It is shorter than the
+/// dry run's timeout.
+const DRY_RUN_SEARCH_TIMEOUT: Duration = Duration::from_secs(15);
 /// Number of newest entries that a prune retains in the pointer log.
 const RETAINED_LOG_ENTRIES: u64 = 1000;
 /// Maximum interval between polls for a due slot.
 const MAX_POLL_INTERVAL: Duration = Duration::from_secs(60);
-/// The fraction of `FILES_PRUNE_SECONDS` after which a prune that failed, was killed, or left packs for another run is
-/// repeated.
+/// The fraction of `FILES_PRUNE_SECONDS` after which a prune that failed, was killed, or deferred packs is repeated.
 const RETRY_FRACTION: f64 = 0.1;
 
 /// The reason a repository was not pruned.
@@ -55,7 +54,7 @@ pub enum PruneError {
     Files(#[from] FilesError),
     #[error("the pointer names an invalid snapshot")]
     InvalidPointer,
-    #[error("the prune did not finish within {} s", TIMEOUT.as_secs())]
+    #[error("the prune did not finish within {} s", PRUNE_TIMEOUT.as_secs())]
     Timeout,
     #[error("the platform stopped; the next prune resumes the work")]
     Stopped,
@@ -63,21 +62,22 @@ pub enum PruneError {
     Injected(#[from] InjectedFailure),
 }
 
-/// Limit how many prunes and reports run concurrently in this process, because each loads an index into memory.
+/// Limits how many prunes run concurrently in this process, because each loads an index into memory.
 static PRUNE_PERMITS: Semaphore = Semaphore::const_new(WORKERS);
-static REPORT_PERMITS: Semaphore = Semaphore::const_new(1);
+/// Limits how many dry runs are in progress in this process, for the same reason.
+static DRY_RUN_PERMITS: Semaphore = Semaphore::const_new(1);
 /// Number of tasks in each process that run [`run`].
 pub const WORKERS: usize = 2;
 /// Maximum duration of one prune: far longer than a large repository takes, so only a hostile repository reaches it.
-pub const TIMEOUT: Duration = Duration::from_secs(4 * 3600);
+pub const PRUNE_TIMEOUT: Duration = Duration::from_secs(4 * 3600);
 
 /// How long a slot stays claimed without a renewal. A claim expires if its process is killed or loses its database
-/// connection. The claim of a prune that left packs for another run expires immediately.
+/// connection. The claim of a prune that deferred packs expires immediately.
 const CLAIM_TTL: Duration = Duration::from_secs(180);
 const CLAIM_RENEWAL_INTERVAL: Duration = Duration::from_secs(45);
 
-/// The interval if regular prunes are disabled. A request sets the time of the slot's last prune to 1970, so the slot
-/// is still due.
+/// The interval if regular prunes are disabled. A requested prune still runs, because a request sets the time of the
+/// slot's last prune to 1970.
 const DISABLED_PRUNE_INTERVAL: Duration = Duration::from_secs(20 * 365 * 24 * 3600);
 /// The delay before a failed or unfinished prune is repeated if regular prunes are disabled.
 const DISABLED_RETRY_DELAY: Duration = Duration::from_secs(3600);
@@ -119,7 +119,7 @@ async fn prune_next(platform: &Platform, interval: Duration, retry_delay: Durati
         (Ok(parsed_user), Ok(parsed_slot)) => tokio::select! {
             () = platform.stop.cancelled() => Err(PruneError::Stopped),
             result = prune_slot(platform, &parsed_user, &parsed_slot, false) => result,
-            () = tokio::time::sleep(TIMEOUT) => Err(PruneError::Timeout),
+            () = tokio::time::sleep(PRUNE_TIMEOUT) => Err(PruneError::Timeout),
             never = keep_claimed(platform, &user, &slot) => match never {},
         },
         _ => return Ok(true),
@@ -128,7 +128,7 @@ async fn prune_next(platform: &Platform, interval: Duration, retry_delay: Durati
     let (error, advance) = match result {
         Ok(report) => {
             log_report(&user, &slot, &report);
-            if report.left_packs > 0 {
+            if report.deferred_packs > 0 {
                 db::file_keys::record_unfinished_prune(&session, &user, &slot).await?;
                 return Ok(true);
             }
@@ -136,7 +136,7 @@ async fn prune_next(platform: &Platform, interval: Duration, retry_delay: Durati
         }
         Err(PruneError::Stopped) => {
             // The slot is due again immediately, so that a prune that an operator has requested is not lost.
-            db::file_keys::release_prune(&session, &user, &slot).await?;
+            db::file_keys::release_prune_claim(&session, &user, &slot).await?;
             return Ok(true);
         }
         Err(error) => {
@@ -155,7 +155,7 @@ async fn keep_claimed(platform: &Platform, user: &str, slot: &str) -> Infallible
         tokio::time::sleep(CLAIM_RENEWAL_INTERVAL).await;
         let renew = async {
             let session = platform.db.session().await?;
-            db::file_keys::renew_prune(&session, user, slot, CLAIM_TTL).await
+            db::file_keys::renew_prune_claim(&session, user, slot, CLAIM_TTL).await
         };
         if let Err(error) = renew.await {
             tracing::warn!(user, slot, error = %format_chain(&error), "cannot renew the claim of a prune");
@@ -164,7 +164,7 @@ async fn keep_claimed(platform: &Platform, user: &str, slot: &str) -> Infallible
 }
 
 fn log_report(user: &str, slot: &str, report: &PruneReport) {
-    if report.removed_snapshots + report.marked_packs + report.deleted_packs + report.left_packs > 0 {
+    if report.removed_snapshots + report.marked_packs + report.deleted_packs + report.deferred_packs > 0 {
         tracing::info!(
             user,
             slot,
@@ -172,7 +172,7 @@ fn log_report(user: &str, slot: &str, report: &PruneReport) {
             removed_snapshots = report.removed_snapshots,
             marked_packs = report.marked_packs,
             deleted_packs = report.deleted_packs,
-            left_packs = report.left_packs,
+            deferred_packs = report.deferred_packs,
             "pruned the file backups of a slot"
         );
     }
@@ -190,8 +190,8 @@ pub async fn prune_slot(
     is_dry_run: bool,
 ) -> Result<PruneReport, PruneError> {
     let began = Instant::now();
-    // Reports must not wait for the workers.
-    let permits = if is_dry_run { &REPORT_PERMITS } else { &PRUNE_PERMITS };
+    // Dry runs must not wait for the workers.
+    let permits = if is_dry_run { &DRY_RUN_PERMITS } else { &PRUNE_PERMITS };
     let _permit = permits.acquire().await;
     let session = platform.db.session().await?;
     let key = file_keys::find(&session, &platform.seal, (user, slot)).await?;
@@ -214,7 +214,7 @@ pub async fn prune_slot(
         grace_period: GRACE_PERIOD,
         now: Timestamp::now(),
         is_dry_run,
-        search_deadline: is_dry_run.then(|| began + REPORT_SEARCH_TIMEOUT),
+        search_deadline: is_dry_run.then(|| began + DRY_RUN_SEARCH_TIMEOUT),
     };
     let report = prune(&repository, &options).await?;
     if !is_dry_run {

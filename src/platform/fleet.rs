@@ -151,7 +151,7 @@ fn attention_reasons(row: &FleetRow, token_rotation: Duration, trust: &HostTrust
     let is_waiting = row.waiting_operation.is_some();
     // A problem with the provider's account blocks many machines: it raises an alarm and is not a reason here.
     let is_stuck = !is_waiting
-        && !row.is_operation_waiting_for_account
+        && !row.is_operation_blocked_by_account
         && (row.operation_age.is_some_and(|age| age > OPERATION_STUCK_SECONDS)
             || row.operation_attempts >= OPERATION_STUCK_ATTEMPTS);
     let is_backup_failing = row.backup_status.as_deref() == Some("error");
@@ -238,7 +238,7 @@ pub mod tests {
             operation_age: None,
             operation_attempts: 0,
             waiting_operation: None,
-            is_operation_waiting_for_account: false,
+            is_operation_blocked_by_account: false,
             powered_off_age: None,
             attention: Vec::new(),
             bundle_keys: None,

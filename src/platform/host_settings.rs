@@ -112,7 +112,7 @@ impl HostSettings {
     }
 
     /// Returns the settings for a machine's certificate.
-    pub fn certificate(&self, machine: MachineId) -> CertificateSettings {
+    pub fn certificate_settings(&self, machine: MachineId) -> CertificateSettings {
         let host_name = self.domain.as_ref().map(|domain| domain.host_name(machine));
         CertificateSettings { acme: self.acme.clone().filter(|_| host_name.is_some()), host_name }
     }

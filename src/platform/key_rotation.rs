@@ -3,8 +3,8 @@
 //! Heartbeat responses deliver a new proof key, which signs for a host once that host has acknowledged it. All older
 //! proof keys are retired once every routable host that is sending heartbeats has had the newest key for the overlap.
 //! Silent hosts do not block this: a recently retired key still signs for the silent hosts that have acknowledged no
-//! newer key, until they acknowledge one. A new app key starts signing after the overlap, by which time every router has
-//! read it; the old key is retired when all of its tokens have expired.
+//! newer key, until they acknowledge one. A new app key starts signing after the overlap, by which time every router
+//! has read it; the old key is retired when all of its tokens have expired.
 //!
 //! Invariant: a signature is made only with a key that every verifier has.
 

@@ -295,12 +295,12 @@ async fn delete_predecessor(
 
 /// Writes the audit entry for the effect of one machine's change on another machine in its slot.
 async fn write_audit_entry(tx: &Transaction<'_>, action: &str, before: &MachineRow) -> Result<(), DbError> {
-    let after = db::machines::get(tx, before.id).await?.map(|after| after.record());
+    let after = db::machines::get(tx, before.id).await?.map(|after| after.audit_record());
     let entry = db::audit::AuditEntry {
         actor: "platform",
         action,
         target: &before.id.to_string(),
-        before: Some(&before.record()),
+        before: Some(&before.audit_record()),
         after: after.as_ref(),
         request_id: &svc_http::request_id::current(),
     };

@@ -173,7 +173,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     let row_renewal = tokio::spawn(platform_key_rotation::renew_process_row(db.clone(), process.clone()));
     let installation = load_installation_id(&db).await.or_exit(Exit::Unavailable)?;
     let (keys_sender, keys) = watch::channel(Arc::new(keys));
-    let (rotation_seal, change_seal, file_seal) = (seal(), seal(), seal());
+    let (rotation_seal, platform_key_seal, file_seal) = (seal(), seal(), seal());
     // A separate pool, because its connections run on the router's threads and end with them.
     let router_db = pool(config.connections.router)?;
     let freshness = Arc::new(RouteFreshness::new(config.routing.max_staleness));
@@ -219,7 +219,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
 
     let mut tasks = JoinSet::new();
     tasks.spawn(key_rotation::run(db, rotation_seal, platform.config.timing.keys, keys_sender, stop.clone()));
-    tasks.spawn(platform_key_rotation::run_key_rotation(platform.clone(), change_seal));
+    tasks.spawn(platform_key_rotation::run_key_rotation(platform.clone(), platform_key_seal));
     tasks.spawn(marker::write_until_stopped(platform.clone()));
     tasks.spawn(process_clock::run(Arc::clone(&platform.clock), platform.db.clone(), platform.stop.clone()));
     tasks.spawn(operations::runner::run(platform.clone()));

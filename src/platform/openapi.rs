@@ -25,11 +25,11 @@ const API: Api = Api {
     ],
 };
 
-/// The serialized [`document`], built on the first request for it.
-pub static JSON: LazyLock<Bytes> = LazyLock::new(|| document().to_string().into());
+/// The serialized [`openapi_document`], built on the first request for it.
+pub static JSON: LazyLock<Bytes> = LazyLock::new(|| openapi_document().to_string().into());
 
 /// Builds the OpenAPI document for all routes: the control API's, and the router's on the public hosts.
-pub fn document() -> Value {
+pub fn openapi_document() -> Value {
     let control = ENDPOINTS.iter().map(|endpoint| &endpoint.operation);
     let public = svc_router::ROUTES.iter().map(|route| &route.operation);
     let mut document = generate_document(&API, control.chain(public));

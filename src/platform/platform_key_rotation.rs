@@ -44,7 +44,8 @@ const PLATFORM_KEYS_LOCK: &str = "platform keys";
 const LEASES_UNTIL_ENDED: u32 = 4;
 /// Maximum interval between rotation passes.
 const MAX_INTERVAL: Duration = Duration::from_secs(5);
-/// Task name under which processes claim their turn to run a pass.
+/// Task name under which processes claim their turn to run a pass. It says "change", an earlier term for a rotation,
+/// because it is stored in the database.
 const TASK_NAME: &str = "platform key change";
 const BATCH_SIZE: i64 = 100;
 
@@ -183,7 +184,7 @@ async fn finish_rotation(platform: &Platform, seal: &Seal) -> Result<(), Platfor
     let max_gap = platform.config.timing.keys.max_heartbeat_gap;
     // The first check takes no lock, because starting processes wait for the lock. Every pass ends here until the
     // tokens of all machines that send heartbeats have rotated and all processes use the current key.
-    let need = dependents::KeyDependents::find(
+    let dependents = dependents::KeyDependents::find(
         &session,
         &this_process.ids.current,
         &platform.mint,
@@ -192,7 +193,7 @@ async fn finish_rotation(platform: &Platform, seal: &Seal) -> Result<(), Platfor
         this_process.ttl,
     )
     .await?;
-    if !need.is_empty() {
+    if !dependents.is_empty() {
         return Ok(());
     }
     // The marker must name the current key before the previous one may be removed: otherwise a process with only the
@@ -201,7 +202,7 @@ async fn finish_rotation(platform: &Platform, seal: &Seal) -> Result<(), Platfor
     let tx = db::begin(&mut session).await?;
     // No process can start until the transaction ends.
     db::lock(&tx, PLATFORM_KEYS_LOCK).await?;
-    let need = dependents::KeyDependents::find(
+    let dependents = dependents::KeyDependents::find(
         &tx,
         &this_process.ids.current,
         &platform.mint,
@@ -210,7 +211,7 @@ async fn finish_rotation(platform: &Platform, seal: &Seal) -> Result<(), Platfor
         this_process.ttl,
     )
     .await?;
-    if !need.is_empty() || !this_process.is_settled(&tx).await? {
+    if !dependents.is_empty() || !this_process.is_settled(&tx).await? {
         return Ok(());
     }
     platform_keys::record_rotation_complete(&tx, &this_process.ids).await?;

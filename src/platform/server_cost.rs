@@ -63,7 +63,7 @@ async fn read_prices(platform: &Platform, server_type: &ServerType) -> Result<Se
         let detail = "The provider's prices cannot be read, so no cost can be confirmed; try again.";
         Problem::new(Code::Unavailable, detail).retry_after(5)
     };
-    match tokio::time::timeout(PRICE_TIMEOUT, platform.provider.prices(server_type)).await {
+    match tokio::time::timeout(PRICE_TIMEOUT, platform.provider.get_prices(server_type)).await {
         Ok(Ok(prices)) => Ok(prices),
         Ok(Err(error)) => {
             tracing::warn!(error = %format_chain(&error), "cannot read the provider's prices");

@@ -187,9 +187,9 @@ mod tests {
         RestoreDatabase,
         /// The operator restarts the first of the platform's processes with a new key. The other processes still use
         /// the current key, which becomes their previous key when they restart.
-        BeginKeyChange,
+        BeginKeyRotation,
         /// The other processes restart.
-        EndKeyChange,
+        EndKeyRotation,
         /// The operator removes the previous key if the platform reports that it is not needed.
         DropKey,
     }
@@ -212,8 +212,8 @@ mod tests {
             1 => Just(Event::Restart),
             1 => Just(Event::CopyDatabase),
             1 => Just(Event::RestoreDatabase),
-            2 => Just(Event::BeginKeyChange),
-            2 => Just(Event::EndKeyChange),
+            2 => Just(Event::BeginKeyRotation),
+            2 => Just(Event::EndKeyRotation),
             1 => Just(Event::DropKey),
         ]
     }
@@ -336,19 +336,19 @@ mod tests {
                         self.generation_at_request = None;
                     }
                 }
-                Event::BeginKeyChange if self.keys.1.is_none() => {
+                Event::BeginKeyRotation if self.keys.1.is_none() => {
                     self.keys = (self.keys.0 + 1, Some(self.keys.0));
                     self.is_mixed = true;
                     // A copy that needs a key older than the previous one is never restored.
                     self.copy = None;
                 }
-                Event::EndKeyChange => {
+                Event::EndKeyRotation => {
                     if let (true, (current, Some(previous))) = (self.is_mixed, self.keys) {
                         self.keys = (current.max(previous), Some(current.min(previous)));
                     }
                     self.is_mixed = false;
                 }
-                Event::BeginKeyChange => {}
+                Event::BeginKeyRotation => {}
                 Event::DropKey => {
                     let is_needed =
                         !self.row.is_issued_with_current_key(self.machine, &mint((self.keys.0, None)));
@@ -359,11 +359,11 @@ mod tests {
             }
         }
 
-        /// Ends a key change, sends enough heartbeats for the newest token to replace all others, and waits for the end
-        /// of the overlap. Waits for `rotation_age` first, so that the rotation that is then due begins with the first
-        /// heartbeat, not with the last one.
+        /// Ends a key rotation, sends enough heartbeats for the newest token to replace all others, and waits for the
+        /// end of the overlap. Waits for `rotation_age` first, so that the rotation that is then due begins with the
+        /// first heartbeat, not with the last one.
         fn settle(&mut self) {
-            self.apply(&Event::EndKeyChange);
+            self.apply(&Event::EndKeyRotation);
             self.apply(&Event::Wait(1000));
             for _ in 0..4 {
                 self.send_heartbeat(HeartbeatLoss::Nothing);

@@ -71,7 +71,8 @@ impl TokenMint {
     }
 
     /// Derives a machine's first token from the key that matches the stored hash, so that user-data that is rendered
-    /// again during a platform key change contains the same token. If neither key matches, the current key is used.
+    /// again during a rotation of `PLATFORM_KEY` contains the same token. If neither key matches, the current key is
+    /// used.
     pub fn first_token(&self, machine: MachineId, purpose: Purpose, stored_hash: &[u8]) -> SecretString {
         let first = Generation::FIRST;
         let stored = self.stored_token(machine, purpose, first, stored_hash);

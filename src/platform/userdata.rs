@@ -54,7 +54,8 @@ pub enum RenderError {
     ControlCharacter { path: &'static str, name: String },
 }
 
-/// Renders the user-data of a machine's server. `expects_files`: whether an earlier machine of the slot has saved files.
+/// Renders the user-data of a machine's server. `expects_files`: whether an earlier machine of the slot has saved
+/// files.
 ///
 /// # Errors
 /// [`RenderError`] if the user-data is too large, or a value cannot be stored in an env file.

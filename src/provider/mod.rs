@@ -31,7 +31,7 @@ pub trait Provider: Send + Sync {
     async fn find(&self, name: &str) -> Result<Option<Server>, ProviderError>;
 
     /// Lists all servers that match the label selector (`key=value,key2`).
-    async fn find_by_label(&self, selector: &str) -> Result<Vec<Server>, ProviderError>;
+    async fn list_by_label(&self, selector: &str) -> Result<Vec<Server>, ProviderError>;
 
     async fn get(&self, id: ServerId) -> Result<Option<Server>, ProviderError>;
 
@@ -39,7 +39,7 @@ pub trait Provider: Send + Sync {
     async fn delete(&self, id: ServerId) -> Result<DeleteOutcome, ProviderError>;
 
     /// Looks up an action's progress.
-    async fn action(&self, id: ActionId) -> Result<Action, ProviderError>;
+    async fn get_action(&self, id: ActionId) -> Result<Action, ProviderError>;
 
     /// Powers the server on; a running server is unaffected.
     async fn power_on(&self, id: ServerId) -> Result<Action, ProviderError>;
@@ -61,10 +61,10 @@ pub trait Provider: Send + Sync {
     async fn has_location(&self, name: &Location) -> Result<bool, ProviderError>;
 
     /// Looks up a server type; `None` if the provider does not offer it.
-    async fn server_type(&self, name: &ServerType) -> Result<Option<ServerTypeInfo>, ProviderError>;
+    async fn get_server_type(&self, name: &ServerType) -> Result<Option<ServerTypeInfo>, ProviderError>;
 
     /// Looks up the prices for servers of this type; empty if the provider does not sell it.
-    async fn prices(&self, name: &ServerType) -> Result<ServerPrices, ProviderError>;
+    async fn get_prices(&self, name: &ServerType) -> Result<ServerPrices, ProviderError>;
 
     /// Counts the servers in the account's project, including other installations' servers.
     async fn count_servers(&self) -> Result<u64, ProviderError>;

@@ -55,7 +55,7 @@ pub struct Server {
     pub is_locked: bool,
     pub public_ipv4: Option<Ipv4Addr>,
     pub server_type: ServerType,
-    /// The server's actual disk size; after a type change, the size of the type may be larger.
+    /// The server's actual disk size. After a type change, it may be smaller than the disk size of the type.
     pub disk_gb: u32,
     pub labels: BTreeMap<String, String>,
 }

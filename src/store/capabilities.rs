@@ -88,15 +88,16 @@ pub const CREATE_ONCE_IN_PARALLEL: Capability = Capability {
 pub const REPLACE_IN_PARALLEL: Capability = Capability {
     name: "of several concurrent writers, only one replaces a version",
     need: CapabilityNeed::Recommended,
-    without: "The snapshot pointer is safe, because its log only creates objects; releases without that log are not.",
+    without: "The snapshot pointer is safe, because its log only ever creates objects; in releases without that \
+              log, it is not.",
 };
-pub const CURRENT_READS: Capability = Capability {
+pub const CONSISTENT_READS: Capability = Capability {
     name: "a read immediately returns the last write",
     need: CapabilityNeed::Required,
     without: "A host could restore a snapshot that is not the latest.",
 };
-pub const CURRENT_LISTS: Capability = Capability {
-    name: "a list immediately shows new objects, and no deleted ones",
+pub const CONSISTENT_LISTINGS: Capability = Capability {
+    name: "a listing immediately shows new objects, and no deleted ones",
     need: CapabilityNeed::Recommended,
     without: "`svcctl backup list` can miss the newest snapshot, and a check after a backup can fail.",
 };
@@ -157,16 +158,16 @@ pub async fn probe_conditions(bucket: &Bucket) -> Result<[ProbeResult; 2], Store
     ])
 }
 
-/// Probes, concurrently, the capabilities that need neither conditional puts nor the bucket's settings: reads, lists,
-/// ranges, uploads, checksums and signatures.
+/// Probes, concurrently, the capabilities that need neither conditional puts nor the bucket's settings: reads,
+/// listings, ranges, uploads, checksums and signatures.
 pub async fn probe_other_capabilities(config: &StoreConfig, bucket: &Bucket) -> Vec<ProbeResult> {
     let s3 = match config {
         StoreConfig::S3(s3) => Some(s3),
         StoreConfig::Directory(_) => None,
     };
     let probes: Vec<(Capability, BoxFuture<'_, Support>)> = vec![
-        (CURRENT_READS, determine_support(objects::probe_current_reads(bucket)).boxed()),
-        (CURRENT_LISTS, determine_support(objects::probe_current_lists(bucket)).boxed()),
+        (CONSISTENT_READS, determine_support(objects::probe_consistent_reads(bucket)).boxed()),
+        (CONSISTENT_LISTINGS, determine_support(objects::probe_consistent_listings(bucket)).boxed()),
         (RANGES, determine_support(objects::probe_ranges(bucket)).boxed()),
         (UPLOADS, determine_support(uploads::probe_visibility(bucket)).boxed()),
         (CREATE_ONLY_UPLOAD, determine_support(uploads::probe_create_only_upload(bucket)).boxed()),

@@ -311,7 +311,7 @@ mod tests {
         }
     }
 
-    /// Without the check, the claim of a `seq` that no reader accepts would count as a successful write.
+    /// If this `latest` were accepted, the claim of a `seq` that no reader accepts would count as a successful write.
     #[tokio::test]
     async fn implausible_latest_is_replaced() {
         let bucket = Bucket::new(Arc::new(InMemory::new()));

@@ -226,11 +226,11 @@ pub fn is_sidecar(object: &Path) -> bool {
 }
 
 /// The folder with all bundles, at the root of the bucket.
-pub const BUNDLES: &str = "system-bundles";
+pub const BUNDLES_FOLDER: &str = "system-bundles";
 
 /// Returns the path of a bundle's object; `suffix` is empty, `.sha256`, `.json` or `.json.sig`.
 pub fn bundle(version: &ImageVersion, suffix: &str) -> Path {
-    Path::from_iter([BUNDLES, version.as_str(), &format!("{BUNDLE_FILE}{suffix}")])
+    Path::from_iter([BUNDLES_FOLDER, version.as_str(), &format!("{BUNDLE_FILE}{suffix}")])
 }
 
 #[cfg(test)]

@@ -87,8 +87,8 @@ impl ObjectStore for LocalStore {
         self.inner.get_opts(location, options).await
     }
 
-    fn delete_stream(&self, location: BoxStream<'static, Result<Path>>) -> BoxStream<'static, Result<Path>> {
-        self.inner.delete_stream(location)
+    fn delete_stream(&self, locations: BoxStream<'static, Result<Path>>) -> BoxStream<'static, Result<Path>> {
+        self.inner.delete_stream(locations)
     }
 
     /// Lists in key order, as S3 does.

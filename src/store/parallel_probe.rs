@@ -67,8 +67,8 @@ impl ProbeFindings {
         let Atomicity::Violated { winners } = self.replace else { return None };
         Some(format!(
             "the object store allowed {winners} of {CONCURRENT_WRITERS} concurrent writers to replace the same \
-             version of an object (If-Match); the snapshot pointer is safe, because its log only creates objects, \
-             but releases without that log are not"
+             version of an object (If-Match); the snapshot pointer is safe, because its log only ever creates \
+             objects; in releases without that log, it is not"
         ))
     }
 }

@@ -310,7 +310,7 @@ impl RetryState {
     async fn back_off(&mut self, error: StoreError) -> Result<(), StoreError> {
         if !matches!(error, StoreError::Precondition { .. }) {
             if self.failure.is_some() || !error.is_transient() {
-                return Err(self.report(error));
+                return Err(self.first_failure_or(error));
             }
             self.failure = Some(error);
         }
@@ -320,7 +320,7 @@ impl RetryState {
         Ok(())
     }
 
-    fn report(&mut self, last: StoreError) -> StoreError {
+    fn first_failure_or(&mut self, last: StoreError) -> StoreError {
         self.failure.take().unwrap_or(last)
     }
 }
@@ -340,7 +340,7 @@ pub(super) async fn write<S: PointedSnapshot>(
 ) -> Result<(), PointerError> {
     let (mut retry_state, mut is_claimed) = (RetryState::default(), false);
     for _ in 0..MAX_ATTEMPTS {
-        let current = read_at(bucket, paths).await.map_err(|error| retry_state.report(error))?;
+        let current = read_at(bucket, paths).await.map_err(|error| retry_state.first_failure_or(error))?;
         let result = match current.as_ref().filter(|current| current.is_ahead_of_latest()) {
             Some(ahead) => publish(bucket, paths, &ahead.value, ahead.condition()).await,
             None if is_claimed => return Ok(()),

@@ -143,7 +143,7 @@ pub async fn inspect(
     let next = if candidate.is_some() || emptied_at.is_some() || keys.is_empty() {
         let newest_entry = read_newest_entry(bucket, slot).await?;
         let metadata_epoch = epoch_floor::read_metadata_epoch(bucket, slot, bound).await?;
-        let known = PointerInputs {
+        let inputs = PointerInputs {
             found: &found,
             keys: &keys,
             newest_entry,
@@ -151,7 +151,7 @@ pub async fn inspect(
             fence: fence.as_ref(),
             bound,
         };
-        plan_rebuild(bucket, slot, known, (candidate.map(|sidecar| sidecar.snapshot_ref()), emptied_at))
+        plan_rebuild(bucket, slot, inputs, (candidate.map(|sidecar| sidecar.snapshot_ref()), emptied_at))
             .await?
     } else {
         None
@@ -164,10 +164,10 @@ pub async fn inspect(
 async fn plan_rebuild(
     bucket: &Bucket,
     slot: &SlotPrefix,
-    known: PointerInputs<'_>,
+    inputs: PointerInputs<'_>,
     (snapshot, emptied_at): (Option<SnapshotRef>, Option<Timestamp>),
 ) -> Result<Option<Pointer>, RepairError> {
-    let Some(next) = known.plan(snapshot.clone(), emptied_at) else { return Ok(None) };
+    let Some(next) = inputs.plan(snapshot.clone(), emptied_at) else { return Ok(None) };
     let free_seq = pointer_log::find_free_seq(bucket, &slot.pointer_paths(), next.seq).await;
     let (seq, skipped) = free_seq.map_err(|error| match error {
         StoreError::Corrupt { key, why } => RepairError::Unusable { key, why },
@@ -175,8 +175,8 @@ async fn plan_rebuild(
     })?;
     let Some(skipped) = skipped else { return Ok(Some(next)) };
     let value =
-        pointer_io::try_read_entry(bucket, slot, skipped).await?.or_else(|| known.newest_entry.1.clone());
-    let next = PointerInputs { newest_entry: (skipped, value), ..known }.plan(snapshot, emptied_at);
+        pointer_io::try_read_entry(bucket, slot, skipped).await?.or_else(|| inputs.newest_entry.1.clone());
+    let next = PointerInputs { newest_entry: (skipped, value), ..inputs }.plan(snapshot, emptied_at);
     Ok(next.map(|next| Pointer { seq, ..next }))
 }
 
@@ -209,7 +209,8 @@ pub async fn rebuild(
         Err(error) => return Err(error.into()),
     }
     match bucket.put_json_if(&slot.pointer(), &next, inspection.condition.clone()).await {
-        // Another writer has copied the entry to `latest`, or has changed `latest`: the read below distinguishes them.
+        // Another writer has copied the entry to `latest`, or has changed `latest`: the read below distinguishes these
+        // cases.
         Ok(()) | Err(StoreError::Precondition { .. }) => {}
         Err(error) => return Err(error.into()),
     }

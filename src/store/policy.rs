@@ -200,11 +200,11 @@ mod tests {
         for (from, hours) in
             [("2026-11-24T10:20:00Z", 12), ("2026-11-30T23:00:00Z", 12), ("2026-11-24T10:20:00Z", 168)]
         {
-            let holder = (&slot, Epoch(u32::MAX));
+            let slot_and_epoch = (&slot, Epoch(u32::MAX));
             let policy = outage_policy(
                 "aws",
                 &"b".repeat(63),
-                holder,
+                slot_and_epoch,
                 window(from, hours),
                 SnapshotWrites::CreateOnly,
             );

@@ -83,11 +83,11 @@ impl Sts {
         Ok(Self { client, endpoint, region, role_arn, caller })
     }
 
-    /// Requests a session that `policy` restricts, and retries transient errors. `name` appears in the store's access
-    /// log.
+    /// Requests a session that `policy` restricts, and retries transient errors. `session_name` appears in the
+    /// store's access log.
     pub async fn assume_role(
         &self,
-        name: &str,
+        session_name: &str,
         policy: &str,
         lifetime: Duration,
     ) -> Result<TemporaryCredentials, StsError> {
@@ -95,14 +95,14 @@ impl Sts {
             .append_pair("Action", "AssumeRole")
             .append_pair("Version", API_VERSION)
             .append_pair("RoleArn", &self.role_arn)
-            .append_pair("RoleSessionName", name)
+            .append_pair("RoleSessionName", session_name)
             .append_pair("DurationSeconds", &lifetime.as_secs().to_string())
             .append_pair("Policy", policy)
             .finish();
         let attempts = async {
             let mut attempt = 1;
             loop {
-                match self.try_assume(&form).await {
+                match self.try_assume_role(&form).await {
                     Err(error) if error.is_transient() && attempt < MAX_ATTEMPTS => {
                         tokio::time::sleep(Duration::from_millis(u64::from(200 * attempt + jitter_ms())))
                             .await;
@@ -118,7 +118,7 @@ impl Sts {
         })
     }
 
-    async fn try_assume(&self, form: &str) -> Result<TemporaryCredentials, StsError> {
+    async fn try_assume_role(&self, form: &str) -> Result<TemporaryCredentials, StsError> {
         let mut request = HttpRequest::new(form.to_owned().into());
         *request.method_mut() = Method::POST;
         *request.uri_mut() = self.endpoint.clone();

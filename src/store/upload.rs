@@ -26,7 +26,7 @@ const ABORT_TIMEOUT: Duration = Duration::from_secs(30);
 /// The layout of an upload: all parts except the last have the same size, which some stores require.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PartLayout {
-    size: usize,
+    part_bytes: usize,
     /// Maximum number of parts in flight while the next one is filled.
     max_in_flight: usize,
 }
@@ -35,9 +35,12 @@ impl PartLayout {
     /// Returns the layout for a stream of at most `bytes`. Parts grow for streams of more than 50 GB; memory stays
     /// within the budget up to 200 GB.
     pub fn for_max_bytes(bytes: u64) -> Self {
-        let size = bytes.div_ceil(MAX_PARTS).div_ceil(MIB).max(MIN_PART_BYTES / MIB) * MIB;
-        let max_in_flight = (MEMORY_BUDGET_BYTES / size).saturating_sub(1);
-        Self { size: usize::try_from(size).unwrap_or(usize::MAX), max_in_flight: max_in_flight as usize }
+        let part_bytes = bytes.div_ceil(MAX_PARTS).div_ceil(MIB).max(MIN_PART_BYTES / MIB) * MIB;
+        let max_in_flight = (MEMORY_BUDGET_BYTES / part_bytes).saturating_sub(1);
+        Self {
+            part_bytes: usize::try_from(part_bytes).unwrap_or(usize::MAX),
+            max_in_flight: max_in_flight as usize,
+        }
     }
 }
 
@@ -102,7 +105,7 @@ impl Upload {
 
     /// Returns the maximum number of bytes for the next [`Self::push`].
     pub fn part_space(&self) -> usize {
-        self.layout.size - self.buffered_bytes
+        self.layout.part_bytes - self.buffered_bytes
     }
 
     /// Adds at most [`Self::part_space`] bytes. When they complete a part, starts to send it, and waits while more
@@ -118,7 +121,7 @@ impl Upload {
         assert!(chunk.len() <= self.part_space(), "a chunk must fit in the current part");
         self.buffered_bytes += chunk.len();
         self.buffer.push(chunk);
-        if self.buffered_bytes == self.layout.size {
+        if self.buffered_bytes == self.layout.part_bytes {
             self.send_part()?;
             self.wait_for_parts(self.layout.max_in_flight).await?;
         }
@@ -127,7 +130,7 @@ impl Upload {
 
     fn send_part(&mut self) -> Result<(), UploadError> {
         if self.started_parts == MAX_PARTS {
-            return Err(UploadError::TooLong { part_bytes: self.layout.size });
+            return Err(UploadError::TooLong { part_bytes: self.layout.part_bytes });
         }
         self.started_parts += 1;
         let size = self.buffered_bytes as u64;
@@ -200,10 +203,10 @@ mod tests {
     proptest! {
         #[test]
         fn part_layout_stays_within_part_limit_and_memory_budget(bytes in 0u64..200_000_000_000) {
-            let parts = PartLayout::for_max_bytes(bytes);
-            prop_assert!(bytes.div_ceil(parts.size as u64) <= MAX_PARTS);
-            prop_assert!(parts.size as u64 >= MIN_PART_BYTES);
-            prop_assert!((parts.max_in_flight as u64 + 1) * parts.size as u64 <= MEMORY_BUDGET_BYTES);
+            let layout = PartLayout::for_max_bytes(bytes);
+            prop_assert!(bytes.div_ceil(layout.part_bytes as u64) <= MAX_PARTS);
+            prop_assert!(layout.part_bytes as u64 >= MIN_PART_BYTES);
+            prop_assert!((layout.max_in_flight as u64 + 1) * layout.part_bytes as u64 <= MEMORY_BUDGET_BYTES);
         }
     }
 

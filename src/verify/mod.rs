@@ -17,15 +17,15 @@ use svc_base::untrusted_text;
 /// Timeout for each check, and for loading the shell.
 pub const CHECK_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Runs all checks. `database` is the caller's check that the gateway uses the machine's own database.
+/// Runs all checks. `database_check` is the caller's check that the gateway uses the machine's own database.
 pub async fn check_release(
     host: &HostClient,
-    database: impl Future<Output = Findings> + Send,
+    database_check: impl Future<Output = Findings> + Send,
 ) -> Vec<Finding> {
     let mut findings = shell::check_shell(host, CHECK_TIMEOUT).await;
     let checks = vec![
         Check::new("gateway-health", CHECK_TIMEOUT, gateway::check_health(host)),
-        Check::new("vps-database", CHECK_TIMEOUT, database),
+        Check::new("vps-database", CHECK_TIMEOUT, database_check),
         Check::new("bridge-schemas", CHECK_TIMEOUT, gateway::check_schemas(host)),
         Check::new("legacy-route", CHECK_TIMEOUT, gateway::check_legacy_route(host)),
         Check::new("icons", CHECK_TIMEOUT, gateway::check_icons(host)),

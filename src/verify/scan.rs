@@ -61,9 +61,10 @@ fn find_placeholder_in_text(text: &str) -> Option<&str> {
         let previous = text[..word_start].chars().next_back();
         let word_starts_host = text[..word_start].ends_with("//") || previous == Some('@');
         let is_quoted = matches!(previous, Some('"' | '\'' | '`'));
-        let window = text.floor_char_boundary(word_start.saturating_sub(MAX_HOST_BYTES));
-        let host_start = text[window..word_start].rfind(|c: char| !is_host_char(c));
-        let host_start = host_start.map_or(window, |end| text.ceil_char_boundary(window + end + 1));
+        let window_start = text.floor_char_boundary(word_start.saturating_sub(MAX_HOST_BYTES));
+        let host_start = text[window_start..word_start].rfind(|c: char| !is_host_char(c));
+        let host_start =
+            host_start.map_or(window_start, |end| text.ceil_char_boundary(window_start + end + 1));
         // A label before `placeholder`, as in `clerk.placeholder.dev`, belongs to the host.
         let start = if previous.is_some_and(is_host_char) { host_start } else { word_start };
         let host_follows_slashes = text[..start].ends_with("//");

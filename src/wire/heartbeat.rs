@@ -15,9 +15,9 @@ use svc_machine::epoch::Epoch;
 use svc_machine::id::OperationId;
 use svc_machine::name::ImageVersion;
 
-/// Maximum number of proof keys that a host acknowledges.
+/// Maximum number of proof keys that a host accepts.
 pub const MAX_PROOF_KIDS: usize = 16;
-/// Maximum number of release-signing keys that a host trusts.
+/// Maximum number of release keys that a host trusts.
 pub const MAX_TRUSTED_KEYS: usize = 16;
 /// Maximum number of items that need attention.
 pub const MAX_ATTENTION_ITEMS: usize = 16;
@@ -95,7 +95,7 @@ pub struct ComponentHealth {
     pub code: Option<WireString<ComponentStatus>>,
 }
 
-/// The release-signing keys that a host trusts.
+/// The release keys that a host trusts.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[schemars(inline)]
 pub struct TrustedKeyIds {

@@ -158,8 +158,8 @@ impl StageProgress {
         Self { bytes: Some(bytes), total_bytes, ..Self::default() }
     }
 
-    pub fn of_rows(rows: u64, total: u64) -> Self {
-        Self { rows: Some(rows), total_rows: Some(total), ..Self::default() }
+    pub fn of_rows(rows: u64, total_rows: u64) -> Self {
+        Self { rows: Some(rows), total_rows: Some(total_rows), ..Self::default() }
     }
 }
 

@@ -4,17 +4,11 @@ use secrecy::{ExposeSecret, SecretString};
 use serde::Serializer;
 
 /// Serializes a secret as a string.
-///
-/// # Errors
-/// If the serializer fails.
 pub fn expose<S: Serializer>(secret: &SecretString, out: S) -> Result<S::Ok, S::Error> {
     out.serialize_str(secret.expose_secret())
 }
 
 /// Serializes a secret as a string, and `None` as `null`.
-///
-/// # Errors
-/// If the serializer fails.
 pub fn expose_option<S: Serializer>(secret: &Option<SecretString>, out: S) -> Result<S::Ok, S::Error> {
     match secret {
         Some(secret) => expose(secret, out),

@@ -31,7 +31,7 @@ pub struct Subscription {
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
-pub struct SubscriptionList {
+pub struct SubscriptionPage {
     pub slots: Vec<Subscription>,
     pub next_cursor: Option<String>,
 }

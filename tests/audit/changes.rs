@@ -95,8 +95,8 @@ fn file_tool_is_trusted_for_paths_within_the_home_directory() -> Result<()> {
     let absolute = |relative: &str| home.path(relative).display().to_string();
     home.shell("mkdir real; ln -s real in; ln -s ../out away; ln -s real/t link; echo t > real/t; ln -s ../out/x gone")?;
     let logged = |path: &str, script: &str| -> Result<Vec<String>> {
-        home.write(ADA, path, || home.shell(script))?;
-        Ok(summarize(&home.entries()?))
+        home.run_write_tool(ADA, path, || home.shell(script))?;
+        Ok(summarize(&home.take_entries()?))
     };
     assert_eq!(
         logged(&absolute("home/svc/home/n/e/w"), "mkdir -p n/e; echo x > n/e/w")?,
@@ -114,8 +114,8 @@ fn file_tool_is_trusted_for_paths_within_the_home_directory() -> Result<()> {
         assert_eq!(logged(&absolute(outside), "true")?, [""; 0], "{outside}");
     }
     let entry = &{
-        home.write(ADA, "s", || home.shell("echo 12345 > s"))?;
-        home.entries()?
+        home.run_write_tool(ADA, "s", || home.shell("echo 12345 > s"))?;
+        home.take_entries()?
     }[0];
     assert_eq!(
         (&entry["sizeBytes"], &entry["actor"], &entry["agentName"], &entry["dispatchId"], &entry["tool"]),
@@ -142,7 +142,7 @@ fn thousands_of_changes_in_one_command_are_all_recorded() -> Result<()> {
 fn audit_log_omits_owner_changes_and_names_concurrent_agents() -> Result<()> {
     let home = AuditedHome::new()?;
     home.shell("echo mine > mine; mkdir own")?;
-    assert!(home.entries()?.is_empty());
+    assert!(home.take_entries()?.is_empty());
     let first = home.begin_command(ADA)?;
     home.shell("echo a > a")?;
     let second = home.begin_command(BOB)?;
@@ -151,7 +151,7 @@ fn audit_log_omits_owner_changes_and_names_concurrent_agents() -> Result<()> {
     home.shell("echo b > b")?;
     home.end_command(BOB, &second)?;
     home.shell("echo mine >> mine")?;
-    let entries = home.entries()?;
+    let entries = home.take_entries()?;
     assert_eq!(summarize(&entries), ["write a", "write both", "write b"]);
     let attribution =
         |index: usize| (entries[index]["agentName"].clone(), entries[index]["ambiguous"].clone());
@@ -162,9 +162,9 @@ fn audit_log_omits_owner_changes_and_names_concurrent_agents() -> Result<()> {
 
     // A file tool's write is attributed by its path, even while another agent's command runs.
     let call = home.begin_command(ADA)?;
-    home.write(BOB, "w", || home.shell("echo w > w; echo side > side"))?;
+    home.run_write_tool(BOB, "w", || home.shell("echo w > w; echo side > side"))?;
     home.end_command(ADA, &call)?;
-    let entries = home.entries()?;
+    let entries = home.take_entries()?;
     let agent_for =
         |path: &str| entries.iter().find(|entry| entry["path"] == path).map(|entry| &entry["agentName"]);
     assert_eq!(

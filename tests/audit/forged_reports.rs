@@ -12,13 +12,13 @@ use svc::host::audit::protocol::{Message, SeenCalls};
 
 use super::home::{ADA, Agent, AuditedHome, BOB, summarize};
 
-/// The ID that the machine's sysusers configuration assigns to the user `svc`.
+/// The id that the machine's sysusers configuration assigns to the user `svc`.
 const OWNER_UID: u32 = 1940;
 
 /// Returns the gap reasons and the entries since the previous call.
-fn new_gaps_and_entries(home: &AuditedHome) -> Result<(Vec<String>, Vec<Value>)> {
+fn take_gaps_and_entries(home: &AuditedHome) -> Result<(Vec<String>, Vec<Value>)> {
     let (gaps, entries): (Vec<Value>, Vec<Value>) =
-        home.entries()?.into_iter().partition(|line| !line["gap"].is_null());
+        home.take_entries()?.into_iter().partition(|line| !line["gap"].is_null());
     let reasons = gaps.iter().filter_map(|line| line["gap"]["why"].as_str().map(str::to_owned)).collect();
     Ok((reasons, entries))
 }
@@ -38,7 +38,7 @@ fn tool_cannot_end_its_own_call() -> Result<()> {
     assert_eq!(home.with_process(ADA, |process| process.run(&line))?, "0");
     home.shell("echo hidden > hidden")?;
     home.end_command(ADA, &call)?;
-    let (gaps, entries) = new_gaps_and_entries(&home)?;
+    let (gaps, entries) = take_gaps_and_entries(&home)?;
     assert_eq!((gaps, summarize(&entries)), (vec!["forged".to_owned()], vec!["write hidden".to_owned()]));
     assert_eq!(entries[0]["dispatchId"], "ada");
     Ok(())
@@ -53,7 +53,7 @@ fn tool_impersonating_the_hook_is_detected() -> Result<()> {
     home.end_command(ADA, &call)?;
     home.shell("echo hidden > hidden")?;
     home.end_command(ADA, &call)?;
-    let (gaps, entries) = new_gaps_and_entries(&home)?;
+    let (gaps, entries) = take_gaps_and_entries(&home)?;
     assert_eq!((gaps, entries.len()), (vec!["forged".to_owned()], 0));
     Ok(())
 }
@@ -71,7 +71,7 @@ fn late_hook_is_counted_once() -> Result<()> {
         "toolUseId": "w1", "tool": "Write", "path": file, "actor": "claude-code" } });
     fs::write(home.path("run/svc/hooks/audit-gaps.jsonl"), format!("{late}\n"))?;
     home.run_hook_event(ADA, "PostToolUse", "w1", write)?;
-    let (gaps, entries) = new_gaps_and_entries(&home)?;
+    let (gaps, entries) = take_gaps_and_entries(&home)?;
     assert_eq!((gaps, summarize(&entries)), (vec!["unproven".to_owned()], vec!["write w".to_owned()]));
     assert_eq!(entries[0]["dispatchId"], "ada");
     Ok(())
@@ -86,7 +86,7 @@ fn planted_hook_report_does_not_suppress_a_gap() -> Result<()> {
         "toolUseId": "u2", "tool": "Bash", "actor": "claude-code" } });
     fs::write(home.path("run/svc/hooks/audit-gaps.jsonl"), format!("{late}\n"))?;
     home.run_hook_event(ADA, "PostToolUse", "u2", json!({ "tool_name": "Bash" }))?;
-    let (gaps, _) = new_gaps_and_entries(&home)?;
+    let (gaps, _) = take_gaps_and_entries(&home)?;
     assert_eq!(gaps, ["unpaired"]);
     Ok(())
 }
@@ -102,7 +102,7 @@ fn agent_cannot_end_another_agents_calls() -> Result<()> {
     home.run_hook_event(BOB, "SessionEnd", "", ada_fields)?;
     home.shell("echo x > seen")?;
     home.end_command(ADA, &call)?;
-    let (gaps, entries) = new_gaps_and_entries(&home)?;
+    let (gaps, entries) = take_gaps_and_entries(&home)?;
     assert_eq!(gaps, ["forged"; 4]);
     assert_eq!(
         (summarize(&entries), &entries[0]["agentName"]),
@@ -151,7 +151,7 @@ fn only_gateway_user_starts_and_ends_dispatches() -> Result<()> {
         ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     }
     home.shell("echo x > still-seen")?;
-    let (gaps, entries) = new_gaps_and_entries(&home)?;
+    let (gaps, entries) = take_gaps_and_entries(&home)?;
     assert_eq!(
         (gaps, summarize(&entries)),
         (vec!["forged".to_owned(); 2], vec!["write still-seen".to_owned()])
@@ -181,7 +181,7 @@ fn agent_cannot_consume_another_agents_call_id() -> Result<()> {
     home.run_hook_event(ADA, "PreToolUse", "toolu_1000", json!({ "tool_name": "Bash" }))?;
     home.shell("echo x > seen")?;
     home.end_command(ADA, "toolu_1000")?;
-    let (_, entries) = new_gaps_and_entries(&home)?;
+    let (_, entries) = take_gaps_and_entries(&home)?;
     assert_eq!(summarize(&entries), ["write seen"]);
     Ok(())
 }

@@ -68,7 +68,7 @@ pub struct AuditedHome {
     pub max_watches: Option<u32>,
     calls: AtomicU32,
     processes: RefCell<HashMap<Agent, AgentProcess>>,
-    /// Number of the audit log's lines that `entries` has returned or skipped.
+    /// Number of the audit log's lines that `take_entries` has returned or skipped.
     lines_read: Cell<usize>,
 }
 
@@ -89,7 +89,7 @@ impl AuditedHome {
     /// Creates a home directory that is watched from the start.
     pub fn new() -> Result<Self> {
         let mut home = Self::unwatched()?;
-        home.watch()?;
+        home.start_watcher()?;
         Ok(home)
     }
 
@@ -124,7 +124,7 @@ impl AuditedHome {
 
     /// Starts the watcher, waits for its readiness message, and announces the dispatches of running agents that have
     /// not been announced yet.
-    pub fn watch(&mut self) -> Result<()> {
+    pub fn start_watcher(&mut self) -> Result<()> {
         let notify = self.path("notify.sock");
         let _ = fs::remove_file(&notify);
         let socket = UnixDatagram::bind(&notify)?;
@@ -143,9 +143,9 @@ impl AuditedHome {
                 break;
             }
             if let Some(status) = watcher.status() {
-                bail!("svc-watch ended with {status}: {}", self.log());
+                bail!("svc-watch ended with {status}: {}", self.watcher_log());
             }
-            ensure!(Instant::now() < deadline, "svc-watch did not become ready: {}", self.log());
+            ensure!(Instant::now() < deadline, "svc-watch did not become ready: {}", self.watcher_log());
         }
         self.watcher = Some(watcher);
         let mut processes = self.processes.borrow_mut();
@@ -196,32 +196,32 @@ impl AuditedHome {
         self.processes.borrow_mut().remove(&agent).context("the agent has no process")?.kill()
     }
 
-    pub fn log(&self) -> String {
+    pub fn watcher_log(&self) -> String {
         fs::read_to_string(self.path("watch.log")).unwrap_or_default()
     }
 
-    pub fn pid(&self) -> u32 {
+    pub fn watcher_pid(&self) -> u32 {
         self.watcher.as_ref().map_or(0, OwnedChild::pid)
     }
 
     /// Waits up to ten seconds for the watcher to exit; returns whether it did.
-    pub fn wait_for_exit(&mut self) -> Result<bool> {
+    pub fn wait_for_watcher_exit(&mut self) -> Result<bool> {
         let watcher = self.watcher.as_mut().context("no watcher was started")?;
         Ok(watcher.wait(Duration::from_secs(10)).is_some())
     }
 
-    pub fn kill(&mut self) -> Result<()> {
+    pub fn kill_watcher(&mut self) -> Result<()> {
         if let Some(mut watcher) = self.watcher.take() {
             watcher.kill()?;
         }
         Ok(())
     }
 
-    pub fn terminate(&mut self) -> Result<()> {
+    pub fn terminate_watcher(&mut self) -> Result<()> {
         let Some(mut watcher) = self.watcher.take() else { return Ok(()) };
         watcher.signal(Signal::SIGTERM)?;
         let status = watcher.wait(RECORD_TIMEOUT);
-        ensure!(status.is_some_and(|status| status.success()), "{status:?}: {}", self.log());
+        ensure!(status.is_some_and(|status| status.success()), "{status:?}: {}", self.watcher_log());
         Ok(())
     }
 
@@ -313,11 +313,16 @@ impl AuditedHome {
         let result = self.shell(script);
         self.end_command(agent, &call)?;
         result?;
-        self.entries()
+        self.take_entries()
     }
 
     /// Simulates a tool call that writes one file; `action` writes it.
-    pub fn write(&self, agent: Agent, path: &str, action: impl FnOnce() -> Result<()>) -> Result<()> {
+    pub fn run_write_tool(
+        &self,
+        agent: Agent,
+        path: &str,
+        action: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
         let call = self.next_call();
         let input = json!({ "tool_name": "Write", "tool_input": { "file_path": path, "content": "SECRET" } });
         self.run_hook_event(agent, "PreToolUse", &call, input.clone())?;
@@ -327,7 +332,7 @@ impl AuditedHome {
 
     /// Returns the entries since the previous call. Writes a marker first, whose entry proves that the audit log is
     /// complete.
-    pub fn entries(&self) -> Result<Entries> {
+    pub fn take_entries(&self) -> Result<Entries> {
         let marker = format!("apps/marker-{}", self.calls.fetch_add(1, Ordering::Relaxed));
         let path = self.dir().join(&marker).display().to_string();
         let input = json!({ "tool_name": "Write", "tool_input": { "file_path": path } });
@@ -340,7 +345,7 @@ impl AuditedHome {
                 self.lines_read.set(marker_index + 1);
                 return Ok(new);
             }
-            ensure!(Instant::now() < deadline, "the marker was not recorded: {}", self.log());
+            ensure!(Instant::now() < deadline, "the marker was not recorded: {}", self.watcher_log());
             std::thread::sleep(Duration::from_millis(5));
         }
     }
@@ -363,7 +368,7 @@ impl AuditedHome {
                 Instant::now() < deadline,
                 "timeout: no line with {description}: {:?}\n{}",
                 self.lines()?,
-                self.log()
+                self.watcher_log()
             );
             std::thread::sleep(Duration::from_millis(10));
         }
@@ -380,7 +385,7 @@ impl AuditedHome {
 
 impl Drop for AuditedHome {
     fn drop(&mut self) {
-        let _ = self.kill();
+        let _ = self.kill_watcher();
         self.processes.borrow_mut().drain().for_each(|(_, process)| drop(process.kill()));
     }
 }

@@ -20,13 +20,13 @@ fn hook_without_watcher_returns_and_gap_is_recorded_later() -> Result<()> {
     assert!(duration < MAX_HOOK_DURATION, "{duration:?}");
     home.run_hook_event(ADA, "PostToolUse", "t1", bash.clone())?;
     home.has_normal_hook_timeout = false;
-    home.watch()?;
+    home.start_watcher()?;
     let gap = home.wait_for_line("a gap", |line| line["gap"]["why"] == "unheard")?;
     assert_eq!(gap["gap"]["lost"], 2);
     // The missed beginning of `t2` is already recorded as a gap, so only `t3` is recorded as unpaired.
-    home.kill()?;
+    home.kill_watcher()?;
     home.run_hook_event(ADA, "PreToolUse", "t2", bash.clone())?;
-    home.watch()?;
+    home.start_watcher()?;
     home.run_hook_event(ADA, "PostToolUse", "t2", bash.clone())?;
     home.run_hook_event(ADA, "PostToolUse", "t3", bash)?;
     home.wait_for_line("an unpaired call", |line| line["gap"]["why"] == "unpaired")?;
@@ -41,14 +41,14 @@ fn hook_returns_when_socket_does_not_respond() -> Result<()> {
     let mut home = AuditedHome::new()?;
     home.with_process(ADA, |_| Ok(()))?;
     home.has_normal_hook_timeout = true;
-    let watcher = nix::unistd::Pid::from_raw(i32::try_from(home.pid())?);
+    let watcher = nix::unistd::Pid::from_raw(i32::try_from(home.watcher_pid())?);
     nix::sys::signal::kill(watcher, nix::sys::signal::Signal::SIGSTOP)?;
     let bash = json!({ "tool_name": "Bash", "tool_input": { "command": "x" } });
     let duration = home.run_hook_event(ADA, "PreToolUse", "t1", bash)?;
     nix::sys::signal::kill(watcher, nix::sys::signal::Signal::SIGCONT)?;
     assert!(duration >= Duration::from_millis(80) && duration < MAX_HOOK_DURATION, "{duration:?}");
     home.wait_for_line("a gap", |line| line["gap"]["why"] == "late")?;
-    home.terminate()
+    home.terminate_watcher()
 }
 
 #[test]
@@ -56,12 +56,12 @@ fn watcher_killed_during_a_call_records_a_gap_and_resumes() -> Result<()> {
     let mut home = AuditedHome::new()?;
     let call = home.begin_command(ADA)?;
     home.shell("echo lost > lost")?;
-    home.kill()?;
-    home.watch()?;
+    home.kill_watcher()?;
+    home.start_watcher()?;
     home.shell("echo seen > seen")?;
     home.end_command(ADA, &call)?;
     home.shell("echo own > own")?;
-    let entries = home.entries()?;
+    let entries = home.take_entries()?;
     assert_eq!(entries[0]["gap"]["why"], "restarted");
     assert_eq!(summarize(&entries[1..]), ["write seen"]);
     assert_eq!(entries[1]["agentName"], "ada");
@@ -75,19 +75,19 @@ fn watcher_killed_at_any_point_records_the_change_or_a_gap() -> Result<()> {
         // The watcher is killed at the beginning of the call, then at its end.
         for passes in 0..2 {
             let mut home = AuditedHome::with_failpoints(&format!("{point}={passes}*off->return(kill)"))?;
-            home.watch()?;
+            home.start_watcher()?;
             let call = home.begin_command(ADA)?;
             home.shell("echo lost > lost")?;
             home.end_command(ADA, &call)?;
-            assert!(home.wait_for_exit()?, "{point}, {passes}");
-            home.kill()?;
+            assert!(home.wait_for_watcher_exit()?, "{point}, {passes}");
+            home.kill_watcher()?;
             home.failpoints.clear();
-            home.watch()?;
+            home.start_watcher()?;
             home.run(ADA, "echo seen > seen")?;
             home.wait_for_line("the next call", |line| line["path"] == "seen")?;
             let description = format!("the change or a gap: {point}, {passes}");
             home.wait_for_line(&description, |line| line["path"] == "lost" || !line["gap"].is_null())?;
-            home.terminate()?;
+            home.terminate_watcher()?;
         }
     }
     Ok(())
@@ -99,7 +99,7 @@ fn termination_writes_all_pending_entries() -> Result<()> {
     let call = home.begin_command(ADA)?;
     home.shell("for f in $(seq 500); do echo $f > $f; done")?;
     home.end_command(ADA, &call)?;
-    home.terminate()?;
+    home.terminate_watcher()?;
     assert_eq!(home.lines()?.len(), 500);
     Ok(())
 }
@@ -115,7 +115,7 @@ fn open_call_ends_with_its_turn_session_or_process() -> Result<()> {
     home.shell("echo x > still")?;
     home.run_hook_event(ADA, "SessionEnd", "", json!({}))?;
     home.shell("echo own > after-session")?;
-    assert_eq!(summarize(&home.entries()?), ["write still"]);
+    assert_eq!(summarize(&home.take_entries()?), ["write still"]);
 
     // The agent is killed.
     home.begin_command(BOB)?;
@@ -124,7 +124,7 @@ fn open_call_ends_with_its_turn_session_or_process() -> Result<()> {
     let entry = home.wait_for_line("the killed agent's last change", |line| line["path"] == "by-agent")?;
     assert_eq!(entry["agentName"], "bob");
     home.shell("echo own > after-kill")?;
-    assert!(home.entries()?.iter().all(|entry| entry["path"] != "after-kill"));
+    assert!(home.take_entries()?.iter().all(|entry| entry["path"] != "after-kill"));
     Ok(())
 }
 
@@ -146,7 +146,7 @@ fn end_of_a_dispatch_ends_its_calls() -> Result<()> {
     home.begin_command(ADA)?;
     home.send_to_watcher(&Message::dispatch_end("ada", SeenCalls::default()))?;
     home.shell("echo own > own")?;
-    assert!(home.entries()?.is_empty());
+    assert!(home.take_entries()?.is_empty());
     Ok(())
 }
 
@@ -164,7 +164,7 @@ fn background_task_is_attributed_until_the_session_ends() -> Result<()> {
     home.shell("echo x > late")?;
     home.run_hook_event(ADA, "SessionEnd", "", json!({}))?;
     home.shell("echo own > own")?;
-    let entries = home.entries()?;
+    let entries = home.take_entries()?;
     assert_eq!(summarize(&entries), ["write from-background", "write either", "write late"]);
     assert_eq!((&entries[0]["agentName"], &entries[1]["agentName"]), (&json!("ada"), &json!("ada, bob")));
     Ok(())
@@ -184,7 +184,7 @@ fn failed_command_is_recorded_but_failed_write_is_not() -> Result<()> {
     let write = json!({ "tool_name": "Edit", "tool_input": { "file_path": "nothing" } });
     home.run_hook_event(ADA, "PreToolUse", "e", write.clone())?;
     home.run_hook_event(ADA, "PostToolUseFailure", "e", write)?;
-    assert_eq!(summarize(&home.entries()?), ["write done"]);
+    assert_eq!(summarize(&home.take_entries()?), ["write done"]);
     Ok(())
 }
 

@@ -29,10 +29,10 @@ fn scan_finds_changes_after_queue_overflow() -> Result<()> {
     }
     // Each file causes three events (create, modify, close), so this many files overflow the queue.
     let files = max_events / 2;
-    home.entries()?;
+    home.take_entries()?;
     let before = home.states()?;
     let call = home.begin_command(ADA)?;
-    let watcher = Pid::from_raw(i32::try_from(home.pid())?);
+    let watcher = Pid::from_raw(i32::try_from(home.watcher_pid())?);
     kill(watcher, Signal::SIGSTOP)?;
     let result = home.shell(&format!(
         "cd many && seq {files} | split --lines=1 --suffix-length=5 --numeric-suffixes - f && cd .. && \
@@ -41,7 +41,7 @@ fn scan_finds_changes_after_queue_overflow() -> Result<()> {
     kill(watcher, Signal::SIGCONT)?;
     result?;
     home.end_command(ADA, &call)?;
-    let entries = home.entries()?;
+    let entries = home.take_entries()?;
     let misattributed = entries.iter().find(|entry| entry["agentName"] != "ada");
     ensure!(misattributed.is_none(), "a change was attributed to another actor: {misattributed:?}");
     let expected = differences(&before, &home.states()?);
@@ -76,7 +76,7 @@ fn messages_without_waiting_senders_share_a_scan() -> Result<()> {
     let mut home = AuditedHome::with_failpoints("watch.check=sleep(400)")?;
     (home.max_watches, home.has_normal_hook_timeout) = (Some(20), true);
     home.shell("mkdir -p $(seq --format=deep/%g 60)")?;
-    home.watch()?;
+    home.start_watcher()?;
     let message = Message::new(Phase::TurnEnd);
     let mut line = serde_json::to_vec(&message)?;
     line.push(b'\n');
@@ -99,7 +99,7 @@ fn home_directory_beyond_the_watch_limit_is_scanned() -> Result<()> {
     let mut home = AuditedHome::unwatched()?;
     home.max_watches = Some(20);
     home.shell("for d in $(seq 60); do mkdir -p deep/$d && echo $d > deep/$d/file; done")?;
-    home.watch()?;
+    home.start_watcher()?;
     let activity =
         || std::fs::read_to_string(home.dir().join("system/logs/activity.log")).unwrap_or_default();
     let wait_for_activity = |part: &str| -> Result<()> {

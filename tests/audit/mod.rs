@@ -1,5 +1,5 @@
-//! Tests the audit of files in the home directory: the real watcher and hooks, real shell commands, and the resulting
-//! audit log.
+//! Tests the audit of files in the home directory: the real watcher and hooks, real shell commands, and the file
+//! audit's log (`audit.jsonl`).
 
 mod changes;
 mod forged_reports;

@@ -1,5 +1,5 @@
-//! Runs random shell scripts and checks that the audit log contains exactly the changes found by an observer that is
-//! independent of the watcher.
+//! Runs random shell scripts and checks that the file audit's log (`audit.jsonl`) contains exactly the changes found by
+//! an observer that is independent of the watcher.
 
 use anyhow::{Context, Result, ensure};
 use kit::long_tests::Figures;
@@ -112,7 +112,7 @@ impl ScriptGenerator {
 
 fn run_scripts(seed: u64, count: u64, failpoints: &'static str) -> Result<Figures> {
     let mut home = AuditedHome::with_failpoints(failpoints)?;
-    home.watch()?;
+    home.start_watcher()?;
     let mut figures = Figures::new("audit_random_scripts");
     for index in 0..count {
         let mut generator = ScriptGenerator(seed.wrapping_add(index));

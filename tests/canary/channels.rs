@@ -33,16 +33,17 @@ pub fn read_logs(dir: &Path) -> Result<BTreeMap<String, String>> {
 }
 
 fn is_log(path: &Path) -> bool {
-    let in_logs = path.components().any(|part| ["log", "logs"].iter().any(|name| part.as_os_str() == *name));
+    let is_in_log_dir =
+        path.components().any(|part| ["log", "logs"].iter().any(|name| part.as_os_str() == *name));
     let has_log_extension =
         path.extension().is_some_and(|kind| ["log", "jsonl", "err"].iter().any(|name| kind == *name));
-    in_logs || has_log_extension
+    is_in_log_dir || has_log_extension
 }
 
 /// Dumps a database as text: every column of every table.
 pub fn dump_tables(pg: &PgBinaries, url: &str) -> Result<String> {
     let config: tokio_postgres::Config = url.parse()?;
-    let mut dump = pg.client("pg_dump");
+    let mut dump = pg.client_command("pg_dump");
     let url = url::Url::parse(url)?;
     let password = config.get_password().map(|password| String::from_utf8_lossy(password).into_owned());
     dump.env("PGPASSWORD", password.unwrap_or_default());

@@ -89,21 +89,22 @@ impl Contract {
         let request = request?;
         let (method, path) = (request.method().clone(), request.url().path().to_owned());
         let is_json = request.headers().get("content-type").is_some_and(|kind| kind == "application/json");
-        let sent = request.body().and_then(reqwest::Body::as_bytes).filter(|_| is_json).map(<[u8]>::to_vec);
+        let request_body =
+            request.body().and_then(reqwest::Body::as_bytes).filter(|_| is_json).map(<[u8]>::to_vec);
         let response = client.execute(request).await?;
         let (status, headers) = (response.status().as_u16(), response.headers().clone());
         // An event stream does not end.
         let is_stream = headers.get("content-type").is_some_and(|kind| kind == "text/event-stream");
-        let text = if is_stream { String::new() } else { response.text().await? };
+        let response_body = if is_stream { String::new() } else { response.text().await? };
         self.check(&Exchange {
             method: &method,
             path: &path,
-            sent: sent.as_deref(),
+            request_body: request_body.as_deref(),
             status,
             headers: &headers,
-            text: &text,
+            response_body: &response_body,
         });
-        let body = serde_json::from_str(&text).unwrap_or_default();
+        let body = serde_json::from_str(&response_body).unwrap_or_default();
         Ok(Reply { status, headers, body })
     }
 }

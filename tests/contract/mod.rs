@@ -36,18 +36,18 @@ pub struct Contract {
 pub struct Exchange<'a> {
     pub method: &'a Method,
     pub path: &'a str,
-    /// The request's JSON body.
-    pub sent: Option<&'a [u8]>,
+    /// The JSON body.
+    pub request_body: Option<&'a [u8]>,
     pub status: u16,
     pub headers: &'a HeaderMap,
-    pub text: &'a str,
+    pub response_body: &'a str,
 }
 
 pub fn platform() -> &'static Contract {
     static PLATFORM: LazyLock<Contract> = LazyLock::new(|| {
         let api = svc::platform::api::ENDPOINTS.iter().map(|endpoint| &endpoint.operation);
         let router = svc::router::ROUTES.iter().map(|route| &route.operation);
-        Contract::new(svc::platform::openapi::document(), api.chain(router).collect())
+        Contract::new(svc::platform::openapi::openapi_document(), api.chain(router).collect())
     });
     &PLATFORM
 }
@@ -55,7 +55,7 @@ pub fn platform() -> &'static Contract {
 pub fn gateway() -> &'static Contract {
     static GATEWAY: LazyLock<Contract> = LazyLock::new(|| {
         let operations = svc::gateway::endpoints().map(|endpoint| &endpoint.operation);
-        Contract::new(svc::gateway::description(), operations.collect())
+        Contract::new(svc::gateway::openapi_document(), operations.collect())
     });
     &GATEWAY
 }
@@ -83,7 +83,7 @@ impl Contract {
     /// Checks a response. A response for an unknown path is checked only as an error response.
     #[track_caller]
     pub fn check(&self, exchange: &Exchange<'_>) {
-        let Exchange { status, headers, text, path, .. } = *exchange;
+        let Exchange { status, headers, response_body, path, .. } = *exchange;
         let media_type = headers.get("content-type").map_or("", |kind| kind.to_str().unwrap());
         let media_type = media_type.split(';').next().unwrap().trim();
         if media_type == "application/problem+json" {
@@ -103,15 +103,17 @@ impl Contract {
             return;
         };
         let id = operation.id;
-        let context = || format!("{id}: {} {path} → {status} {headers:?}\n{text}", exchange.method);
+        let context = || format!("{id}: {} {path} → {status} {headers:?}\n{response_body}", exchange.method);
         if operation.method != *method {
             assert_eq!(status, 405, "{}", context());
         }
         if media_type == "application/problem+json" {
-            let code = serde_json::from_str::<Value>(text).unwrap()["code"].as_str().unwrap().to_owned();
+            let code =
+                serde_json::from_str::<Value>(response_body).unwrap()["code"].as_str().unwrap().to_owned();
             // A rejected method counts for every operation on the path.
-            let refused = candidates.filter(|_| status == 405).map(|operation| operation.id).chain([id]);
-            self.triggered_codes.lock().unwrap().extend(refused.map(|id| (id, code.clone())));
+            let operation_ids =
+                candidates.filter(|_| status == 405).map(|operation| operation.id).chain([id]);
+            self.triggered_codes.lock().unwrap().extend(operation_ids.map(|id| (id, code.clone())));
         }
         let path = operation.path.replace("{*", "{");
         let documented = &self.document["paths"][path][operation.method.as_str().to_ascii_lowercase()];
@@ -121,7 +123,7 @@ impl Contract {
             return;
         }
         let Some(kinds) = response["content"].as_object() else {
-            assert!(text.is_empty(), "undocumented body: {}", context());
+            assert!(response_body.is_empty(), "undocumented body: {}", context());
             return;
         };
         let content = kinds.get(media_type).or_else(|| kinds.get("*/*"));
@@ -136,26 +138,28 @@ impl Contract {
             self.check_page(exchange);
         }
         if let Some(schema) = content.map(|content| &content["schema"]).filter(|schema| schema.is_object()) {
-            let body = serde_json::from_str(text).unwrap_or_else(|error| panic!("{error}: {}", context()));
+            let body =
+                serde_json::from_str(response_body).unwrap_or_else(|error| panic!("{error}: {}", context()));
             self.assert_valid(schema, &body, &context());
         }
         let schema = &documented["requestBody"]["content"]["application/json"]["schema"];
-        if let Some(sent) = exchange.sent.filter(|_| status < 300 && schema.is_object()) {
-            let sent = serde_json::from_slice(sent).unwrap();
+        if let Some(request_body) = exchange.request_body.filter(|_| status < 300 && schema.is_object()) {
+            let request_body = serde_json::from_slice(request_body).unwrap();
             self.assert_valid(
                 schema,
-                &sent,
-                &format!("{id} accepted a request that violates its schema: {sent}"),
+                &request_body,
+                &format!("{id} accepted a request that violates its schema: {request_body}"),
             );
         }
     }
 
     #[track_caller]
     fn check_problem(&self, exchange: &Exchange<'_>) {
-        let Exchange { status, headers, text, .. } = *exchange;
-        let context = || format!("{} {} → {status} {headers:?}\n{text}", exchange.method, exchange.path);
+        let Exchange { status, headers, response_body, .. } = *exchange;
+        let context =
+            || format!("{} {} → {status} {headers:?}\n{response_body}", exchange.method, exchange.path);
         let has = |name: &str| headers.contains_key(name);
-        let body: Value = serde_json::from_str(text).unwrap_or_else(|_| panic!("{}", context()));
+        let body: Value = serde_json::from_str(response_body).unwrap_or_else(|_| panic!("{}", context()));
         assert_eq!(body["status"], status, "{}", context());
         assert_eq!(headers["x-request-id"], body["requestId"].as_str().unwrap(), "{}", context());
         assert_eq!(body["type"], format!("urn:svc:problem:{}", body["code"].as_str().unwrap()));
@@ -167,7 +171,7 @@ impl Contract {
         let detail = body["detail"].as_str().unwrap();
         assert!(detail.len() > 10, "the detail is too short: {}", context());
         let secrets = self.secrets.lock().unwrap();
-        if let Some(leak) = leak::find_leak(text, &secrets) {
+        if let Some(leak) = leak::find_leak(response_body, &secrets) {
             panic!("reveals {leak:?}: {}", context());
         }
     }
@@ -176,8 +180,9 @@ impl Contract {
     /// no internal details.
     #[track_caller]
     fn check_page(&self, exchange: &Exchange<'_>) {
-        let Exchange { status, headers, text, .. } = *exchange;
-        let context = || format!("{} {} → {status} {headers:?}\n{text}", exchange.method, exchange.path);
+        let Exchange { status, headers, response_body, .. } = *exchange;
+        let context =
+            || format!("{} {} → {status} {headers:?}\n{response_body}", exchange.method, exchange.path);
         let has = |name: &str, value: &str| headers.get(name).is_some_and(|actual| actual == value);
         assert!(has("content-type", "text/html; charset=utf-8"), "{}", context());
         assert!(
@@ -186,8 +191,12 @@ impl Contract {
             context()
         );
         assert!(headers.contains_key("content-security-policy"), "{}", context());
-        assert!(text.starts_with("<!doctype html>") && text.trim_end().ends_with("</html>"), "{}", context());
-        if let Some(leak) = leak::find_leak(text, &self.secrets.lock().unwrap()) {
+        assert!(
+            response_body.starts_with("<!doctype html>") && response_body.trim_end().ends_with("</html>"),
+            "{}",
+            context()
+        );
+        if let Some(leak) = leak::find_leak(response_body, &self.secrets.lock().unwrap()) {
             panic!("reveals {leak:?}: {}", context());
         }
     }

@@ -32,8 +32,15 @@ fn sample_problem() -> Sample {
 
 fn is_detected(sample: &Sample) -> bool {
     let Sample { path, status, headers, body } = sample;
-    let text = body.to_string();
-    let exchange = Exchange { method: &Method::GET, path, sent: None, status: *status, headers, text: &text };
+    let response_body = body.to_string();
+    let exchange = Exchange {
+        method: &Method::GET,
+        path,
+        request_body: None,
+        status: *status,
+        headers,
+        response_body: &response_body,
+    };
     catch_unwind(AssertUnwindSafe(|| platform().check(&exchange))).is_err()
 }
 

@@ -249,7 +249,7 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
     fs::remove_file(&current).unwrap();
     fleet.check_host().await.expect("release", "problem", "does not name a release");
     std::os::unix::fs::symlink(target, &current).unwrap();
-    // With systemd, a release needs its own client tools, because only root can use those in the container.
+    // With systemd, a release needs its own client tools, because only root can use those in the database's container.
     let systemd = fleet.disk.join("run/systemd/system");
     fs::create_dir_all(&systemd).unwrap();
     fleet.check_host().await.expect("release", "problem", "no PostgreSQL client tools");
@@ -266,8 +266,9 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
     };
     let last = "var/lib/svc/update/last.json";
     let rolled_back = fleet.check_with(last, |_| Some(outcome("rolled_back"))).await;
-    rolled_back.expect("update", "warning", "ended with rolled_back in the stage health: not ready");
-    fleet.check_with(last, |_| Some(outcome("failed"))).await.expect("update", "problem", "with failed");
+    rolled_back.expect("update", "warning", "ended with outcome rolled_back in stage health: not ready");
+    let failed = fleet.check_with(last, |_| Some(outcome("failed"))).await;
+    failed.expect("update", "problem", "with outcome failed");
 
     let static_keys = fleet
         .check_with("opt/svc/env/r2.env", |text| Some(unset_variable(text, "AWS_CREDENTIAL_EXPIRATION")))
@@ -489,8 +490,8 @@ async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
     fleet.stack.svcctl(&failed).await.unwrap().ensure_success().unwrap();
     let attention = fleet.check_platform(&[], &[]).await;
     attention.expect("fleet", "warning", "ada (primary) is failed");
-    let response = run_report(&fleet.stack.svc, &["doctor", "api"], fleet.stack.operator_env()).await;
-    response.expect("fleet", "warning", "ada (primary) is failed");
-    response.expect("platform", "ok", "is running");
+    let api_report = run_report(&fleet.stack.svc, &["doctor", "api"], fleet.stack.operator_env()).await;
+    api_report.expect("fleet", "warning", "ada (primary) is failed");
+    api_report.expect("platform", "ok", "is running");
     fleet.stack.stop().await;
 }

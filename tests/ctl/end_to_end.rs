@@ -100,7 +100,7 @@ async fn operator_runs_a_machine_from_bundle_to_deletion() {
         &["gateway ok, database ok", "boot ", "register "],
     );
 
-    assert_contains(&operator.run(0, &["backup", "list", "ada"]).await, &["no backups"]);
+    assert_contains(&operator.run(0, &["backup", "list", "ada"]).await, &["no snapshots"]);
     assert_contains(
         &operator.run(0, &["backup", "now", "ada", "--wait=120"]).await,
         &["system/db/snapshots/", "KiB"],

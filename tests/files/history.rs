@@ -44,7 +44,7 @@ impl HistoryFixture {
     /// Damages all objects of a kind, such as `data` (packs) or `index`, in the store.
     pub fn damage(&self, kind: &str) {
         for object in self.store.objects(BUCKET, &format!("{}/{kind}/", slot().files())) {
-            let mut damaged = self.store.read(BUCKET, &object.key).expect("the pack exists");
+            let mut damaged = self.store.read(BUCKET, &object.key).expect("the object exists");
             damaged.iter_mut().for_each(|byte| *byte ^= 1);
             self.store.write(BUCKET, &object.key, damaged);
         }
@@ -89,10 +89,10 @@ impl HistoryFixture {
     fn restore(&self, fields: &Value, exit: i32) -> Result<Value> {
         self.request_restore(fields)?;
         self.host.machine.run(&["svc-sync-agent", "serve-restore"])?.expect(exit);
-        self.restore_state()
+        self.read_restore_state()
     }
 
-    fn restore_state(&self) -> Result<Value> {
+    fn read_restore_state(&self) -> Result<Value> {
         let text = fs::read_to_string(self.host.machine.path("var/lib/svc/files/entry-restore.json"))?;
         Ok(serde_json::from_str(&text)?)
     }
@@ -312,7 +312,7 @@ async fn restore_survives_a_kill_at_every_fail_point() -> Result<()> {
         let serve = ["svc-sync-agent", "serve-restore"];
         history.host.machine.run_with(&serve, &[("FAILPOINTS", &failpoints)])?.expect_killed();
         history.host.machine.run(&serve)?.expect(0);
-        let state = history.restore_state()?;
+        let state = history.read_restore_state()?;
         assert_eq!(state["status"], "done", "{point}: {state}");
         assert_eq!(history.read("home/projects/app/main.rs")?, "fn main() {}", "{point}");
         let kept_path =
@@ -386,7 +386,7 @@ async fn restore_reports_actual_path_of_replaced_entry() -> Result<()> {
     history.host.write(&format!("home/projects/{planned_name}"), "unrelated")?;
     kill_at("files.entry.placed")?;
     history.host.machine.run(&serve)?.expect(0);
-    let state = history.restore_state()?;
+    let state = history.read_restore_state()?;
     let kept_path =
         state["keptAs"].as_str().and_then(|path| path.strip_prefix("/home/svc/")).context("not kept")?;
     assert_eq!(history.read(kept_path)?, "newer", "{state}");
@@ -405,12 +405,12 @@ async fn repeatedly_killed_restore_fails() -> Result<()> {
         history.host.machine.run_with(&serve, &killed)?.expect_killed();
     }
     history.host.machine.run(&serve)?.expect(69);
-    let state = history.restore_state()?;
+    let state = history.read_restore_state()?;
     assert_eq!(state["status"], "failed", "{state}");
     assert!(state["error"].as_str().is_some_and(|error| error.contains("too little memory")), "{state}");
     history.request_restore(&json!({ "path": "projects/plan.md" }))?;
     history.host.machine.run(&serve)?.expect(0);
-    assert_eq!(history.restore_state()?["status"], "done");
+    assert_eq!(history.read_restore_state()?["status"], "done");
     Ok(())
 }
 
@@ -422,7 +422,7 @@ async fn restore_with_invalid_configuration_fails() -> Result<()> {
     history.request_restore(&json!({ "path": "projects/app" }))?;
     let invalid = [("FILES_UPLOAD_KIB_PER_SECOND", "fast")];
     history.host.machine.run_with(&["svc-sync-agent", "serve-restore"], &invalid)?.expect(78);
-    let state = history.restore_state()?;
+    let state = history.read_restore_state()?;
     assert_eq!(state["status"], "failed", "{state}");
     let error = state["error"].as_str().unwrap_or_default();
     assert!(error.contains("FILES_UPLOAD_KIB_PER_SECOND"), "{state}");

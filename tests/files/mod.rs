@@ -182,11 +182,11 @@ async fn damaged_snapshot_is_not_replaced_by_empty_home() -> Result<()> {
     let platform = FilesPlatform::start().await?;
     let expected = save_once(&store, &platform).await?;
     let bucket = bucket(&store)?;
-    let latest = async || -> Result<String> {
+    let read_latest_id = async || -> Result<String> {
         let pointer = files_pointer::read(&bucket, &slot()).await?.context("no pointer")?.value;
         Ok(pointer.snapshot.context("no snapshot")?.id)
     };
-    let id = latest().await?;
+    let id = read_latest_id().await?;
     let key = format!("{}/snapshots/{id}", slot().files());
     let intact = store.read(BUCKET, &key).context("the snapshot is not in the store")?;
     store.write(BUCKET, &key, b"damaged".to_vec());
@@ -199,7 +199,7 @@ async fn damaged_snapshot_is_not_replaced_by_empty_home() -> Result<()> {
     let service = next.start_service("")?;
     next.wait_for_error("restore-home --retry").await?;
     drop(service);
-    assert_eq!(latest().await?, id);
+    assert_eq!(read_latest_id().await?, id);
 
     store.write(BUCKET, &key, intact);
     next.machine.run(&["svc-sync-agent", "restore-home"])?.expect(0);
@@ -210,7 +210,7 @@ async fn damaged_snapshot_is_not_replaced_by_empty_home() -> Result<()> {
         .retain(|path, _| !path.starts_with("home/system/logs") && !path.starts_with("home/home.replaced-"));
     assert_eq!(restored, expected);
     let _service = next.start_and_save().await?;
-    ensure!(latest().await? != id, "the machine has not saved again");
+    ensure!(read_latest_id().await? != id, "the machine has not saved again");
     Ok(())
 }
 

@@ -174,14 +174,14 @@ async fn unreadable_latest_snapshot_is_replaced() -> Result<()> {
         {
             ensure!(
                 Instant::now() < deadline,
-                "{case}: the service compared with that snapshot: {}",
+                "{case}: the save did not read all files: {}",
                 service.stderr()
             );
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
         // The status is written after the request.
         while ["lost", "damaged"].contains(&case) && host.read_status()?["snapshot"] == latest {
-            ensure!(Instant::now() < deadline, "{case}: the service has written no snapshot");
+            ensure!(Instant::now() < deadline, "{case}: the service has not written a new snapshot");
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
         if case == "lost index" {

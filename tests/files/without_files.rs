@@ -50,7 +50,10 @@ async fn machine_can_start_without_files_and_restore_or_give_up_later() -> Resul
             next.machine.run(&restore(&["--give-up"]))?.expect(0);
             next.machine.run(&restore(&["--give-up"]))?.expect(65);
             next.machine.run(&restore(&["--retry"]))?.expect(65);
-            assert!(!next.home().join("home/projects").exists(), "restored although it was given up");
+            assert!(
+                !next.home().join("home/projects").exists(),
+                "files were restored after the restore was given up"
+            );
             let status = next.machine.run(&["svc-sync-agent", "status"])?.expect(0);
             assert!(status.stdout.contains("an operator decided"), "{}", status.stdout);
             let _service = next.start_and_save().await?;
@@ -87,7 +90,7 @@ async fn pointer_without_snapshot_does_not_count_as_no_files() -> Result<()> {
     assert!(outcome["error"].as_str().is_some_and(|error| error.contains("names no snapshot")), "{outcome}");
     fs::write(next.machine.path("opt/svc/restore-complete"), "")?;
     next.machine.run(&["svc-sync-agent", "restore-home", "--retry"])?.expect(65);
-    assert!(next.read_outcome()?["error"].is_string(), "the failure is forgotten");
+    assert!(next.read_outcome()?["error"].is_string(), "the failed retry removed the error");
     store.write(BUCKET, &key, intact);
     next.machine.run(&["svc-sync-agent", "restore-home", "--retry"])?.expect(0);
     assert!(next.home().join("home/projects/app/main.rs").exists());

@@ -46,7 +46,7 @@ async fn numeric_exponent_cannot_inflate_response() -> Result<()> {
     Ok(())
 }
 
-/// The fourth row exceeds the row limit. PostgreSQL fails on it only after it has returned more than a response can
+/// The fourth row exceeds the row limit, so PostgreSQL fails only after it has returned more than a response can
 /// contain.
 #[tokio::test]
 async fn late_find_error_rolls_back_transaction() -> Result<()> {
@@ -110,14 +110,14 @@ async fn oversized_row_is_readable_with_fewer_columns() -> Result<()> {
         json!({ "action": "get", "table": "t", "id": row["id"] }),
         json!({ "action": "find", "table": "t", "limit": 1 }),
     ] {
-        let before = host.peak_memory()?;
+        let before = host.peak_memory_bytes()?;
         let operations = vec![operation; 50];
         let (status, problem) =
             host.query(&json!({ "action": "transaction", "app": app, "operations": operations })).await?;
         assert_eq!((status, &problem["operation"]), (StatusCode::BAD_REQUEST, &json!(1)), "{problem}");
         assert!(first_error(&problem).contains("send fewer operations"), "{problem}");
         // The kernel sums per-processor counters, so a later reading can be slightly lower.
-        let growth = host.peak_memory()?.saturating_sub(before);
+        let growth = host.peak_memory_bytes()?.saturating_sub(before);
         assert!(growth < 100 << 20, "peak memory grew by {growth} bytes");
     }
     // The transaction's connection is replaced, and its remaining results are not read.

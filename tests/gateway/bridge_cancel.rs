@@ -218,11 +218,11 @@ async fn refused_connections_are_not_retried_in_tight_loop() -> Result<()> {
             Ok(count_sessions(&app, &admin, "active").await? == 1)
         })
         .await?;
-    let before = proxy.connections();
+    let before = proxy.connection_count();
     let waiting = [0; 2].map(|_| send(&app.body("count", json!({}))));
     tokio::time::sleep(Duration::from_secs(2)).await;
     assert!(waiting.iter().all(|request| !request.is_finished()), "the requests must wait for a connection");
-    let attempts = proxy.connections() - before;
+    let attempts = proxy.connection_count() - before;
     assert!((1..30).contains(&attempts), "{attempts} attempts to open a connection");
     long.abort();
     Ok(())

@@ -214,7 +214,7 @@ impl Host {
     }
 
     /// Returns the gateway's peak memory use in bytes.
-    pub fn peak_memory(&self) -> Result<u64> {
+    pub fn peak_memory_bytes(&self) -> Result<u64> {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.pid()))?;
         let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).context("no VmHWM line")?;
         Ok(peak.trim().trim_end_matches(" kB").parse::<u64>()? * 1024)
@@ -292,17 +292,18 @@ pub async fn send_json(request: RequestBuilder) -> Result<(StatusCode, Value)> {
     let request = request?;
     let (method, path) = (request.method().clone(), request.url().path().to_owned());
     let is_json = request.headers().get("content-type").is_some_and(|kind| kind == "application/json");
-    let sent = request.body().and_then(reqwest::Body::as_bytes).filter(|_| is_json).map(<[u8]>::to_vec);
+    let request_body =
+        request.body().and_then(reqwest::Body::as_bytes).filter(|_| is_json).map(<[u8]>::to_vec);
     let response = client.execute(request).await.context("no response from the gateway")?;
     let (status, headers) = (response.status(), response.headers().clone());
     let text = response.text().await?;
     contract::gateway().check(&Exchange {
         method: &method,
         path: &path,
-        sent: sent.as_deref(),
+        request_body: request_body.as_deref(),
         status: status.as_u16(),
         headers: &headers,
-        text: &text,
+        response_body: &text,
     });
     Ok((status, serde_json::from_str(&text).unwrap_or(Value::String(text))))
 }

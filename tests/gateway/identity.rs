@@ -9,7 +9,7 @@ use svc::machine::id::MachineId;
 
 use super::host::{Host, Machine, USER, send_json, signer};
 
-const ADMIN: &str = "admin-secret-0123456789-0123456789";
+const ADMIN_TOKEN: &str = "admin-secret-0123456789-0123456789";
 
 /// The routes that these tests call need no database.
 const UNREACHABLE_DATABASE: &str = "postgres://postgres:x@127.0.0.1:1/svc";
@@ -100,7 +100,7 @@ async fn client_headers_cannot_set_the_owner() -> Result<()> {
 #[tokio::test]
 async fn invalid_token_never_falls_back_to_other_auth() -> Result<()> {
     let mut machine = Machine::new(UNREACHABLE_DATABASE)?;
-    machine.env.insert("ADMIN_TOKEN".into(), ADMIN.into());
+    machine.env.insert("ADMIN_TOKEN".into(), ADMIN_TOKEN.into());
     let host = machine.start()?;
     let get = |headers: &str| {
         host.send_over_socket(&format!("GET /api/backups HTTP/1.1\nhost: h\nconnection: close\n{headers}\n"))
@@ -109,19 +109,20 @@ async fn invalid_token_never_falls_back_to_other_auth() -> Result<()> {
     assert!(get("x-svc-proof: a.b.c\n")?.starts_with("HTTP/1.1 401"));
     assert!(get("authorization: Bearer nonsense\n")?.starts_with("HTTP/1.1 401"));
     assert!(get("authorization: Basic eDp5\n")?.starts_with("HTTP/1.1 401"));
-    assert!(get(&format!("authorization: Bearer {ADMIN}\n"))?.starts_with("HTTP/1.1 200"));
+    assert!(get(&format!("authorization: Bearer {ADMIN_TOKEN}\n"))?.starts_with("HTTP/1.1 200"));
     assert!(
-        get(&format!("authorization: Bearer {ADMIN}\nx-svc-proof: a.b.c\n"))?.starts_with("HTTP/1.1 401")
+        get(&format!("authorization: Bearer {ADMIN_TOKEN}\nx-svc-proof: a.b.c\n"))?
+            .starts_with("HTTP/1.1 401")
     );
     let invalid_with_valid = host.owner_request(Method::GET, "/api/backups").bearer_auth("nonsense");
     assert_eq!(invalid_with_valid.send().await?.status(), StatusCode::UNAUTHORIZED);
-    let only_admin_token = host.unsigned_request(Method::GET, "/api/backups").bearer_auth(ADMIN);
+    let only_admin_token = host.unsigned_request(Method::GET, "/api/backups").bearer_auth(ADMIN_TOKEN);
     assert_eq!(
         only_admin_token.send().await?.status(),
         StatusCode::UNAUTHORIZED,
         "the admin token must not be accepted without a proof"
     );
-    let with_proof = host.owner_request(Method::GET, "/api/backups").bearer_auth(ADMIN);
+    let with_proof = host.owner_request(Method::GET, "/api/backups").bearer_auth(ADMIN_TOKEN);
     assert_eq!(with_proof.send().await?.status(), StatusCode::OK);
     Ok(())
 }
@@ -129,7 +130,7 @@ async fn invalid_token_never_falls_back_to_other_auth() -> Result<()> {
 #[tokio::test]
 async fn usage_requires_a_session_or_the_admin_token() -> Result<()> {
     let mut machine = Machine::new(UNREACHABLE_DATABASE)?;
-    machine.env.insert("ADMIN_TOKEN".into(), ADMIN.into());
+    machine.env.insert("ADMIN_TOKEN".into(), ADMIN_TOKEN.into());
     let host = machine.start()?;
     let with_token = |host: &Host, token: &str| {
         let head = format!("authorization: Bearer {token}\nconnection: close\n");
@@ -140,18 +141,18 @@ async fn usage_requires_a_session_or_the_admin_token() -> Result<()> {
         StatusCode::UNAUTHORIZED
     );
     assert_eq!(host.owner_request(Method::GET, "/api/usage").send().await?.status(), StatusCode::OK);
-    let by_admin = with_token(&host, ADMIN)?;
+    let by_admin = with_token(&host, ADMIN_TOKEN)?;
     assert!(by_admin.starts_with("HTTP/1.1 200") && by_admin.contains("totalCost"), "{by_admin}");
-    assert!(with_token(&host, &ADMIN.replace("admin", "other"))?.starts_with("HTTP/1.1 401"));
+    assert!(with_token(&host, &ADMIN_TOKEN.replace("admin", "other"))?.starts_with("HTTP/1.1 401"));
 
     let without_setting = Machine::new(UNREACHABLE_DATABASE)?.start()?;
-    assert!(with_token(&without_setting, ADMIN)?.starts_with("HTTP/1.1 401"));
+    assert!(with_token(&without_setting, ADMIN_TOKEN)?.starts_with("HTTP/1.1 401"));
     Ok(())
 }
 
 #[tokio::test]
 async fn gateway_starts_but_rejects_short_admin_token() -> Result<()> {
-    let short = &ADMIN[..31];
+    let short = &ADMIN_TOKEN[..31];
     let mut machine = Machine::new(UNREACHABLE_DATABASE)?;
     machine.env.insert("ADMIN_TOKEN".into(), short.into());
     let host = machine.start()?;
@@ -231,7 +232,7 @@ async fn issuer_token_authenticates_the_owner() -> Result<()> {
     };
     assert_eq!(status_with_token(USER, &MintOptions::default()).await?, StatusCode::OK);
     assert_eq!(status_with_token("user_other", &MintOptions::default()).await?, StatusCode::FORBIDDEN);
-    let expired = MintOptions { ttl: -120, ..MintOptions::default() };
+    let expired = MintOptions { ttl_seconds: -120, ..MintOptions::default() };
     assert_eq!(status_with_token(USER, &expired).await?, StatusCode::UNAUTHORIZED);
     let forged = MintOptions { flaw: Some(Flaw::BadSignature), ..MintOptions::default() };
     assert_eq!(status_with_token(USER, &forged).await?, StatusCode::UNAUTHORIZED);

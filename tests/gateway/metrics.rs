@@ -1,4 +1,4 @@
-//! A host serves `/metrics` only on the Unix socket, with correct values.
+//! The gateway serves `/metrics` only on its Unix socket, with correct values.
 
 use anyhow::Result;
 use reqwest::{Method, StatusCode};

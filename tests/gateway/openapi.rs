@@ -10,7 +10,7 @@ use kit::idp::{Idp, MintOptions};
 use kit::pg::{PgBinaries, PgOptions, PgServer, test_database};
 use reqwest::{Method, RequestBuilder};
 use serde_json::{Value, json};
-use svc::gateway::{description, endpoints};
+use svc::gateway::{endpoints, openapi_document};
 use svc::http::openapi::Operation;
 use svc::http::proof::{Claims, Route};
 use svc::machine::id::MachineId;
@@ -22,7 +22,7 @@ use crate::contract::{
 };
 use crate::files::history::HistoryFixture;
 
-const ADMIN: &str = "admin-s3cret-0123456789-0123456789";
+const ADMIN_TOKEN: &str = "admin-s3cret-0123456789-0123456789";
 const UNREACHABLE_DATABASE: &str = "postgres://postgres:hunter2-s3cret@127.0.0.1:1/svc";
 const EXAMPLE_ID: &str = "0192d1f0-0000-7000-8000-000000000000";
 
@@ -47,13 +47,13 @@ impl TestGateway {
         let (slug, idp) = (unique_name("notes"), Idp::start().unwrap());
         let mut machine = Machine::new(url).unwrap();
         machine.env.extend(idp.env());
-        machine.env.insert("ADMIN_TOKEN".into(), ADMIN.into());
+        machine.env.insert("ADMIN_TOKEN".into(), ADMIN_TOKEN.into());
         machine.env.insert("BRIDGE_STATEMENT_TIMEOUT_MS".into(), "700".into());
         let columns = json!({ "title": "text", "size": "integer" });
         machine.add_app(&slug, &json!({ "notes": { "columns": columns, "unique": ["title"] } })).unwrap();
         machine.write(&format!("home/svc/home/apps/{slug}/dist/index.html"), "<h1>notes").unwrap();
         let host = machine.start().unwrap();
-        [ADMIN, "hunter2-s3cret"].into_iter().for_each(|secret| contract::gateway().register_secret(secret));
+        [ADMIN_TOKEN, "hunter2-s3cret"].into_iter().for_each(|s| contract::gateway().register_secret(s));
         let gateway = Self { host, slug, idp, history: None };
         // Creates a finished dispatch, whose id the paths contain.
         let dispatched = gateway.dispatch(&json!({ "id": EXAMPLE_ID, "prompt": "do it" })).await;
@@ -120,7 +120,7 @@ impl TestGateway {
         }
         let proof = self.host.machine.signer.sign(&self.claims(credential, method, path));
         let request = self.host.unsigned_request(method.clone(), path).header("x-svc-proof", proof);
-        if credential == "admin" { request.bearer_auth(ADMIN) } else { request }
+        if credential == "admin" { request.bearer_auth(ADMIN_TOKEN) } else { request }
     }
 
     async fn dispatch(&self, body: &Value) -> Reply {
@@ -193,7 +193,7 @@ impl ApiUnderTest for TestGateway {
             ),
             unauthorized("an invalid token", bare().bearer_auth("svcu_wrong")),
             unauthorized("a different scheme", bare().header("authorization", "Basic b3A6eA==")),
-            unauthorized("only the admin's token", bare().bearer_auth(ADMIN)),
+            unauthorized("only the admin's token", bare().bearer_auth(ADMIN_TOKEN)),
             unauthorized(
                 "an invalid token with a valid proof",
                 self.authorized_request(operation, &path).bearer_auth("x.y.z"),
@@ -269,7 +269,7 @@ async fn document_is_complete_and_served_to_permitted_callers() {
     for caller in ["owner", "app", "admin"] {
         let document =
             gateway.send(gateway.request_as(caller, &Method::GET, "/api/bridge/openapi.json")).await;
-        assert_eq!((document.status, &document.body), (200, &description()), "{caller}");
+        assert_eq!((document.status, &document.body), (200, &openapi_document()), "{caller}");
     }
 }
 

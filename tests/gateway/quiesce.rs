@@ -107,7 +107,7 @@ async fn quiesce_waits_for_statements_that_are_still_running() -> Result<()> {
     let body = insert_body(&slug);
     let inserting = host.query(&body);
     let operation = OperationId::new();
-    let stopping = async {
+    let quiescing = async {
         host.wait_until("the insert is waiting", async || {
             let waiting = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'";
             Ok(observer.query_one(waiting, &[]).await?.get::<_, i64>(0) == 1)
@@ -120,8 +120,8 @@ async fn quiesce_waits_for_statements_that_are_still_running() -> Result<()> {
         lock.commit().await?;
         Ok::<_, anyhow::Error>(())
     };
-    let (inserted, stopped) = tokio::join!(inserting, stopping);
-    stopped?;
+    let (inserted, quiesced) = tokio::join!(inserting, quiescing);
+    quiesced?;
     assert_eq!(inserted?.0, StatusCode::CREATED, "an admitted insert must complete");
     wait_until_quiesced(&host, operation).await
 }

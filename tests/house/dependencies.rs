@@ -136,15 +136,15 @@ pub fn forbidden_imports(files: &[ProjectFile]) -> Vec<String> {
     let mut violations = Vec::new();
     for file in files {
         let Some(module) = source::module_path(&file.path) else { continue };
-        for named in source::resolved_paths(
+        for import in source::resolved_paths(
             &module,
             &source::tokenize(&source::blank_comments_and_literals(&file.text)),
         ) {
-            if let Some(reason) = forbidden_reason(&module, &named.path) {
+            if let Some(reason) = forbidden_reason(&module, &import.path) {
                 violations.push(format_violation(
                     &file.path,
-                    named.line,
-                    format!("{}: {reason}", named.path.join("::")),
+                    import.line,
+                    format!("{}: {reason}", import.path.join("::")),
                 ));
             }
         }
@@ -172,14 +172,14 @@ pub fn import_cycles(files: &[ProjectFile]) -> Vec<String> {
             continue;
         }
         let from = imports.entry((package.clone(), name.clone())).or_default();
-        for named in source::resolved_paths(
+        for import in source::resolved_paths(
             &module,
             &source::without_tests(&source::tokenize(&source::blank_comments_and_literals(&file.text))).0,
         ) {
-            let Some((to_package, target)) = split_module(&named.path) else { continue };
+            let Some((to_package, target)) = split_module(&import.path) else { continue };
             if to_package == package && target != name {
                 from.entry((to_package, target))
-                    .or_insert_with(|| format_violation(&file.path, named.line, ""));
+                    .or_insert_with(|| format_violation(&file.path, import.line, ""));
             }
         }
     }

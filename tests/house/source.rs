@@ -309,7 +309,7 @@ mod tests {
         let module: Vec<String> = module.iter().map(|name| (*name).to_owned()).collect();
         resolved_paths(&module, &tokenize(&blank_comments_and_literals(text)))
             .iter()
-            .map(|named| named.path.join("::"))
+            .map(|resolved| resolved.path.join("::"))
             .collect()
     }
 
@@ -323,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn named_paths_finds_paths_in_every_form() {
+    fn resolved_paths_finds_paths_in_every_form() {
         assert_eq!(
             paths(
                 &["a", "b"],

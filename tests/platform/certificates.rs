@@ -124,7 +124,7 @@ async fn machine_is_validated_through_router_and_its_chain_verified() {
     installation.wait_until_trusted(&host).await;
     assert_eq!(reported_certificate(&host)["hostName"], json!(format!("{id}.{DOMAIN}")));
     assert!(
-        stack.log().contains("validation passed through"),
+        stack.log().contains("validation forwarded"),
         "the authority must reach the name through the router"
     );
 
@@ -242,9 +242,9 @@ async fn passthrough_serves_only_validations_of_known_machines() {
     // The machine refuses the connection, because no validation is in progress.
     assert!(connect(&name, &["acme-tls/1"]).await.is_err());
     let stack = &installation.stack;
-    let log_line = format!("validation passed through name={name}");
+    let log_line = format!("validation forwarded name={name}");
     let is_logged = || async { stack.log().contains(&log_line).then_some(()) };
-    stack.eventually("the validation is passed through", is_logged).await;
+    stack.eventually("the validation is forwarded", is_logged).await;
     // The log already contains the later validation, so it would also contain the unknown machine's.
     assert!(!stack.log().contains(&unknown), "an unknown machine must not be dialed");
 }

@@ -1,5 +1,5 @@
-//! At startup, all configuration errors are reported together, with exit code 78, and risky settings log a warning. A
-//! file can contain the settings.
+//! At startup, all configuration errors are reported together, with exit code 78, and risky settings log a warning.
+//! Settings can also be read from a file.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;

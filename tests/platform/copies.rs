@@ -252,7 +252,7 @@ async fn retry_after_snapshot_question_restarts_final_backup() {
 
     let late = svc::clock::rfc3339_ms(jiff::Timestamp::now() + jiff::SignedDuration::from_hours(1));
     let held = json!({"latest": "k", "loss": "a table is gone"});
-    old.behavior.lock().unwrap().progress = json!({"running": false,
+    old.behavior.lock().unwrap().backup_status = json!({"running": false,
         "last": {"status": "error", "beganAt": late, "error": "a table is gone", "held": held}});
     let retried = stack.post(&process, &path, &json!({})).await;
     assert_eq!(retried.status, 200, "{retried:?}");

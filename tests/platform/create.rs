@@ -102,7 +102,7 @@ async fn refused_create_fails_the_machine_and_keeps_the_snapshot() {
 
     let second = stack.post(&process, "/vps/recover", &body).await;
     assert_eq!((second.status, &second.body["epoch"]), (202, &json!(4)), "{second:?}");
-    assert_eq!(second.body["oldMachineId"], old.machine, "the old machine must have got its slot back");
+    assert_eq!(second.body["oldMachineId"], old.machine, "the old machine must have its slot back");
     let operation = stack.wait_until_ended(&process, second.body["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
     stack.assert_only_server(second.body["machineId"].as_str().unwrap());

@@ -199,7 +199,10 @@ async fn missing_object_in_own_slot_is_reported_as_missing() {
     let guest = stack.start_machine(&process, "user_1").await;
     let bucket = open_store(&request_credentials(&stack, &process, &guest).await);
     let raw = bucket.raw().get(&Path::from("user_1/primary/system/none")).await.unwrap_err();
-    assert!(matches!(raw, object_store::Error::PermissionDenied { .. }), "as S3 returns it: {raw:?}");
+    assert!(
+        matches!(raw, object_store::Error::PermissionDenied { .. }),
+        "S3 denies a read of a missing object: {raw:?}"
+    );
     for name in ["none", "db/latest-but-not-quite", "db/snapshots/x.dump"] {
         let key = Path::from(format!("user_1/primary/system/{name}"));
         assert!(bucket.get(&key, 10).await.unwrap().is_none(), "{name}");

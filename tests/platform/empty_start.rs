@@ -12,7 +12,7 @@ fn body_allowing_empty() -> Value {
     body
 }
 
-/// Asserts that a provision is rejected with a message that contains these parts and names `--allow-empty`.
+/// Asserts that a provision request is rejected with a message that contains these parts and names `--allow-empty`.
 async fn assert_refused(stack: &Stack, process: &Process, parts: &[&str]) {
     let response = stack.post(process, "/vps/provision", &provision_body("user_1")).await;
     response.assert_problem(409, "snapshot_unusable");

@@ -24,14 +24,14 @@ pub struct FakeHostBehavior {
     pub can_quiesce: bool,
     /// Whether its writers stop when requested.
     pub stops_writers: bool,
-    /// Whether its release reports backup progress.
+    /// Whether its release reports the state of its backups.
     pub reports_backups: bool,
     /// The reported number of running dispatches.
     pub dispatches: u64,
     /// The number that each request to quiesce adds to `dispatches`.
     pub added_dispatches: u64,
     /// The reported state of its backups.
-    pub progress: Value,
+    pub backup_status: Value,
     /// The response to a usage request.
     pub usage: (StatusCode, String),
     /// How long the host takes to respond.
@@ -82,7 +82,7 @@ impl FakeHost {
 
     /// Reports this snapshot as the result of the last backup.
     pub fn report_backup(&self, key: &str, taken_at: &str) {
-        self.behavior.lock().unwrap().progress = json!({"running": false,
+        self.behavior.lock().unwrap().backup_status = json!({"running": false,
             "last": {"status": "success", "beganAt": taken_at, "takenAt": taken_at, "key": key}});
     }
 }
@@ -106,7 +106,7 @@ fn respond(behavior: &mut FakeHostBehavior, now: &str, method: &str, path: &str)
         }
         ("POST", BACKUP) => (StatusCode::ACCEPTED, axum::Json(json!({"requestedAt": now}))).into_response(),
         ("GET", BACKUP) if !behavior.reports_backups => StatusCode::NOT_FOUND.into_response(),
-        ("GET", BACKUP) => axum::Json(behavior.progress.clone()).into_response(),
+        ("GET", BACKUP) => axum::Json(behavior.backup_status.clone()).into_response(),
         ("GET", "/api/usage") => behavior.usage.clone().into_response(),
         (_, path) if path.starts_with("/api/files/") => behavior.files.clone().into_response(),
         _ => (StatusCode::ACCEPTED, axum::Json(json!({}))).into_response(),
@@ -137,7 +137,7 @@ pub async fn start_host_for(stack: &Stack, process: &Process, user: &str) -> Fak
         reports_backups: true,
         dispatches: 0,
         added_dispatches: 0,
-        progress: json!({"running": true}),
+        backup_status: json!({"running": true}),
         usage: (StatusCode::FORBIDDEN, String::new()),
         delay: Duration::ZERO,
         files: (StatusCode::NOT_FOUND, String::new()),

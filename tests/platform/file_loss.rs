@@ -32,7 +32,7 @@ fn report_backup_with_files(old: &FakeHost, stack: &Stack, files: &Value) {
     let taken_at = rfc3339_ms(jiff::Timestamp::now());
     let key = stack.store_snapshot_by("user_1", &old.guest.machine, &taken_at);
     let last = json!({"status": "success", "beganAt": taken_at, "takenAt": taken_at, "key": key});
-    old.behavior.lock().unwrap().progress = json!({"running": false, "last": last, "files": files});
+    old.behavior.lock().unwrap().backup_status = json!({"running": false, "last": last, "files": files});
 }
 
 /// Waits until the recovery has succeeded. Returns the detail that its step `last_backup` logged.
@@ -72,7 +72,7 @@ async fn unreadable_files_count_as_unsaved() {
     let recovery = recover(&stack, &process).await;
     old.wait_for_backup_request(&stack).await;
     let later = rfc3339_ms(jiff::Timestamp::now() + jiff::SignedDuration::from_mins(1));
-    let why = "1 entry of the owner's home cannot be read, and is not saved, such as home/vm/disk.img";
+    let why = "1 entry of the owner's home cannot be read, and is not saved (first: home/vm/disk.img)";
     report_backup_with_files(&old, &stack, &json!({"savedUntil": later, "unreadable": why}));
     let detail = wait_for_backup_detail(&stack, &process, &recovery).await;
     let discard = format!("svcctl discard {} --accept-loss", old.guest.machine);

@@ -158,7 +158,7 @@ async fn backup_progress_extends_stall_and_operation_deadlines() {
     wait_for_call(&stack, &old, "POST", BACKUP).await;
     for step in 1..=12 {
         let bytes = step * (2 << 20);
-        old.behavior.lock().unwrap().progress =
+        old.behavior.lock().unwrap().backup_status =
             json!({"running": true, "stage": "upload", "uploadedBytes": bytes});
         tokio::time::sleep(Duration::from_millis(500)).await;
     }
@@ -244,7 +244,7 @@ async fn failed_backup_is_retried_before_operation_waits() {
     let old = start_host(&stack, &process).await;
     stack.store_snapshot("user_1");
     let late = rfc3339_ms(jiff::Timestamp::now() + jiff::SignedDuration::from_hours(1));
-    old.behavior.lock().unwrap().progress =
+    old.behavior.lock().unwrap().backup_status =
         json!({"running": false, "last": {"status": "error", "beganAt": late, "error": "no space left"}});
     let recovery = recover(&stack, &process, json!({})).await;
     let waiting = wait_for_question(&stack, &process, &recovery).await;
@@ -267,7 +267,8 @@ async fn held_back_snapshot_waits_and_counts_after_acceptance() {
     let old = start_host(&stack, &process).await;
     stack.store_snapshot("user_1");
     let loss = "the table app_notes.notes with 400 rows is gone";
-    old.behavior.lock().unwrap().progress = held_back_report(&json!({"held": {"latest": "k", "loss": loss}}));
+    old.behavior.lock().unwrap().backup_status =
+        held_back_report(&json!({"held": {"latest": "k", "loss": loss}}));
     let recovery = recover(&stack, &process, json!({})).await;
     let waiting = wait_for_question(&stack, &process, &recovery).await;
     let taken_at = now_text();
@@ -319,7 +320,7 @@ async fn older_host_with_a_held_back_snapshot_gets_no_retries() {
     stack.store_snapshot("user_1");
     let error =
         "the database holds 3 rows instead of 400\n  next: `svc-db-backup accept`, if the loss is intended";
-    old.behavior.lock().unwrap().progress = held_back_report(&json!({"error": error}));
+    old.behavior.lock().unwrap().backup_status = held_back_report(&json!({"error": error}));
     let recovery = recover(&stack, &process, json!({})).await;
     let waiting = wait_for_question(&stack, &process, &recovery).await;
     assert_eq!(waiting["question"]["code"], "last_backup_held_back", "{waiting}");
@@ -433,7 +434,7 @@ fn spawn_growing_progress(old: &FakeHost, bytes: u64) -> tokio::task::JoinHandle
     let behavior = old.behavior.clone();
     tokio::spawn(async move {
         for n in 1.. {
-            behavior.lock().unwrap().progress =
+            behavior.lock().unwrap().backup_status =
                 json!({"running": true, "stage": "dump", "dumpedBytes": n * bytes, "uploadedBytes": 0});
             tokio::time::sleep(Duration::from_millis(100)).await;
         }

@@ -1,4 +1,4 @@
-//! GET `/vps/fleet` returns, from a real database, the counts and the machines that need attention.
+//! GET `/vps/fleet` returns the fleet's counts and the machines that need attention.
 
 use serde_json::{Value, json};
 

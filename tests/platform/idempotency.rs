@@ -93,7 +93,7 @@ async fn machines_are_listed_in_pages_and_filtered() {
         let filtered = stack.get(&process, &format!("/vps?{query}")).await.body;
         assert!(users(&filtered).is_empty(), "{query}: {filtered}");
     }
-    for query in ["status=off", "limit=0", "limit=x", "cursor=1", "colour=red", "deleted=maybe"] {
+    for query in ["status=off", "limit=0", "limit=x", "cursor=1", "color=red", "deleted=maybe"] {
         let response = stack.get(&process, &format!("/vps?{query}")).await;
         response.assert_problem(400, "invalid_request");
         let name = query.split('=').next().unwrap();

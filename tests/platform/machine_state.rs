@@ -48,8 +48,8 @@ impl Stack {
         self.eventually("the machine is running", is_running).await;
     }
 
-    /// Registers the hosts of all running servers, and sends their heartbeats, until the operation has ended. Returns
-    /// the operation.
+    /// Registers the hosts of all running servers, and sends their heartbeats, until the operation has ended or needs a
+    /// decision. Returns the operation.
     pub async fn wait_until_ended(&self, process: &Process, operation: &str) -> Value {
         let act_as_hosts = || async {
             for server in self.provider.servers().iter().filter(|server| server.status == Power::Running) {
@@ -62,7 +62,8 @@ impl Stack {
         self.wait_while_running(process, operation, act_as_hosts).await
     }
 
-    /// Sends heartbeats from the hosts of all running servers until the operation has ended. Returns the operation.
+    /// Sends heartbeats from the hosts of all running servers until the operation has ended or needs a decision.
+    /// Returns the operation.
     pub async fn wait_until_ended_with_heartbeats(&self, process: &Process, operation: &str) -> Value {
         let send_heartbeats = || async {
             for server in self.provider.servers().iter().filter(|server| server.status == Power::Running) {

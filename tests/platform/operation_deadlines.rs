@@ -29,27 +29,27 @@ async fn advance(session: &Object, id: OperationId, owner: Uuid, attempts: i32, 
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn failing_time_starts_at_first_consecutive_failure() {
+async fn failure_age_starts_at_first_consecutive_failure() {
     let (_database, session, id) = start_with_operation().await;
     let owner = lease(&session).await;
-    let failing_time = async || operations::load_failing_time(&session, id).await.unwrap();
+    let failure_age = async || operations::load_failure_age(&session, id).await.unwrap();
     let age = "UPDATE operations SET failing_since = failing_since - interval '2 hours'";
 
     advance(&session, id, owner, 1, None).await;
-    assert!(failing_time().await < HOUR, "the failing time must not include the step's earlier time");
+    assert!(failure_age().await < HOUR, "the duration must not include the step's earlier time");
     session.execute(age, &[]).await.unwrap();
     advance(&session, id, owner, 2, None).await;
-    assert!(failing_time().await > HOUR);
+    assert!(failure_age().await > HOUR);
     // A step that is waiting has not failed.
     advance(&session, id, owner, 0, None).await;
-    assert_eq!(failing_time().await, Duration::ZERO);
+    assert_eq!(failure_age().await, Duration::ZERO);
 
     advance(&session, id, owner, 1, None).await;
     session.execute(age, &[]).await.unwrap();
     advance(&session, id, owner, 2, Some(PROVIDER_ACCOUNT_BLOCKED)).await;
-    assert_eq!(failing_time().await, Duration::ZERO);
+    assert_eq!(failure_age().await, Duration::ZERO);
     advance(&session, id, owner, 3, None).await;
-    assert!(failing_time().await < HOUR);
+    assert!(failure_age().await < HOUR);
 }
 
 #[tokio::test(flavor = "multi_thread")]

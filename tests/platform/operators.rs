@@ -13,7 +13,7 @@ use tokio::process::Command;
 
 use super::stack::{ApiResponse, Process, SECRET, Stack};
 
-const HOUR: u64 = 3600;
+const HOUR_SECONDS: u64 = 3600;
 
 /// Creates an operator and returns the token.
 async fn add_operator(stack: &Stack, process: &Process, name: &str, scopes: &[&str]) -> String {
@@ -24,8 +24,8 @@ async fn add_operator(stack: &Stack, process: &Process, name: &str, scopes: &[&s
 }
 
 /// Rotates an operator's token and returns the new one.
-async fn rotate_token(stack: &Stack, process: &Process, name: &str, overlap: u64) -> String {
-    let body = json!({"overlapSeconds": overlap});
+async fn rotate_token(stack: &Stack, process: &Process, name: &str, overlap_seconds: u64) -> String {
+    let body = json!({"overlapSeconds": overlap_seconds});
     let response = stack.post(process, &format!("/operators/{name}/rotate"), &body).await;
     assert_eq!(response.status, 200, "{response:?}");
     response.body["token"].as_str().unwrap().to_owned()
@@ -107,12 +107,12 @@ async fn old_token_expires_when_rotation_overlap_ends() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let first = add_operator(&stack, &process, "ada", &["read"]).await;
-    let second = rotate_token(&stack, &process, "ada", HOUR).await;
+    let second = rotate_token(&stack, &process, "ada", HOUR_SECONDS).await;
     for token in [&first, &second] {
         assert_eq!(who_am_i(&stack, &process, token).await.status, 200);
     }
     // After a second rotation, the first token is invalid, and the second is still valid.
-    let third = rotate_token(&stack, &process, "ada", HOUR).await;
+    let third = rotate_token(&stack, &process, "ada", HOUR_SECONDS).await;
     who_am_i(&stack, &process, &first).await.assert_problem(401, "unauthorized");
     assert_eq!(who_am_i(&stack, &process, &second).await.status, 200);
     let client = stack.database.connect().await.unwrap();

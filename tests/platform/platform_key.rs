@@ -350,7 +350,7 @@ async fn key_rotation_survives_a_kill_at_every_point() {
 
 /// The database and the settings are from before the rotation, so they are consistent; only the store is newer.
 #[tokio::test(flavor = "multi_thread")]
-async fn server_restored_with_its_settings_is_refused() {
+async fn platform_restored_with_its_settings_is_refused() {
     let stack = Stack::start().await;
     let client = stack.database.connect().await.unwrap();
     let copy = DatabaseCopy::new(&client).await.unwrap();

@@ -355,7 +355,7 @@ async fn heartbeats_of_a_powered_off_machine_cost_few_calls() {
         stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
     }
     assert!(lookups() <= before + 1, "{} lookups", lookups() - before);
-    // A heartbeat from another epoch is not from the machine that is powered off.
+    // A heartbeat with another epoch does not show that the machine is on.
     let process = stack.start_platform_with(&[("SERVER_CHECK_SECONDS", "0"), ("RECONCILE_SECONDS", "600")]);
     let before = lookups();
     let mut late = heartbeat_of(&guest);

@@ -123,13 +123,13 @@ async fn setting_determines_the_default_server_type() {
 #[tokio::test(flavor = "multi_thread")]
 async fn bundle_url_reaches_host_and_only_platform_gets_tokens() {
     let exact = ("SVC_HOST_BUNDLE_URL", "https://mirror.example/exact.tar.gz");
-    let base = ("SVC_HOST_BUNDLE_BASE_URL", "https://mirror.example/base/");
-    let base_url = ("SVC_HOST_BUNDLE_BASE_URL", "http://platform.example/other");
+    let mirror_base = ("SVC_HOST_BUNDLE_BASE_URL", "https://mirror.example/base/");
+    let platform_base = ("SVC_HOST_BUNDLE_BASE_URL", "http://platform.example/other");
     let bundle_url = |base: &str| format!("{base}/system-bundles/v1/svc-host-bundle.tar.gz");
     for (settings, url, is_own) in [
-        (vec![exact, base], exact.1.to_owned(), false),
-        (vec![base], bundle_url("https://mirror.example/base"), false),
-        (vec![base_url], bundle_url("http://platform.example/other"), true),
+        (vec![exact, mirror_base], exact.1.to_owned(), false),
+        (vec![mirror_base], bundle_url("https://mirror.example/base"), false),
+        (vec![platform_base], bundle_url("http://platform.example/other"), true),
         (vec![], bundle_url("http://platform.example"), true),
     ] {
         let (_, variables) = provision_server(&settings).await;

@@ -407,7 +407,7 @@ async fn unreadable_machine_does_not_stop_the_reconciler() {
                 .lines()
                 .any(|line| line.contains("the reconciler skipped an item") && line.contains(id.as_str()))
         });
-        (is_named && count_log_lines(&stack, "a reconciler task failed") > 0).then_some(())
+        (is_named && count_log_lines(&stack, "a part of the reconciler failed") > 0).then_some(())
     };
     stack.eventually("the failed rows are named", is_logged).await;
 }

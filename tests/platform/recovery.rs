@@ -164,7 +164,7 @@ async fn recovery_in_progress_rejects_different_options() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn recovery_passes_without_files_to_new_machine() {
+async fn without_files_option_reaches_the_new_machine() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     stack.start_machine(&process, "user_1").await;

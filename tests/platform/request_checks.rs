@@ -39,12 +39,12 @@ async fn request_is_checked_in_the_documented_order() {
     stack.send(body).await.assert_problem(400, "invalid_request");
     let text = post("/vps/provision").bearer_auth(SECRET).body("{}");
     stack.send(text).await.assert_problem(415, "unsupported_media_type");
-    let body = json!({"idpUserId": "a/b", "slot": 7, "kind": "toy", "colour": "red"});
+    let body = json!({"idpUserId": "a/b", "slot": 7, "kind": "toy", "color": "red"});
     let response = stack.post(&process, "/vps/provision", &body).await;
     response.assert_problem(400, "invalid_request");
     let pointers: Vec<_> =
         response.body["errors"].as_array().unwrap().iter().map(|e| e["pointer"].clone()).collect();
-    assert_eq!(json!(pointers), json!(["/idpUserId", "/slot", "/handle", "/kind", "/colour"]));
+    assert_eq!(json!(pointers), json!(["/idpUserId", "/slot", "/handle", "/kind", "/color"]));
     stack.get(&process, "/vps/not-a-uuid").await.assert_problem(400, "invalid_request");
     stack.get(&process, "/vps/operations/7").await.assert_problem(400, "invalid_request");
     // The state comes last.

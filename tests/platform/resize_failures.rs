@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use super::resize::{count_actions, fetch_record, resize, resize_until_ended};
 use super::stack::{Guest, Process, Stack, heartbeat_of};
 
-fn refusal(status: u16) -> Fault {
+fn server_error(status: u16) -> Fault {
     Fault::Status { status, code: "server_error".to_owned(), reset_in_seconds: None }
 }
 
@@ -79,10 +79,10 @@ async fn lost_responses_are_resolved_by_the_server_state() {
 #[tokio::test(flavor = "multi_thread")]
 async fn transient_failures_are_retried() {
     for (step, fault) in [
-        ("shutdown", refusal(503)),
-        ("change_type", refusal(500)),
+        ("shutdown", server_error(503)),
+        ("change_type", server_error(500)),
         ("change_type", Fault::LostRequest),
-        ("poweron", refusal(502)),
+        ("poweron", server_error(502)),
         ("poweron", Fault::ActionError),
     ] {
         let (stack, process, guest) = start_with_machine().await;
@@ -116,7 +116,7 @@ async fn resize_fails_when_the_provider_never_completes() {
         let settings = [("RESIZE_SHUTDOWN_SECONDS", "1"), ("RESIZE_CHANGE_SECONDS", "2")];
         let (stack, process, guest) = start_with_settings(&settings).await;
         stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
-        stack.provider.add_fault(FaultRule::times(1000, "POST", step, refusal(503)));
+        stack.provider.add_fault(FaultRule::times(1000, "POST", step, server_error(503)));
         let ended = resize_until_ended(&stack, &process, &guest).await;
         assert_reverted(&stack, &process, &guest, &ended).await;
     }
@@ -125,7 +125,7 @@ async fn resize_fails_when_the_provider_never_completes() {
 #[tokio::test(flavor = "multi_thread")]
 async fn machine_with_its_server_off_fails_until_a_healthy_heartbeat() {
     let (stack, process, guest) = start_with_settings(&[("RESIZE_HEALTH_SECONDS", "2")]).await;
-    stack.provider.add_fault(FaultRule::times(1000, "POST", "poweron", refusal(503)));
+    stack.provider.add_fault(FaultRule::times(1000, "POST", "poweron", server_error(503)));
     let ended = resize_until_ended(&stack, &process, &guest).await;
     assert_eq!((&ended["state"], &ended["errorCode"]), (&json!("failed"), &json!("resize")), "{ended}");
     let record = fetch_record(&stack, &process, &guest).await;
@@ -213,7 +213,7 @@ async fn assert_cancelled(stack: &Stack, process: &Process, operation: &Value) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn fail_delete_and_recover_end_an_open_resize() {
+async fn fail_delete_and_recover_cancel_an_open_resize() {
     let (stack, process, guest) = start_with_settings(&[("RESIZE_SHUTDOWN_SECONDS", "3")]).await;
     stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
     let operation = resize(&stack, &process, &guest.machine, "cpx32").await.body["operationId"].clone();
@@ -250,7 +250,7 @@ async fn start_stuck_resize(settings: &[(&str, &str)]) -> (Stack, Process, Guest
     let mut settings = settings.to_vec();
     settings.push(("RESIZE_SHUTDOWN_SECONDS", "1"));
     let (stack, process, guest) = start_with_settings(&settings).await;
-    stack.provider.add_fault(FaultRule::times(1000, "POST", "change_type", refusal(503)));
+    stack.provider.add_fault(FaultRule::times(1000, "POST", "change_type", server_error(503)));
     let accepted = resize(&stack, &process, &guest.machine, "cpx32").await;
     let operation = accepted.body["operationId"].as_str().unwrap().to_owned();
     let path = format!("/vps/operations/{operation}");

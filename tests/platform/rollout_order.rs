@@ -91,7 +91,7 @@ async fn rollout_leaves_out_excluded_machines() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn rollout_refuses_handle_with_an_unreachable_machine() {
+async fn rollout_refuses_handle_if_a_machine_is_not_running() {
     let fleet = Fleet::start(1, &[]).await;
     let (stack, process) = (&fleet.stack, &fleet.process);
     let preview = json!({"idpUserId": "user_0", "slot": "next", "handle": "h-user-0", "kind": "preview"});

@@ -69,7 +69,7 @@ async fn reboot_and_provision_are_not_delayed_by_silent_hosts() {
     let during = calls.load(Ordering::Relaxed) - before;
     assert!(during < MAX_CALLS_BEFORE_EFFECT, "the reboot waited for {during} calls");
 
-    // The first provisioning step calls the host of the outgoing machine, if there is one.
+    // The first provisioning step calls the predecessor's host, if there is one.
     let before = calls.load(Ordering::Relaxed);
     let provisioned = stack.post(&process, "/vps/provision", &provision_body("user_2")).await;
     let path = format!("/vps/operations/{}", provisioned.body["operationId"].as_str().unwrap());

@@ -41,12 +41,12 @@ impl Stack {
 
     /// Stores a snapshot taken by the given machine at the given time, under the current fence. Returns its key.
     pub fn store_snapshot_by(&self, user: &str, machine: &str, taken_at: &str) -> String {
-        let fence = self.pointer(user);
-        let epoch = fence["fenceEpoch"].as_u64().unwrap_or(1);
+        let previous = self.pointer(user);
+        let epoch = previous["fenceEpoch"].as_u64().unwrap_or(1);
         let object = self.write_snapshot(user, taken_at, machine, epoch);
         let mut pointer = self.pointer(user);
         for name in ["fenceEpoch", "fenceMachineId", "fenceProof"] {
-            pointer[name] = fence[name].clone();
+            pointer[name] = previous[name].clone();
         }
         self.write_pointer(user, &pointer);
         object.split_once("/primary/").expect("the key must be in the slot").1.to_owned()

@@ -67,9 +67,9 @@ async fn creation_of_a_machine_does_not_shut_it_down() {
         session.batch_execute(&insert).await.unwrap();
         let operation = db::operations::get(&session, OperationId(id)).await.unwrap().unwrap();
         let minute = Duration::from_secs(60);
-        let may_have_shut_down =
-            db::slot_operations::may_have_shut_down(&session, machine, &operation, minute).await;
-        assert_eq!(may_have_shut_down.unwrap(), expected, "{kind}");
+        let may_have_pending_shutdown =
+            db::slot_operations::may_have_pending_shutdown(&session, machine, &operation, minute).await;
+        assert_eq!(may_have_pending_shutdown.unwrap(), expected, "{kind}");
     }
 }
 
@@ -98,7 +98,7 @@ async fn requested_prune_survives_running_and_killed_prunes() {
     assert!(claim_after(0, 0).await, "the interrupted prune must be repeated after the retry delay");
     assert!(file_keys::request_prune(&session, "user_1", "primary").await.unwrap());
     assert!(claim(3600).await, "a request must not wait for the retry delay");
-    file_keys::release_prune(&session, "user_1", "primary").await.unwrap();
+    file_keys::release_prune_claim(&session, "user_1", "primary").await.unwrap();
     assert!(claim(3600).await, "the released slot must be due");
     record().await;
     assert!(!claim(3600).await, "the slot must not be due after a completed prune");
@@ -128,14 +128,14 @@ async fn set_release_for_machine_keeps_time_of_unchanged_release() {
 }
 
 #[tokio::test]
-async fn key_need_counts_every_signing_key() {
+async fn key_dependents_include_every_signing_key() {
     let (_database, session) = start_database().await;
     let keys = "INSERT INTO signing_keys (kid, purpose, public_key, sealed) \
                 SELECT 'proof-' || n, 'proof', 'x', '\\x00' FROM generate_series(1, 10050) n";
     session.batch_execute(keys).await.unwrap();
     let seal = Seal::new(&SecretSlice::from(vec![7_u8; 32]));
-    let key_need = KeyDependents::find_signing_key_dependents(&session, &seal).await.unwrap();
-    assert!(key_need.to_string().starts_with("10050 sealed signing keys ("), "{key_need}");
+    let dependents = KeyDependents::find_signing_key_dependents(&session, &seal).await.unwrap();
+    assert!(dependents.to_string().starts_with("10050 sealed signing keys ("), "{dependents}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

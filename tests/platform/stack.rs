@@ -170,16 +170,17 @@ impl Stack {
         let request = request.expect("the request must be valid");
         let (method, path) = (request.method().clone(), request.url().path().to_owned());
         let is_json = request.headers().get("content-type").is_some_and(|kind| kind == "application/json");
-        let sent = request.body().and_then(reqwest::Body::as_bytes).filter(|_| is_json).map(<[u8]>::to_vec);
+        let request_body =
+            request.body().and_then(reqwest::Body::as_bytes).filter(|_| is_json).map(<[u8]>::to_vec);
         let response = async { ApiResponse::read(client.execute(request).await?).await };
         let response = response.await.unwrap_or_else(|error| panic!("{error:#}\n{}", self.log()));
         contract::platform().check(&Exchange {
             method: &method,
             path: &path,
-            sent: sent.as_deref(),
+            request_body: request_body.as_deref(),
             status: response.status,
             headers: &response.headers,
-            text: &response.text,
+            response_body: &response.text,
         });
         response
     }
@@ -449,7 +450,7 @@ impl Process {
         self.child.wait_async(WAIT_TIMEOUT).await.expect("the platform must exit in time")
     }
 
-    /// Waits until the process has been killed at its fail point.
+    /// Waits until the process has been killed, by the test or at its fail point.
     pub async fn wait_until_killed(&mut self) {
         let status = self.wait_for_exit().await;
         assert_eq!(status.signal(), Some(9), "{status}");

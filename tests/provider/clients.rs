@@ -30,7 +30,7 @@ async fn run_script(part: &'static str, simulator: &Simulator) -> Result<()> {
 }
 
 #[tokio::test]
-async fn python_library_manages_server_life_cycle() -> Result<()> {
+async fn python_library_manages_server_lifecycle() -> Result<()> {
     let simulator = Simulator::start(SimulatorOptions::record()).await?;
     run_script("lifecycle", &simulator).await?;
     assert!(simulator.servers().is_empty(), "{:?}", simulator.servers());
@@ -62,13 +62,13 @@ async fn python_library_waits_until_rate_limit_has_refilled() -> Result<()> {
 }
 
 /// `hcloud` with a separate home directory, so that it does not use the contexts of the user who is running the test.
-struct CommandLine<'a> {
+struct HcloudCli<'a> {
     program: FetchedProgram,
     home: &'a Path,
     simulator: &'a Simulator,
 }
 
-impl CommandLine<'_> {
+impl HcloudCli<'_> {
     async fn run(&self, args: &[&str]) -> Result<String> {
         let mut command = self.program.command();
         command.env("HOME", self.home).env("NO_PROXY", "127.0.0.1");
@@ -93,7 +93,7 @@ impl CommandLine<'_> {
 }
 
 #[tokio::test]
-async fn hcloud_cli_manages_server_life_cycle() -> Result<()> {
+async fn hcloud_cli_manages_server_lifecycle() -> Result<()> {
     let program = match tokio::task::spawn_blocking(kit::hcloud::fetch_cli).await? {
         Ok(program) => program,
         Err(error) => {
@@ -103,7 +103,7 @@ async fn hcloud_cli_manages_server_life_cycle() -> Result<()> {
     };
     let simulator = Simulator::start(SimulatorOptions::record()).await?;
     let home = tempfile::tempdir()?;
-    let hcloud = CommandLine { program, home: home.path(), simulator: &simulator };
+    let hcloud = HcloudCli { program, home: home.path(), simulator: &simulator };
 
     let order = ["server", "create", "--name", "go-1", "--type", "cpx22", "--image", "debian-12"];
     let created = hcloud.run(&[&order[..], &["--location", "hel1", "--label", "slot=a"]].concat()).await?;
@@ -117,7 +117,7 @@ async fn hcloud_cli_manages_server_life_cycle() -> Result<()> {
     let table = hcloud.run(&["server", "list"]).await?;
     assert!(table.contains("go-1") && table.contains(&record.ipv4.to_string()), "{table}");
 
-    // The data center is not checked: this release prints 0 for it, because it is no longer part of the API.
+    // The data center is not checked: this `hcloud` release prints 0 for it, because it is no longer part of the API.
     let described = hcloud.run(&["server", "describe", "go-1"]).await?.replace('\t', "");
     for expected in [
         &format!("ID:{}\n", record.id),

@@ -92,7 +92,7 @@ async fn rate_limited_client_and_its_clones_pause_for_max_wait() {
     let clone = provider.clone();
     let clone_wait = async {
         tokio::time::sleep(Duration::from_millis(300)).await;
-        clone.server_type(&server_type("cpx22")).await.unwrap();
+        clone.get_server_type(&server_type("cpx22")).await.unwrap();
         start.elapsed()
     };
     let (find_result, clone_wait) = tokio::join!(provider.find("svc-1"), clone_wait);

@@ -13,7 +13,7 @@ pub type UsageKey = (String, String, String);
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct UsageSum {
-    pub nanos: u128,
+    pub cost_nanos: u128,
     pub tokens_in: u128,
     pub tokens_out: u128,
     pub dispatches: u128,
@@ -21,7 +21,7 @@ pub struct UsageSum {
 
 impl UsageSum {
     pub fn add(&mut self, other: &Self) {
-        self.nanos += other.nanos;
+        self.cost_nanos += other.cost_nanos;
         self.tokens_in += other.tokens_in;
         self.tokens_out += other.tokens_out;
         self.dispatches += other.dispatches;
@@ -49,7 +49,7 @@ pub fn sum_interactions(logs: &Path) -> Result<(BTreeMap<UsageKey, UsageSum>, Ve
             let Ok(Value::Object(entry)) = serde_json::from_str::<Value>(line) else { continue };
             let text = |name: &str| entry[name].as_str().unwrap_or_default().to_owned();
             let sum = UsageSum {
-                nanos: parse_nanos(cost_digits(line)?)?,
+                cost_nanos: parse_cost_nanos(cost_digits(line)?)?,
                 tokens_in: entry["tokensIn"].as_u64().context("tokensIn")?.into(),
                 tokens_out: entry["tokensOut"].as_u64().context("tokensOut")?.into(),
                 dispatches: 1,
@@ -62,13 +62,13 @@ pub fn sum_interactions(logs: &Path) -> Result<(BTreeMap<UsageKey, UsageSum>, Ve
 }
 
 /// Reads the sums in `usage.jsonl`: the last line for each key wins.
-pub fn sum_usage(logs: &Path) -> Result<BTreeMap<UsageKey, UsageSum>> {
+pub fn read_usage_sums(logs: &Path) -> Result<BTreeMap<UsageKey, UsageSum>> {
     let mut sums = BTreeMap::new();
     for line in fs::read_to_string(logs.join("usage.jsonl"))?.lines() {
         let entry: Value = serde_json::from_str(line).with_context(|| line.to_owned())?;
         let text = |name: &str| entry[name].as_str().unwrap_or_default().to_owned();
         let sum = UsageSum {
-            nanos: parse_nanos(cost_digits(line)?)?,
+            cost_nanos: parse_cost_nanos(cost_digits(line)?)?,
             tokens_in: entry["tokensIn"].as_u64().context("tokensIn")?.into(),
             tokens_out: entry["tokensOut"].as_u64().context("tokensOut")?.into(),
             dispatches: entry["dispatches"].as_u64().context("dispatches")?.into(),
@@ -86,7 +86,7 @@ fn cost_digits(line: &str) -> Result<&str> {
 }
 
 /// Converts a decimal number of dollars to billionths, without floating point.
-pub fn parse_nanos(text: &str) -> Result<u128> {
+pub fn parse_cost_nanos(text: &str) -> Result<u128> {
     let (digits, exponent) = text.split_once(['e', 'E']).unwrap_or((text, "0"));
     let (whole, fraction) = digits.split_once('.').unwrap_or((digits, ""));
     let shift = exponent.parse::<i32>()? + 9 - i32::try_from(fraction.len())?;
@@ -100,7 +100,7 @@ pub fn parse_nanos(text: &str) -> Result<u128> {
 }
 
 #[test]
-fn parse_nanos_is_exact() {
+fn parse_cost_nanos_is_exact() {
     for (text, expected) in [
         ("0", 0),
         ("3", 3_000_000_000),
@@ -109,7 +109,7 @@ fn parse_nanos_is_exact() {
         ("1.5e-8", 15),
         ("12.000000001", 12_000_000_001),
     ] {
-        assert_eq!(parse_nanos(text).unwrap(), expected, "{text}");
+        assert_eq!(parse_cost_nanos(text).unwrap(), expected, "{text}");
     }
-    assert!(parse_nanos("1e-10").is_err() && parse_nanos("x").is_err());
+    assert!(parse_cost_nanos("1e-10").is_err() && parse_cost_nanos("x").is_err());
 }

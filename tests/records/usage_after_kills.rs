@@ -26,7 +26,6 @@ use super::sum::{self, UsageKey, UsageSum};
 const DIR_VAR: &str = "SVC_RECORDS_VICTIM_DIR";
 const FIRST_VAR: &str = "SVC_RECORDS_VICTIM_FIRST";
 const END_VAR: &str = "SVC_RECORDS_VICTIM_END";
-/// Interval between dispatches.
 const DISPATCH_INTERVAL: Duration = Duration::from_micros(300);
 
 /// A deterministic hash that makes the numbers look random.
@@ -118,7 +117,7 @@ struct KillTest {
     layout: Layout,
     dispatches: u64,
     kills: u64,
-    /// The age of the oldest line that was lost in a kill.
+    /// The age of the oldest interaction that was lost in a kill.
     oldest_lost: Duration,
     lost: BTreeSet<u64>,
     _dir: tempfile::TempDir,
@@ -177,7 +176,7 @@ impl KillTest {
         Ok(true)
     }
 
-    /// Finds the acknowledged lines that are missing after a kill, and their age.
+    /// Records which acknowledged interactions are missing after a kill, and the age of the oldest.
     fn record_losses(&mut self, killed_at: u64) -> Result<()> {
         self.kills += 1;
         let (_, stored) = sum::sum_interactions(&self.layout.logs())?;
@@ -229,7 +228,7 @@ impl KillTest {
         }
         store.seal();
         drop((store, writer));
-        ensure!(sum::sum_usage(&logs)? == sums, "usage.jsonl differs from the interactions");
+        ensure!(sum::read_usage_sums(&logs)? == sums, "usage.jsonl differs from the interactions");
         Ok(())
     }
 
@@ -247,7 +246,7 @@ impl KillTest {
             };
             let [cost, tokens_in, tokens_out, dispatches] = names;
             Ok(UsageSum {
-                nanos: sum::parse_nanos(&group[cost].to_string())?,
+                cost_nanos: sum::parse_cost_nanos(&group[cost].to_string())?,
                 tokens_in: number(tokens_in)?,
                 tokens_out: number(tokens_out)?,
                 dispatches: number(dispatches)?,
@@ -263,7 +262,7 @@ impl KillTest {
         Ok((groups, total))
     }
 
-    fn print_figures(&self, name: &str) -> Result<()> {
+    fn record_figures(&self, name: &str) -> Result<()> {
         println!(
             "{name}: {} dispatches, {} kills, {} lost, the oldest {} ms before its kill",
             self.dispatches,
@@ -299,7 +298,7 @@ fn sums_of_report(report: &Report) -> BTreeMap<String, UsageSum> {
         let name = entry.model.clone().or(entry.user_id.clone()).unwrap_or_else(|| entry.date.to_string());
         let totals = &entry.totals;
         let sum = UsageSum {
-            nanos: totals.cost.nanos().into(),
+            cost_nanos: totals.cost.nanos().into(),
             tokens_in: totals.tokens_in.into(),
             tokens_out: totals.tokens_out.into(),
             dispatches: totals.dispatches.into(),
@@ -331,7 +330,7 @@ fn run_with_kills(dispatches: u64, kills: u64, seed: u64) -> Result<KillTest> {
 #[test]
 fn usage_is_exact_after_random_kills() -> Result<()> {
     let test = run_with_kills(3_000, 8, 1)?;
-    test.print_figures("kills of the usage writer")?;
+    test.record_figures("kills of the usage writer")?;
     // The limit allows for a busy machine; the long test has a stricter one.
     ensure!(test.oldest_lost < Duration::from_secs(2), "{:?}", test.oldest_lost);
     ensure!(test.kills >= 4, "{} kills", test.kills);
@@ -352,14 +351,14 @@ fn usage_is_exact_after_kill_at_each_compaction_step() -> Result<()> {
     }
     test.finish()?;
     test.assert_usage_is_exact()?;
-    test.print_figures("kills during compaction")
+    test.record_figures("kills during compaction")
 }
 
 #[test]
 #[ignore = "long: 100 kills during 100,000 dispatches"]
 fn long_usage_of_100_000_dispatches_survives_100_kills() -> Result<()> {
     let test = run_with_kills(100_000, 100, now_nanos())?;
-    test.print_figures("100 kills of the usage writer")?;
+    test.record_figures("100 kills of the usage writer")?;
     ensure!(test.kills >= 90, "{} kills", test.kills);
     ensure!(test.oldest_lost <= Duration::from_millis(200), "{:?}", test.oldest_lost);
     Ok(())

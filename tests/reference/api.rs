@@ -8,9 +8,12 @@ pub fn generated_sections() -> [GeneratedSection; 2] {
     [
         GeneratedSection::new(
             "api platform",
-            Document::new("Platform", svc::platform::openapi::document()).render(),
+            Document::new("Platform", svc::platform::openapi::openapi_document()).render(),
         ),
-        GeneratedSection::new("api machine", Document::new("Machine", svc::gateway::description()).render()),
+        GeneratedSection::new(
+            "api machine",
+            Document::new("Machine", svc::gateway::openapi_document()).render(),
+        ),
     ]
 }
 
@@ -41,15 +44,15 @@ impl Document {
 
     fn render(&self) -> String {
         let mut page = self.render_credentials_table();
-        for (path, operations) in members(&self.document["paths"]) {
+        for (path, path_item) in members(&self.document["paths"]) {
             for (method, operation) in
-                members(operations).filter(|(_, operation)| operation["responses"].is_object())
+                members(path_item).filter(|(_, operation)| operation["responses"].is_object())
             {
                 page.push_str(&self.render_operation(
                     &method.to_ascii_uppercase(),
                     path,
                     operation,
-                    operations,
+                    path_item,
                 ));
             }
         }
@@ -72,11 +75,11 @@ impl Document {
         table(&["credential", "sent as", "meaning"], schemes) + "\n"
     }
 
-    fn render_operation(&self, method: &str, path: &str, operation: &Value, siblings: &Value) -> String {
+    fn render_operation(&self, method: &str, path: &str, operation: &Value, path_item: &Value) -> String {
         let mut section =
             format!("### `{method} {path}`\n\n{}\n\n", to_inline_text(text(&operation["summary"])));
         section.push_str(&format!("- Credential: {}\n", format_security(&operation["security"])));
-        let servers = siblings["servers"].as_array().into_iter().flatten();
+        let servers = path_item["servers"].as_array().into_iter().flatten();
         let servers: Vec<_> = servers.map(|server| to_inline_text(text(&server["description"]))).collect();
         if !servers.is_empty() {
             section.push_str(&format!("- Served by: {}\n", servers.join("; ")));
@@ -107,20 +110,20 @@ impl Document {
         });
         let parameters: Vec<_> = parameters.collect();
         if !parameters.is_empty() {
-            section.push_str(&format!("\n{}", table(&["parameter", "in", "form", "meaning"], parameters)));
+            section.push_str(&format!("\n{}", table(&["parameter", "in", "type", "meaning"], parameters)));
         }
-        for (titles, fields) in self.inline_schemas(operation) {
+        for (titles, fields) in self.render_inline_schemas(operation) {
             section.push_str(&format!("\n{}:\n\n{fields}", titles.join(", ")));
         }
         section.push('\n');
         section
     }
 
-    /// Renders a response's media types, in parentheses; for JSON without fields, its form.
+    /// Renders a response's media types, in parentheses; for JSON without fields, its type.
     fn render_content(&self, content: &Value) -> String {
         let types = members(content).map(|(media_type, body)| match self.describe_type(&body["schema"]) {
             _ if media_type != "application/json" => format!("`{media_type}`"),
-            form if self.render_fields(&body["schema"]).is_empty() => form,
+            description if self.render_fields(&body["schema"]).is_empty() => description,
             _ => "JSON, as below".to_owned(),
         });
         let types: Vec<_> = types.collect();
@@ -128,7 +131,7 @@ impl Document {
     }
 
     /// Renders the fields of the body and of the successful responses. Identical tables are merged.
-    fn inline_schemas(&self, operation: &Value) -> Vec<(Vec<String>, String)> {
+    fn render_inline_schemas(&self, operation: &Value) -> Vec<(Vec<String>, String)> {
         let body = ("Body".to_owned(), &operation["requestBody"]["content"]["application/json"]["schema"]);
         let responses = members(&operation["responses"]).map(|(status, response)| {
             (format!("Response {status}"), &response["content"]["application/json"]["schema"])
@@ -153,17 +156,20 @@ impl Document {
             return String::new();
         }
         if rows.iter().all(|[_, _, meaning]| meaning.is_empty()) {
-            return table(&["field", "form"], rows.into_iter().map(|[field, form, _]| [field, form]));
+            return table(
+                &["field", "type"],
+                rows.into_iter().map(|[field, field_type, _]| [field, field_type]),
+            );
         }
-        table(&["field", "form", "meaning"], rows)
+        table(&["field", "type", "meaning"], rows)
     }
 
     fn collect_fields(&self, schema: &Value, prefix: &str, rows: &mut Vec<[String; 3]>) {
         let required: Vec<_> = schema["required"].as_array().into_iter().flatten().collect();
         for (name, field) in members(&schema["properties"]) {
             let is_required = required.iter().any(|required| *required == name);
-            let form = self.describe_type(field) + if is_required { ", **required**" } else { "" };
-            rows.push([format!("`{prefix}{name}`"), form, to_inline_text(text(&field["description"]))]);
+            let field_type = self.describe_type(field) + if is_required { ", **required**" } else { "" };
+            rows.push([format!("`{prefix}{name}`"), field_type, to_inline_text(text(&field["description"]))]);
             self.collect_fields(field, &format!("{prefix}{name}."), rows);
             self.collect_fields(&field["items"], &format!("{prefix}{name}[]."), rows);
         }
@@ -172,8 +178,8 @@ impl Document {
     fn describe_kind(&self, kind: &str, schema: &Value) -> String {
         match kind {
             "array" if !schema["items"].is_null() => match self.describe_type(&schema["items"]) {
-                form if form.contains(", ") => format!("array of ({form})"),
-                form => format!("array of {form}"),
+                item_type if item_type.contains(", ") => format!("array of ({item_type})"),
+                item_type => format!("array of {item_type}"),
             },
             kind => kind.to_owned(),
         }
@@ -182,7 +188,7 @@ impl Document {
     /// Describes a value's type and limits in a few words.
     fn describe_type(&self, schema: &Value) -> String {
         let non_empty = |value: &Value| value.as_array().cloned().filter(|items| !items.is_empty());
-        let forms = |all: Vec<Value>, word: &str| {
+        let join_types = |all: Vec<Value>, word: &str| {
             all.iter().map(|schema| self.describe_type(schema)).collect::<Vec<_>>().join(word)
         };
         if let Some(name) = text(&schema["$ref"]).strip_prefix("#/components/schemas/") {
@@ -201,10 +207,10 @@ impl Document {
         }
         for (key, word) in [("anyOf", " or "), ("oneOf", " or "), ("allOf", " and ")] {
             if let Some(all) = non_empty(&schema[key]) {
-                return forms(all, word);
+                return join_types(all, word);
             }
         }
-        let mut form = match &schema["type"] {
+        let mut description = match &schema["type"] {
             Value::Array(types) => types
                 .iter()
                 .map(|kind| self.describe_kind(text(kind), schema))
@@ -214,17 +220,17 @@ impl Document {
             _ => "any".to_owned(),
         };
         if let Some(format) = schema["format"].as_str() {
-            form.push_str(&format!(" ({format})"));
+            description.push_str(&format!(" ({format})"));
         }
         for (key, word) in LIMITS {
             if !schema[key].is_null() && schema[key] != MAX_SAFE_INTEGER {
-                form.push_str(&format!(", {word} {}", json_text(&schema[key])));
+                description.push_str(&format!(", {word} {}", json_text(&schema[key])));
             }
         }
         if let Some(pattern) = schema["pattern"].as_str() {
-            form.push_str(&format!(", `{pattern}`"));
+            description.push_str(&format!(", `{pattern}`"));
         }
-        form
+        description
     }
 }
 

@@ -51,7 +51,7 @@ fn render(command: &Command, parent: Option<&Command>) -> String {
         section.push_str(&format!("{}\n", table(&["argument", "default", "meaning"], rows)));
     }
     if let Some(after) = command.get_after_long_help().or(command.get_after_help()) {
-        section.push_str(&paragraphs(&after.to_string()));
+        section.push_str(&render_after_help(&after.to_string()));
     }
     for sub in command.get_subcommands().filter(|sub| sub.get_name() != "help" && !sub.is_hide_set()) {
         section.push_str(&render(sub, Some(command)));
@@ -118,7 +118,7 @@ fn escape(line: &str) -> String {
 
 /// Renders the text after a command's help: examples and indented lines as code, other lines as paragraphs. A line
 /// indented by three spaces continues an item of a numbered list.
-fn paragraphs(text: &str) -> String {
+fn render_after_help(text: &str) -> String {
     let (mut markdown, mut is_code) = (String::new(), false);
     for line in text.trim_end().lines() {
         let example = line.trim_start().strip_prefix("Example: ");

@@ -45,13 +45,13 @@ fn render(sections: &[&'static Section]) -> String {
     let mut common = Vec::new();
     common.extend(has_one_source.then(|| format!("Set in: {}.", first.source)));
     if has_same_readers && !first.readers.is_empty() {
-        common.push(format!("Read by: {}.", programs(first.readers)));
+        common.push(format!("Read by: {}.", format_programs(first.readers)));
     }
     let cells = |Row { variable, source, readers }: &Row| {
         let mut cells =
             vec![format!("`{}`", variable.name), variable.format.to_owned(), default_text(variable.default)];
         cells.extend((!has_one_source).then(|| (*source).to_owned()));
-        cells.extend((!has_same_readers).then(|| programs(readers)));
+        cells.extend((!has_same_readers).then(|| format_programs(readers)));
         cells.push(variable.meaning.split_whitespace().collect::<Vec<_>>().join(" "));
         cells
     };
@@ -89,7 +89,7 @@ fn default_text(default: DefaultValue) -> String {
 }
 
 /// Formats the names of programs and units as code, and other text unchanged.
-fn programs(names: &[&str]) -> String {
+fn format_programs(names: &[&str]) -> String {
     let formatted = names.iter().map(|name| match name.contains(' ') {
         true => (*name).to_owned(),
         false => format!("`{name}`"),

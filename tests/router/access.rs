@@ -24,7 +24,7 @@ async fn valid_token_is_accepted_in_header_or_cookie() -> Result<()> {
         );
     }
     let azp = MintOptions { aud: None, azp: Some("svc-test".into()), ..MintOptions::default() };
-    let leeway = MintOptions { ttl: -20, nbf: -60, ..MintOptions::default() };
+    let leeway = MintOptions { ttl_seconds: -20, nbf_offset_seconds: -60, ..MintOptions::default() };
     let several = MintOptions { aud: Some(serde_json::json!(["x", "svc-test"])), ..MintOptions::default() };
     for options in [azp, leeway, several] {
         let token = router.idp.mint("user_1", &options);
@@ -43,8 +43,8 @@ async fn every_invalid_token_is_refused() -> Result<()> {
     let before = machine.requests().len();
     let good = MintOptions::default;
     let mut bad = vec![
-        MintOptions { ttl: -31, nbf: -90, ..good() },
-        MintOptions { nbf: 40, ttl: 90, ..good() },
+        MintOptions { ttl_seconds: -31, nbf_offset_seconds: -90, ..good() },
+        MintOptions { nbf_offset_seconds: 40, ttl_seconds: 90, ..good() },
         MintOptions { iss: Some("https://evil.test".into()), ..good() },
         MintOptions { iss: Some(format!("{}/", router.idp.issuer())), ..good() },
         MintOptions { aud: None, ..good() },
@@ -104,7 +104,7 @@ async fn new_keys_are_fetched_and_kept_during_issuer_outage() -> Result<()> {
         accepted,
         "a token signed with the first key must be accepted"
     );
-    assert_eq!(router.idp.jwks_fetches(), 1);
+    assert_eq!(router.idp.jwks_fetch_count(), 1);
     router.idp.rotate(OldKeys::Withdrawn)?;
     let rotated = router.token("user_1");
     assert_eq!(
@@ -123,7 +123,7 @@ async fn new_keys_are_fetched_and_kept_during_issuer_outage() -> Result<()> {
             router.idp.mint("user_1", &MintOptions { kid: Some(kid.into()), ..MintOptions::default() });
         assert_eq!(send(router.get(APP_HOST, "/").bearer_auth(token)).await.status, StatusCode::UNAUTHORIZED);
     }
-    assert_eq!(router.idp.jwks_fetches(), 2);
+    assert_eq!(router.idp.jwks_fetch_count(), 2);
     router.idp.take_down();
     for alg in Alg::ALL {
         let token = router.idp.mint("user_2", &MintOptions { alg, ..MintOptions::default() });
@@ -155,9 +155,9 @@ async fn requests_are_authenticated_after_keys_become_available() -> Result<()> 
 #[tokio::test(flavor = "multi_thread")]
 async fn anonymous_request_is_redirected_or_gets_401() -> Result<()> {
     let router = TestRouter::start().await?;
-    let client = send(router.get(APP_HOST, "/a")).await;
+    let response = send(router.get(APP_HOST, "/a")).await;
     assert_eq!(
-        (client.status, client.json()["code"].as_str()),
+        (response.status, response.json()["code"].as_str()),
         (StatusCode::UNAUTHORIZED, Some("unauthorized"))
     );
     let page = send(router.get(APP_HOST, "/a?b=c").header("accept", "text/html,*/*")).await;

@@ -1,4 +1,4 @@
-//! An app's page is framed for its owner, opened only with an app token, and limited to its app.
+//! The owner gets an app's page in a frame. The page is loaded with an app token, which is valid only for that app.
 
 use anyhow::Result;
 use http::{Method, StatusCode};
@@ -23,7 +23,7 @@ fn parse_settings(frame: &RouterResponse) -> Value {
     let start = frame.body.find("application/json\">").expect("the frame should contain settings")
         + "application/json\">".len();
     let end = start + frame.body[start..].find("</script>").expect("the settings should end");
-    serde_json::from_str(&frame.body[start..end]).expect("the settings are JSON")
+    serde_json::from_str(&frame.body[start..end]).expect("the settings should be JSON")
 }
 
 /// Signs an app token with the given claims.

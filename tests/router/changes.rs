@@ -136,7 +136,7 @@ async fn legacy_fallback_redirects_only_when_configured() -> Result<()> {
 /// Earlier releases served stale routes for at most 15 s; this outage lasts longer.
 #[tokio::test(flavor = "multi_thread")]
 async fn stale_routes_are_served_during_database_outage() -> Result<()> {
-    let database = kit::pg::prepared_server().await?;
+    let database = kit::pg::template_server().await?;
     let proxy = kit::net::Proxy::start(([127, 0, 0, 1], database.port).into())?;
     let router = TestRouter::start_with(&[], Some(proxy.addr())).await?;
     let machine = TestMachine::start().await?;
@@ -186,7 +186,7 @@ async fn stale_routes_are_served_during_database_outage() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn requests_are_refused_once_routes_are_too_stale() -> Result<()> {
-    let database = kit::pg::prepared_server().await?;
+    let database = kit::pg::template_server().await?;
     let proxy = kit::net::Proxy::start(([127, 0, 0, 1], database.port).into())?;
     let router = TestRouter::start_with(&[("ROUTER_MAX_STALE_SECONDS", "3")], Some(proxy.addr())).await?;
     let machine = TestMachine::start().await?;

@@ -87,7 +87,7 @@ impl ApiUnderTest for RouterSetup {
             |description, request| WrongCredential { description, request, status: 403, code: "forbidden" };
         let minted = |options: MintOptions| self.router.idp.mint("user_1", &options);
         let forged = minted(MintOptions { flaw: Some(Flaw::BadSignature), ..MintOptions::default() });
-        let expired = minted(MintOptions { ttl: -120, ..MintOptions::default() });
+        let expired = minted(MintOptions { ttl_seconds: -120, ..MintOptions::default() });
         let unknown = format!("svc_session={}", "A".repeat(43));
         let other_host_session = self.session.replace("svc_session", "svc_code_session");
         let mut all = vec![
@@ -242,7 +242,7 @@ async fn trigger_missing_provider_keys() -> Result<()> {
     Ok(())
 }
 
-/// Sends requests from an address that has exceeded the verification limit.
+/// Sends requests from an address that has exceeded the rate limit for credentials.
 async fn trigger_rate_limit() -> Result<()> {
     let router = TestRouter::start_with(&[("ROUTER_ADDRESS_CHECKS_PER_SECOND", "1")], None).await?;
     for operation in operations() {
@@ -261,7 +261,7 @@ async fn trigger_rate_limit() -> Result<()> {
 }
 
 async fn trigger_database_outage() -> Result<()> {
-    let database = kit::pg::prepared_server().await?;
+    let database = kit::pg::template_server().await?;
     let proxy = kit::net::Proxy::start(([127, 0, 0, 1], database.port).into())?;
     let router = TestRouter::start_with(&[], Some(proxy.addr())).await?;
     router.wait_for_status("user_1", StatusCode::SERVICE_UNAVAILABLE).await;

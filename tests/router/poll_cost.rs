@@ -44,7 +44,7 @@ async fn session_poll_uses_index() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn poll_does_not_read_former_machines() -> Result<()> {
+async fn poll_does_not_read_deleted_machines() -> Result<()> {
     let (router, machine) = TestRouter::start_with_machine("user_1").await?;
     let deleted_machines = 20_000;
     let fill = format!(

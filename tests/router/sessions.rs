@@ -141,10 +141,13 @@ async fn planted_provider_cookie_does_not_switch_account() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn user_can_switch_to_the_provider_account() -> Result<()> {
     let (router, machine) = TestRouter::start_with_machine("user_1").await?;
-    let (jar, old) = create_conflicting_cookies(&router).await;
-    let foreign = choose_account(&router, &jar, "account=provider").header("origin", "https://evil.test");
+    let (cookies, old) = create_conflicting_cookies(&router).await;
+    let foreign = choose_account(&router, &cookies, "account=provider").header("origin", "https://evil.test");
     assert_eq!(send(foreign).await.status, StatusCode::FORBIDDEN);
-    assert_eq!(send(choose_account(&router, &jar, "account=other")).await.status, StatusCode::BAD_REQUEST);
+    assert_eq!(
+        send(choose_account(&router, &cookies, "account=other")).await.status,
+        StatusCode::BAD_REQUEST
+    );
 
     let redeem = |code: String| {
         let path = format!("/_svc/session?code={code}");
@@ -165,7 +168,8 @@ async fn user_can_switch_to_the_provider_account() -> Result<()> {
     assert_eq!(get_with_cookie(&router, CODE_HOST, "/", &editor).await.status, StatusCode::OK);
     let unused = issue_code().await?;
 
-    let switched = send(choose_account(&router, &jar, "account=provider&returnTo=https://evil.test")).await;
+    let switched =
+        send(choose_account(&router, &cookies, "account=provider&returnTo=https://evil.test")).await;
     assert_eq!((switched.status, switched.location()), (StatusCode::SEE_OTHER, "/"));
     let new = format!(
         "svc_session={}",
@@ -273,8 +277,8 @@ async fn credential_guesses_from_an_address_are_rate_limited() -> Result<()> {
     // The rate limit also covers guesses of handover codes.
     let mut guessed = Vec::new();
     for _ in 0..30 {
-        let code = router.get(CODE_HOST, "/_svc/session?code=x").header("cookie", "svc_code_state=s");
-        guessed.push(send(code).await.status);
+        let guess = router.get(CODE_HOST, "/_svc/session?code=x").header("cookie", "svc_code_state=s");
+        guessed.push(send(guess).await.status);
     }
     let admitted = guessed.iter().filter(|status| **status != StatusCode::TOO_MANY_REQUESTS).count();
     assert!(admitted < 15, "{guessed:?}");
@@ -346,8 +350,8 @@ async fn code_host_session_needs_single_use_bound_code() -> Result<()> {
 
     let redeemed = send(page(CODE_HOST, redeem_path, &state)).await;
     assert_eq!((redeemed.status, redeemed.location()), (StatusCode::FOUND, "/?folder=/home"));
-    let code = format!("svc_code_session={}", redeemed.cookie("svc_code_session").unwrap());
-    assert_eq!(get_with_cookie(&router, CODE_HOST, "/", &code).await.status, StatusCode::OK);
+    let session = format!("svc_code_session={}", redeemed.cookie("svc_code_session").unwrap());
+    assert_eq!(get_with_cookie(&router, CODE_HOST, "/", &session).await.status, StatusCode::OK);
     assert_eq!(router.verify_proof(&machine, &machine.last_request().headers).sub.as_str(), "user_1");
     let again = send(page(CODE_HOST, redeem_path, &state)).await;
     assert_eq!(again.status, StatusCode::UNAUTHORIZED, "a code must work only once");

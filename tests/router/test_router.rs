@@ -295,10 +295,10 @@ pub async fn send(request: RequestBuilder) -> RouterResponse {
         contract::platform().check(&Exchange {
             method: &method,
             path: &path,
-            sent: None,
+            request_body: None,
             status: status.as_u16(),
             headers: &headers,
-            text: &body,
+            response_body: &body,
         });
     }
     RouterResponse { status, headers, body }

@@ -246,11 +246,11 @@ impl Simulation<'_> {
                 let body = json!({"idpUserId": user, "slot": slot});
                 operator_request("rebuild", "POST", "/vps/slots/pointer/rebuild".to_owned(), Some(body))
             }
-            Action::Register { host, body } => {
+            Action::Register { host, host_key } => {
                 let host = self.host(*host)?;
                 self.ledger.record_registration_attempt(&host.machine);
                 let path = "/vps/register".to_owned();
-                host_request("register", path, &host.registration_token, host.registration_body(*body))
+                host_request("register", path, &host.registration_token, host.registration_body(*host_key))
             }
             Action::Heartbeat { host } => {
                 let host = self.host(*host)?;

@@ -11,14 +11,14 @@ const LIKELY_SEED_ATTEMPTS: usize = 4;
 
 /// Searches all seeds, beginning with those whose plans usually lead to the violation.
 async fn assert_detects(
-    broken: BrokenRule,
+    broken_rule: BrokenRule,
     likely_seeds: &[u64],
     violation: Violation,
     consequences: &[Violation],
 ) {
     let likely_seeds = std::iter::repeat_n(likely_seeds, LIKELY_SEED_ATTEMPTS).flatten().copied();
     let seeds = likely_seeds.chain(0..MAX_SEEDS);
-    let seed = find_violation(broken, seeds, violation, consequences).await;
+    let seed = find_violation(broken_rule, seeds, violation, consequences).await;
     println!("{violation:?} at seed {seed:?}");
     assert!(seed.is_some(), "{violation:?} was not detected in {MAX_SEEDS} seeds");
 }

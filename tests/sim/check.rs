@@ -195,28 +195,29 @@ pub fn has_leftovers(database_state: &DatabaseState, live: &[String], ledger: &L
 
 /// Returns whether the audit log has a row for each change, and none for a replayed response.
 fn is_audit_complete(database_state: &DatabaseState, audit: &[AuditRow], ledger: &Ledger) -> bool {
-    let rows = |actions: &[&str], matches: &dyn Fn(&AuditRow) -> bool| {
+    let count_rows = |actions: &[&str], matches: &dyn Fn(&AuditRow) -> bool| {
         audit.iter().filter(|row| actions.contains(&row.action.as_str()) && matches(row)).count()
     };
     let has_machine_rows = database_state.machines.iter().all(|machine| {
         let id = &machine.machine_id;
-        let created = |row: &AuditRow| {
+        let is_creation = |row: &AuditRow| {
             row.after.as_ref().is_some_and(|after| after["machineId"].as_str() == Some(id.as_str()))
         };
-        let target = |row: &AuditRow| row.target == *id;
+        let is_target = |row: &AuditRow| row.target == *id;
         let deleted = usize::from(machine.deleted_at.is_some());
-        let deletions = rows(&["delete", "preview.expired", "delete.predecessor"], &target);
+        let deletions = count_rows(&["delete", "preview.expired", "delete.predecessor"], &is_target);
         // A deletion may have been undone, either directly or by abandoning its operation.
-        let undone = rows(&["undelete"], &target) + rows(&["operation.abandon"], &|_| true);
-        rows(&["provision", "recover"], &created) == 1
+        let undone = count_rows(&["undelete"], &is_target) + count_rows(&["operation.abandon"], &|_| true);
+        count_rows(&["provision", "recover"], &is_creation) == 1
             && (deleted..=deleted + undone).contains(&deletions)
-            && rows(&["register"], &target) == usize::from(machine.registered_at.is_some())
+            && count_rows(&["register"], &is_target) == usize::from(machine.registered_at.is_some())
     });
     let resizes = database_state.operations.iter().filter(|operation| operation.kind == "resize");
-    let has_resize_rows = rows(&["resize"], &|_| true) == resizes.count();
+    let has_resize_rows = count_rows(&["resize"], &|_| true) == resizes.count();
     let is_failed = |machine: &&MachineRow| machine.failure_cause.as_deref() == Some("operator");
     let mut failed = database_state.machines.iter().filter(is_failed);
-    let has_failure_rows = failed.all(|machine| rows(&["fail"], &|row| row.target == machine.machine_id) > 0);
+    let has_failure_rows =
+        failed.all(|machine| count_rows(&["fail"], &|row| row.target == machine.machine_id) > 0);
     has_machine_rows && has_resize_rows && has_failure_rows && has_one_row_per_request(audit, ledger)
 }
 

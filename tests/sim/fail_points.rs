@@ -99,12 +99,12 @@ fn failpoint_calls(text: &str) -> Vec<String> {
 /// `cargo xtask dist` relies on this to refuse a release with fail points.
 #[test]
 fn dev_build_is_recognized_by_its_fail_points() {
-    assert!(kit::fail_points::are_in(&fs::read(env!("CARGO_BIN_EXE_svc")).unwrap()));
-    assert!(!kit::fail_points::are_in(b"FAILPOINTS: for tests only"));
+    assert!(kit::fail_points::has_fail_points(&fs::read(env!("CARGO_BIN_EXE_svc")).unwrap()));
+    assert!(!kit::fail_points::has_fail_points(b"FAILPOINTS: for tests only"));
 }
 
 #[test]
-fn every_failpoint_in_the_source_is_enumerated() {
+fn every_fail_point_in_the_source_is_enumerated() {
     let mut files = Vec::new();
     collect_sources(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut files);
     let enumerated: Vec<&str> =

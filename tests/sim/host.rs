@@ -24,7 +24,8 @@ use super::rows::Rows;
 use super::store::{Store, StoreConnection};
 use super::violation::BrokenRule;
 
-pub const DIGEST: &str = "5e884898da28047151d0e56f8dc6292773603d0d6aabbdd62a11ef721d1542d8";
+/// The digest of the published bundle. It need not match, because no simulated host downloads the bundle.
+pub const BUNDLE_SHA256: &str = "5e884898da28047151d0e56f8dc6292773603d0d6aabbdd62a11ef721d1542d8";
 
 #[derive(Debug, Clone)]
 pub struct Host {
@@ -46,9 +47,9 @@ struct Dump {
 }
 
 impl Host {
-    pub fn from_creation(order: &ServerCreation) -> Self {
+    pub fn from_creation(creation: &ServerCreation) -> Self {
         let text =
-            order.user_data.strip_prefix("#cloud-config\n").expect("user-data starts with #cloud-config");
+            creation.user_data.strip_prefix("#cloud-config\n").expect("user-data starts with #cloud-config");
         let config: Value = serde_json::from_str(text).expect("the cloud-config is JSON");
         let mut variables: BTreeMap<String, String> = BTreeMap::new();
         for file in config["write_files"].as_array().expect("write_files is an array") {
@@ -63,7 +64,7 @@ impl Host {
         let variable =
             |name: &str| variables.get(name).cloned().unwrap_or_else(|| panic!("user-data without {name}"));
         Self {
-            server: order.name.clone(),
+            server: creation.name.clone(),
             machine: variable("SVC_MACHINE_ID"),
             user: variable("SVC_USER_ID"),
             slot: variable("SVC_SLOT"),
@@ -74,11 +75,10 @@ impl Host {
         }
     }
 
-    /// Returns a registration body. Bodies differ in the host's key, which is kept when the host reboots from the same
-    /// disk.
-    pub fn registration_body(&self, body: u8) -> Value {
-        json!({"machineId": self.machine, "imageVersion": "v1", "bundleSha256": DIGEST,
-            "tlsSpkiSha256": format!("{:064x}", u32::from(body) + 1), "bootMs": 1234})
+    /// Returns a registration body with the given host key. A host keeps its key when it reboots from the same disk.
+    pub fn registration_body(&self, host_key: u8) -> Value {
+        json!({"machineId": self.machine, "imageVersion": "v1", "bundleSha256": BUNDLE_SHA256,
+            "tlsSpkiSha256": format!("{:064x}", u32::from(host_key) + 1), "bootMs": 1234})
     }
 
     pub fn heartbeat_body(&self, registration: Option<&Value>) -> Value {

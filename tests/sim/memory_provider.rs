@@ -105,7 +105,7 @@ impl InMemoryProvider {
 
     fn state(&self) -> MutexGuard<'_, ProviderState> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        state.settle();
+        state.apply_due_actions();
         state
     }
 
@@ -218,8 +218,7 @@ impl InMemoryProvider {
 }
 
 impl ProviderState {
-    /// Applies the actions that are due.
-    fn settle(&mut self) {
+    fn apply_due_actions(&mut self) {
         let now = Instant::now();
         let Self { servers, actions, .. } = self;
         for pending in actions.values_mut().filter(|pending| pending.ends_at <= now) {
@@ -342,7 +341,7 @@ impl Provider for SharedProvider {
         self.0.call_read("find server", |state| state.servers.values().find(has_name).cloned()).await
     }
 
-    async fn find_by_label(&self, selector: &str) -> Result<Vec<Server>, ProviderError> {
+    async fn list_by_label(&self, selector: &str) -> Result<Vec<Server>, ProviderError> {
         let (label, value) = selector.split_once('=').map_or((selector, None), |(l, v)| (l, Some(v)));
         let finds_nothing = matches!(
             self.0.broken_rule,
@@ -396,7 +395,7 @@ impl Provider for SharedProvider {
         Ok(if existed { DeleteOutcome::Done } else { DeleteOutcome::WasAbsent })
     }
 
-    async fn action(&self, id: ActionId) -> Result<Action, ProviderError> {
+    async fn get_action(&self, id: ActionId) -> Result<Action, ProviderError> {
         let find = |state: &ProviderState| state.actions.get(&id.0).map(|pending| pending.action.clone());
         let action = self.0.call_read("get action", find).await?;
         action.ok_or_else(|| failure("get action", ErrorKind::NotFound, 404, "not_found"))
@@ -426,12 +425,12 @@ impl Provider for SharedProvider {
         Ok(true)
     }
 
-    async fn server_type(&self, name: &ServerType) -> Result<Option<ServerTypeInfo>, ProviderError> {
+    async fn get_server_type(&self, name: &ServerType) -> Result<Option<ServerTypeInfo>, ProviderError> {
         let info = |disk_gb| ServerTypeInfo { name: name.clone(), cores: 2, memory_gb: 4.0, disk_gb };
         self.0.call_read("get server type", |_| disk_size_gb(name).map(info)).await
     }
 
-    async fn prices(&self, _: &ServerType) -> Result<ServerPrices, ProviderError> {
+    async fn get_prices(&self, _: &ServerType) -> Result<ServerPrices, ProviderError> {
         let amount = |net_micros| Amount { net_micros, gross_micros: net_micros };
         let in_every_location = |price| LOCATIONS.map(|name| (name.to_owned(), amount(price))).into();
         let prices = || ServerPrices {

@@ -42,7 +42,7 @@ pub enum Action {
         machine: usize,
         accept_loss: bool,
     },
-    /// `operation` counts back from the last of all operations that responses have named.
+    /// `operation` counts back from the newest of all operations that responses have named.
     Abandon {
         operation: usize,
     },
@@ -55,10 +55,9 @@ pub enum Action {
     Write {
         host: usize,
     },
-    /// `body` determines the host's key.
     Register {
         host: usize,
-        body: u8,
+        host_key: u8,
     },
     Heartbeat {
         host: usize,
@@ -117,7 +116,7 @@ pub enum Action {
         seconds: u32,
         expire_leases: bool,
     },
-    /// Waits until the operations are idle, for a bounded time.
+    /// Waits, for a bounded time, until every running operation is waiting for a host.
     WaitForOperations,
 }
 
@@ -184,7 +183,7 @@ pub fn plan(seed: u64) -> Vec<Step> {
     let mut rng = Rng::new(seed);
     let length = 20 + rng.below(21);
     // The remaining runs have few faults, so that more of their operations complete.
-    let has_faults = rng.percent(60);
+    let has_many_faults = rng.percent(60);
     let mut steps: Vec<Step> =
         (0..SLOTS.len()).map(|slot| step(&mut rng, Action::Subscribe { slot })).collect();
     for step in &mut steps {
@@ -192,14 +191,14 @@ pub fn plan(seed: u64) -> Vec<Step> {
     }
     while steps.len() < length {
         if rng.percent(80) {
-            let action = pick_action(&mut rng, has_faults);
+            let action = pick_action(&mut rng, has_many_faults);
             steps.push(step(&mut rng, action));
             continue;
         }
         for action in machine_lifecycle(&mut rng) {
             steps.push(step(&mut rng, action));
             if rng.percent(25) {
-                let between = pick_action(&mut rng, has_faults);
+                let between = pick_action(&mut rng, has_many_faults);
                 steps.push(step(&mut rng, between));
             }
         }
@@ -220,7 +219,7 @@ pub fn plan(seed: u64) -> Vec<Step> {
 fn machine_lifecycle(rng: &mut Rng) -> Vec<Action> {
     let slot = rng.below(SLOTS.len());
     let (newest, previous) = (0, 1);
-    let boot = [Action::WaitForOperations, Action::Register { host: newest, body: 0 }];
+    let boot = [Action::WaitForOperations, Action::Register { host: newest, host_key: 0 }];
     let back_up = |host| Action::BackUp { host, stops_after: None };
     let is_recovery = rng.percent(40);
     let accept_loss = rng.percent(ACCEPT_LOSS_PERCENT);
@@ -249,7 +248,7 @@ fn machine_lifecycle(rng: &mut Rng) -> Vec<Action> {
         actions.push(back_up(newest));
     }
     if rng.percent(15) {
-        actions.push(Action::Register { host: newest, body: 1 });
+        actions.push(Action::Register { host: newest, host_key: 1 });
     }
     actions
 }
@@ -264,8 +263,8 @@ fn step(rng: &mut Rng, action: Action) -> Step {
     Step { process_index: rng.below(PROCESSES), action, is_sent_twice, key, wait_ms }
 }
 
-fn pick_action(rng: &mut Rng, has_faults: bool) -> Action {
-    let fault_weight = u32::from(has_faults);
+fn pick_action(rng: &mut Rng, has_many_faults: bool) -> Action {
+    let fault_weight = u32::from(has_many_faults);
     let weights = [
         1,
         7,
@@ -311,7 +310,7 @@ fn pick_action(rng: &mut Rng, has_faults: bool) -> Action {
         3 => Action::Resize { machine, to: rng.pick(&["cpx22", "cpx32", "cpx52"]) },
         4 => Action::Fail { machine },
         5 => Action::Delete { machine, accept_loss: rng.percent(ACCEPT_LOSS_PERCENT) },
-        6 => Action::Register { host, body: u8::from(rng.percent(25)) },
+        6 => Action::Register { host, host_key: u8::from(rng.percent(25)) },
         7 => Action::Heartbeat { host },
         8 => Action::BootFailure { host },
         9 => Action::BackUp { host, stops_after: rng.percent(25).then(|| 1 + rng.below(2) as u8) },

@@ -36,8 +36,8 @@ impl Provider for ProcessProvider {
         self.call(self.provider.find(name)).await
     }
 
-    async fn find_by_label(&self, selector: &str) -> Result<Vec<Server>, ProviderError> {
-        self.call(self.provider.find_by_label(selector)).await
+    async fn list_by_label(&self, selector: &str) -> Result<Vec<Server>, ProviderError> {
+        self.call(self.provider.list_by_label(selector)).await
     }
 
     async fn get(&self, id: ServerId) -> Result<Option<Server>, ProviderError> {
@@ -48,8 +48,8 @@ impl Provider for ProcessProvider {
         self.call(self.provider.delete(id)).await
     }
 
-    async fn action(&self, id: ActionId) -> Result<Action, ProviderError> {
-        self.call(self.provider.action(id)).await
+    async fn get_action(&self, id: ActionId) -> Result<Action, ProviderError> {
+        self.call(self.provider.get_action(id)).await
     }
 
     async fn power_on(&self, id: ServerId) -> Result<Action, ProviderError> {
@@ -76,12 +76,12 @@ impl Provider for ProcessProvider {
         self.call(self.provider.has_location(name)).await
     }
 
-    async fn server_type(&self, name: &ServerType) -> Result<Option<ServerTypeInfo>, ProviderError> {
-        self.call(self.provider.server_type(name)).await
+    async fn get_server_type(&self, name: &ServerType) -> Result<Option<ServerTypeInfo>, ProviderError> {
+        self.call(self.provider.get_server_type(name)).await
     }
 
-    async fn prices(&self, name: &ServerType) -> Result<ServerPrices, ProviderError> {
-        self.call(self.provider.prices(name)).await
+    async fn get_prices(&self, name: &ServerType) -> Result<ServerPrices, ProviderError> {
+        self.call(self.provider.get_prices(name)).await
     }
 
     async fn count_servers(&self) -> Result<u64, ProviderError> {

@@ -25,7 +25,7 @@ fn plan_running_machine(slot: usize) -> Vec<Step> {
         Action::Subscribe { slot },
         Action::Provision { slot, accept_loss: true },
         Action::WaitForOperations,
-        Action::Register { host: 0, body: 0 },
+        Action::Register { host: 0, host_key: 0 },
     ];
     actions.into_iter().map(|action| step(action, None)).collect()
 }
@@ -38,7 +38,7 @@ async fn second_key_does_not_restart_a_recovery() {
     steps.push(step(recover(), Some(0)));
     steps.push(step(recover(), Some(1)));
     steps.push(step(Action::WaitForOperations, None));
-    steps.push(step(Action::Register { host: 0, body: 0 }, None));
+    steps.push(step(Action::Register { host: 0, host_key: 0 }, None));
     steps.push(step(recover(), Some(1)));
     assert_no_violations(steps).await;
 }

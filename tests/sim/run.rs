@@ -17,7 +17,7 @@ use super::violation::{BrokenRule, Violation};
 /// The result of running a plan.
 pub enum RunResult {
     Passed(Counts),
-    Violated { violations: BTreeSet<Violation>, after: usize, log: Vec<String> },
+    Violated { violations: BTreeSet<Violation>, steps_run: usize, log: Vec<String> },
 }
 
 /// How the provider and the object store are simulated.
@@ -50,7 +50,7 @@ pub async fn run_plan(
         if !violations.is_empty() {
             let log = simulation.ledger.lines();
             simulation.finish().await;
-            return Ok(RunResult::Violated { violations, after: number + 1, log });
+            return Ok(RunResult::Violated { violations, steps_run: number + 1, log });
         }
     }
     simulation.ledger.log("the faults are cleared");
@@ -64,7 +64,7 @@ pub async fn run_plan(
     Ok(if violations.is_empty() {
         RunResult::Passed(counts)
     } else {
-        RunResult::Violated { violations, after: steps.len(), log }
+        RunResult::Violated { violations, steps_run: steps.len(), log }
     })
 }
 
@@ -111,9 +111,9 @@ pub async fn assert_seeds_find_no_violation(
                 let result = run_plan(&database, backends, &plan(seed), None).await;
                 match result.expect("the run should complete") {
                     RunResult::Passed(seed_counts) => counts.add(seed_counts),
-                    RunResult::Violated { violations, after, log } => {
-                        let report = render_report(seed, &violations, after, &log);
-                        let shortest = find_shortest_failure(&database, backends, seed, after).await;
+                    RunResult::Violated { violations, steps_run, log } => {
+                        let report = render_report(seed, &violations, steps_run, &log);
+                        let shortest = find_shortest_failure(&database, backends, seed, steps_run).await;
                         panic!("{report}{shortest}");
                     }
                 }
@@ -135,8 +135,8 @@ fn read_seed(variable: &str) -> Option<u64> {
     Some(text.parse().unwrap_or_else(|_| panic!("{variable} is not a number")))
 }
 
-fn render_report(seed: u64, violations: &BTreeSet<Violation>, after: usize, log: &[String]) -> String {
-    let mut text = format!("seed {seed} violated {violations:?} after {after} steps:\n");
+fn render_report(seed: u64, violations: &BTreeSet<Violation>, steps_run: usize, log: &[String]) -> String {
+    let mut text = format!("seed {seed} violated {violations:?} after {steps_run} steps:\n");
     for line in log {
         let _ = writeln!(text, "  {line}");
     }
@@ -150,16 +150,16 @@ async fn find_shortest_failure(
     database: &RunDatabase,
     backends: Backends,
     seed: u64,
-    failed: usize,
+    steps_run: usize,
 ) -> String {
     let steps = plan(seed);
-    let (mut passing_len, mut failing_len, mut last) = (0, failed, None);
+    let (mut passing_len, mut failing_len, mut last) = (0, steps_run, None);
     while passing_len + 1 < failing_len {
         let middle = (passing_len + failing_len) / 2;
         match run_plan(database, backends, &steps[..middle], None).await {
-            Ok(RunResult::Violated { violations, after, log }) => {
-                failing_len = after.min(middle);
-                last = Some(render_report(seed, &violations, after, &log));
+            Ok(RunResult::Violated { violations, steps_run, log }) => {
+                failing_len = steps_run.min(middle);
+                last = Some(render_report(seed, &violations, steps_run, &log));
             }
             Ok(RunResult::Passed(_)) | Err(_) => passing_len = middle,
         }

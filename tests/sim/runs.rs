@@ -33,7 +33,7 @@ async fn run_in_process(first: u64, count: u64) -> Counts {
     panic!("{MAX_SEED_RANGES} ranges of {count} seeds reached too few states to be meaningful: {total:?}");
 }
 
-/// Returns whether a range of `count` seeds reached enough states to be meaningful.
+/// Returns whether the runs so far reached as many states as a meaningful range of `count` seeds.
 fn reached_enough_states(counts: &Counts, count: u64) -> bool {
     u64::from(counts.running) > count / 2
         && u64::from(counts.routed) > count / 2

@@ -14,7 +14,7 @@ use svc::store::Bucket;
 use tokio::task::JoinSet;
 
 use super::check::{self, Observations};
-use super::host::{DIGEST, Host};
+use super::host::{BUNDLE_SHA256, Host};
 use super::ledger::Ledger;
 use super::plan::{PROCESSES, SLOTS};
 use super::process::Process;
@@ -272,7 +272,7 @@ async fn publish_bundle(store: &Arc<Store>) -> Result<()> {
     let bucket = Bucket::new(Arc::new(StoreConnection { store: Arc::clone(store), switch: None }));
     let key = "system-bundles/v1/svc-host-bundle.tar.gz";
     bucket.put(&key.into(), "0123456789").await?;
-    let digest = format!("{DIGEST}  svc-host-bundle.tar.gz\n");
+    let digest = format!("{BUNDLE_SHA256}  svc-host-bundle.tar.gz\n");
     bucket.put(&format!("{key}.sha256").into(), digest).await?;
     Ok(())
 }

@@ -43,9 +43,10 @@ async fn store_backup(
     fixture: &StoreFixture,
     slot: &SlotPrefix,
     epoch: u32,
-    at: i64,
+    taken_at_seconds: i64,
 ) -> Result<snapshot::Sidecar> {
-    let sidecar = sidecar(Epoch(epoch), Timestamp::UNIX_EPOCH + SignedDuration::from_secs(at));
+    let taken_at = Timestamp::UNIX_EPOCH + SignedDuration::from_secs(taken_at_seconds);
+    let sidecar = sidecar(Epoch(epoch), taken_at);
     fixture
         .bucket
         .put(&slot.snapshot(&sidecar.key).context("the key is not a snapshot key")?, &b"dump"[..])
@@ -268,9 +269,9 @@ pub async fn list_of_many_keys_is_complete_and_sorted(fixture: &StoreFixture) ->
     Ok(Support::Yes)
 }
 
-pub async fn reads_and_lists_are_current(fixture: &StoreFixture) -> Result<Support> {
-    match probe_capability(fixture, capabilities::CURRENT_READS).await? {
-        Support::Yes => probe_capability(fixture, capabilities::CURRENT_LISTS).await,
+pub async fn reads_and_listings_are_consistent(fixture: &StoreFixture) -> Result<Support> {
+    match probe_capability(fixture, capabilities::CONSISTENT_READS).await? {
+        Support::Yes => probe_capability(fixture, capabilities::CONSISTENT_LISTINGS).await,
         deviation => Ok(deviation),
     }
 }

@@ -1,4 +1,4 @@
-//! The findings of `svcctl doctor platform` about a store that lacks capabilities: they name the missing ones.
+//! Checks that `svcctl doctor platform` names the capabilities that a store lacks.
 
 use std::path::Path;
 use std::time::Duration;

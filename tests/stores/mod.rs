@@ -119,7 +119,7 @@ cases_on_each_store!([
     interrupted_download_resumes_with_the_same_version,
     outage_is_not_reported_as_not_found,
     list_of_many_keys_is_complete_and_sorted,
-    reads_and_lists_are_current,
+    reads_and_listings_are_consistent,
     session_reaches_only_its_slot,
     damaged_body_is_refused,
     wrong_secret_is_refused,

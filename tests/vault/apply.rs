@@ -10,7 +10,9 @@ use futures_util::StreamExt;
 use kit::bundle::Manifest;
 use serde_json::Value;
 
-use super::update_fixture::{CREATED_AT, NEW_VERSION, OLD_VERSION, PublishedRelease, UpdateFixture, key};
+use super::update_fixture::{
+    CREATED_AT, NEW_VERSION, OLD_VERSION, PublishedRelease, UpdateFixture, signing_key,
+};
 
 fn broken_release() -> Result<PublishedRelease> {
     PublishedRelease::new(NEW_VERSION, &[("app/broken", "")])
@@ -104,7 +106,7 @@ async fn invalid_or_unsuitable_release_is_refused() -> Result<()> {
     fixture.source.put(&format!("{archive_path}.json"), Some(flip(manifest, 30)));
     assert_refused("a manifest with a flipped bit", "manifest", "does not match this manifest").await?;
     good.serve(&fixture.source)?;
-    let signature = key()?.signature_line(good.manifest.text()?.as_bytes()).into_bytes();
+    let signature = signing_key()?.signature_line(good.manifest.text()?.as_bytes()).into_bytes();
     fixture.source.put(&format!("{archive_path}.json.sig"), Some(flip(signature, 40)));
     assert_refused("a signature with a flipped bit", "manifest", "signature").await?;
     good.serve(&fixture.source)?;
@@ -149,7 +151,7 @@ async fn invalid_or_unsuitable_release_is_refused() -> Result<()> {
         fixture.source.put(&format!("{archive_path}.json"), Some(text.clone().into_bytes()));
         fixture.source.put(
             &format!("{archive_path}.json.sig"),
-            Some(key()?.signature_line(text.as_bytes()).into_bytes()),
+            Some(signing_key()?.signature_line(text.as_bytes()).into_bytes()),
         );
         assert_refused(case, failed_stage, expected_error).await?;
     }
@@ -161,7 +163,7 @@ async fn invalid_or_unsuitable_release_is_refused() -> Result<()> {
 async fn keys_in_host_env_are_not_trusted() -> Result<()> {
     let fixture = UpdateFixture::with_release(&PublishedRelease::new(NEW_VERSION, &[])?).await?;
     fs::remove_file(fixture.machine.path("opt/svc/env/update.env"))?;
-    let public_key = key()?.public_key_base64();
+    let public_key = signing_key()?.public_key_base64();
     fixture.machine.add_env("host.env", &[("SVC_BUNDLE_PUBLIC_KEYS", &public_key)])?;
     let refused = fixture.apply(NEW_VERSION).await?.expect(65);
     assert!(refused.stderr.contains("no key is trusted"), "{}", refused.stderr);
@@ -418,7 +420,7 @@ async fn assert_completed_after_kills(
     points: &[&str],
     published: &PublishedRelease,
     expected_version: &str,
-    outcome: &str,
+    expected_outcome: &str,
 ) -> Result<()> {
     let kill_and_complete = |point: String| async move {
         let fixture = UpdateFixture::with_release(published).await?;
@@ -429,7 +431,7 @@ async fn assert_completed_after_kills(
         assert!(journal.exists(), "{point}: the journal is missing");
         fixture.run(&["apply", "--request"], None).await?.expect(0);
         fixture.assert_running(expected_version).context(point.clone())?;
-        assert_eq!(fixture.last_update()?["outcome"], outcome, "{point}");
+        assert_eq!(fixture.last_update()?["outcome"], expected_outcome, "{point}");
         assert_eq!(fixture.history()?.len(), 1, "{point}");
         anyhow::Ok(())
     };

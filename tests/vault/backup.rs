@@ -17,14 +17,14 @@ const CREATE_ROWS: &str = "CREATE TABLE t (id int); INSERT INTO t SELECT * FROM 
 const CREATE_LARGE_TABLE: &str = "CREATE TABLE noise AS SELECT decode(string_agg(md5(n::text || '-' || m), ''), \
      'hex') AS bytes FROM generate_series(1, 600) n, generate_series(1, 1000) m GROUP BY n";
 
-fn snapshots(store: &S3Server) -> Vec<String> {
+fn list_snapshot_objects(store: &S3Server) -> Vec<String> {
     let objects = store.objects(BUCKET, &format!("{USER}/primary/system/db/snapshots/"));
     objects.into_iter().map(|object| object.key).collect()
 }
 
-async fn create_machine_with_tables(store: &S3Server, content: &str) -> Result<Machine> {
+async fn create_machine_with_tables(store: &S3Server, sql: &str) -> Result<Machine> {
     let machine = Machine::in_use(store, 1).await?;
-    machine.client().await?.batch_execute(content).await?;
+    machine.client().await?.batch_execute(sql).await?;
     Ok(machine)
 }
 
@@ -49,7 +49,7 @@ async fn invalid_dump_is_never_stored() -> Result<()> {
     let machine = create_machine_with_tables(&store, &format!("{CREATE_ROWS}; {CREATE_LARGE_TABLE}")).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     let good = machine::pointer(&store).await?;
-    let before = snapshots(&store);
+    let before = list_snapshot_objects(&store);
     let wrappers = [
         ("cut near the start", "REAL \"$@\" | head -c 300"),
         ("cut in the middle", "REAL \"$@\" | head -c 6000000"),
@@ -66,7 +66,7 @@ async fn invalid_dump_is_never_stored() -> Result<()> {
         let tools = tools_with_script("pg_dump", &format!("#!/bin/sh\n{script}\n"))?;
         let result = machine.run_with(&["svc-db-backup"], &[("SVC_PG_BIN_DIR", path_str(tools.path()))])?;
         assert_eq!(result.code, Some(70), "{name}: {}", result.stderr);
-        assert_eq!(snapshots(&store), before, "{name}");
+        assert_eq!(list_snapshot_objects(&store), before, "{name}");
         assert_eq!(store.uploads(BUCKET), Vec::<String>::new(), "{name}: the upload must be aborted");
         assert_eq!(machine::pointer(&store).await?, good, "{name}");
         let record = machine.backup_records()?.pop().context("no record")?;
@@ -78,7 +78,7 @@ async fn invalid_dump_is_never_stored() -> Result<()> {
     }
     let tools = tools_with_script("pg_restore", "#!/bin/sh\ncat >/dev/null\nexit 1\n")?;
     machine.run_with(&["svc-db-backup"], &[("SVC_PG_BIN_DIR", path_str(tools.path()))])?.expect(70);
-    assert_eq!(snapshots(&store), before);
+    assert_eq!(list_snapshot_objects(&store), before);
     Ok(())
 }
 
@@ -88,13 +88,13 @@ async fn snapshot_with_oversized_sidecar_is_not_stored() -> Result<()> {
     let store = machine::start_store()?;
     let machine = create_machine_with_tables(&store, CREATE_ROWS).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
-    let (good, before) = (machine::pointer(&store).await?, snapshots(&store));
+    let (good, before) = (machine::pointer(&store).await?, list_snapshot_objects(&store));
     let create_roles =
         "DO $$ BEGIN FOR n IN 1..6000 LOOP EXECUTE format('CREATE ROLE role_%s', n); END LOOP; END $$";
     machine.client().await?.batch_execute(create_roles).await?;
     let result = machine.run(&["svc-db-backup"])?.expect(65);
     assert!(result.stderr.contains("drop roles or tables"), "{}", result.stderr);
-    assert_eq!(snapshots(&store), before);
+    assert_eq!(list_snapshot_objects(&store), before);
     assert_eq!(store.uploads(BUCKET), Vec::<String>::new(), "the upload must be aborted");
     assert_eq!(machine::pointer(&store).await?, good);
     Ok(())
@@ -188,7 +188,7 @@ async fn replaced_machine_does_not_move_the_pointer() -> Result<()> {
 
     // The fence is written after the sidecar, and before the pointer would move.
     let running = machine.spawn(&["svc-db-backup"], &[("FAILPOINTS", "backup.sidecar=sleep(2000)")])?;
-    wait_until("a second sidecar", || snapshots(&store).len() == 4).await?;
+    wait_until("a second sidecar", || list_snapshot_objects(&store).len() == 4).await?;
     pointer_io::fence(
         &bucket,
         &slot(),
@@ -295,7 +295,7 @@ async fn unrecorded_backup_is_reported_and_not_repeated() -> Result<()> {
     std::fs::create_dir_all(&logs)?;
     std::os::unix::fs::symlink("elsewhere", logs.join("backup.jsonl"))?;
     let succeeded = machine.run(&["svc-db-backup", "run", "--retry"])?.expect(0);
-    assert_eq!(snapshots(&store).len(), 2, "there must be one dump and its sidecar");
+    assert_eq!(list_snapshot_objects(&store).len(), 2, "there must be one dump and its sidecar");
     let failed =
         machine.run_with(&["svc-db-backup"], &[("FAILPOINTS", "backup.begin=return(error)")])?.expect(70);
     for stderr in [succeeded.stderr, failed.stderr] {
@@ -350,7 +350,7 @@ async fn termination_aborts_the_upload() -> Result<()> {
         running.wait()?.expect(75);
         assert!(stop_requested.elapsed() < Duration::from_secs(20), "{mode}");
         assert_eq!(store.uploads(BUCKET), Vec::<String>::new(), "{mode}");
-        assert_eq!(snapshots(&store), Vec::<String>::new(), "{mode}");
+        assert_eq!(list_snapshot_objects(&store), Vec::<String>::new(), "{mode}");
         assert!(request.exists(), "{mode}: the request must be kept");
     }
     Ok(())
@@ -369,7 +369,7 @@ async fn memory_does_not_grow_with_the_dump() -> Result<()> {
     // The store is slower than the dump, so parts queue up.
     store.add_fault(Rule::new(Fault::Delay(Duration::from_millis(100))).query("partNumber=").always());
     let running = machine.spawn(&["svc-db-backup"], &[])?;
-    let peak = running.peak_memory().await;
+    let peak = running.peak_memory_bytes().await;
     running.wait()?.expect(0);
     let size = machine::pointer(&store)
         .await?

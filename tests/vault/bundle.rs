@@ -15,12 +15,12 @@ use sha2::{Digest, Sha256};
 
 /// Creates a bundle of the given version, with enough incompressible content that its download can be interrupted
 /// partway.
-pub fn bundle(version: &str) -> Result<Vec<u8>> {
-    bundle_with(version, &[])
+pub fn build_bundle(version: &str) -> Result<Vec<u8>> {
+    build_bundle_with(version, &[])
 }
 
-/// Like [`bundle`], but with additional files.
-pub fn bundle_with(version: &str, extra_files: &[(&str, &str)]) -> Result<Vec<u8>> {
+/// Like [`build_bundle`], but with additional files.
+pub fn build_bundle_with(version: &str, extra_files: &[(&str, &str)]) -> Result<Vec<u8>> {
     let mut tar = tar::Builder::new(GzEncoder::new(Vec::new(), Compression::fast()));
     let mut add = |path: &str, mode: u32, body: &[u8]| -> Result<()> {
         let mut header = tar::Header::new_gnu();

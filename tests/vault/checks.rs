@@ -30,7 +30,7 @@ async fn create_machine_with_snapshots(store: &S3Server, count: usize) -> Result
     Ok((machine, keys))
 }
 
-fn object(key: &str) -> String {
+fn object_key(key: &str) -> String {
     format!("{USER}/primary/{key}")
 }
 
@@ -46,14 +46,15 @@ fn read_last_check(machine: &Machine, kind: &str) -> Result<Value> {
 /// Stores a copy of the snapshot as if it had been taken at `time`. Returns the copy's key.
 fn store_copy_taken_at(store: &S3Server, key: &str, time: &str) -> Result<String> {
     let copy_key = format!("system/db/snapshots/{time}-1.dump");
-    let dump = store.read(BUCKET, &object(key)).context("the object is missing")?;
-    let sidecar = store.read(BUCKET, &object(&format!("{key}.json"))).context("the sidecar is missing")?;
-    store.write(BUCKET, &object(&copy_key), dump);
+    let dump = store.read(BUCKET, &object_key(key)).context("the object is missing")?;
+    let sidecar =
+        store.read(BUCKET, &object_key(&format!("{key}.json"))).context("the sidecar is missing")?;
+    store.write(BUCKET, &object_key(&copy_key), dump);
     let mut sidecar: Value = serde_json::from_slice(&sidecar)?;
     sidecar["key"] = copy_key.as_str().into();
     let taken_at = svc::store::key::taken_at(&copy_key).context("no time in the key")?;
     sidecar["takenAt"] = svc::clock::rfc3339_ms(taken_at).into();
-    store.write(BUCKET, &object(&format!("{copy_key}.json")), sidecar.to_string());
+    store.write(BUCKET, &object_key(&format!("{copy_key}.json")), sidecar.to_string());
     Ok(copy_key)
 }
 
@@ -65,20 +66,20 @@ async fn verify_detects_every_kind_of_damage() -> Result<()> {
     assert!(result.stdout.contains(": 6 snapshots, "), "{}", result.stdout);
 
     let flipped = {
-        let mut dump = store.read(BUCKET, &object(&keys[0])).context("the object is missing")?;
+        let mut dump = store.read(BUCKET, &object_key(&keys[0])).context("the object is missing")?;
         let middle = dump.len() / 2;
         dump[middle] ^= 0x10;
         dump
     };
-    store.write(BUCKET, &object(&keys[0]), flipped);
-    let mut shorter = store.read(BUCKET, &object(&keys[1])).context("the object is missing")?;
+    store.write(BUCKET, &object_key(&keys[0]), flipped);
+    let mut shorter = store.read(BUCKET, &object_key(&keys[1])).context("the object is missing")?;
     shorter.truncate(shorter.len() - 10);
-    store.write(BUCKET, &object(&keys[1]), shorter);
-    store.remove(BUCKET, &object(&keys[2]));
-    store.write(BUCKET, &object(&format!("{}.json", keys[3])), "{}");
+    store.write(BUCKET, &object_key(&keys[1]), shorter);
+    store.remove(BUCKET, &object_key(&keys[2]));
+    store.write(BUCKET, &object_key(&format!("{}.json", keys[3])), "{}");
     // This snapshot gets the content of another, intact one.
-    let intact_dump = store.read(BUCKET, &object(&keys[5])).context("the object is missing")?;
-    store.write(BUCKET, &object(&keys[4]), intact_dump);
+    let intact_dump = store.read(BUCKET, &object_key(&keys[5])).context("the object is missing")?;
+    store.write(BUCKET, &object_key(&keys[4]), intact_dump);
 
     let result = machine.run(&["svc-db-backup", "verify", "--all"])?.expect(65);
     let check = read_last_check(&machine, "verify")?;
@@ -135,14 +136,14 @@ async fn daily_share_of_snapshots_is_verified() -> Result<()> {
     // first.
     let result = machine.run_with(&["svc-db-backup", "verify"], &verify_within)?.expect(0);
     assert!(result.stdout.contains(": 3 snapshots"), "{}", result.stdout);
-    let dump = store.read(BUCKET, &object(&old[3])).context("the object is missing")?;
-    store.remove(BUCKET, &object(&old[3]));
+    let dump = store.read(BUCKET, &object_key(&old[3])).context("the object is missing")?;
+    store.remove(BUCKET, &object_key(&old[3]));
     let result = machine.run_with(&["svc-db-backup", "verify"], &verify_within)?.expect(65);
     assert!(result.stderr.contains(&old[3]) && result.stderr.contains("1 of 3"), "{}", result.stderr);
     // The next run reads three others. It reports the damage without reading the damaged snapshot again.
     let result = machine.run_with(&["svc-db-backup", "verify"], &verify_within)?.expect(65);
     assert!(result.stderr.contains(&old[3]) && result.stderr.contains("1 of 4"), "{}", result.stderr);
-    store.write(BUCKET, &object(&old[3]), dump);
+    store.write(BUCKET, &object_key(&old[3]), dump);
     machine.run(&["svc-db-backup", "verify", &old[3]])?.expect(0);
     let result = machine.run_with(&["svc-db-backup", "verify"], &verify_within)?.expect(0);
     assert!(result.stdout.contains(": 0 snapshots"), "{}", result.stdout);
@@ -175,7 +176,7 @@ async fn store_failure_is_not_reported_as_damage() -> Result<()> {
 async fn verify_continues_after_a_killed_tool() -> Result<()> {
     let store = machine::start_store()?;
     let (machine, keys) = create_machine_with_snapshots(&store, 2).await?;
-    store.remove(BUCKET, &object(&keys[0]));
+    store.remove(BUCKET, &object_key(&keys[0]));
     let marker = machine.path("begun");
     let script =
         format!("#!/bin/sh\nmkdir {} 2>/dev/null && kill -9 $$\nexec REAL \"$@\"\n", path_str(&marker));
@@ -297,16 +298,16 @@ async fn drill_request_is_kept_if_its_run_is_stopped() -> Result<()> {
 async fn snapshot_with_missing_rows_fails_the_drill() -> Result<()> {
     let store = machine::start_store()?;
     let (machine, keys) = create_machine_with_snapshots(&store, 1).await?;
-    let sidecar_key = format!("{}.json", object(&keys[0]));
-    let record = String::from_utf8(store.read(BUCKET, &sidecar_key).context("the sidecar is missing")?)?;
-    store.write(BUCKET, &sidecar_key, record.replace("\"rows\":20000", "\"rows\":20001"));
+    let sidecar_key = format!("{}.json", object_key(&keys[0]));
+    let sidecar = String::from_utf8(store.read(BUCKET, &sidecar_key).context("the sidecar is missing")?)?;
+    store.write(BUCKET, &sidecar_key, sidecar.replace("\"rows\":20000", "\"rows\":20001"));
     let result = machine.run(&["svc-db-backup", "drill"])?.expect(65);
     assert!(result.stderr.contains("public.t: 20000 rows restored"), "{}", result.stderr);
-    store.write(BUCKET, &sidecar_key, record);
-    let mut dump = store.read(BUCKET, &object(&keys[0])).context("the object is missing")?;
+    store.write(BUCKET, &sidecar_key, sidecar);
+    let mut dump = store.read(BUCKET, &object_key(&keys[0])).context("the object is missing")?;
     let middle = dump.len() / 2;
     dump[middle] ^= 1;
-    store.write(BUCKET, &object(&keys[0]), dump);
+    store.write(BUCKET, &object_key(&keys[0]), dump);
     machine.run(&["svc-db-backup", "drill"])?.expect(65);
     let check = read_last_check(&machine, "drill")?;
     assert_eq!((&check["status"], &check["key"]), (&"error".into(), &keys[0].as_str().into()), "{check}");

@@ -44,7 +44,7 @@ struct CredentialService {
     sts: Sts,
     response: Mutex<CredentialResponse>,
     request_count: AtomicUsize,
-    heartbeats: AtomicUsize,
+    heartbeat_count: AtomicUsize,
 }
 
 pub struct CredentialPlatform {
@@ -60,8 +60,12 @@ impl CredentialPlatform {
         let role = "arn:aws:iam::000000000000:role/svc-host".to_owned();
         let sts = Sts::new(&store.endpoint().parse()?, store.region().to_owned(), role, caller)?;
         let (response, request_count) = (Mutex::new(CredentialResponse::Issue), AtomicUsize::new(0));
-        let service =
-            Arc::new(CredentialService { sts, response, request_count, heartbeats: AtomicUsize::new(0) });
+        let service = Arc::new(CredentialService {
+            sts,
+            response,
+            request_count,
+            heartbeat_count: AtomicUsize::new(0),
+        });
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
         let base = format!("http://{}", listener.local_addr()?);
         let app = Router::new().fallback(respond).with_state(Arc::clone(&service));
@@ -78,15 +82,15 @@ impl CredentialPlatform {
     }
 
     /// Issues an outage session for a machine with epoch 1.
-    pub(super) async fn outage_session(&self) -> Option<TemporaryCredentials> {
-        outage_session(&self.service.sts).await
+    pub(super) async fn issue_outage_session(&self) -> Option<TemporaryCredentials> {
+        issue_outage_session(&self.service.sts).await
     }
 
-    pub(super) fn heartbeats(&self) -> usize {
-        self.service.heartbeats.load(Ordering::SeqCst)
+    pub(super) fn heartbeat_count(&self) -> usize {
+        self.service.heartbeat_count.load(Ordering::SeqCst)
     }
 
-    async fn session(&self) -> Result<TemporaryCredentials> {
+    async fn issue_session(&self) -> Result<TemporaryCredentials> {
         Ok(self
             .service
             .sts
@@ -100,7 +104,7 @@ impl CredentialPlatform {
 
     /// Writes `r2.env` as user-data does, and this platform's URL; `expires_in` is relative to this machine's clock.
     pub async fn write_credentials(&self, machine: &Machine, expires_in: SignedDuration) -> Result<()> {
-        let session = self.session().await?;
+        let session = self.issue_session().await?;
         let token = session.session_token.as_ref().context("no session token")?;
         let expires_at = rfc3339_ms(Timestamp::now().checked_add(expires_in)?);
         machine.add_env(
@@ -118,7 +122,7 @@ impl CredentialPlatform {
 
 async fn respond(State(service): State<Arc<CredentialService>>, uri: Uri, headers: HeaderMap) -> Response {
     if uri.path().ends_with("/heartbeat") {
-        service.heartbeats.fetch_add(1, Ordering::SeqCst);
+        service.heartbeat_count.fetch_add(1, Ordering::SeqCst);
         return axum::Json(json!({"superseded": false})).into_response();
     }
     service.request_count.fetch_add(1, Ordering::SeqCst);
@@ -144,8 +148,9 @@ async fn respond(State(service): State<Arc<CredentialService>>, uri: Uri, header
             response["region"] = json!("auto");
             response["bucket"] = json!(BUCKET);
             response["prefix"] = json!(format!("{USER}/primary/"));
-            response["outage"] =
-                outage_session(&service.sts).await.map_or(Value::Null, |session| session_json(&session));
+            response["outage"] = issue_outage_session(&service.sts)
+                .await
+                .map_or(Value::Null, |session| session_json(&session));
             axum::Json(response).into_response()
         }
         Err(_) => problem(503, "store_unavailable"),
@@ -162,7 +167,7 @@ fn session_json(session: &TemporaryCredentials) -> Value {
 }
 
 /// Issues an outage session for a machine with epoch 1.
-async fn outage_session(sts: &Sts) -> Option<TemporaryCredentials> {
+async fn issue_outage_session(sts: &Sts) -> Option<TemporaryCredentials> {
     let (from, lifetime) = (Timestamp::now(), HOUR * 12);
     let window = SessionWindow { from, until: from.checked_add(lifetime).ok()? };
     let policy =

@@ -11,7 +11,7 @@ use serde_json::Value;
 
 use super::machine::{self, Machine, RunResult, wait_until};
 
-const NOTES: &str = "CREATE ROLE app_notes NOLOGIN; CREATE SCHEMA app_notes AUTHORIZATION app_notes; \
+const CREATE_NOTES: &str = "CREATE ROLE app_notes NOLOGIN; CREATE SCHEMA app_notes AUTHORIZATION app_notes; \
      CREATE TABLE app_notes.notes (id int PRIMARY KEY, body text); ALTER TABLE app_notes.notes OWNER TO app_notes; \
      INSERT INTO app_notes.notes SELECT n, md5(n::text) FROM generate_series(1, 5000) n";
 
@@ -25,7 +25,7 @@ fn write_file(machine: &Machine, path: &str, content: &[u8]) -> Result<PathBuf> 
 /// Creates a machine with a database and files of all kinds, and exports its archive.
 async fn machine_with_archive(store: &S3Server) -> Result<(Machine, PathBuf)> {
     let machine = Machine::in_use(store, 1).await?;
-    machine.client().await?.batch_execute(NOTES).await?;
+    machine.client().await?.batch_execute(CREATE_NOTES).await?;
     write_file(&machine, "projects/a/main.rs", b"fn main() {}")?;
     let program = write_file(&machine, "projects/a/run", b"#!/bin/sh\n")?;
     fs::set_permissions(&program, fs::Permissions::from_mode(0o755))?;

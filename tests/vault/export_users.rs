@@ -11,7 +11,7 @@ use tokio_postgres::error::SqlState;
 
 use super::machine::{self, Machine};
 
-/// The user ids that the machine's sysusers configuration assigns.
+/// The user ids, and the equal group ids, that the machine's sysusers configuration assigns.
 const GATEWAY: u32 = 940;
 const OWNER: u32 = 1940;
 
@@ -56,7 +56,7 @@ async fn machine_with_two_users(store: &S3Server, epoch: u32) -> Result<Option<M
     Ok(Some(machine))
 }
 
-fn write_as(machine: &Machine, path: &str, content: &str, uid: u32, gid: u32) -> Result<()> {
+fn write_owned_file(machine: &Machine, path: &str, content: &str, uid: u32, gid: u32) -> Result<()> {
     let path = machine.path("home/svc/home").join(path);
     let parent = path.parent().context("the path has no parent")?;
     if !parent.exists() {
@@ -77,16 +77,16 @@ async fn files_are_accessed_as_their_owner() -> Result<()> {
     let store = machine::start_store()?;
     let Some(machine) = machine_with_two_users(&store, 1).await? else { return Ok(()) };
     machine.client().await?.batch_execute("CREATE TABLE public.t AS SELECT 1 AS a").await?;
-    write_as(&machine, "projects/file", "mine", OWNER, OWNER)?;
-    write_as(&machine, "system/logs/activity.log", "a record", GATEWAY, OWNER)?;
-    // Root's secret: in a file that the owner cannot read, and behind a link.
-    write_as(&machine, "roots", "S3CRET", 0, 0)?;
+    write_owned_file(&machine, "projects/file", "mine", OWNER, OWNER)?;
+    write_owned_file(&machine, "system/logs/activity.log", "a record", GATEWAY, OWNER)?;
+    // Root's secret is in a file that the owner cannot read, and behind a link.
+    write_owned_file(&machine, "roots", "S3CRET", 0, 0)?;
     fs::write(machine.path("secret"), "S3CRET")?;
     fs::set_permissions(machine.path("secret"), Permissions::from_mode(0o600))?;
     symlink(machine.path("secret"), machine.path("home/svc/home/projects/link"))?;
     // Read-only directories, like those of Go's module cache.
     for path in ["go", "go/pkg"] {
-        write_as(&machine, &format!("{path}/file"), "read-only", OWNER, OWNER)?;
+        write_owned_file(&machine, &format!("{path}/file"), "read-only", OWNER, OWNER)?;
     }
     for path in ["home/svc/home/go/pkg", "home/svc/home/go"] {
         fs::set_permissions(machine.path(path), Permissions::from_mode(0o555))?;
@@ -134,7 +134,7 @@ async fn files_are_accessed_as_their_owner() -> Result<()> {
         );
     }
     lchown(&planted, Some(OWNER), Some(OWNER))?;
-    write_as(&new_machine, "system/logs/activity.log", "another record", GATEWAY, OWNER)?;
+    write_owned_file(&new_machine, "system/logs/activity.log", "another record", GATEWAY, OWNER)?;
     new_machine.run(&["svc-restore", "import", path_str(&archive)?])?.expect(0);
     // A second import moves the read-only directories aside.
     new_machine.run(&["svc-restore", "import", path_str(&archive)?, "--no-backup"])?.expect(0);

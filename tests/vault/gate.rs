@@ -15,8 +15,8 @@ use super::machine::{
 use super::platform::{Platform, ScriptedResponse};
 
 pub const SHORT_DEADLINE: RunEnv<'static> = &[("RESTORE_STORE_DEADLINE_SECONDS", "1")];
-/// The database of a new machine before its restore: one empty table, which identifies it.
-const LOCAL_TABLE: &str = "CREATE TABLE local (id int)";
+/// Creates the only table of a new machine's database. It is empty, and identifies the database before its restore.
+const CREATE_LOCAL_TABLE: &str = "CREATE TABLE local (id int)";
 
 /// Creates a store with a snapshot of 500 rows and a few MiB, the machine that took it, and a new machine with its own
 /// table.
@@ -34,7 +34,7 @@ pub async fn old_and_new_machines() -> Result<(S3Server, Machine, Machine)> {
         .await?;
     old.run(&["svc-db-backup"])?.expect(0);
     let new = Machine::new(&store, 2).await?;
-    new.client().await?.batch_execute(LOCAL_TABLE).await?;
+    new.client().await?.batch_execute(CREATE_LOCAL_TABLE).await?;
     Ok((store, old, new))
 }
 
@@ -45,14 +45,14 @@ pub async fn new_machine_after_loss() -> Result<(S3Server, Machine)> {
 }
 
 /// Resets the machine to the state before its restore, with its own table.
-pub async fn reset(machine: &Machine) -> Result<()> {
+pub async fn reset_machine(machine: &Machine) -> Result<()> {
     svc::fsx::remove_if_exists(&machine.path("opt/svc/restore-complete"))?;
     let admin = machine.postgres().connect("postgres").await?;
     for name in machine.databases().await?.iter().filter(|name| name.starts_with("svc")) {
         admin.batch_execute(&format!("DROP DATABASE {name} WITH (FORCE)")).await?;
     }
     admin.batch_execute("CREATE DATABASE svc").await?;
-    Ok(machine.client().await?.batch_execute(LOCAL_TABLE).await?)
+    Ok(machine.client().await?.batch_execute(CREATE_LOCAL_TABLE).await?)
 }
 
 #[tokio::test]
@@ -174,9 +174,9 @@ async fn snapshot_from_a_newer_postgresql_is_refused() -> Result<()> {
         .context("the pointer names no snapshot")?
         .key;
     let sidecar_key = format!("{USER}/primary/{key}.json");
-    let record = String::from_utf8(store.read(BUCKET, &sidecar_key).context("the sidecar is missing")?)?;
+    let sidecar = String::from_utf8(store.read(BUCKET, &sidecar_key).context("the sidecar is missing")?)?;
     let with_pg_version =
-        |version: &str| record.replace("\"pgVersion\":\"16.", &format!("\"pgVersion\":\"{version}."));
+        |version: &str| sidecar.replace("\"pgVersion\":\"16.", &format!("\"pgVersion\":\"{version}."));
     let new = Machine::new(&store, 2).await?;
     store.write(BUCKET, &sidecar_key, with_pg_version("17"));
     let result = new.run(&["svc-restore"])?.expect(70);
@@ -283,7 +283,7 @@ async fn unreachable_store_is_not_treated_as_missing_snapshot() -> Result<()> {
 async fn confirmed_absence_opens_the_gate_only_if_permitted() -> Result<()> {
     let store = machine::start_store()?;
     let new = Machine::new(&store, 2).await?;
-    new.client().await?.batch_execute("CREATE TABLE local (id int)").await?;
+    new.client().await?.batch_execute(CREATE_LOCAL_TABLE).await?;
     let result = run_restore(&new, &[])?.expect(70);
     assert!(result.stderr.contains("SVC_RESTORE_MODE"), "{}", result.stderr);
     assert_untouched(&new, "absent").await?;
@@ -383,7 +383,7 @@ async fn restore_killed_at_any_step_can_be_rerun() -> Result<()> {
                 .await
                 .with_context(|| format!("{point}: {replaced} is closed"))?;
         }
-        reset(&new).await?;
+        reset_machine(&new).await?;
     }
     Ok(())
 }
@@ -404,7 +404,7 @@ async fn failed_step_leaves_the_old_or_the_restored_database() -> Result<()> {
         assert!(!new.has_marker() && is_restored(&new).await?, "{point}");
         run_restore(&new, &[])?.expect(0);
         assert!(new.has_marker(), "{point}");
-        reset(&new).await?;
+        reset_machine(&new).await?;
     }
     Ok(())
 }

@@ -361,12 +361,12 @@ async fn replaced_databases_are_kept_for_seven_days() -> Result<()> {
     let admin = machine.postgres().connect("postgres").await?;
     let now = jiff::Timestamp::now().as_millisecond();
     let (old, young, empty) = (now - 8 * 24 * 3_600_000, now - 6 * 24 * 3_600_000, now - 3_600_000);
-    for number in [old, young, empty] {
-        admin.batch_execute(&format!("CREATE DATABASE svc_before_{number}")).await?;
-        if number != empty {
+    for replaced_at_ms in [old, young, empty] {
+        admin.batch_execute(&format!("CREATE DATABASE svc_before_{replaced_at_ms}")).await?;
+        if replaced_at_ms != empty {
             machine
                 .postgres()
-                .connect(&format!("svc_before_{number}"))
+                .connect(&format!("svc_before_{replaced_at_ms}"))
                 .await?
                 .batch_execute(CREATE_ROWS)
                 .await?;

@@ -51,8 +51,8 @@ const CREATE_BULK_TABLE: &str = "CREATE TABLE public.bulk AS SELECT n, md5(n::te
      FROM generate_series(1, 2000000) n; ALTER TABLE public.bulk ADD PRIMARY KEY (n)";
 
 /// Returns the size and hash of a plain dump, without the random anti-injection token in each dump.
-fn plain_dump(machine: &Machine) -> Result<String> {
-    let mut dump = machine.postgres().binaries().client("pg_dump");
+fn hash_plain_dump(machine: &Machine) -> Result<String> {
+    let mut dump = machine.postgres().binaries().client_command("pg_dump");
     let mut dump = dump.arg(machine.postgres().url("svc")).stdout(Stdio::piped()).spawn()?;
     let (mut digest, mut bytes, mut line) = (Sha256::new(), 0, Vec::new());
     let mut text =
@@ -73,16 +73,16 @@ fn plain_dump(machine: &Machine) -> Result<String> {
 async fn gigabyte_database_is_restored_identically() -> Result<()> {
     let store = machine::start_store()?;
     let old = Machine::in_use(&store, 1).await?;
-    for content in [CREATE_APPS, CREATE_BULK_TABLE] {
-        old.client().await?.batch_execute(content).await?;
+    for sql in [CREATE_APPS, CREATE_BULK_TABLE] {
+        old.client().await?.batch_execute(sql).await?;
     }
     let size = old.client().await?.query_one("SELECT pg_database_size('svc')", &[]).await?.get::<_, i64>(0);
     assert!(size > GIGABYTE, "{size} bytes");
     old.run(&["svc-db-backup"])?.expect(0);
     let new = Machine::new(&store, 2).await?;
     new.run(&["svc-restore"])?.expect(0);
-    let expected = plain_dump(&old)?;
-    assert_eq!(plain_dump(&new)?, expected);
+    let expected = hash_plain_dump(&old)?;
+    assert_eq!(hash_plain_dump(&new)?, expected);
     println!("database: {size} bytes; plain dump: {expected}");
     Ok(())
 }

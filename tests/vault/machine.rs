@@ -203,6 +203,7 @@ impl Machine {
         Ok(fs::write(path, lines)?)
     }
 
+    /// Adds the variables to an environment file, or replaces them.
     pub fn add_env(&self, file: &str, pairs: &[(&str, &str)]) -> Result<()> {
         let path = self.path("opt/svc/env").join(file);
         let mut text = fs::read_to_string(&path)?;
@@ -299,7 +300,7 @@ impl RunningApplet {
     }
 
     /// Returns the peak resident anonymous memory in bytes, sampled until the run ends.
-    pub async fn peak_memory(&self) -> u64 {
+    pub async fn peak_memory_bytes(&self) -> u64 {
         let (mut peak, path) = (0, format!("/proc/{}/status", self.child.pid()));
         while let Some(bytes) = fs::read_to_string(&path).ok().as_deref().and_then(parse_resident_bytes) {
             peak = peak.max(bytes);

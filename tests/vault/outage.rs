@@ -112,7 +112,7 @@ async fn outage_session_reads_and_changes_nothing_else() -> Result<()> {
     let machine = create_machine_with_credentials(&store, &platform, SignedDuration::from_hours(1)).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     let latest = svc::store::snapshot::find_latest(&machine::bucket(&store)?, &slot()).await?;
-    let session = platform.outage_session().await.context("no outage session")?;
+    let session = platform.issue_outage_session().await.context("no outage session")?;
     let bucket = machine::bucket_as(&store, &session)?;
     let own_snapshot = slot().snapshot(&latest.key).context("not a snapshot key")?;
     assert!(bucket.head(&own_snapshot).await?.is_some(), "the machine's own snapshot must be readable");
@@ -121,7 +121,7 @@ async fn outage_session_reads_and_changes_nothing_else() -> Result<()> {
     };
     let now = Timestamp::now();
     let foreign = snapshot_path(now, 2)?;
-    // Before the session's first day, even with the permitted clock skew.
+    // This day is before the session's first day, even with the permitted clock skew.
     let day_before = snapshot_path(now.checked_sub(SignedDuration::from_hours(25))?, 1)?;
     let admin_bucket = machine::bucket(&store)?;
     admin_bucket.put(&foreign, &b"from another epoch"[..]).await?;
@@ -156,13 +156,13 @@ async fn agent_renews_the_outage_session() -> Result<()> {
     let extra = [("GATEWAY_LISTEN", "127.0.0.1:9"), ("HEARTBEAT_SECONDS", "1"), ("VPS_META_SECONDS", "1")];
     let running = machine.spawn(&["svc-sync-agent"], &extra)?;
     wait_until("the first renewal", || stored.exists()).await?;
-    let expected_heartbeats = platform.heartbeats() + 4;
-    wait_until("four more heartbeats", || platform.heartbeats() >= expected_heartbeats).await?;
+    let expected_heartbeats = platform.heartbeat_count() + 4;
+    wait_until("four more heartbeats", || platform.heartbeat_count() >= expected_heartbeats).await?;
     assert_eq!(platform.request_count(), 1, "a recent session must be kept");
     let mut file: Value = serde_json::from_slice(&std::fs::read(&stored)?)?;
     assert!(file["outage"]["sessionToken"].is_string(), "there must be an outage session");
     file["renewedAt"] = json!(rfc3339_ms(Timestamp::now().checked_sub(SignedDuration::from_mins(51))?));
-    // As if another applet had renewed the session later.
+    // Simulates a later renewal by another applet.
     file["expiresAt"] = json!(rfc3339_ms(Timestamp::now().checked_add(SignedDuration::from_hours(2))?));
     svc::fsx::write_atomic(&stored, &serde_json::to_vec(&file)?, 0o600)?;
     wait_until("another renewal", || platform.request_count() >= 2).await?;

@@ -81,7 +81,7 @@ async fn restore_reports_role_attributes_it_does_not_keep() -> Result<()> {
     let store = machine::start_store()?;
     let old = Machine::in_use(&store, 1).await?;
     old.client().await?.batch_execute(CREATE_CONTENT).await?;
-    // The role of an import that is running.
+    // A running import uses this role.
     old.client().await?.batch_execute("CREATE ROLE svc_import_1 LOGIN").await?;
     old.run(&["svc-db-backup"])?.expect(0);
     let new = Machine::new(&store, 2).await?;
@@ -89,15 +89,15 @@ async fn restore_reports_role_attributes_it_does_not_keep() -> Result<()> {
     new.client().await?.batch_execute("CREATE ROLE team NOLOGIN CONNECTION LIMIT 1").await?;
     let log = new.run(&["svc-restore"])?.expect(0).stderr;
     for expected in [
-        "the role dba is not a SUPERUSER here",
-        "the role reporting has no LOGIN and no password here",
+        "the SUPERUSER attribute of the role dba",
+        "the LOGIN attribute and the password of the role reporting",
         "the setting work_mem of the role",
         "the attributes of the role team, which already existed",
     ] {
         assert!(log.contains(expected), "{expected}: {log}");
     }
     assert!(
-        !log.contains("the role app_notes has no LOGIN"),
+        !log.contains("the LOGIN attribute and the password of the role app_notes"),
         "a login that the gateway enables must not be reported: {log}"
     );
     assert!(!log.contains("svc_import_1"), "{log}");

@@ -53,7 +53,7 @@ const LIST_DATABASE_ATTRIBUTES: &str = "\
      FROM pg_database d WHERE datname = 'svc'";
 
 fn plain_dump(machine: &Machine) -> Result<String> {
-    let mut dump = machine.postgres().binaries().client("pg_dump");
+    let mut dump = machine.postgres().binaries().client_command("pg_dump");
     dump.arg(machine.postgres().url("svc"));
     let text = child::run(dump, std::time::Duration::from_secs(60))?;
     // Leaves out the random anti-injection token, which is new in each dump.
@@ -173,7 +173,7 @@ async fn stock_pg_restore_reads_the_object() -> Result<()> {
         dump.path(),
         store.read(BUCKET, &format!("{USER}/primary/{}", snapshot.key)).context("the object is missing")?,
     )?;
-    let mut list = machine.postgres().binaries().client("pg_restore");
+    let mut list = machine.postgres().binaries().client_command("pg_restore");
     list.arg("-l").arg(dump.path());
     let contents = child::run(list, std::time::Duration::from_secs(20))?;
     assert!(contents.contains("TABLE DATA public t"), "{contents}");

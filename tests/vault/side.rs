@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::machine::{self, Machine};
 
-const SHOP: &str = r#"
+const CREATE_SHOP: &str = r#"
     CREATE ROLE app_shop NOLOGIN; GRANT CONNECT ON DATABASE svc TO app_shop;
     CREATE SCHEMA app_shop AUTHORIZATION app_shop;
     CREATE TYPE app_shop.mood AS ENUM ('good', 'bad');
@@ -30,7 +30,7 @@ const SHOP: &str = r#"
 /// Creates a shop machine with a snapshot that is open as a side database.
 pub async fn machine_with_side_database(store: &S3Server) -> Result<Machine> {
     let machine = Machine::in_use(store, 1).await?;
-    machine.client().await?.batch_execute(SHOP).await?;
+    machine.client().await?.batch_execute(CREATE_SHOP).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     let result = run_side(&machine, &["open"])?.expect(0);
     assert!(
@@ -162,7 +162,7 @@ async fn every_mode_works_and_a_dropped_table_is_recreated() -> Result<()> {
     assert_eq!((&copied[1]["updated"], &copied[1]["inserted"]), (&0.into(), &666.into()), "{copied}");
     assert_eq!(rows(&machine, "svc", TABLES[0]).await?.len(), 503, "the new customer must be kept");
 
-    // Refused, because it would also delete the new customer's order, which is in a table that was not requested.
+    // This is refused, because it would also delete the new customer's order, whose table was not requested.
     let result = run_side(&machine, &["copy", "--mode", "replace", TABLES[0]])?.expect(65);
     assert!(result.stderr.contains("app_shop.orders"), "{}", result.stderr);
     client.batch_execute("TRUNCATE app_shop.log; INSERT INTO app_shop.log VALUES ('since')").await?;
@@ -245,7 +245,7 @@ async fn replace_restores_rows_despite_changed_constraints() -> Result<()> {
     for damage in moves {
         client.batch_execute(damage).await?;
         let before = rows(&machine, "svc", both_tables[1]).await?;
-        // Refused, because a row in app_tree.leaves refers to a row that must be deleted.
+        // This is refused, because a row in app_tree.leaves refers to a row that must be deleted.
         let result = replace(&both_tables[1..])?.expect(65);
         assert!(result.stderr.contains("name both tables"), "{}", result.stderr);
         assert_eq!(rows(&machine, "svc", both_tables[1]).await?, before);
@@ -405,7 +405,7 @@ async fn request_killed_at_any_step_is_completed_once() -> Result<()> {
         serve(&kill)?.expect_killed();
         let is_committed = ["side.committed", "side.dependents", "side.recorded"].contains(point);
         if is_committed {
-            // A change after the copy, which resuming must not undo.
+            // Resuming must not undo a change that was made after the copy.
             client.batch_execute("UPDATE app_shop.customers SET price = 42 WHERE id = 9").await?;
         }
         serve("")?.expect(0);

@@ -16,7 +16,7 @@ const SCHEMA: &str = "
     INSERT INTO app_todo.items (list, position) VALUES (1, 1), (2, 2), (2, 3);
     INSERT INTO app_todo.notes VALUES (1)";
 
-async fn machine_with_snapshot(store: &kit::s3::S3Server) -> Result<Machine> {
+async fn machine_with_side_database(store: &kit::s3::S3Server) -> Result<Machine> {
     let machine = Machine::in_use(store, 1).await?;
     machine.client().await?.batch_execute(SCHEMA).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
@@ -32,7 +32,7 @@ async fn count(machine: &Machine, from: &str) -> Result<i64> {
 #[tokio::test]
 async fn deferred_constraint_is_checked_before_the_commit() -> Result<()> {
     let store = machine::start_store()?;
-    let machine = machine_with_snapshot(&store).await?;
+    let machine = machine_with_side_database(&store).await?;
     let client = machine.client().await?;
     let damage = "DELETE FROM app_todo.items WHERE list = 2; DELETE FROM app_todo.lists WHERE id = 2;
                   ALTER SEQUENCE app_todo.items_id_seq RESTART";
@@ -56,7 +56,7 @@ async fn deferred_constraint_is_checked_before_the_commit() -> Result<()> {
 #[tokio::test]
 async fn missing_mode_copies_despite_deferrable_unique_constraint() -> Result<()> {
     let store = machine::start_store()?;
-    let machine = machine_with_snapshot(&store).await?;
+    let machine = machine_with_side_database(&store).await?;
     let client = machine.client().await?;
     client.batch_execute("DELETE FROM app_todo.items WHERE position = 3").await?;
     run_side(&machine, &["copy", "app_todo.items", "--no-backup"])?.expect(0);
@@ -73,7 +73,7 @@ async fn missing_mode_copies_despite_deferrable_unique_constraint() -> Result<()
 #[tokio::test]
 async fn replace_deletes_only_unreferenced_rows() -> Result<()> {
     let store = machine::start_store()?;
-    let machine = machine_with_snapshot(&store).await?;
+    let machine = machine_with_side_database(&store).await?;
     let client = machine.client().await?;
     let replace = ["copy", "app_todo.items", "--mode", "replace", "--no-backup"];
     client.batch_execute("INSERT INTO app_todo.items VALUES (9, 1, 9), (10, 1, 10)").await?;

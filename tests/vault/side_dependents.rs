@@ -106,9 +106,9 @@ async fn dependents_that_cannot_be_recreated_are_reported() -> Result<()> {
     machine.client().await?.batch_execute(damage).await?;
     run_side(&machine, &["copy", TABLE])?.expect(0);
     let table = read_copied_table(&machine)?;
-    let is_listed = |list: &str, start: &str| {
+    let is_listed = |list: &str, prefix: &str| {
         table[list].as_array().is_some_and(|names| {
-            names.iter().any(|name| name.as_str().is_some_and(|name| name.starts_with(start)))
+            names.iter().any(|name| name.as_str().is_some_and(|name| name.starts_with(prefix)))
         })
     };
     assert!(is_listed("recreated", &format!("{FOREIGN_KEY} (NOT VALID")), "{table}");

@@ -151,8 +151,8 @@ async fn later_machines_metadata_is_kept() -> Result<()> {
 #[tokio::test]
 async fn desired_release_is_requested_until_outcome_is_known() -> Result<()> {
     let store = machine::start_store()?;
-    let desired_release = |id: &str| json!({ "desiredImageVersion": "2.0.0", "desiredRequestId": id, "epoch": 3, "superseded": false, "proofKeys": { "keys": [] } });
-    let platform = Platform::start(ScriptedResponse::Json(200, desired_release("rollout-one"))).await?;
+    let response_with_release = |id: &str| json!({ "desiredImageVersion": "2.0.0", "desiredRequestId": id, "epoch": 3, "superseded": false, "proofKeys": { "keys": [] } });
+    let platform = Platform::start(ScriptedResponse::Json(200, response_with_release("rollout-one"))).await?;
     let machine = Machine::in_use(&store, 3).await?;
     platform.configure(&machine)?;
     let listen = start_gateway(&machine).await?.to_string();
@@ -187,7 +187,7 @@ async fn desired_release_is_requested_until_outcome_is_known() -> Result<()> {
         serde_json::from_str(&platform.calls().last().context("no call was recorded")?.body)?;
     assert_eq!((&heartbeat["lastUpdate"], &heartbeat["updating"]), (&last, &json!(false)));
     // The next rollout of the same release is a new request.
-    platform.queue([ScriptedResponse::Json(200, desired_release("rollout-two"))]);
+    platform.queue([ScriptedResponse::Json(200, response_with_release("rollout-two"))]);
     wait_until("the second request", || request.exists()).await?;
     let request_body: Value = serde_json::from_slice(&std::fs::read(&request)?)?;
     assert_eq!(

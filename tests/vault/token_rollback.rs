@@ -9,7 +9,7 @@ use reqwest::Method;
 use serde_json::{Value, json};
 
 use super::machine::{self, Machine};
-use super::update_fixture::{NEW_VERSION, OLD_VERSION, PublishedRelease, UpdateFixture, key};
+use super::update_fixture::{NEW_VERSION, OLD_VERSION, PublishedRelease, UpdateFixture, signing_key};
 use crate::platform::stack::{BUCKET, Guest, Process, Stack};
 
 const TOKEN_FILE: &str = "var/lib/svc/upgrade-token.json";
@@ -49,14 +49,14 @@ impl Fixture {
         assert_eq!(response.status, 200, "{response:?}");
     }
 
-    async fn record(&self) -> Value {
+    async fn fetch_record(&self) -> Value {
         self.platform.get(&self.process, &format!("/vps/{}", self.guest.machine)).await.body
     }
 
     /// Runs the real agent until the platform's record of the machine satisfies the condition.
     async fn run_agent_until(&self, event: &str, condition: impl Fn(&Value) -> bool) -> Result<()> {
         let agent = self.host.machine.spawn(&["svc-sync-agent"], &[("HEARTBEAT_SECONDS", "1")])?;
-        let check = || async { condition(&self.record().await).then_some(()) };
+        let check = || async { condition(&self.fetch_record().await).then_some(()) };
         self.platform.eventually(event, check).await;
         agent.signal(Signal::SIGTERM)?;
         tokio::task::spawn_blocking(move || agent.wait()).await??.expect(0);
@@ -64,7 +64,7 @@ impl Fixture {
     }
 
     async fn send_heartbeat(&self) -> Result<()> {
-        let before = self.record().await["heartbeatAt"].clone();
+        let before = self.fetch_record().await["heartbeatAt"].clone();
         self.run_agent_until("a heartbeat is accepted", |record| record["heartbeatAt"] != before).await
     }
 
@@ -79,7 +79,7 @@ impl Fixture {
         self.platform.eventually("the first token is refused", check).await;
     }
 
-    fn token_in_host_env(&self) -> Result<String> {
+    fn read_host_env_token(&self) -> Result<String> {
         let text = fs::read_to_string(self.host.machine.path("opt/svc/env/host.env"))?;
         let line = text
             .lines()
@@ -96,7 +96,7 @@ fn publish(platform: &Stack, published: &PublishedRelease) -> Result<()> {
     };
     let manifest = published.manifest.text()?;
     put("", published.archive.clone());
-    put(".json.sig", key()?.signature_line(manifest.as_bytes()).into_bytes());
+    put(".json.sig", signing_key()?.signature_line(manifest.as_bytes()).into_bytes());
     put(".json", manifest.into_bytes());
     put(".sha256", format!("{}  svc-host-bundle.tar.gz\n", published.manifest.sha256).into_bytes());
     Ok(())
@@ -117,7 +117,7 @@ async fn host_reaches_the_platform_after_rotation_and_rollback() -> Result<()> {
     fixture.run_agent_until("the token rotates", |record| generation(record) == 2).await?;
     fixture.wait_until_first_token_is_refused().await;
     assert_eq!(
-        fixture.token_in_host_env()?,
+        fixture.read_host_env_token()?,
         fixture.guest.upgrade_token,
         "the agent must not have changed host.env"
     );
@@ -126,7 +126,7 @@ async fn host_reaches_the_platform_after_rotation_and_rollback() -> Result<()> {
     fixture.host.assert_running(OLD_VERSION)?;
     assert_eq!(fixture.host.last_update()?["outcome"], "rolled_back");
     // A previous release may know only the token in host.env, so the updater has written the new token there.
-    assert_ne!(fixture.token_in_host_env()?, fixture.guest.upgrade_token);
+    assert_ne!(fixture.read_host_env_token()?, fixture.guest.upgrade_token);
     fs::remove_file(fixture.host.machine.path(TOKEN_FILE))?;
     fixture.run_agent_until("the rollback is reported", is_rolled_back).await
 }
@@ -139,7 +139,7 @@ async fn rotation_requested_during_an_update_follows_its_rollback() -> Result<()
     fixture.request_rotation().await;
     fixture.send_heartbeat().await?;
     assert!(!fixture.host.machine.path(TOKEN_FILE).exists(), "a token was adopted during an update");
-    assert_eq!(generation(&fixture.record().await), 1);
+    assert_eq!(generation(&fixture.fetch_record().await), 1);
     fixture.host.run(&["resume"], None).await?;
     fixture.host.assert_running(OLD_VERSION)?;
     fixture.run_agent_until("the rollback is reported", is_rolled_back).await?;

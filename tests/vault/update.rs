@@ -12,7 +12,7 @@ use super::machine::{Machine, RunEnv, RunResult};
 const VERSION: &str = "2026.1.0";
 
 async fn start_source() -> Result<(Source, String)> {
-    let content = bundle::bundle(VERSION)?;
+    let content = bundle::build_bundle(VERSION)?;
     let digest = bundle::digest(&content);
     Ok((Source::start(content).await?, digest))
 }
@@ -25,7 +25,7 @@ fn create_machine(addr: std::net::SocketAddr, digest: &str) -> Result<Machine> {
     Ok(machine)
 }
 
-/// Waits for `svc-update boot` on another thread, because the test's runtime serves the bundle.
+/// Runs `svc-update boot`, and waits for it on another thread, because the test's runtime serves the bundle.
 async fn boot(machine: &Machine, extra_env: RunEnv<'_>) -> Result<RunResult> {
     let running = machine.spawn(&["svc-update", "boot"], extra_env)?;
     tokio::task::spawn_blocking(move || running.wait()).await?
@@ -82,7 +82,7 @@ async fn interrupted_download_is_resumed_and_verified() -> Result<()> {
     let (source, digest) = start_source().await?;
     let proxy = Proxy::start(source.addr)?;
     let machine = create_machine(proxy.addr(), &digest)?;
-    proxy.reset_after(400_000);
+    proxy.reset_after_bytes(400_000);
     let result = boot(&machine, &[]).await?.expect(0);
     assert!(!result.stderr.contains("signature=secret"), "{}", result.stderr);
     assert_current(&machine)?;
@@ -98,7 +98,7 @@ async fn download_restarts_if_source_ignores_range() -> Result<()> {
     source.disable_ranges();
     let proxy = Proxy::start(source.addr)?;
     let machine = create_machine(proxy.addr(), &digest)?;
-    proxy.reset_after(700_000);
+    proxy.reset_after_bytes(700_000);
     let running = machine.spawn(&["svc-update", "boot"], &[])?;
     super::machine::wait_until("a second attempt", || source.requests().len() >= 2).await?;
     proxy.heal();
@@ -111,8 +111,8 @@ async fn bundle_that_changes_during_download_is_refused() -> Result<()> {
     let (source, digest) = start_source().await?;
     let proxy = Proxy::start(source.addr)?;
     let machine = create_machine(proxy.addr(), &digest)?;
-    proxy.reset_after(400_000);
-    source.replace_after_next_request(bundle::bundle("9.9.9")?);
+    proxy.reset_after_bytes(400_000);
+    source.replace_after_next_request(bundle::build_bundle("9.9.9")?);
     let result = boot(&machine, &[]).await?.expect(69);
     assert!(result.stderr.contains("the file has changed"), "{}", result.stderr);
     assert_untouched(&machine)
@@ -126,7 +126,7 @@ async fn wrong_digest_does_not_switch_releases() -> Result<()> {
     assert!(result.stderr.contains("SHA-256"), "{}", result.stderr);
     assert_untouched(&wrong)?;
 
-    let other_bundle = bundle::bundle("9.9.9")?;
+    let other_bundle = bundle::build_bundle("9.9.9")?;
     let machine = create_machine(source.addr, &bundle::digest(&other_bundle))?;
     source.replace(other_bundle);
     let result = boot(&machine, &[]).await?.expect(70);

@@ -48,7 +48,7 @@ case $1 in
 esac
 "#;
 
-pub fn key() -> Result<SigningKey> {
+pub fn signing_key() -> Result<SigningKey> {
     SigningKey::from_pem(include_bytes!("../kit/src/bundle/ed25519-test-only.txt"))
 }
 
@@ -63,7 +63,7 @@ impl PublishedRelease {
         let unit = format!("systemd/system/svc-{version}.service");
         let files: Vec<(&str, &str)> =
             [(unit.as_str(), "[Unit]\n")].into_iter().chain(extra_files.iter().copied()).collect();
-        let archive = bundle::bundle_with(version, &files)?;
+        let archive = bundle::build_bundle_with(version, &files)?;
         let manifest = Manifest {
             version: 1,
             image_version: version.to_owned(),
@@ -83,7 +83,7 @@ impl PublishedRelease {
         let version = &self.manifest.image_version;
         let path = |suffix: &str| format!("/{version}/svc-host-bundle.tar.gz{suffix}");
         source.put(&path(".json"), Some(manifest.clone().into_bytes()));
-        source.put(&path(".json.sig"), Some(key()?.signature_line(manifest.as_bytes()).into_bytes()));
+        source.put(&path(".json.sig"), Some(signing_key()?.signature_line(manifest.as_bytes()).into_bytes()));
         source.put(&path(""), Some(self.archive.clone()));
         Ok(())
     }
@@ -110,7 +110,7 @@ impl UpdateFixture {
         let url = format!("{base}/system-bundles/{OLD_VERSION}/svc-host-bundle.tar.gz");
         machine.write_update_env(&url, &old.manifest.sha256)?;
         machine.add_env("host.env", &[("PLATFORM_INTERNAL_URL", &base)])?;
-        machine.add_env("update.env", &[("SVC_BUNDLE_PUBLIC_KEYS", &key()?.public_key_base64())])?;
+        machine.add_env("update.env", &[("SVC_BUNDLE_PUBLIC_KEYS", &signing_key()?.public_key_base64())])?;
         fs::write(machine.path("opt/svc/restore-complete"), "")?;
         fs::create_dir_all(machine.path("var/lib/svc"))?;
         let systemctl = machine.path("systemctl");

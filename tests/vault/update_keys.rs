@@ -10,11 +10,11 @@ use serde_json::{Value, json};
 use svc::host::update::{KEY_FAILPOINTS, ROLLBACK_FAILPOINTS};
 
 use super::machine::RunResult;
-use super::update_fixture::{NEW_VERSION, OLD_VERSION, PublishedRelease, UpdateFixture, key};
+use super::update_fixture::{NEW_VERSION, OLD_VERSION, PublishedRelease, UpdateFixture, signing_key};
 
 const UPDATE_ENV_FILE: &str = "opt/svc/env/update.env";
 
-fn new_key() -> Result<SigningKey> {
+fn generate_key() -> Result<SigningKey> {
     SigningKey::from_pem(rcgen::KeyPair::generate_for(&rcgen::PKCS_ED25519)?.serialize_pem().as_bytes())
 }
 
@@ -73,7 +73,7 @@ fn assert_signature_refused(result: &RunResult) {
 
 #[tokio::test]
 async fn new_key_is_adopted_and_old_key_is_dropped() -> Result<()> {
-    let (old, new) = (key()?, new_key()?);
+    let (old, new) = (signing_key()?, generate_key()?);
     let fixture = UpdateFixture::new().await?;
     assert_eq!(
         read_reported_keys(&fixture)?,
@@ -122,7 +122,7 @@ async fn new_key_is_adopted_and_old_key_is_dropped() -> Result<()> {
 /// A release signed with both keys is accepted by every machine, even one that was off during the overlap.
 #[tokio::test]
 async fn release_signed_with_both_keys_updates_stale_machine() -> Result<()> {
-    let (old, new) = (key()?, new_key()?);
+    let (old, new) = (signing_key()?, generate_key()?);
     let fixture = UpdateFixture::new().await?;
     publish(&fixture, release(NEW_VERSION)?, &[&old, &new], key_set(2, &[&new]))?;
     fixture.apply(NEW_VERSION).await?.expect(0);
@@ -135,7 +135,7 @@ async fn release_signed_with_both_keys_updates_stale_machine() -> Result<()> {
 
 #[tokio::test]
 async fn rolled_back_release_changes_no_key() -> Result<()> {
-    let (old, new) = (key()?, new_key()?);
+    let (old, new) = (signing_key()?, generate_key()?);
     let fixture = UpdateFixture::new().await?;
     let before = fs::read(fixture.machine.path(UPDATE_ENV_FILE))?;
     publish(
@@ -156,7 +156,7 @@ async fn rolled_back_release_changes_no_key() -> Result<()> {
 
 #[tokio::test]
 async fn key_set_that_could_lock_the_machine_out_is_refused() -> Result<()> {
-    let (old, new) = (key()?, new_key()?);
+    let (old, new) = (signing_key()?, generate_key()?);
     let fixture = UpdateFixture::new().await?;
     fixture.machine.add_env("update.env", &[("SVC_BUNDLE_KEYS_SEQUENCE", "5")])?;
     let before = fs::read(fixture.machine.path(UPDATE_ENV_FILE))?;
@@ -182,7 +182,7 @@ async fn key_set_that_could_lock_the_machine_out_is_refused() -> Result<()> {
     // The served manifest contains a different key than the signed one.
     publish(&fixture, release(NEW_VERSION)?, &[&old], key_set(6, &[&old, &new]))?;
     let mut forged = release(NEW_VERSION)?;
-    forged.manifest.trusted_keys = key_set(6, &[&old, &new_key()?]);
+    forged.manifest.trusted_keys = key_set(6, &[&old, &generate_key()?]);
     let path_suffix = format!("/{NEW_VERSION}/svc-host-bundle.tar.gz.json");
     fixture.source.put(&path_suffix, Some(forged.manifest.text()?.into_bytes()));
     let result = fixture.apply(NEW_VERSION).await?.expect(65);
@@ -194,7 +194,7 @@ async fn key_set_that_could_lock_the_machine_out_is_refused() -> Result<()> {
 
 #[tokio::test]
 async fn adoption_killed_at_any_step_is_finished_by_the_next_run() -> Result<()> {
-    let (old, new) = (key()?, new_key()?);
+    let (old, new) = (signing_key()?, generate_key()?);
     let (old, new) = (&old, &new);
     let check_point = |point: &'static str| async move {
         let fixture = UpdateFixture::new().await?;
@@ -233,7 +233,7 @@ async fn adoption_killed_at_any_step_is_finished_by_the_next_run() -> Result<()>
 
 #[tokio::test]
 async fn rollback_killed_at_any_step_changes_no_key() -> Result<()> {
-    let (old, new) = (key()?, new_key()?);
+    let (old, new) = (signing_key()?, generate_key()?);
     let (old, new) = (&old, &new);
     let check_point = |point: &'static str| async move {
         let fixture = UpdateFixture::new().await?;

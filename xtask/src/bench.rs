@@ -62,7 +62,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     if let Some(revision) = &args.compare {
         bench.arg("--baseline").arg(build_revision(revision, &args.area)?);
     }
-    cargo::become_program(bench)
+    cargo::exec(bench)
 }
 
 /// Finds the binary. The default is never a dev build: its figures would be meaningless.

@@ -15,6 +15,7 @@ pub struct Args {
     /// Version under which the release is published
     #[arg(long, value_name = "VERSION")]
     image_version: String,
+    /// Directory to write the bundle to
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
     /// The binary in the bundle (default: the static one from `cargo xtask dist`)

@@ -17,7 +17,7 @@ pub fn command(args: &[&str]) -> Command {
     let mut command = Command::new(cargo);
     command.args(args).current_dir(root());
     // Cargo describes the current package in these variables. If they were set, switching between plain cargo and xtask
-    // would run the build scripts that read them again, and rebuild all crates that depend on theirs.
+    // would rerun the build scripts that read them, and rebuild all crates that depend on those scripts' packages.
     for (name, _) in std::env::vars_os() {
         let package_prefixes = ["CARGO_MANIFEST_", "CARGO_PKG_", "CARGO_BIN_", "CARGO_CRATE_"];
         if name.to_str().is_some_and(|name| package_prefixes.iter().any(|prefix| name.starts_with(prefix))) {
@@ -34,7 +34,7 @@ pub fn program(name: &str) -> Command {
 }
 
 /// Replaces this process, so that signals reach the program.
-pub fn become_program(mut program: Command) -> Result<ExitCode> {
+pub fn exec(mut program: Command) -> Result<ExitCode> {
     Err(program.exec()).with_context(|| format!("cannot start {program:?}"))
 }
 

@@ -65,7 +65,7 @@ const PRODUCT: &[&str] = &[
 /// tests are compiled. They run in parallel, because each waits for a single compiler process most of the time.
 const QUICK_CHECKS: [&[Check]; 3] = [
     &[FORMAT],
-    &[("clippy", quick_clippy), ("unit tests", || run_tests(&[PRODUCT, &["--lib"]].concat()))],
+    &[("clippy", run_quick_clippy), ("unit tests", || run_tests(&[PRODUCT, &["--lib"]].concat()))],
     &[("house", || run_tests(&["--package", "house"]))],
 ];
 
@@ -73,7 +73,7 @@ pub fn run_static_checks() -> Result<ExitCode> {
     run("ci --static-checks", &STATIC_CHECKS)
 }
 
-pub fn run_quick() -> Result<ExitCode> {
+pub fn run_quick_checks() -> Result<ExitCode> {
     run("check", &QUICK_CHECKS)
 }
 
@@ -89,7 +89,7 @@ fn run_tests(selection: &[&str]) -> Result<Outcome> {
 }
 
 /// Uses its own target directory, because cargo locks a target directory for the duration of a build.
-fn quick_clippy() -> Result<Outcome> {
+fn run_quick_clippy() -> Result<Outcome> {
     let mut clippy = cargo::command(&[&["clippy"], PRODUCT, &["--lib", "--bins", "--quiet"]].concat());
     clippy.args(["--", "-D", "warnings"]).env("CARGO_TARGET_DIR", fetch::target_dir().join("clippy"));
     cargo::run_checked(clippy)?;

@@ -19,8 +19,8 @@ const MAX_INPUT_BYTES: u32 = 64 * 1024;
 const MAX_RSS_MIB: u32 = 1024;
 /// Timeout per input.
 const INPUT_TIMEOUT_SECONDS: u32 = 10;
-/// Added to the fuzzing time for reading the corpus. Also the timeout for writing samples and minimizing the corpus.
-const MARGIN: Duration = Duration::from_secs(300);
+/// Timeout for reading the corpus, added to the fuzzing time, and for writing samples and minimizing the corpus.
+const CORPUS_TIMEOUT: Duration = Duration::from_secs(300);
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -89,7 +89,7 @@ fn has_cpp_compiler() -> bool {
     })
 }
 
-/// Lists all targets, as the executable prints them.
+/// Returns the names of all targets, which the executable prints.
 fn list_targets(program: &Path) -> Result<Vec<String>> {
     let output = Command::new(program).env("SVC_FUZZ_LIST", "1").stdin(Stdio::null()).output();
     let output = output.with_context(|| format!("cannot start {}", program.display()))?;
@@ -118,7 +118,7 @@ impl FuzzRun<'_> {
         let mut fuzzer = self.program(&log)?;
         fuzzer.args([&corpus, &checked_in, &samples]).arg(format!("-max_total_time={seconds}"));
         fuzzer.arg(format!("-artifact_prefix={}/", crashes.display())).arg("-print_final_stats=1");
-        let status = wait(fuzzer.spawn()?, Duration::from_secs(seconds) + MARGIN)?;
+        let status = wait(fuzzer.spawn()?, Duration::from_secs(seconds) + CORPUS_TIMEOUT)?;
         let text = String::from_utf8_lossy(&fs::read(&log)?).into_owned();
         let crashes = list_files(&crashes)?;
         if !status.success() && crashes.is_empty() {
@@ -129,7 +129,7 @@ impl FuzzRun<'_> {
         fs::remove_dir_all(&minimized).and_then(|()| fs::create_dir(&minimized))?;
         let mut merge = self.program(&self.dir.join(format!("{}.merge.log", self.target)))?;
         merge.arg("-merge=1").args([&minimized, &corpus]);
-        if wait(merge.spawn()?, MARGIN)?.success() {
+        if wait(merge.spawn()?, CORPUS_TIMEOUT)?.success() {
             fs::remove_dir_all(&corpus).and_then(|()| fs::rename(&minimized, &corpus))?;
         }
         Ok(json!({
@@ -151,7 +151,7 @@ impl FuzzRun<'_> {
         let log = self.dir.join(format!("{}.samples.log", self.target));
         let mut write = self.program(&log)?;
         write.arg(&input).env("SVC_FUZZ_SAMPLES", dir);
-        let status = wait(write.spawn()?, MARGIN)?;
+        let status = wait(write.spawn()?, CORPUS_TIMEOUT)?;
         ensure!(status.success(), "{} wrote no samples: see {}", self.target, log.display());
         Ok(())
     }

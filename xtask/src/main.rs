@@ -138,7 +138,7 @@ fn main() -> ExitCode {
         Command::Dist => dist::build().map(|_| ExitCode::SUCCESS),
         Command::Profile => profile::run(),
         Command::Deb { check, svc } => deb(check, svc),
-        Command::Check => ci::run_quick(),
+        Command::Check => ci::run_quick_checks(),
         Command::Ci { .. } => ci::run_static_checks(),
     };
     result.unwrap_or_else(|error| {
@@ -228,7 +228,7 @@ fn lab(quick: bool, only: &[String], files_mib: u64, svc: Option<PathBuf>) -> Re
     lab.arg("--svc").arg(svc).args(quick.then_some("--quick"));
     lab.args(["--files-mib", &files_mib.to_string()]);
     lab.args(only.iter().flat_map(|step| ["--only", step]));
-    cargo::become_program(lab)
+    cargo::exec(lab)
 }
 
 fn resolve_svc(svc: Option<PathBuf>) -> Result<PathBuf> {

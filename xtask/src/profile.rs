@@ -14,8 +14,8 @@ use kit::{child, fetch};
 
 use crate::{cargo, dist};
 
-/// Merges the counts. Its LLVM is older than the compiler's, but both use the same version of the raw profile format.
-/// If a Rust update changes that version, the merge fails, and a newer package is needed.
+/// The tool that merges the counts. Its LLVM is older than the compiler's, but both use the same version of the raw
+/// profile format. If a Rust update changes that version, the merge fails, and a newer package is needed.
 const LLVM_PROFDATA: DebTool = DebTool {
     path: "usr/lib/llvm-19/bin/llvm-profdata",
     debs: &[

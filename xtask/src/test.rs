@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 
 use anyhow::{Context, Result};
-use kit::long_tests::{self, Sums};
+use kit::long_tests::{self, Totals};
 use kit::pg::RunServer;
 use kit::{child, disk, skip};
 use tempfile::TempDir;
@@ -20,7 +20,7 @@ const MIN_FREE_MEMORY_BYTES: u64 = 8 << 30;
 type Variables = Vec<(&'static str, OsString)>;
 
 /// Runs the tests whose names contain a filter (default: all), and lists those that were skipped. `long` adds the
-/// ignored ones and writes the sums of their figures to `target/long/report.json`.
+/// ignored ones and writes the totals of their figures to `target/long/report.json`.
 pub fn run(long: bool, filters: &[String]) -> Result<ExitCode> {
     // Built first, because compiling during the tests would use up their timeouts.
     cargo::run(&["build", "--workspace"])?;
@@ -62,9 +62,9 @@ fn run_long(filters: &[String], mut variables: Variables) -> Result<ExitCode> {
     std::fs::write(&figures, "").with_context(|| format!("cannot empty {}", figures.display()))?;
     variables.push((long_tests::LONG_REPORT_VAR, std::path::absolute(&figures)?.into_os_string()));
     let exit = run_tests(true, filters, variables)?;
-    let sums = Sums::collect(&figures, &report)?;
-    println!("{}\nwritten to {}", sums.summary(), report.display());
-    Ok(if sums.lost == 0 { exit } else { ExitCode::FAILURE })
+    let totals = Totals::collect(&figures, &report)?;
+    println!("{}\nwritten to {}", totals.summary(), report.display());
+    Ok(if totals.lost == 0 { exit } else { ExitCode::FAILURE })
 }
 
 /// Runs the tests with the available runner.
@@ -87,7 +87,7 @@ fn run_tests(long: bool, filters: &[String], variables: Variables) -> Result<Exi
     Ok(exit)
 }
 
-/// Runs the command, forwards its output, and sums up the result lines of cargo's runner.
+/// Runs the command, forwards its output, and adds up the counts in the result lines of cargo's runner.
 fn run_command(command: &mut Command) -> Result<(ExitCode, String)> {
     use std::io::{BufRead, BufReader};
     // If the log is truncated, backtraces would displace the messages of failed tests.
@@ -98,8 +98,8 @@ fn run_command(command: &mut Command) -> Result<(ExitCode, String)> {
         for line in BufReader::new(stdout).lines() {
             let line = line?;
             println!("{line}");
-            passed += count(&line, " passed");
-            failed += count(&line, " failed");
+            passed += parse_count(&line, " passed");
+            failed += parse_count(&line, " failed");
         }
     }
     let exit = if child.wait()?.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
@@ -107,7 +107,7 @@ fn run_command(command: &mut Command) -> Result<(ExitCode, String)> {
 }
 
 /// Returns the number before ` passed` or ` failed` in `test result: ok. 3 passed; 0 failed; …`.
-fn count(line: &str, label: &str) -> u64 {
+fn parse_count(line: &str, label: &str) -> u64 {
     let Some(result) = line.strip_prefix("test result: ") else { return 0 };
     let before = result.split_once(label).map(|(before, _)| before);
     before.and_then(|before| before.rsplit(' ').next()?.parse().ok()).unwrap_or(0)
@@ -115,12 +115,12 @@ fn count(line: &str, label: &str) -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use super::count;
+    use super::parse_count;
 
     #[test]
-    fn count_reads_result_lines_only() {
+    fn parse_count_reads_result_lines_only() {
         let line = "test result: FAILED. 31 passed; 2 failed; 1 ignored; 0 measured; 0 filtered out";
-        assert_eq!((count(line, " passed"), count(line, " failed")), (31, 2));
-        assert_eq!(count("a test printed 7 passed; 1 failed", " passed"), 0);
+        assert_eq!((parse_count(line, " passed"), parse_count(line, " failed")), (31, 2));
+        assert_eq!(parse_count("a test printed 7 passed; 1 failed", " passed"), 0);
     }
 }

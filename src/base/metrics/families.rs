@@ -55,7 +55,7 @@ families! {
         "Finished dispatches, by outcome: success, error, or limited (refused because a cost limit was \
          reached).";
     DISPATCHES_RUNNING: Gauges<0> = "svc_dispatches_running", [], on Host,
-        "Running agents.";
+        "Running dispatches.";
     DISPATCHES_QUEUED: Gauges<0> = "svc_dispatches_queued", [], on Host,
         "Queued dispatches.";
     OPERATIONS: Counters<2> = "svc_operations_total", ["kind", "outcome"], on Platform,

@@ -246,9 +246,10 @@ Example: svcctl verify-rollout --app-url https://app.example.com"
 #[derive(Debug, Clone, Copy, ClapArgs)]
 pub struct Wait {
     /// Wait for the result, at most SECONDS (default: 40 minutes); progress goes to stderr
-    #[arg(long, value_name = "SECONDS", num_args = 0..=1, require_equals = true, default_missing_value = DEFAULT_WAIT_SECONDS,
+    #[arg(long = "wait", value_name = "SECONDS", num_args = 0..=1, require_equals = true,
+          default_missing_value = DEFAULT_WAIT_SECONDS,
           value_parser = clap::value_parser!(u64).range(1..=86_400))]
-    pub wait: Option<u64>,
+    pub seconds: Option<u64>,
 }
 
 #[cfg(test)]
@@ -271,7 +272,7 @@ mod tests {
             let Ok(Command::Delete(delete)) = parse(&["svcctl", "delete", &id, option]) else {
                 panic!("{option} does not parse")
             };
-            assert_eq!(delete.wait.wait, expected);
+            assert_eq!(delete.wait.seconds, expected);
         }
         assert!(parse(&["svcctl", "delete", &id, "--wait", "5"]).is_err());
     }

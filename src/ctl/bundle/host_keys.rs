@@ -1,6 +1,6 @@
-//! The keys that hosts trust, as configured. `bundle publish` checks the sequence number of the release's key set before
-//! it uploads anything: a published manifest can be replaced only by one that is valid for longer, so a mistake could
-//! not be undone.
+//! The keys that hosts trust, as configured. `bundle publish` checks the sequence number of the release's key set
+//! before it uploads anything: a published manifest can be replaced only by one that is valid for longer, so a mistake
+//! could not be undone.
 
 use super::PublishError;
 use crate::vars;

@@ -11,7 +11,7 @@ use object_store::{
     PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
 };
 
-use super::tests::build;
+use super::tests::write_bundle;
 use super::*;
 
 #[derive(Debug, Default)]
@@ -91,7 +91,7 @@ async fn publish_without_permission_names_archive_key() {
     // A small archive is sent after it has been read, and a large one while it is read.
     for size in [3, 12 << 20] {
         let bucket = Bucket::new(Arc::new(FaultyStore { is_read_only: true, ..FaultyStore::default() }));
-        let dir = build(&vec![7; size]);
+        let dir = write_bundle(&vec![7; size]);
         let error = publish(&bucket, dir.path(), &version).await.unwrap_err();
         let expected = "the object store refused access to system-bundles/1.0/svc-host-bundle.tar.gz";
         assert_eq!(error.to_string(), expected);
@@ -105,7 +105,7 @@ async fn publish_repeats_upload_of_replaced_archive() {
     for (replacements, is_published) in [(1, true), (MAX_UPLOADS - 1, true), (MAX_UPLOADS, false)] {
         let store = FaultyStore { replacements: AtomicUsize::new(replacements), ..FaultyStore::default() };
         let bucket = Bucket::new(Arc::new(store));
-        let published = publish(&bucket, build(b"one").path(), &version).await;
+        let published = publish(&bucket, write_bundle(b"one").path(), &version).await;
         let stored = bucket.get(&key::bundle(&version, ""), 100).await.unwrap().unwrap();
         if is_published {
             assert_eq!(published.unwrap().outcome, PublishOutcome::Published);

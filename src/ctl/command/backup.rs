@@ -61,7 +61,7 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Output) -> Resul
             let machine = find_machine(api, &machine).await?;
             let id = machine.machine_id.as_str();
             let response = api.send(Method::POST, &["vps", id, "drill"], Some(&json!({}))).await?;
-            match wait.wait {
+            match wait.seconds {
                 None => {
                     let next =
                         format!("  next: run `svcctl status {}` later to see the result", machine.handle);
@@ -91,7 +91,7 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Output) -> Resul
             let machine = find_machine(api, &machine).await?;
             let id = machine.machine_id.as_str();
             // A new snapshot is recognized by its key, because comparing times would require synchronized clocks.
-            let previous_latest = match wait.wait {
+            let previous_latest = match wait.seconds {
                 Some(_) => {
                     let response = api.get(&["vps", id, "backups"], &latest_only_query()).await?;
                     response.parse::<BackupPage>()?.latest
@@ -99,7 +99,7 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Output) -> Resul
                 None => None,
             };
             let response = api.send(Method::POST, &["vps", id, "backup"], Some(&json!({}))).await?;
-            match wait.wait {
+            match wait.seconds {
                 None => {
                     let next = format!(
                         "  next: run `svcctl backup list {}` later to see the verified snapshot",

@@ -116,7 +116,7 @@ async fn send_action(
 /// Prints a rollout; with `--wait`, follows it until it ends or a failed verification halts it.
 async fn follow(api: &ApiClient, response: ApiResponse, wait: Wait, out: &Output) -> Result<(), Failure> {
     let rollout: Rollout = response.parse()?;
-    let Some(seconds) = wait.wait else {
+    let Some(seconds) = wait.seconds else {
         return out.print_response(&response, |view| Ok(show(view, &rollout)));
     };
     let command = format!("svcctl deploy status {} --wait", rollout.rollout_id);

@@ -183,7 +183,7 @@ async fn find_kept_id(
 fn no_match_error(
     target: &MachineTarget,
     being_deleted: &[KeptServer],
-    kept: &[KeptServer],
+    retained: &[KeptServer],
 ) -> anyhow::Error {
     if let Some(server) = being_deleted.first() {
         let id = &server.machine_id;
@@ -193,7 +193,7 @@ fn no_match_error(
         );
     }
     let advice = format!("run {} to list deleted and replaced machines", target.list_ended_command());
-    match kept.first() {
+    match retained.first() {
         Some(server) if server.missing_since.is_some() => {
             anyhow!(
                 "the provider no longer has the server of machine {}\n  next: {advice}",

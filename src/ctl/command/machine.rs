@@ -134,7 +134,7 @@ async fn print_accepted_change(
     wait: Wait,
     out: &Output,
 ) -> Result<(), Failure> {
-    let Some(seconds) = wait.wait else {
+    let Some(seconds) = wait.seconds else {
         return out.print_response(response, |view| Ok(accepted_change::show(view, accepted)));
     };
     if let Some(note) = accepted.note() {

@@ -27,7 +27,7 @@ pub async fn run(api: &ApiClient, args: Args, out: &Output) -> Result<(), Failur
             }
             let path = ["vps", "operations", &operation.to_string(), "continue"];
             let response = api.send(Method::POST, &path, Some(&body)).await?;
-            if wait.wait.is_some() {
+            if wait.seconds.is_some() {
                 return show(api, operation, wait, out).await;
             }
             out.print_response(&response, |view| Ok(operation::details(view, &response.parse()?)))
@@ -43,7 +43,7 @@ pub async fn run(api: &ApiClient, args: Args, out: &Output) -> Result<(), Failur
                      is powered on; once it is running, run `svcctl power off {machine}` to power it off again"
                 );
             }
-            if let Some(seconds) = wait.wait
+            if let Some(seconds) = wait.seconds
                 && let Some(subject) = find_machine_after_abandoning(api, &response.parse()?).await?
             {
                 let limit = TimeLimit::from_now(Duration::from_secs(seconds));
@@ -118,7 +118,7 @@ async fn show(api: &ApiClient, id: OperationId, wait: Wait, out: &Output) -> Res
     let path = ["vps", "operations", &id.to_string()];
     let mut response = api.get(&path, &[]).await?;
     let mut operation: Operation = response.parse()?;
-    if let Some(seconds) = wait.wait {
+    if let Some(seconds) = wait.seconds {
         let limit = TimeLimit::from_now(Duration::from_secs(seconds));
         wait::wait_until_settled(
             api,

@@ -40,7 +40,7 @@ pub async fn run(api: &ApiClient, args: Provision, out: &Output) -> Result<(), F
         return out.print_response(&response, |view| Ok(quote::show(view, &response.parse()?)));
     }
     let quote: Option<ProvisionQuote> = quote.map(|response| response.parse()).transpose()?;
-    confirm_customer(&args, quote.as_ref())?;
+    confirm_cost_and_opt_in(&args, quote.as_ref())?;
     if let Some(quote) = quote.as_ref().filter(|quote| needs_cost_confirmation(quote)) {
         insert_if_some(&mut body, "confirmedMonthlyCost", quote.monthly_cost.clone());
         insert_flag(&mut body, "confirmedOptIn", quote.adds_customer);
@@ -85,7 +85,7 @@ fn needs_cost_confirmation(quote: &ProvisionQuote) -> bool {
 
 /// Prompts for the confirmations that are not given as options, if the request adds a customer or changes a customer's
 /// server type.
-fn confirm_customer(args: &Provision, quote: Option<&ProvisionQuote>) -> Result<(), Failure> {
+fn confirm_cost_and_opt_in(args: &Provision, quote: Option<&ProvisionQuote>) -> Result<(), Failure> {
     let adds_customer = quote.map_or(!args.preview, |quote| quote.adds_customer);
     if !adds_customer && !quote.is_some_and(needs_cost_confirmation) {
         return Ok(());

@@ -7,7 +7,7 @@ use svc_wire::backup::{Backup, BackupPage};
 
 pub fn list(view: &View, page: &BackupPage) -> String {
     if page.backups.is_empty() {
-        return "no backups\n".to_owned();
+        return "no snapshots\n".to_owned();
     }
     let row = |b: &Backup| {
         let latest = Cell::colored(Some(Color::Good), if b.latest { "latest" } else { "" });
@@ -33,7 +33,7 @@ pub fn list(view: &View, page: &BackupPage) -> String {
 /// Shows one snapshot.
 pub fn details(view: &View, backup: &Backup) -> String {
     let pairs = [
-        ("backup", Cell::from(backup.key.clone())),
+        ("snapshot", Cell::from(backup.key.clone())),
         ("taken", format_time(view.now, &backup.taken_at).into()),
         ("size", format_bytes(backup.size_bytes).into()),
     ];

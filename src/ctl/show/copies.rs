@@ -142,24 +142,24 @@ fn snapshot_cell(view: &View, copies: &Copies, machine: &MachineDetail) -> Cell 
 }
 
 fn risk_cell(copies: &Copies, machine: &Machine) -> Cell {
-    let Some(exposed) = copies.exposed_seconds else { return "".into() };
+    let Some(exposed_seconds) = copies.exposed_seconds else { return "".into() };
     let are_files_unsaved = copies.live.as_ref().is_some_and(|live| live.machine_id == machine.machine_id)
         && machine
             .attention
             .iter()
             .any(|item| matches!(item.code.as_str(), FILES_NOT_RESTORED | FILES_UNSAVED));
-    let is_bad = are_files_unsaved || exposed > MAX_NORMAL_EXPOSURE_SECONDS;
-    let mut line = format!("losing the live server now would cost {}", format_cost(copies, exposed));
+    let is_bad = are_files_unsaved || exposed_seconds > MAX_NORMAL_EXPOSURE_SECONDS;
+    let mut line = format!("losing the live server now would cost {}", format_cost(copies, exposed_seconds));
     if are_files_unsaved && copies.newest_snapshot_at.is_some() {
         line.push_str(" to the database, and the files that are not saved");
     }
     Cell::colored(is_bad.then_some(Color::Bad), line)
 }
 
-fn format_cost(copies: &Copies, exposed: u64) -> String {
+fn format_cost(copies: &Copies, exposed_seconds: u64) -> String {
     match copies.newest_snapshot_at {
-        Some(_) => format!("{} of changes", format_span(exposed)),
-        None => format!("all of its data ({} old): there is no snapshot", format_span(exposed)),
+        Some(_) => format!("{} of changes", format_span(exposed_seconds)),
+        None => format!("all of its data ({} old): there is no snapshot", format_span(exposed_seconds)),
     }
 }
 
@@ -183,7 +183,9 @@ pub fn describe_risk(view: &View, copies: &Copies) -> String {
     let problem = problem.map(|problem| format!(" ({problem})")).unwrap_or_default();
     let newest = newest + &problem + &newer.unwrap_or_default();
     match copies.exposed_seconds.filter(|_| copies.newest_snapshot_at.is_some()) {
-        Some(exposed) => format!("{newest}: {} of changes exist only on its server", format_span(exposed)),
+        Some(exposed_seconds) => {
+            format!("{newest}: {} of changes exist only on its server", format_span(exposed_seconds))
+        }
         None => newest,
     }
 }

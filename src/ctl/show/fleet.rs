@@ -120,7 +120,7 @@ fn next_step(machine: &MachineNeedingAttention, alarms: &[Alarm]) -> String {
         // which may be the right one and is not backed up.
         Some("database_failing") if has_reason("database_mismatch") => advice("database_mismatch"),
         Some("unsaved_changes") if is_deleted => DELETED_WITH_UNSAVED_CHANGES_ADVICE,
-        Some("heartbeat_silent") if hosts_are_refused(alarms) => HOSTS_REFUSED_ADVICE,
+        Some("heartbeat_silent") if are_hosts_refused(alarms) => HOSTS_REFUSED_ADVICE,
         Some(reason) => advice(reason),
         None => "run `svcctl status HANDLE`",
     };
@@ -130,7 +130,7 @@ fn next_step(machine: &MachineNeedingAttention, alarms: &[Alarm]) -> String {
 }
 
 /// Whether the platform is rejecting live hosts, in which case a missing heartbeat does not mean that a host is lost.
-fn hosts_are_refused(alarms: &[Alarm]) -> bool {
+fn are_hosts_refused(alarms: &[Alarm]) -> bool {
     alarms.iter().any(|alarm| alarm.alarm == "host_tokens_refused")
 }
 
@@ -292,7 +292,7 @@ fn advice(reason: &str) -> &'static str {
             "run `svcctl discard HANDLE` to delete its server after all, or `svcctl undelete HANDLE` to restore a deleted \
              machine"
         }
-        "failed" => "run `svcctl status HANDLE` to see why, then recover it",
+        "failed" => "run `svcctl status HANDLE` to see why, then recover the slot",
         "heartbeat_silent" => "check that its host is reachable; if it is lost, recover the slot",
         "pointer_unusable" => {
             "run `svcctl pointer show USER_SLOT` to see what is wrong and what a rebuild would choose; then run `svcctl \

@@ -92,7 +92,7 @@ impl Color {
 
 /// Whether colors are allowed (see no-color.org); a dumb terminal has none.
 fn is_color_allowed() -> bool {
-    NO_COLOR.from_process().is_none() && vars::TERM.from_process().is_none_or(|term| term != "dumb")
+    NO_COLOR.env_value().is_none() && vars::TERM.env_value().is_none_or(|term| term != "dumb")
 }
 
 fn or_empty(value: Option<&String>) -> String {

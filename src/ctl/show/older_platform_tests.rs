@@ -26,7 +26,7 @@ use svc_wire::operation::Operation;
 use svc_wire::operator::{IssuedToken, Operator, OperatorList, WhoAmI};
 use svc_wire::pointer::{PointerInspection, RebuiltPointer};
 use svc_wire::rollout::{Rollout, RolloutList, RolloutSummary};
-use svc_wire::slot::{Subscription, SubscriptionList};
+use svc_wire::slot::{Subscription, SubscriptionPage};
 use svc_wire::usage::UsageReport;
 
 const ID: &str = "019a0000-0000-7000-8000-000000000001";
@@ -90,7 +90,7 @@ impl Example {
         assert_complete(schema, &document, "");
         let essential: BTreeSet<String> = essential.into_iter().collect();
         let mut unchecked = essential.clone();
-        for path in members(&document, "") {
+        for path in member_paths(&document, "") {
             let (parent, name) = path.rsplit_once('/').unwrap();
             let mut older = document.clone();
             older.pointer_mut(parent).unwrap().as_object_mut().unwrap().shift_remove(name);
@@ -109,17 +109,17 @@ impl Example {
 }
 
 /// Returns the paths of all object members in a value.
-fn members(value: &Value, parent: &str) -> Vec<String> {
+fn member_paths(value: &Value, parent: &str) -> Vec<String> {
     match value {
         Value::Object(object) => {
             let nested = |(name, value): (&String, &Value)| {
                 let path = format!("{parent}/{name}");
-                [vec![path.clone()], members(value, &path)].concat()
+                [vec![path.clone()], member_paths(value, &path)].concat()
             };
             object.iter().flat_map(nested).collect()
         }
         Value::Array(items) => {
-            let nested = |(index, item): (usize, &Value)| members(item, &format!("{parent}/{index}"));
+            let nested = |(index, item): (usize, &Value)| member_paths(item, &format!("{parent}/{index}"));
             items.iter().enumerate().flat_map(nested).collect()
         }
         _ => Vec::new(),
@@ -404,7 +404,7 @@ fn other_resources_of_older_platforms_are_shown() {
         "currentPeriodEnd": AT, "test": true});
     Example::new(json!({"slots": [subscription], "nextCursor": "user_1/primary"}))
         .essential(&["/slots", "/slots/0/idpUserId", "/slots/0/slot", "/slots/0/status"])
-        .assert_shown(&schema_of::<SubscriptionList>(), |response: SubscriptionList| {
+        .assert_shown(&schema_of::<SubscriptionPage>(), |response: SubscriptionPage| {
             slot::page(&plain_view(), &response)
         });
     Example::new(json!({"operators": [operator()]}))

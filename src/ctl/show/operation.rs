@@ -124,13 +124,12 @@ fn format_repeats(operation: &Operation, entry: &LogLine) -> String {
     })
 }
 
-/// Returns the entries after a sequence number, and the last sequence number. Older platforms omit the sequence
-/// numbers; the entries' positions are used instead.
+/// Returns the lines after a sequence number, and the last sequence number. Older platforms omit the sequence numbers;
+/// the lines' positions are used instead.
 pub fn lines_after(operation: &Operation, after: u64) -> (Vec<&LogLine>, u64) {
-    let numbered =
-        operation.log.iter().zip(1..).map(|(entry, position)| (entry.seq.unwrap_or(position), entry));
+    let numbered = operation.log.iter().zip(1..).map(|(line, position)| (line.seq.unwrap_or(position), line));
     let last = numbered.clone().map(|(number, _)| number).max().unwrap_or(after);
-    (numbered.filter(|(number, _)| *number > after).map(|(_, entry)| entry).collect(), last)
+    (numbered.filter(|(number, _)| *number > after).map(|(_, line)| line).collect(), last)
 }
 
 /// Formats a time from the API, relative to the operation's start.

@@ -3,9 +3,9 @@
 use super::View;
 use super::human::format_time;
 use super::table::{self, Cell};
-use svc_wire::slot::{Subscription, SubscriptionList};
+use svc_wire::slot::{Subscription, SubscriptionPage};
 
-pub fn page(view: &View, page: &SubscriptionList) -> String {
+pub fn page(view: &View, page: &SubscriptionPage) -> String {
     let mut text = list(view, &page.slots);
     if let Some(cursor) = &page.next_cursor {
         text.push_str(&format!("more slots: repeat the command with `--cursor {cursor}`\n"));

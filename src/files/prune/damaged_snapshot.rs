@@ -16,8 +16,9 @@ use crate::verify::SNAPSHOT_REMEDY;
 
 /// The remedy for a protected snapshot, which is the one that the files pointer names.
 const PROTECTED_SNAPSHOT_REMEDY: &str = "this is the latest snapshot, so do not remove it: run `svc-sync-agent verify \
-                                         --all` on its machine, which writes the content again if it still has it; \
-                                         otherwise restore the pack, or run `restic rebuild-index` if it still exists";
+                                         --all` on its machine, which writes the content again if the machine \
+                                         still has it; otherwise restore the pack or, if the pack still exists, run \
+                                         `restic rebuild-index`";
 /// Maximum time to search for a damaged snapshot.
 const SEARCH_TIMEOUT: Duration = Duration::from_secs(600);
 

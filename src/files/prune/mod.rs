@@ -82,9 +82,9 @@ pub struct PruneReport {
     pub rewritten_packs: u64,
     /// Marked packs whose grace period has ended, and orphans, which no index file lists.
     pub deleted_packs: u64,
-    /// Packs that are left to the next run, which can delete or rewrite them immediately: this run would have taken too
-    /// long.
-    pub left_packs: u64,
+    /// Packs that are deferred to the next run, which can delete or rewrite them immediately: this run would have taken
+    /// too long.
+    pub deferred_packs: u64,
 }
 
 /// Prunes a repository.
@@ -96,7 +96,7 @@ pub struct PruneReport {
 /// error if the store fails.
 pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<PruneReport, FilesError> {
     // Snapshots are listed first, so that the index, which is read later, contains all of their blobs.
-    let snapshots = repository.list_uploaded_snapshots().await?;
+    let snapshots = repository.list_with_upload_times().await?;
     let index = repository.load_index_to_prune().await?;
     let expired = select_expired(&snapshots, options);
     let kept = snapshots.iter().filter(|(id, ..)| !expired.contains(id)).map(|(id, kept, _)| (*id, kept));
@@ -111,7 +111,7 @@ pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pr
     let last_snapshot = snapshots.iter().map(|(_, _, uploaded)| *uploaded).max();
     let mut plan = PrunePlan::create(&index, &used, &uploads, last_snapshot, options);
     // A concurrent save may add blobs up to its own limit.
-    let left_packs = plan.limit_work(MAX_INDEX_BLOBS.saturating_sub(index.blobs.max(MAX_SAVED_BLOBS)));
+    let deferred_packs = plan.limit_work(MAX_INDEX_BLOBS.saturating_sub(index.blobs.max(MAX_SAVED_BLOBS)));
     let mut report = PruneReport {
         kept_snapshots: kept_snapshots.len() as u64,
         removed_snapshots: expired.len() as u64,
@@ -120,7 +120,7 @@ pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pr
         unmarked_packs: plan.unmarked.len() as u64,
         rewritten_packs: plan.rewritten.len() as u64,
         deleted_packs: plan.deleted.len() as u64,
-        left_packs: left_packs as u64,
+        deferred_packs: deferred_packs as u64,
     };
     if options.is_dry_run {
         return Ok(report);
@@ -133,7 +133,7 @@ pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pr
     let new_packs = rewrite_packs(repository, &index.files, &mut plan, &used, &uploads).await?;
     if plan.rewritten.is_empty() && plan.deleted.is_empty() {
         // Another run could not do the remaining work either, for example on damaged packs.
-        report.left_packs = 0;
+        report.deferred_packs = 0;
     }
     failpoint::trigger("files.prune.repacked")?;
     replace_index(repository, index, &plan, new_packs, options.now).await?;
@@ -228,7 +228,7 @@ async fn keep_needed_packs(
     Ok(())
 }
 
-/// Copies the used blobs of the packs to rewrite to new packs.
+/// Copies the used blobs of the packs in `plan.rewritten` to new packs.
 async fn rewrite_packs(
     repository: &Repository,
     index: &[(Id, IndexFile)],
@@ -251,7 +251,7 @@ async fn rewrite_packs(
     packs.sort_by_key(|pack| uploads.get(&pack.id));
     let budget = Arc::new(Semaphore::new(MAX_PACK_BYTES as usize));
     let mut unread = 0..packs.len();
-    // Tasks, because a read that is not polled while a new pack is uploaded could time out.
+    // The reads are tasks, because a read that is not polled while a new pack is uploaded could time out.
     let mut reads = JoinSet::new();
     loop {
         while reads.len() < MAX_CONCURRENT_REQUESTS

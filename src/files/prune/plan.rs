@@ -32,7 +32,7 @@ pub(crate) const MIN_MERGED_PACKS: usize = if cfg!(test) { 12 } else { 256 };
 /// Packs are not merged while the index has more blobs than this: until the merged packs are deleted, the index lists
 /// their blobs twice.
 const MAX_MERGED_INDEX_BLOBS: usize = MAX_SAVED_BLOBS / 2;
-/// An index with this many blobs counts as full. A save that fails with `Full` can leave fewer than
+/// An index with this many blobs counts as full. A save that fails with `TooManyBlobs` can leave fewer than
 /// [`MAX_SAVED_BLOBS`] in the index, because no index file lists its last packs.
 const MIN_FULL_INDEX_BLOBS: usize = MAX_SAVED_BLOBS / 20 * 19;
 
@@ -431,11 +431,11 @@ mod tests {
                 rewritten: (0..rewrites).map(|number| (Id::of(&(number + 9999).to_le_bytes()), 1)).collect(),
                 ..PrunePlan::default()
             };
-            let left = plan.limit_work(max_new_blobs);
+            let deferred = plan.limit_work(max_new_blobs);
             let merged = plan.marked.len();
             assert!(ids(merged).all(|pack| plan.marked.contains(&pack)), "the oldest are merged first");
             assert_eq!(plan.rewritten.len(), rewrites + merged);
-            (merged, left)
+            (merged, deferred)
         };
         let min = MIN_MERGED_PACKS;
         assert_eq!(merge(min, 0, usize::MAX), (min, 0));
@@ -469,12 +469,12 @@ mod tests {
             rewritten: ids(rewrites).map(|pack| (pack, 1)).collect(),
             ..PrunePlan::default()
         };
-        for (deletions, rewrites, left) in
+        for (deletions, rewrites, deferred) in
             [(MAX_DELETIONS, MAX_REWRITES, 0), (MAX_DELETIONS + 2, 0, 2), (0, MAX_REWRITES + 3, 3)]
         {
             let mut limited = plan(deletions, rewrites);
-            assert_eq!(limited.limit_work(usize::MAX), left);
-            assert_eq!(limited.deleted.len() + limited.marked.len() + left, deletions + rewrites);
+            assert_eq!(limited.limit_work(usize::MAX), deferred);
+            assert_eq!(limited.deleted.len() + limited.marked.len() + deferred, deletions + rewrites);
         }
     }
 }

@@ -39,7 +39,7 @@ pub(super) struct Batch {
     /// Parents come before their subdirectories.
     pub(super) directories: Vec<PlannedEntry>,
     pub(super) files: Vec<PlannedEntry>,
-    pub(super) links: Vec<PlannedEntry>,
+    pub(super) symlinks: Vec<PlannedEntry>,
     /// Additional names of files, each with the first name, which may be in an earlier batch.
     pub(super) hard_links: Vec<(PathBuf, PathBuf)>,
     pub(super) placements: Vec<ChunkPlacement>,
@@ -69,7 +69,7 @@ impl Batch {
         self.bytes += size_of::<PlannedEntry>() + path.as_os_str().len() + node.heap_bytes();
         match node.node_type {
             NodeType::Dir => self.directories.push(PlannedEntry { path, node }),
-            NodeType::Symlink => self.links.push(PlannedEntry { path, node }),
+            NodeType::Symlink => self.symlinks.push(PlannedEntry { path, node }),
             NodeType::File => {
                 let key = node.hard_link_key();
                 if let Some(first) = key.and_then(|key| hard_link_paths.find_or_insert(&path, key)) {
@@ -122,7 +122,7 @@ impl Batch {
         for PlannedEntry { path, .. } in &self.directories {
             target.create_directory(path).map_err(FilesError::io("create", path))?;
         }
-        for PlannedEntry { path, node } in &self.links {
+        for PlannedEntry { path, node } in &self.symlinks {
             let link_target = node.link_target().unwrap_or_default();
             target.create_symlink(path, &link_target).map_err(FilesError::io("create", path))?;
         }

@@ -87,8 +87,8 @@ impl AttributeWriter {
         let mut target = Target::open(target).map_err(FilesError::io("open", target))?;
         self.report.files += (batch.files.len() + batch.hard_links.len()) as u64;
         self.report.directories += batch.directories.len() as u64;
-        for PlannedEntry { path, node } in batch.links {
-            let result = apply_to_link(&mut target, &path, &self.owners.resolve(node));
+        for PlannedEntry { path, node } in batch.symlinks {
+            let result = apply_to_symlink(&mut target, &path, &self.owners.resolve(node));
             self.count_failure(&path, result);
         }
         for PlannedEntry { path, node } in batch.files {
@@ -145,7 +145,7 @@ fn change_owner(file: &File, uid: u32, gid: u32) -> io::Result<()> {
     if (meta.uid(), meta.gid()) == (uid, gid) { Ok(()) } else { fchown(file, Some(uid), Some(gid)) }
 }
 
-fn apply_to_link(target: &mut Target, path: &Path, attributes: &Attributes) -> io::Result<()> {
+fn apply_to_symlink(target: &mut Target, path: &Path, attributes: &Attributes) -> io::Result<()> {
     let (parent, name) = target.locate(path)?;
     let (uid, gid) = (Uid::from_raw(attributes.uid), Gid::from_raw(attributes.gid));
     let owner = rustix::fs::chownat(parent, name, Some(uid), Some(gid), AtFlags::SYMLINK_NOFOLLOW);

@@ -1,10 +1,10 @@
 //! Restores a snapshot, or some of its entries, to an empty directory.
 //!
 //! First all trees are read, to check that the target has enough space. Then the entries are restored in batches, so
-//! that memory use does not grow with their number: the directories, the links and the files (without content) are
-//! created, the chunks are read pack by pack and written to the files, and the owners, modes and times of files and
-//! links are set. Those of directories are set at the end. Names are checked when a tree is parsed, so no entry leads
-//! out of its directory.
+//! that memory use does not grow with their number: the directories, the symbolic links and the files (without content)
+//! are created, the chunks are read pack by pack and written to the files, the hard links are created, and the owners,
+//! modes and times of files and symbolic links are set. Those of directories are set at the end. Names are checked when
+//! a tree is parsed, so no entry leads out of its directory.
 
 mod batch;
 mod content;
@@ -257,8 +257,7 @@ impl Restore<'_> {
             }
             self.damaged.add(path.clone());
         }
-        let links = std::mem::take(&mut batch.hard_links);
-        for (path, first) in links {
+        for (path, first) in std::mem::take(&mut batch.hard_links) {
             if self.damaged_names.contains(&*first) {
                 self.damaged.add(path);
             } else {

@@ -1,5 +1,5 @@
 //! The target directory, in which entries are created and opened relative to their parents: a path below it may be
-//! longer than the system's limit for one path.
+//! longer than `PATH_MAX`.
 
 use std::ffi::OsStr;
 use std::fs::File;

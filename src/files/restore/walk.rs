@@ -92,7 +92,7 @@ impl<'a> Walk<'a> {
         Some((self.pending_paths.pop()?, self.pending.pop()?))
     }
 
-    /// Returns the entries of the next directory. A directory is returned before its entries. `None` at the end.
+    /// Returns the next directory with its entries; `None` at the end. Parents come before their subdirectories.
     ///
     /// # Errors
     /// If the store fails; [`FilesError::Corrupt`] if a tree is damaged or an entry is invalid, and it is not skipped.
@@ -114,7 +114,7 @@ impl<'a> Walk<'a> {
         }
         let mut valid = Vec::with_capacity(nodes.len());
         for node in nodes {
-            // Tree::parse has checked the names.
+            // `Tree::parse` has checked the names.
             let Some(name) = node.file_name() else { continue };
             let why = match (node.node_type, node.subtree) {
                 (NodeType::Dir, None) => "it has no tree",

@@ -166,13 +166,14 @@ impl DatabaseFiles {
         (is_locked && is_current).then_some(read_lock)
     }
 
-    /// Opens the database itself.
+    /// Opens the main file.
     pub(super) fn open(&self, directory: &OwnedFd) -> Option<File> {
-        open_in(directory, self.database()?, OFlags::NONBLOCK | OFlags::NOCTTY).ok().map(File::from)
+        open_in(directory, self.main_file_name()?, OFlags::NONBLOCK | OFlags::NOCTTY).ok().map(File::from)
     }
 
-    /// The name of the database file itself. The file must not change while the database is saved.
-    pub(super) fn database(&self) -> Option<&OsStr> {
+    /// The name of the main file, which contains the database itself. The file must not change while the database is
+    /// saved.
+    pub(super) fn main_file_name(&self) -> Option<&OsStr> {
         self.names.first().map(OsString::as_os_str)
     }
 }

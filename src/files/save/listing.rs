@@ -9,7 +9,7 @@ use rustix::fs::Dir;
 
 use super::entry_stat::{CACHE_TAG, has_cache_tag};
 use super::walk::{EntryError, MAX_DIRECTORY_BYTES, Walker};
-use crate::tree::NODE_BYTES;
+use crate::tree::TYPICAL_NODE_BYTES;
 
 /// Directories with more entries, or whose tree would be larger than [`MAX_DIRECTORY_BYTES`], are not saved: a tree is
 /// one blob, which is parsed in memory.
@@ -32,7 +32,7 @@ impl Walker<'_> {
             let name = entry.file_name().to_bytes();
             if !matches!(name, b"." | b"..") {
                 names.push(OsStr::from_bytes(name).to_owned());
-                bytes += NODE_BYTES + name.len();
+                bytes += TYPICAL_NODE_BYTES + name.len();
                 // Checked for each name: the names in a directory with millions of entries could exhaust memory.
                 check_size(names.len(), bytes)?;
             }

@@ -103,7 +103,7 @@ impl Walker<'_> {
 
 /// Whether a database has not changed since it was saved.
 fn is_unchanged(directory: &OwnedFd, database: &DatabaseFiles, nodes: &[Node]) -> bool {
-    let Some(name) = database.database() else { return true };
+    let Some(name) = database.main_file_name() else { return true };
     let saved = nodes.iter().find(|node| node.file_name().as_deref() == Some(name));
     let saved = saved.filter(|node| node.node_type == NodeType::File).map(StatFingerprint::from_node);
     saved.is_none_or(|saved| {

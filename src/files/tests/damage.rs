@@ -9,7 +9,7 @@ use crate::pack::BlobType;
 use crate::prune::{PruneOptions, prune};
 use crate::repository::{ObjectKind, list_objects};
 use crate::retention::RetentionPolicy;
-use crate::verify::{find_unindexed, find_unusable_snapshot};
+use crate::verify::{find_unindexed_blob, find_unusable_snapshot};
 
 /// Flips a bit of a blob in the store.
 pub(super) async fn damage(fixture: &Fixture, blob_type: BlobType, id: Id) {
@@ -85,7 +85,7 @@ async fn snapshot_whose_root_directory_is_lost_is_found() {
         history.find_readable_snapshot(Path::new(""), Timestamp::MAX).await.unwrap().unwrap().0,
         saved.id
     );
-    assert!(find_unindexed(&repository, &repository, &saved.snapshot).await.unwrap().is_none());
+    assert!(find_unindexed_blob(&repository, &repository, &saved.snapshot).await.unwrap().is_none());
 }
 
 #[tokio::test]
@@ -94,17 +94,17 @@ async fn lost_key_file_and_index_are_detected_and_rewritten() {
     fixture.write("dir/file", "content");
     let saved = fixture.save().await;
     let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
-    assert!(find_unindexed(&repository, &repository, &saved.snapshot).await.unwrap().is_none());
+    assert!(find_unindexed_blob(&repository, &repository, &saved.snapshot).await.unwrap().is_none());
     repository.check_key_file().await.unwrap();
     for folder in ["keys", "index"] {
         for object in list_objects(&fixture.bucket, &root().join(folder)).await.unwrap() {
             repository.delete(&object.location).await.unwrap();
         }
     }
-    let error = find_unindexed(&repository, &repository, &saved.snapshot).await.unwrap().unwrap();
+    let error = find_unindexed_blob(&repository, &repository, &saved.snapshot).await.unwrap().unwrap();
     assert!(error.is_damage() && error.to_string().contains("rebuild-index"), "{error}");
     // Any holder of the slot's store credentials can create such objects.
-    let other_key = RepositoryKey::generate().unwrap().key_file(jiff::Timestamp::now()).unwrap();
+    let other_key = RepositoryKey::generate().unwrap().create_key_file(jiff::Timestamp::now()).unwrap();
     let mut too_long = other_key.clone();
     too_long.resize(1 << 20, b' ');
     for forged in [br#"{"kdf":"","salt":"","data":""}"#.to_vec(), other_key, too_long] {
@@ -120,13 +120,13 @@ async fn lost_key_file_and_index_are_detected_and_rewritten() {
     fixture.restart().await;
     let saved = fixture.save().await;
     repository.check_key_file().await.unwrap();
-    assert!(find_unindexed(&repository, &repository, &saved.snapshot).await.unwrap().is_none());
+    assert!(find_unindexed_blob(&repository, &repository, &saved.snapshot).await.unwrap().is_none());
     fixture.restic().check().unwrap();
 }
 
 /// The entry that cannot be read now is still in the trees of the lost snapshot.
 #[tokio::test]
-async fn lost_snapshot_is_replaced_with_its_unreadable_entries() {
+async fn replacement_of_lost_snapshot_keeps_unreadable_entries() {
     let mut fixture = Fixture::new().await;
     fixture.write("dir/sound", "content");
     let unreadable = fixture.write("dir/unreadable", "earlier content");
@@ -170,7 +170,7 @@ async fn snapshot_with_damaged_home_directory_is_not_readable() {
 
 /// The machine can repair its latest snapshot, and with it the others that share the damaged directory.
 #[tokio::test]
-async fn prune_does_not_advise_to_remove_protected_snapshot() {
+async fn prune_does_not_advise_removing_protected_snapshot() {
     let mut fixture = Fixture::new().await;
     fixture.write("shared/file", "lost");
     let protected = fixture.save().await;
@@ -181,7 +181,7 @@ async fn prune_does_not_advise_to_remove_protected_snapshot() {
     let lost = history.find(&protected.snapshot, Path::new("shared")).await.unwrap().unwrap();
     damage(&fixture, BlobType::Tree, lost.node.subtree.unwrap()).await;
     let policy = RetentionPolicy::default();
-    let options = PruneOptions { policy, protected: vec![protected.id], ..pruning::days_later(0) };
+    let options = PruneOptions { policy, protected: vec![protected.id], ..pruning::prune_options_after(0) };
     let error = prune(&repository, &options).await.unwrap_err();
     let text = error.to_string();
     assert!(error.is_damage() && text.contains(&format!("snapshot {}", protected.id)), "{text}");
@@ -204,7 +204,7 @@ async fn prune_names_the_snapshot_with_a_lost_directory() {
     let lost = history.find(&earlier.snapshot, Path::new("projects/app")).await.unwrap().unwrap();
     damage(&fixture, BlobType::Tree, lost.node.subtree.unwrap()).await;
     let policy = RetentionPolicy::default();
-    let options = PruneOptions { policy, is_dry_run: true, ..pruning::days_later(0) };
+    let options = PruneOptions { policy, is_dry_run: true, ..pruning::prune_options_after(0) };
     let error = prune(&repository, &options).await.unwrap_err();
     assert!(error.is_damage(), "{error}");
     let text = error.to_string();
@@ -223,7 +223,7 @@ async fn objects_in_other_folders_are_ignored() {
         fixture.bucket.put(&object.into(), "forged").await.unwrap();
     }
     let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
-    assert!(find_unindexed(&repository, &repository, &saved.snapshot).await.unwrap().is_none());
+    assert!(find_unindexed_blob(&repository, &repository, &saved.snapshot).await.unwrap().is_none());
     assert!(find_unusable_snapshot(&repository, &repository).await.unwrap().is_none());
     assert!(repository.list_packs().await.unwrap().iter().all(|(id, _)| id.to_string() != name));
     fixture.assert_restores(&saved).await;

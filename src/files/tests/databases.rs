@@ -117,8 +117,8 @@ async fn busy_database_is_read_under_a_lock() {
     }
 }
 
-/// The database is larger than those that are locked regardless of the last read, but is read in time once its chunks
-/// are known.
+/// The database is larger than `MAX_ALWAYS_LOCKED_BYTES`, so it is locked only if the last read was fast enough, which
+/// is the case once its chunks are stored.
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "long: a database of 400 MiB"]
 async fn large_busy_database_is_read_under_a_lock() {

@@ -248,8 +248,8 @@ async fn damaged_tree_is_written_again() {
         assert_eq!(fs::read_to_string(target.path().join("directory/file")).unwrap(), "content");
         fixture.restart().await;
     }
-    pruning::run(&fixture, &pruning::days_later(3)).await;
-    pruning::run(&fixture, &pruning::days_later(9)).await;
+    pruning::run_prune(&fixture, &pruning::prune_options_after(3)).await;
+    pruning::run_prune(&fixture, &pruning::prune_options_after(9)).await;
     let (target, _) = fixture.restore(&second_save.snapshot).await;
     assert_eq!(fs::read_to_string(target.path().join("directory/other")).unwrap(), "more");
 }
@@ -265,7 +265,7 @@ async fn small_index_files_are_merged() {
     assert_eq!(repository.list(ObjectKind::Index).await.unwrap().len(), 20);
     let options = crate::prune::PruneOptions {
         policy: crate::retention::RetentionPolicy::default(),
-        ..pruning::days_later(0)
+        ..pruning::prune_options_after(0)
     };
     crate::prune::prune(&repository, &options).await.unwrap();
     assert_eq!(repository.list(ObjectKind::Index).await.unwrap().len(), 1);

@@ -21,7 +21,7 @@ pub(super) struct Faults {
     percent: AtomicUsize,
     /// The seed of the next decision.
     next_seed: AtomicUsize,
-    repeats_writes: AtomicBool,
+    should_repeat_writes: AtomicBool,
 }
 
 impl Faults {
@@ -32,7 +32,7 @@ impl Faults {
 
     /// From now on, each write is repeated, as the store's client does if the response is lost.
     pub(super) fn repeat_writes(&self) {
-        self.repeats_writes.store(true, Ordering::Relaxed);
+        self.should_repeat_writes.store(true, Ordering::Relaxed);
     }
 
     fn should_fail(&self) -> bool {
@@ -87,7 +87,7 @@ impl fmt::Display for FaultyStore {
 impl ObjectStore for FaultyStore {
     async fn put_opts(&self, location: &Path, payload: PutPayload, options: PutOptions) -> Result<PutResult> {
         self.faults.check()?;
-        if self.faults.repeats_writes.load(Ordering::Relaxed) {
+        if self.faults.should_repeat_writes.load(Ordering::Relaxed) {
             self.inner.put_opts(location, payload.clone(), options.clone()).await?;
         }
         let result = self.inner.put_opts(location, payload, options).await?;

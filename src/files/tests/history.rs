@@ -23,8 +23,8 @@ impl Fixture {
     }
 }
 
-/// Whether the entry existed, for each version.
-fn existing(page: &VersionPage) -> Vec<bool> {
+/// Returns whether the entry existed, for each version.
+fn existence_by_version(page: &VersionPage) -> Vec<bool> {
     page.versions.iter().map(|version| version.entry.is_some()).collect()
 }
 
@@ -45,17 +45,20 @@ async fn list_versions_starts_new_version_on_each_change() {
     }
     let history = fixture.history().await;
     let page = history.list_versions(Path::new("dir/file"), ALL).await.unwrap();
-    assert_eq!(existing(&page), [true, false, true, true], "{page:?}");
+    assert_eq!(existence_by_version(&page), [true, false, true, true], "{page:?}");
     assert_eq!((page.next_before, page.damaged_snapshots), (None, 0));
     let oldest = page.versions.last().unwrap();
     assert_eq!(oldest.first_saved_at, saved[1].snapshot.time);
     assert_eq!((oldest.last_saved_at, oldest.snapshot), (saved[2].snapshot.time, saved[2].id));
     // A directory changes with its entries.
     let page = history.list_versions(Path::new("dir"), ALL).await.unwrap();
-    assert_eq!(existing(&page), [true; 4]);
-    assert_eq!(existing(&history.list_versions(Path::new("none"), ALL).await.unwrap()), [] as [bool; 0]);
+    assert_eq!(existence_by_version(&page), [true; 4]);
     assert_eq!(
-        existing(&history.list_versions(Path::new("dir/file/x"), ALL).await.unwrap()),
+        existence_by_version(&history.list_versions(Path::new("none"), ALL).await.unwrap()),
+        [] as [bool; 0]
+    );
+    assert_eq!(
+        existence_by_version(&history.list_versions(Path::new("dir/file/x"), ALL).await.unwrap()),
         [] as [bool; 0]
     );
 
@@ -65,7 +68,7 @@ async fn list_versions_starts_new_version_on_each_change() {
         let mut query = VersionQuery { limit, ..ALL };
         loop {
             let page = history.list_versions(Path::new("dir/file"), query).await.unwrap();
-            versions.extend(existing(&page));
+            versions.extend(existence_by_version(&page));
             query.before = page.next_before;
             if page.next_before.is_none() {
                 break;
@@ -202,7 +205,7 @@ async fn open_latest_reads_one_snapshot_unless_damaged() {
     let open = async |latest| History::open_latest(repository.clone(), Some(latest)).await.unwrap();
     let history = open(first.id).await;
     assert_eq!(history.find_snapshot(None).unwrap().0, first.id);
-    assert!(history.find_by_id(second.id).is_none(), "only one snapshot is read");
+    assert!(history.find_snapshot_by_id(second.id).is_none(), "only one snapshot is read");
     let path = root().join("snapshots").join(first.id.to_string());
     fixture.bucket.put(&path, b"damaged".to_vec()).await.unwrap();
     for damaged_or_missing in [first.id, Id::of(b"missing")] {

@@ -6,7 +6,7 @@ use std::process::Command;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
-use super::pruning::{days_later, fixture_with_history};
+use super::pruning::{fixture_with_history, prune_options_after};
 use super::*;
 use crate::verify::{PackShare, verify};
 use crate::{prune, restore as restoring, save as saving};
@@ -45,7 +45,7 @@ async fn child_process_runs_its_job() {
             restore(saver.repository(), &snapshot, &options, &progress).await.unwrap();
         }
         Action::Prune { now, protected } => {
-            let options = prune::PruneOptions { now, protected, ..days_later(0) };
+            let options = prune::PruneOptions { now, protected, ..prune_options_after(0) };
             prune::prune(saver.repository(), &options).await.unwrap();
         }
     }
@@ -138,16 +138,16 @@ async fn prune_survives_kills() {
         let mut kills = 0;
         for days in [3, 6] {
             let protected = Vec::new();
-            let action = Action::Prune { now: days_later(days).now, protected };
+            let action = Action::Prune { now: prune_options_after(days).now, protected };
             kills += u32::from(fixture.run_killed_at(point, action));
             fixture.assert_snapshots_are_complete().await;
-            pruning::run(&fixture, &days_later(days)).await;
+            pruning::run_prune(&fixture, &prune_options_after(days)).await;
             assert_eq!(fixture.assert_snapshots_are_complete().await, 1, "{point}");
         }
         assert!(kills > 0, "no run reached {point}");
         let (target, _) = fixture.restore(&fixture.last.clone().unwrap().1).await;
         assert_same(&describe(target.path()), &describe(&fixture.home()));
-        let report = pruning::run(&fixture, &days_later(20)).await;
+        let report = pruning::run_prune(&fixture, &prune_options_after(20)).await;
         assert_eq!((report.marked_packs, report.removed_snapshots), (0, 0), "{point}: {report:?}");
     }
 }

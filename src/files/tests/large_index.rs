@@ -3,7 +3,7 @@
 
 use jiff::Timestamp;
 
-use super::pruning::{days_later, run};
+use super::pruning::{prune_options_after, run_prune};
 use super::*;
 use crate::index::{IndexFile, IndexedPack};
 use crate::pack::{BlobType, PackedBlob};
@@ -26,7 +26,7 @@ fn index_entries(name: &str, count: usize, blobs: usize) -> Vec<IndexedPack> {
     (0..count).map(pack).collect()
 }
 
-/// Returns an index file in which such packs were marked for deletion at `time`.
+/// Returns an index file in which `count` packs with `blobs` blobs each were marked for deletion at `time`.
 fn index_of_marked_packs(name: &str, count: usize, blobs: usize, time: Timestamp) -> IndexFile {
     let packs = index_entries(name, count, blobs).into_iter();
     let packs_to_delete = packs.map(|pack| IndexedPack { time: Some(time), ..pack }).collect();
@@ -51,7 +51,7 @@ async fn packs_in_several_index_files_count_once() {
     }
     fixture.restore(&saved.snapshot).await;
     assert_eq!(repository.list(ObjectKind::Index).await.unwrap().len(), 3);
-    run(&fixture, &days_later(0)).await;
+    run_prune(&fixture, &prune_options_after(0)).await;
     let index = repository.load_index_to_prune().await.unwrap();
     assert!(index.files_with_duplicates.is_empty(), "pruning removes one of the copies");
     let packs = index.files.iter().flat_map(|(_, file)| &file.packs);
@@ -73,7 +73,7 @@ async fn pruning_replaces_files_that_another_run_may_delete() {
         repository.write_json(ObjectKind::Index, &file).await.unwrap();
         let earlier = repository.list(ObjectKind::Index).await.unwrap();
         assert_eq!(earlier.len(), 2);
-        run(&fixture, &days_later(0)).await;
+        run_prune(&fixture, &prune_options_after(0)).await;
         let later = repository.list(ObjectKind::Index).await.unwrap();
         assert!(earlier.iter().all(|id| !later.contains(id)), "marked: {is_marked}");
         fixture.restore(&saved.snapshot).await;
@@ -86,7 +86,7 @@ async fn pruning_splits_large_index_files() {
     let deleted = index_of_marked_packs("deleted", 1, 1, Timestamp::UNIX_EPOCH);
     let large = IndexFile { packs: index_entries("large", 100, 100), ..deleted };
     repository.write_json(ObjectKind::Index, &large).await.unwrap();
-    run(&fixture, &days_later(0)).await;
+    run_prune(&fixture, &prune_options_after(0)).await;
     let index = repository.load_index().await.unwrap();
     let counts: Vec<usize> = index.iter().map(|(_, file)| file.blob_count()).collect();
     assert!(counts.iter().all(|count| *count <= 2_000), "{counts:?}");
@@ -107,7 +107,7 @@ async fn write_json_refuses_objects_too_large_to_read() {
 
 /// Someone with a stolen key could list other blobs for a genuine pack.
 #[tokio::test]
-async fn forged_list_of_a_pack_does_not_replace_the_genuine_one() {
+async fn forged_listing_of_a_pack_does_not_replace_the_genuine_one() {
     let (fixture, saved, repository) = fixture_with_file().await;
     let (_, mut forged) = repository.load_index().await.unwrap().remove(0);
     forged.packs.iter_mut().flat_map(|pack| &mut pack.blobs).for_each(|blob| blob.id = Id::of(b"other"));
@@ -116,7 +116,7 @@ async fn forged_list_of_a_pack_does_not_replace_the_genuine_one() {
         repository.write_json(ObjectKind::Index, &forged).await.unwrap();
     }
     fixture.restore(&saved.snapshot).await;
-    run(&fixture, &days_later(0)).await;
+    run_prune(&fixture, &prune_options_after(0)).await;
     fixture.restore(&saved.snapshot).await;
 }
 
@@ -129,7 +129,7 @@ async fn pruning_shrinks_an_index_that_is_too_large_to_read() {
     }
     let error = repository.load_index().await.unwrap_err();
     assert!(matches!(error, FilesError::Corrupt { .. }), "{error}");
-    run(&fixture, &days_later(0)).await;
+    run_prune(&fixture, &prune_options_after(0)).await;
     fixture.restore(&saved.snapshot).await;
 }
 

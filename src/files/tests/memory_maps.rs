@@ -24,7 +24,7 @@ while True:
         except BlockingIOError:
             pass
 "#;
-/// The file system type of tmpfs, which does not record the times of such changes.
+/// The file system type of tmpfs, which does not record the times of changes through a memory map.
 const TMPFS_MAGIC: i64 = 0x0102_1994;
 
 #[tokio::test(flavor = "multi_thread")]
@@ -32,7 +32,7 @@ async fn save_detects_last_write_through_memory_map() {
     // The directory for temporary files may be in memory.
     let home = tempfile::tempdir_in("/var/tmp").unwrap();
     if rustix::fs::statfs(home.path()).unwrap().f_type == TMPFS_MAGIC {
-        kit::skip::record("/var/tmp is in memory, where writes through a memory map are not detected");
+        kit::skip::record("tmpfs in /var/tmp does not record the times of changes through a memory map");
         return;
     }
     let mut fixture = Fixture::new().await;

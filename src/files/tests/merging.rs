@@ -1,7 +1,7 @@
 //! Pruning merges small packs. Snapshots stay restorable, even if one of the packs is damaged.
 
 use super::damage::damage;
-use super::pruning::{days_later, run};
+use super::pruning::{prune_options_after, run_prune};
 use super::*;
 use crate::pack::BlobType;
 use crate::prune::{MIN_MERGED_PACKS, PruneOptions};
@@ -23,29 +23,30 @@ async fn fixture_with_small_packs() -> (Fixture, Repository, SaveResult) {
 #[tokio::test]
 async fn small_packs_are_merged_into_one() {
     let (fixture, repository, saved) = fixture_with_small_packs().await;
-    let dry_run = run(&fixture, &PruneOptions { is_dry_run: true, ..days_later(3) }).await;
-    let merged = run(&fixture, &days_later(3)).await;
+    let dry_run = run_prune(&fixture, &PruneOptions { is_dry_run: true, ..prune_options_after(3) }).await;
+    let merged = run_prune(&fixture, &prune_options_after(3)).await;
     assert_eq!(dry_run, merged);
     assert_eq!(merged.rewritten_packs, MIN_MERGED_PACKS as u64, "{merged:?}");
     fixture.assert_restores(&saved).await;
-    run(&fixture, &days_later(6)).await;
+    run_prune(&fixture, &prune_options_after(6)).await;
     fixture.assert_restores(&saved).await;
     // One pack contains the chunks, the other the trees of the only snapshot.
     assert_eq!(repository.list_packs().await.unwrap().len(), 2);
-    let last = run(&fixture, &days_later(9)).await;
+    let last = run_prune(&fixture, &prune_options_after(9)).await;
     assert_eq!((last.rewritten_packs, last.marked_packs, last.deleted_packs), (0, 0, 0));
 }
 
 #[tokio::test]
 async fn damaged_pack_is_not_merged() {
     let (mut fixture, repository, _) = fixture_with_small_packs().await;
-    // In the store, the damaged pack is younger than the last snapshot.
+    // Damaging a pack rewrites its object, so the pack is then newer than the latest snapshot. Pruning considers it
+    // only after another save.
     damage(&fixture, BlobType::Data, Id::of(&fs::read(fixture.home().join("file3")).unwrap())).await;
     fixture.write("extra", random_bytes(1000));
     let saved = fixture.save().await;
-    let merged = run(&fixture, &days_later(3)).await;
+    let merged = run_prune(&fixture, &prune_options_after(3)).await;
     assert_eq!(merged.rewritten_packs, MIN_MERGED_PACKS as u64 + 1, "{merged:?}");
-    run(&fixture, &days_later(6)).await;
+    run_prune(&fixture, &prune_options_after(6)).await;
     assert_eq!(repository.list_packs().await.unwrap().len(), 3, "the damaged pack remains");
     let target = tempfile::tempdir().unwrap();
     let options = RestoreOptions {

@@ -26,7 +26,7 @@ const NEWEST: RetentionPolicy = RetentionPolicy {
 };
 
 /// Returns the options for a run in `days` days that keeps only the newest snapshot.
-pub(super) fn days_later(days: i64) -> PruneOptions {
+pub(super) fn prune_options_after(days: i64) -> PruneOptions {
     let hours = SignedDuration::from_hours;
     let (policy, grace_period, now) = (NEWEST, hours(48), Timestamp::now() + hours(24 * days));
     PruneOptions {
@@ -39,7 +39,7 @@ pub(super) fn days_later(days: i64) -> PruneOptions {
     }
 }
 
-pub(super) async fn run(fixture: &Fixture, options: &PruneOptions) -> PruneReport {
+pub(super) async fn run_prune(fixture: &Fixture, options: &PruneOptions) -> PruneReport {
     prune(&fixture.open(&fixture.key).await.unwrap().unwrap(), options).await.unwrap()
 }
 
@@ -63,20 +63,29 @@ pub(super) async fn fixture_with_history(mut fixture: Fixture) -> Fixture {
 async fn pruning_frees_space_in_two_phases() {
     let fixture = fixture_with_history(Fixture::new().await).await;
     let before = bytes_in_packs(&fixture).await;
-    assert_eq!(run(&fixture, &PruneOptions { is_dry_run: true, ..days_later(3) }).await.removed_snapshots, 5);
+    assert_eq!(
+        run_prune(&fixture, &PruneOptions { is_dry_run: true, ..prune_options_after(3) })
+            .await
+            .removed_snapshots,
+        5
+    );
     assert_eq!(fixture.open(&fixture.key).await.unwrap().unwrap().list_snapshots().await.unwrap().len(), 6);
 
-    let young = run(&fixture, &days_later(1)).await;
+    let young = run_prune(&fixture, &prune_options_after(1)).await;
     assert_eq!((young.removed_snapshots, young.marked_packs, young.deleted_packs), (5, 0, 0));
-    let marked = run(&fixture, &days_later(3)).await;
+    let marked = run_prune(&fixture, &prune_options_after(3)).await;
     assert!(marked.marked_packs >= 4 && marked.deleted_packs == 0, "{marked:?}");
-    assert_eq!(run(&fixture, &days_later(4)).await.deleted_packs, 0, "the grace period has not ended");
-    let deleted = run(&fixture, &days_later(6)).await;
+    assert_eq!(
+        run_prune(&fixture, &prune_options_after(4)).await.deleted_packs,
+        0,
+        "the grace period has not ended"
+    );
+    let deleted = run_prune(&fixture, &prune_options_after(6)).await;
     assert_eq!(deleted.deleted_packs, marked.marked_packs);
     let after = bytes_in_packs(&fixture).await;
     assert!(after < before / 3, "{after} of {before} bytes");
     assert_eq!(
-        run(&fixture, &days_later(9)).await,
+        run_prune(&fixture, &prune_options_after(9)).await,
         PruneReport { kept_snapshots: 1, ..PruneReport::default() }
     );
 
@@ -91,7 +100,8 @@ async fn protected_snapshot_survives_with_its_packs() {
     let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
     let (oldest, snapshot) = repository.list_snapshots().await.unwrap().pop().unwrap();
     for days in [3, 6, 9] {
-        let pruned = run(&fixture, &PruneOptions { protected: vec![oldest], ..days_later(days) }).await;
+        let pruned =
+            run_prune(&fixture, &PruneOptions { protected: vec![oldest], ..prune_options_after(days) }).await;
         assert_eq!(pruned.kept_snapshots, 2);
     }
     let (target, _) = fixture.restore(&snapshot).await;
@@ -114,12 +124,15 @@ async fn last_snapshot_of_earlier_machine_is_kept() {
         }
     }
     let policy = RetentionPolicy { last_of_machine: SignedDuration::from_hours(24 * 90), ..NEWEST };
-    let pruned = run(&fixture, &PruneOptions { policy, ..days_later(3) }).await;
+    let pruned = run_prune(&fixture, &PruneOptions { policy, ..prune_options_after(3) }).await;
     assert_eq!((pruned.kept_snapshots, pruned.removed_snapshots), (2, 2));
     let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
     let kept = repository.list_snapshots().await.unwrap();
     assert!(kept.iter().any(|(id, _)| Some(*id) == last_of_first));
-    assert_eq!(run(&fixture, &PruneOptions { policy, ..days_later(91) }).await.removed_snapshots, 1);
+    assert_eq!(
+        run_prune(&fixture, &PruneOptions { policy, ..prune_options_after(91) }).await.removed_snapshots,
+        1
+    );
 }
 
 #[tokio::test]
@@ -130,12 +143,12 @@ async fn save_after_marking_does_not_rely_on_marked_packs() {
     fixture.save().await;
     fs::remove_file(&path).unwrap();
     fixture.save().await;
-    run(&fixture, &days_later(3)).await;
+    run_prune(&fixture, &prune_options_after(3)).await;
     // Save the same content again, in the process that has the marked blobs in memory.
     fs::write(&path, &content).unwrap();
     let saved = fixture.save().await;
     assert!(saved.uploaded_bytes > 600_000, "{} bytes", saved.uploaded_bytes);
-    run(&fixture, &days_later(6)).await;
+    run_prune(&fixture, &prune_options_after(6)).await;
     let (target, _) = fixture.restore(&saved.snapshot).await;
     assert_eq!(fs::read(target.path().join("file")).unwrap(), content);
 }
@@ -150,12 +163,12 @@ async fn marked_pack_that_is_needed_again_is_unmarked() {
     };
     fs::remove_file(fixture.home().join("file")).unwrap();
     fixture.save().await;
-    run(&fixture, &days_later(3)).await;
+    run_prune(&fixture, &prune_options_after(3)).await;
     // A save that began before the marking refers to the marked packs.
     let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
     repository.write_json(crate::repository::ObjectKind::Snapshot, &snapshot).await.unwrap();
     let protected = repository.list_snapshots().await.unwrap().into_iter().map(|(id, _)| id).collect();
-    let pruned = run(&fixture, &PruneOptions { protected, ..days_later(6) }).await;
+    let pruned = run_prune(&fixture, &PruneOptions { protected, ..prune_options_after(6) }).await;
     assert!(pruned.unmarked_packs > 0 && pruned.deleted_packs == 0, "{pruned:?}");
     let (target, _) = fixture.restore(&snapshot).await;
     assert_eq!(fs::metadata(target.path().join("file")).unwrap().len(), 600_000, "{id}");
@@ -172,9 +185,9 @@ async fn partly_used_pack_is_rewritten() {
         fs::remove_file(fixture.home().join(format!("{n}"))).unwrap();
     }
     let saved = fixture.save().await;
-    let pruned = run(&fixture, &days_later(3)).await;
+    let pruned = run_prune(&fixture, &prune_options_after(3)).await;
     assert_eq!(pruned.rewritten_packs, 1);
-    run(&fixture, &days_later(6)).await;
+    run_prune(&fixture, &prune_options_after(6)).await;
     let after = bytes_in_packs(&fixture).await;
     assert!((50_000..60_000).contains(&after), "{after} bytes");
     let (target, _) = fixture.restore(&saved.snapshot).await;
@@ -192,13 +205,13 @@ async fn marked_pack_is_deleted_while_its_copy_is_rewritten() {
     let first_packs = repository.list_packs().await.unwrap();
     fs::remove_file(fixture.home().join("file")).unwrap();
     fixture.save().await;
-    run(&fixture, &days_later(3)).await;
+    run_prune(&fixture, &prune_options_after(3)).await;
     fixture.write("file", &content);
     fixture.write("large", random_bytes(400_000));
     fixture.save().await;
     fs::remove_file(fixture.home().join("large")).unwrap();
     let saved = fixture.save().await;
-    assert_eq!(run(&fixture, &days_later(6)).await.rewritten_packs, 1);
+    assert_eq!(run_prune(&fixture, &prune_options_after(6)).await.rewritten_packs, 1);
     let packs = repository.list_packs().await.unwrap();
     assert!(first_packs.iter().all(|(id, _)| packs.iter().all(|(pack, _)| pack != id)), "{packs:?}");
     let (target, _) = fixture.restore(&saved.snapshot).await;
@@ -275,7 +288,7 @@ async fn damage_is_traced_to_files_and_repaired() {
     }
     // Pruning succeeds and keeps the sound copy, even though the damaged pack has the blob as well.
     for days in [4, 8, 12] {
-        run(&fixture, &days_later(days)).await;
+        run_prune(&fixture, &prune_options_after(days)).await;
         let index = repository.load_index().await.unwrap();
         let has_copy = |pack: &IndexedPack| {
             pack.id != damaged_pack && pack.blobs.iter().any(|blob| blob.id == lost_blob)
@@ -412,8 +425,8 @@ async fn forged_index_deletes_no_genuine_pack() {
         repository.write_json(ObjectKind::Index, &forged).await.unwrap();
         let mut planned_deletions = 0;
         for days in [3, 6, 9, 12] {
-            let options = PruneOptions { protected: protected.clone(), ..days_later(days) };
-            planned_deletions += run(&fixture, &options).await.deleted_packs;
+            let options = PruneOptions { protected: protected.clone(), ..prune_options_after(days) };
+            planned_deletions += run_prune(&fixture, &options).await.deleted_packs;
         }
         assert!(planned_deletions > 0);
         let remaining: Vec<Id> =
@@ -448,7 +461,7 @@ async fn forged_listing_removes_no_blob_from_the_index() {
         };
         let packs = vec![IndexedPack { id: pack, blobs: vec![blob], time: None }];
         repository.write_json(ObjectKind::Index, &IndexFile { packs, ..IndexFile::default() }).await.unwrap();
-        run(&fixture, &days_later(days)).await;
+        run_prune(&fixture, &prune_options_after(days)).await;
         let (target, _) = fixture.restore(&saved.snapshot).await;
         assert_same(&describe(target.path()), &describe(&fixture.home()));
     }

@@ -52,7 +52,7 @@ struct Writer {
 
 impl Writer {
     /// Lists the home directory, and the directories and files below it.
-    fn paths(&self) -> (Vec<PathBuf>, Vec<PathBuf>) {
+    fn list_paths(&self) -> (Vec<PathBuf>, Vec<PathBuf>) {
         let (mut directories, mut files) = (vec![PathBuf::new()], Vec::new());
         let mut next = 0;
         while next < directories.len() {
@@ -75,7 +75,7 @@ impl Writer {
 
     /// Makes one change. A change that is not possible is skipped.
     fn change(&mut self) {
-        let (directories, files) = self.paths();
+        let (directories, files) = self.list_paths();
         let name = format!("n{}", self.random.below(12));
         let new = self.random.choose(&directories).unwrap().join(name);
         let file = self.random.choose(&files).cloned().unwrap_or_else(|| new.clone());
@@ -90,16 +90,16 @@ impl Writer {
         };
         let length = self.random.below(length + 1);
         let content = self.random.bytes(length);
-        let is_plain = !is_link && full_file.is_file();
+        let is_regular = !is_link && full_file.is_file();
         let result = match self.random.below(13) {
             0..=2 => fs::write(&full_new, content),
-            3 if is_plain => {
+            3 if is_regular => {
                 File::options().append(true).open(&full_file).and_then(|mut file| file.write_all(&content))
             }
-            4 if is_plain => {
+            4 if is_regular => {
                 File::options().write(true).open(&full_file).and_then(|file| file.write_all_at(&content, 10))
             }
-            5 if is_plain => {
+            5 if is_regular => {
                 File::options().write(true).open(&full_file).and_then(|file| file.set_len(length as u64 / 2))
             }
             6 => fs::remove_file(&full_file),
@@ -120,11 +120,11 @@ impl Writer {
                 }
             }
             10 => fs::rename(&full_file, &full_new),
-            11 if is_plain => {
+            11 if is_regular => {
                 let mode = [0o600, 0o644, 0o4755, 0o400][self.random.below(4)];
                 fs::set_permissions(&full_file, Permissions::from_mode(mode))
             }
-            12 if self.random.chance(20) && is_plain => {
+            12 if self.random.chance(20) && is_regular => {
                 self.has_hard_links = true;
                 fs::hard_link(&full_file, &full_new)
             }
@@ -244,7 +244,7 @@ fn failed_by_outage<T>(result: Result<T, FilesError>, seed: u64) -> bool {
 
 fn prune_options(protected: Vec<Id>, days: i64) -> PruneOptions {
     let policy = RetentionPolicy { newest: 0, all: SignedDuration::ZERO, ..RetentionPolicy::default() };
-    PruneOptions { protected, policy, ..pruning::days_later(days) }
+    PruneOptions { protected, policy, ..pruning::prune_options_after(days) }
 }
 
 /// Saves a random number of times while the store fails at random. After a failed save, the next one uses the same

@@ -49,7 +49,7 @@ async fn restic_checks_a_pruned_repository() {
     }
     fixture.save().await;
     for days in [3, 6] {
-        let pruned = pruning::run(&fixture, &pruning::days_later(days)).await;
+        let pruned = pruning::run_prune(&fixture, &pruning::prune_options_after(days)).await;
         assert!(pruned.marked_packs + pruned.deleted_packs > 0);
         restic.check().unwrap();
     }

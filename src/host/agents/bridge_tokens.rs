@@ -43,7 +43,7 @@ impl AgentTokens {
             .fill(&mut bytes)
             .map_err(|_| anyhow::anyhow!("the system's random number generator failed"))?;
         let secret = SecretString::from(format!("svc_agent_{}", hex::encode(bytes)));
-        let digest = digest(secret.expose_secret());
+        let digest = hash_token(secret.expose_secret());
         let grant = BridgeGrant { dispatch: dispatch.to_owned(), apps: apps.into() };
         self.lock().insert(digest, grant);
         Ok(AgentToken { secret, digest, tokens: Arc::clone(self) })
@@ -52,7 +52,7 @@ impl AgentTokens {
     /// Finds the access that a token grants; `None` if the token is not valid.
     pub fn find(&self, token: &str) -> Option<BridgeGrant> {
         // Looking up a digest leaks nothing about the token through timing.
-        self.lock().get(&digest(token)).cloned()
+        self.lock().get(&hash_token(token)).cloned()
     }
 
     /// Whether this dispatch still has a valid token.
@@ -71,7 +71,7 @@ impl Drop for AgentToken {
     }
 }
 
-fn digest(token: &str) -> TokenDigest {
+fn hash_token(token: &str) -> TokenDigest {
     Sha256::digest(token).into()
 }
 

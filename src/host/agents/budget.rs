@@ -142,8 +142,8 @@ impl Kernel {
         let amount = settings.limits.reservation;
         if let Err(period) = check_limits(settings.limits, &spent) {
             let resets_at = match period {
-                Period::Daily => settings.calendar.next_day(now),
-                Period::Monthly => settings.calendar.next_month(now),
+                Period::Daily => settings.calendar.start_of_next_day(now),
+                Period::Monthly => settings.calendar.start_of_next_month(now),
             };
             return Ok(Err(LimitReached {
                 period,
@@ -205,7 +205,7 @@ impl Kernel {
     fn warn(&self, user: &str, warning: &LimitWarning) {
         let LimitWarning { period, limit, spent } = warning;
         let period = period.as_str();
-        tracing::warn!(user, %limit, %spent, "80% of the {period} cost limit has been spent");
+        tracing::warn!(user, %limit, %spent, "at least 80% of the {period} cost limit has been spent");
         self.note(&format!("{user} has spent {spent} of the {period} cost limit of {limit}"));
     }
 

@@ -15,12 +15,12 @@ const MAX_SHOWN_CHARS: usize = 64;
 /// Names with at least this many characters may differ by two characters, shorter ones by one.
 const MIN_LONG_NAME_CHARS: usize = 8;
 
-const TOP_LEVEL_NAMES: [&str; 5] = ["costLimits", "storage", "agents", "dispatch", "prices"];
-const COST_LIMITS_NAMES: [&str; 4] = ["daily", "monthly", "reservation", "timeZone"];
-const STORAGE_NAMES: [&str; 2] = ["appBytes", "apps"];
-const AGENT_NAMES: [&str; 6] = ["adapter", "command", "model", "deadlineSeconds", "environment", "apps"];
-const DISPATCH_NAMES: [&str; 2] = ["defaultAgent", "concurrency"];
-const PRICE_NAMES: [&str; 3] = ["input", "output", "cachedInput"];
+const TOP_LEVEL_MEMBERS: [&str; 5] = ["costLimits", "storage", "agents", "dispatch", "prices"];
+const COST_LIMITS_MEMBERS: [&str; 4] = ["daily", "monthly", "reservation", "timeZone"];
+const STORAGE_MEMBERS: [&str; 2] = ["appBytes", "apps"];
+const AGENT_MEMBERS: [&str; 6] = ["adapter", "command", "model", "deadlineSeconds", "environment", "apps"];
+const DISPATCH_MEMBERS: [&str; 2] = ["defaultAgent", "concurrency"];
+const PRICE_MEMBERS: [&str; 3] = ["input", "output", "cachedInput"];
 
 type Members = BTreeMap<String, IgnoredAny>;
 
@@ -42,18 +42,18 @@ struct Names {
 pub fn check_names(text: &[u8]) -> Result<(), String> {
     // The caller has parsed the same text and reports other errors.
     let Ok(names) = serde_json::from_slice::<Names>(text) else { return Ok(()) };
-    check_members("costLimits", &names.cost_limits, &COST_LIMITS_NAMES)?;
-    check_members("storage", &names.storage, &STORAGE_NAMES)?;
-    check_members("dispatch", &names.dispatch, &DISPATCH_NAMES)?;
+    check_members("costLimits", &names.cost_limits, &COST_LIMITS_MEMBERS)?;
+    check_members("storage", &names.storage, &STORAGE_MEMBERS)?;
+    check_members("dispatch", &names.dispatch, &DISPATCH_MEMBERS)?;
     for (name, agent) in &names.agents {
-        check_members(&format!("agents.{}", shorten(name)), agent, &AGENT_NAMES)?;
+        check_members(&format!("agents.{}", shorten(name)), agent, &AGENT_MEMBERS)?;
     }
     for (name, price) in &names.prices {
-        check_members(&format!("prices.{}", shorten(name)), price, &PRICE_NAMES)?;
+        check_members(&format!("prices.{}", shorten(name)), price, &PRICE_MEMBERS)?;
     }
     let Ok(all) = serde_json::from_slice::<Members>(text) else { return Ok(()) };
     let misspelled =
-        |name: &String| find_similar(name, &TOP_LEVEL_NAMES).filter(|similar| !all.contains_key(*similar));
+        |name: &String| find_similar(name, &TOP_LEVEL_MEMBERS).filter(|similar| !all.contains_key(*similar));
     match all.keys().find_map(|name| Some((name, misspelled(name)?))) {
         Some((name, similar)) => Err(format!("{} is not a setting; did you mean {similar}?", shorten(name))),
         None => Ok(()),

@@ -84,7 +84,7 @@ impl Kernel {
         &self.records
     }
 
-    /// The records directory.
+    /// Returns the directory of the log files.
     pub fn logs(&self) -> PathBuf {
         self.layout.logs()
     }

@@ -127,7 +127,7 @@ impl LiveSettings {
     }
 
     fn report(&self, message: &str) {
-        tracing::info!(detail = message, "owner's settings file read");
+        tracing::info!(detail = message, "checked the owner's settings");
         // A dropped line is reported as a gap.
         let _ = self.records.note(message);
     }
@@ -146,7 +146,7 @@ mod tests {
     use super::*;
     use crate::records::writer::Writer;
 
-    fn spent_text(_: &OwnerSettings, _: Period) -> String {
+    fn describe_spending(_: &OwnerSettings, _: Period) -> String {
         "spending so far in the current period counts toward it".to_owned()
     }
 
@@ -164,13 +164,13 @@ mod tests {
         let writer = Writer::start(dir.path().join("logs")).unwrap();
         let live = LiveSettings::new(path.clone(), dir.path().join("last-good.json"), writer.records());
         fs::create_dir(&path).unwrap();
-        assert!(live.current(spent_text).error.is_some());
+        assert!(live.current(describe_spending).error.is_some());
         expire_retry(&live);
-        assert!(live.current(spent_text).error.is_some());
+        assert!(live.current(describe_spending).error.is_some());
         fs::remove_dir(&path).unwrap();
         fs::write(&path, r#"{"costLimits": {"daily": 5}}"#).unwrap();
         expire_retry(&live);
-        let current = live.current(spent_text);
+        let current = live.current(describe_spending);
         assert_eq!((current.limits.daily, &current.error), (Dollars::from_nanos(5_000_000_000), &None));
         drop(writer);
         let activity = fs::read_to_string(dir.path().join("logs/activity.log")).unwrap();
@@ -187,10 +187,10 @@ mod tests {
         // A file with the directory's name prevents its creation.
         fs::write(&state, "").unwrap();
         let live = LiveSettings::new(path, state.join("last-good.json"), writer.records());
-        let current = live.current(spent_text);
+        let current = live.current(describe_spending);
         fs::remove_file(&state).unwrap();
         expire_retry(&live);
-        assert_eq!(*live.current(spent_text), *current);
+        assert_eq!(*live.current(describe_spending), *current);
         assert_eq!(OwnerSettings::load_last_good(&live.last_good), *current);
     }
 
@@ -211,9 +211,9 @@ mod tests {
         let writer = Writer::start(dir.path().join("logs")).unwrap();
         let last_good = dir.path().join("last-good.json");
         let live = LiveSettings::new(path.clone(), last_good.clone(), writer.records());
-        assert_eq!(*live.current(spent_text), OwnerSettings::default());
+        assert_eq!(*live.current(describe_spending), OwnerSettings::default());
         fs::write(&path, r#"{"costLimits": {"daily": 5, "timeZone": "Europe/Berlin"}, "other": 1}"#).unwrap();
-        let good = live.current(spent_text);
+        let good = live.current(describe_spending);
         assert_eq!(
             (good.limits.daily, &*good.time_zone),
             (Dollars::from_nanos(5_000_000_000), "Europe/Berlin")
@@ -222,17 +222,17 @@ mod tests {
             [r#"{"costLimits": {"daily": -1}}"#, "{", r#"{"costLimits": {"timeZone": "Mars/Olympus"}}"#]
         {
             fs::write(&path, broken).unwrap();
-            let current = live.current(spent_text);
+            let current = live.current(describe_spending);
             assert_eq!(current.limits, good.limits, "{broken}");
             assert!(current.error.is_some(), "{broken}");
-            let restarted =
-                LiveSettings::new(path.clone(), last_good.clone(), writer.records()).current(spent_text);
+            let restarted = LiveSettings::new(path.clone(), last_good.clone(), writer.records())
+                .current(describe_spending);
             assert_eq!(*restarted, *current, "{broken}");
         }
         fs::write(&path, r#"{"costLimits": {"daily": 6}}"#).unwrap();
-        assert_eq!(live.current(spent_text).error, None);
+        assert_eq!(live.current(describe_spending).error, None);
         fs::remove_file(&path).unwrap();
-        assert_eq!(*live.current(spent_text), OwnerSettings::default());
+        assert_eq!(*live.current(describe_spending), OwnerSettings::default());
         drop(writer);
         let activity = fs::read_to_string(dir.path().join("logs/activity.log")).unwrap();
         for line in [

@@ -68,7 +68,7 @@ pub struct Process {
 
 impl Process {
     pub fn from_pid(pid: i32) -> Self {
-        Self { pid, started: ProcessStat::from_pid(pid).map_or(0, |stat| stat.started) }
+        Self { pid, started: ProcessStat::from_pid(pid).map_or(0, |stat| stat.start_ticks) }
     }
 
     /// Lists the process and its ancestors, without init; empty if the process has ended.
@@ -78,7 +78,7 @@ impl Process {
             && all.len() < MAX_ANCESTORS
             && let Ok(stat) = ProcessStat::from_pid(next)
         {
-            all.push(Self { pid: next, started: stat.started });
+            all.push(Self { pid: next, started: stat.start_ticks });
             next = stat.parent_pid;
         }
         all
@@ -91,7 +91,7 @@ impl Process {
             return true;
         }
         ProcessStat::from_pid(self.pid)
-            .is_ok_and(|stat| stat.is_zombie || (self.started != 0 && stat.started != self.started))
+            .is_ok_and(|stat| stat.is_zombie || (self.started != 0 && stat.start_ticks != self.started))
     }
 }
 

@@ -19,8 +19,9 @@ use svc_base::error_chain::format_chain;
 
 /// The port of `svc-postgres`.
 const POSTGRES_PORT: u16 = 5432;
-const IDENTITY_NEXT_STEP: &str = "if this database is the right one, run `svc-restore adopt`; otherwise restore the latest snapshot: here \
-     with `svc-restore replace`, or on a new server with `svcctl recover USER`";
+const IDENTITY_NEXT_STEP: &str = "if this database is the right one, run `svc-restore adopt`; otherwise \
+                                  restore the latest snapshot: here with `svc-restore replace`, or on a new \
+                                  server with `svcctl recover USER`";
 const NEXT_STEP: &str = "run `systemctl status svc-postgres; journalctl -u svc-postgres -n 50`";
 
 pub async fn check(layout: &Layout) -> Findings {

@@ -12,14 +12,14 @@ use svc_base::quantity::pluralize;
 const NEXT_STEP: &str =
     "run `journalctl -u svc-files -n 50` to find the cause, then `systemctl restart svc-files`";
 
-const VERIFY_STEP: &str = "run `svc-sync-agent verify`";
+const VERIFY_NEXT_STEP: &str = "run `svc-sync-agent verify`";
 
-const KEY_STEP: &str =
+const KEY_NEXT_STEP: &str =
     "keep a copy of /var/lib/svc/files/key outside this machine, and tell the platform's operator";
 
-const RETRY_STEP: &str = "repair the store, then run `svc-sync-agent restore-home --retry`; as a last \
-                          resort, add `--skip-damaged` to skip damaged files, or use `--give-up` to keep the \
-                          machine's own files";
+const RETRY_NEXT_STEP: &str = "repair the store, then run `svc-sync-agent restore-home --retry`; as a last \
+                               resort, add `--skip-damaged` to skip damaged files and directories, or use \
+                               `--give-up` to keep the machine's own files";
 
 pub fn check(layout: &Layout) -> Findings {
     let findings = Findings::new("file-backup");
@@ -28,7 +28,7 @@ pub fn check(layout: &Layout) -> Findings {
             let what = format!(
                 "the previous machine's files have not been restored, and no files are being saved: {error}"
             );
-            return findings.problem(what, RETRY_STEP);
+            return findings.problem(what, RETRY_NEXT_STEP);
         }
         Ok(_) => {}
         Err(error) => return findings.skipped(format!("{error}; run the doctor as root")),
@@ -49,13 +49,13 @@ pub fn check(layout: &Layout) -> Findings {
     }
     let checks = FileChecks::read(layout).unwrap_or_default();
     if let Some(problem) = checks.find_problem() {
-        return findings.problem(format!("the file backup is damaged: {problem}"), VERIFY_STEP);
+        return findings.problem(format!("the file backup is damaged: {problem}"), VERIFY_NEXT_STEP);
     }
     if let Some(problem) = &status.key_problem {
-        return findings.problem(format!("the file backup cannot be restored: {problem}"), KEY_STEP);
+        return findings.problem(format!("the file backup cannot be restored: {problem}"), KEY_NEXT_STEP);
     }
     if let Some(failure) = checks.find_failure(now) {
-        return findings.problem(format!("the file backup may be damaged: {failure}"), VERIFY_STEP);
+        return findings.problem(format!("the file backup may be damaged: {failure}"), VERIFY_NEXT_STEP);
     }
     let Some(saved_until) = status.saved_until else {
         return findings.ok("the first save of the owner's files has not completed yet");

@@ -51,8 +51,8 @@ fn parse_listeners(v4: &str, v6: &str) -> Vec<(IpAddr, u16)> {
 }
 
 fn parse_listener(line: &str) -> Option<(IpAddr, u16)> {
-    let mut words = line.split_whitespace().skip(1);
-    let (local, state) = (words.next()?, words.nth(1)?);
+    let mut fields = line.split_whitespace().skip(1);
+    let (local, state) = (fields.next()?, fields.nth(1)?);
     if state != LISTEN_STATE {
         return None;
     }

@@ -137,8 +137,9 @@ pub fn check_update(layout: &Layout) -> Findings {
         }
         Ok(Some(Ok(LastUpdate { version, outcome, stage, error, .. }))) => {
             let reason = error.unwrap_or_else(|| "no reason recorded".to_owned());
-            let what =
-                format!("the last update, to {version}, ended with {outcome} in the stage {stage}: {reason}");
+            let what = format!(
+                "the last update, to {version}, ended with outcome {outcome} in stage {stage}: {reason}"
+            );
             let next = "run `journalctl -u svc-update -n 100`";
             if outcome == "failed" { findings.problem(what, next) } else { findings.warning(what, next) }
         }

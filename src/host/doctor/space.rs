@@ -7,12 +7,12 @@ use crate::system::layout::Layout;
 use svc_base::diagnosis::Findings;
 
 /// Assesses the free space of one file system.
-fn assess(findings: Findings, path: &Path, total: u64, free: u64) -> Findings {
-    let percent = free_percent(total, free);
-    let summary = format!("{}: {:.1} GiB free ({percent}%)", path.display(), to_gib(free));
+fn assess(findings: Findings, path: &Path, total_bytes: u64, free_bytes: u64) -> Findings {
+    let percent = free_percent(total_bytes, free_bytes);
+    let summary = format!("{}: {:.1} GiB free ({percent}%)", path.display(), to_gib(free_bytes));
     let next = "delete files (du -xh --max-depth=2 / | sort -h | tail): no command enlarges this disk in place, and a \
                 recovery creates a new disk without the files that are excluded from the file backup";
-    match DiskSpace::classify(total, free) {
+    match DiskSpace::classify(total_bytes, free_bytes) {
         DiskSpace::Full => findings.problem(summary, next),
         DiskSpace::Low => findings.warning(summary, next),
         DiskSpace::Sufficient => findings.ok(summary),

@@ -46,7 +46,7 @@ fn optional_component(layout: &Layout, unit: &str) -> Option<PathBuf> {
 
 pub async fn check(layout: &Layout) -> Findings {
     let findings = Findings::new("units");
-    let Some(systemctl) = systemd::systemctl(layout) else {
+    let Some(systemctl) = systemd::find_systemctl(layout) else {
         return findings.skipped("systemd is not running here");
     };
     let mut command = Command::new(systemctl);

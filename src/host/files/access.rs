@@ -243,7 +243,7 @@ impl FilesSettings {
             },
             Err(error) => return Err(error),
         };
-        let mut refusal = None;
+        let mut wrong_key = None;
         for key in keys {
             let (bucket, root) = (self.bucket.clone(), self.slot.files());
             match Repository::open(bucket, root, &key, cache.clone()).await {
@@ -251,11 +251,11 @@ impl FilesSettings {
                     self.store_key(&key)?;
                     return Ok(OpenedRepository { key, repository, key_error });
                 }
-                Err(error @ FilesError::WrongKey) => refusal = Some(error),
+                Err(error @ FilesError::WrongKey) => wrong_key = Some(error),
                 Err(error) => return Err(error.into()),
             }
         }
-        Err(refusal.unwrap_or(FilesError::WrongKey).into())
+        Err(wrong_key.unwrap_or(FilesError::WrongKey).into())
     }
 
     /// Sends this machine's key, if it has one, to the platform, in case the platform's database is older than the key.

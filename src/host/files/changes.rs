@@ -24,14 +24,15 @@ pub enum ChangesError {
     Invalid,
 }
 
-/// Returns the changes since the reply with the token `saved`.
+/// Returns the changes since the reply with the token `saved_token`.
 ///
 /// # Errors
 /// [`ChangesError`] if the watcher cannot be reached, does not respond in time, or sends an invalid response.
-pub async fn request(sockets: &Path, saved: Option<String>) -> Result<ChangesReply, ChangesError> {
+pub async fn request(sockets: &Path, saved_token: Option<String>) -> Result<ChangesReply, ChangesError> {
     let exchange = async {
         let mut stream = UnixStream::connect(sockets.join(SOCKET)).await?;
-        let mut line = serde_json::to_vec(&ChangesRequest { saved }).map_err(std::io::Error::from)?;
+        let request = ChangesRequest { saved: saved_token };
+        let mut line = serde_json::to_vec(&request).map_err(std::io::Error::from)?;
         line.push(b'\n');
         stream.write_all(&line).await?;
         let mut reply = Vec::new();

@@ -46,10 +46,10 @@ pub struct FileChecks {
     /// When a verification or a drill first failed since both last succeeded.
     #[serde(with = "clock::wire_option")]
     failing_since: Option<Timestamp>,
-    /// Why the latest snapshot could not be restored completely, or not with `restic`.
+    /// Why the latest snapshot could not be restored completely, or could not be restored with `restic`.
     pub unreadable: Option<String>,
-    /// What a verification found missing or damaged, and a save can replace: the id of the latest snapshot, or the name
-    /// of the pointer, the index or the key file.
+    /// The part that a verification found missing or damaged, and that a save can replace: the id of the latest
+    /// snapshot, or the name of the pointer, the index or the key file.
     damaged_latest: Option<String>,
     /// When this damage was last recorded.
     #[serde(with = "clock::wire_option")]
@@ -446,7 +446,7 @@ mod tests {
             assert_eq!(checks.find_failure(at(day)).is_some(), day == 3, "day {day}");
         }
         assert_eq!((checks.verified_at(), checks.drilled_at()), (Some(at(0)), Some(at(0))));
-        assert!(checks.find_problem().unwrap().contains("such as a"));
+        assert!(checks.find_problem().unwrap().contains("(first: a)"));
         checks.record_verification(VerifyResult::default(), at(4));
         checks.record_drill(DrillResult::default(), at(4));
         assert_eq!((checks.find_failure(at(9)), checks.find_problem()), (None, None));

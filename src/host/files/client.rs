@@ -29,9 +29,9 @@ const TIMEOUTS: Timeouts =
     Timeouts { connect: Duration::from_secs(5), idle: Duration::from_secs(320), total: None };
 
 /// An HTTP client for the gateway's socket.
-struct Gateway(reqwest::Client);
+struct GatewaySocketClient(reqwest::Client);
 
-impl Gateway {
+impl GatewaySocketClient {
     fn new(layout: &Layout) -> Result<Self, Failure> {
         let socket = layout.gateway_sockets().join("gateway.sock");
         Ok(Self(client::build_for_socket(TIMEOUTS, &socket).or_exit(Exit::Internal)?))
@@ -58,13 +58,13 @@ impl Gateway {
             .context("the gateway's response is incomplete")
             .or_exit(Exit::Unavailable)?;
         if !status.is_success() {
-            return Err(describe_problem(status, &body));
+            return Err(to_failure(status, &body));
         }
         serde_json::from_slice(&body).context("the gateway's response is invalid").or_exit(Exit::Unavailable)
     }
 }
 
-fn describe_problem(status: StatusCode, body: &[u8]) -> Failure {
+fn to_failure(status: StatusCode, body: &[u8]) -> Failure {
     let problem = ProblemBody::parse(body);
     let errors = serde_json::from_slice::<Value>(body).ok();
     let errors = errors.as_ref().and_then(|body| body["errors"].as_array()).into_iter().flatten();
@@ -90,7 +90,7 @@ fn describe_problem(status: StatusCode, body: &[u8]) -> Failure {
 /// [`Failure`] if the gateway cannot be reached, refuses the request, or sends an invalid response, or if standard
 /// output cannot be written to.
 pub async fn print_versions(layout: &Layout, path: &str, before: Option<&str>) -> Result<(), Failure> {
-    let gateway = Gateway::new(layout)?;
+    let gateway = GatewaySocketClient::new(layout)?;
     let mut query = vec![("path", path), ("limit", "500")];
     query.extend(before.map(|before| ("before", before)));
     let page: FileVersions = gateway.send(gateway.get("versions", &query)).await?;
@@ -130,7 +130,7 @@ fn format_entry(entry: &FileEntry) -> String {
 /// [`Failure`] if the gateway cannot be reached, refuses the request, or sends an invalid response, or if standard
 /// output cannot be written to.
 pub async fn print_listing(layout: &Layout, path: &str, time: Option<&str>) -> Result<(), Failure> {
-    let gateway = Gateway::new(layout)?;
+    let gateway = GatewaySocketClient::new(layout)?;
     let mut cursor = 0;
     let mut time = time.map(str::to_owned);
     loop {
@@ -165,7 +165,7 @@ pub async fn print_listing(layout: &Layout, path: &str, time: Option<&str>) -> R
 /// it has accepted the request, or sends an invalid response; if the restore fails or makes no progress; or if standard
 /// output cannot be written to.
 pub async fn restore(layout: &Layout, request: &Value) -> Result<(), Failure> {
-    let gateway = Gateway::new(layout)?;
+    let gateway = GatewaySocketClient::new(layout)?;
     let post = gateway.0.post("http://gateway/api/files/restore").json(request);
     let accepted: FileRestoreAccepted = gateway.send(post).await?;
     let (mut last, mut changed_at) = (None, Instant::now());

@@ -107,7 +107,8 @@ async fn compare_sample(
     let repository = settings.open_with_stored_key().await?.ok_or(FileDrillError::NothingSaved)?;
     let history = History::open(Repository::clone(&repository)).await?;
     let latest = settings.read_latest().await?;
-    let snapshot = latest.and_then(|id| history.find_by_id(id)).or_else(|| history.find_snapshot(None));
+    let snapshot =
+        latest.and_then(|id| history.find_snapshot_by_id(id)).or_else(|| history.find_snapshot(None));
     let (_, snapshot) = snapshot.ok_or(FileDrillError::NothingSaved)?;
     let root = history.find(snapshot, Path::new("")).await?.ok_or(FileDrillError::NothingSaved)?;
     let mut sample = draw_sample(&history, root).await?;

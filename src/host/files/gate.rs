@@ -6,8 +6,9 @@
 //!
 //! If the backup is damaged, the machine starts without the files, because the owner still needs the database. The
 //! outcome is recorded, and the machine then saves no files, so that the snapshot remains the latest one. An operator
-//! can retry the restore, optionally without the damaged files, or abandon it. After any other error, the boot fails.
-//! systemd retries it, unless the disk is too small, the platform has refused the key, or the configuration is invalid.
+//! can retry the restore, optionally without the damaged files and directories, or abandon it. After any other error,
+//! the boot fails. systemd retries it, unless the disk is too small, the platform has refused the key, or the
+//! configuration is invalid.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -72,15 +73,15 @@ pub const FAILPOINTS: &[&str] = &["files.gate.restored", "files.gate.marked", "f
 
 /// Restores the owner's files on a new machine. If an earlier restore failed, or the machine is in use and has never
 /// restored files, this requires `should_retry`. After a successful restore, does nothing. With `should_skip_damaged`,
-/// damaged files are left out, and the restore then counts as successful.
+/// damaged files and the content of damaged directories are left out, and the restore then counts as successful.
 ///
 /// With `SVC_RESTORE_FILES=false`, the first boot only records that the files were not restored.
 ///
 /// # Errors
-/// `Refused` if the disk is too small, or if the backup is damaged and `should_retry` is set; at the first boot, damage
-/// is only recorded. `Unavailable` if the store or the platform is unreachable; `Permission` if the platform refuses
-/// the key; `TryAgain` if another process is already restoring the files; `Config` if the configuration is invalid;
-/// `Internal` if the outcome cannot be read or written.
+/// `Refused` if the disk is too small, or, with `should_retry`, if the backup is damaged or an operator has abandoned
+/// the restore; at the first boot, damage is only recorded. `Unavailable` if the store or the platform is unreachable;
+/// `Permission` if the platform refuses the key; `TryAgain` if another process is already restoring the files; `Config`
+/// if the configuration is invalid; `Internal` if the outcome cannot be read or written.
 pub async fn run(layout: Layout, should_retry: bool, should_skip_damaged: bool) -> Result<(), Failure> {
     if is_done(&layout, should_retry)? {
         return Ok(());
@@ -305,8 +306,9 @@ enum ExpectedSnapshot {
 /// Finds the snapshot to restore: the one that the pointer names. `None` if there is none.
 ///
 /// # Errors
-/// [`GateError::NotNamed`] if the pointer names no snapshot, although there are some: anyone with a host's credentials
-/// for the store can make it name nothing, and that must not look like success. Other errors if the store fails.
+/// [`GateError::NoSnapshot`] if the pointer names no snapshot, although there must be one: anyone with a host's
+/// credentials for the store can make it name nothing, and that must not look like success. Other errors if the store
+/// fails.
 async fn find_latest(
     settings: &FilesSettings,
     expected: ExpectedSnapshot,
@@ -331,7 +333,7 @@ async fn find_latest(
             retry(OUTAGE_TIMEOUT, FilesError::is_transient, has_any).await?
         }
     };
-    if is_missing { Err(GateError::NotNamed) } else { Ok(None) }
+    if is_missing { Err(GateError::NoSnapshot) } else { Ok(None) }
 }
 
 /// Moves the replaced entries from the staging directory to a new directory among the owner's files. On a machine that

@@ -25,16 +25,16 @@ pub(super) enum GateError {
     InvalidSnapshot,
     #[error(
         "the pointer of the file backup (`files/latest`) names no snapshot of an earlier machine, although there must be \
-         one: restore an earlier version of it with the store's tools, or give the files up with `svc-sync-agent \
-         restore-home --give-up`"
+         one: restore an earlier version of the pointer with the store's tools, or abandon the files with \
+         `svc-sync-agent restore-home --give-up`"
     )]
-    NotNamed,
+    NoSnapshot,
     #[error(transparent)]
     Files(#[from] FilesError),
     #[error(transparent)]
     File(#[from] FileError),
     #[error("the task that moves the restored files panicked or was cancelled")]
-    Thread(#[from] tokio::task::JoinError),
+    Task(#[from] tokio::task::JoinError),
     #[error(transparent)]
     Injected(#[from] InjectedFailure),
 }
@@ -44,7 +44,7 @@ impl GateError {
     /// larger disk would help.
     pub(super) fn is_damage(&self) -> bool {
         match self {
-            Self::NoRepository(_) | Self::InvalidSnapshot | Self::NotNamed => true,
+            Self::NoRepository(_) | Self::InvalidSnapshot | Self::NoSnapshot => true,
             Self::Access(AccessError::KeyLost(_)) => true,
             Self::Pointer(error) => is_damaged_object(error),
             Self::Files(error) | Self::Access(AccessError::Files(error)) => match error {
@@ -52,7 +52,7 @@ impl GateError {
                 FilesError::Store(error) => is_damaged_object(error),
                 _ => false,
             },
-            Self::Access(_) | Self::File(_) | Self::Thread(_) | Self::Injected(_) => false,
+            Self::Access(_) | Self::File(_) | Self::Task(_) | Self::Injected(_) => false,
         }
     }
 }

@@ -32,7 +32,7 @@ const FIRST_NAMES: [&[u8]; 3] = [b"home", b"system", b"apps"];
 /// Directories that belong to the services, relative to the destination. They keep their owner and mode: a forged
 /// snapshot must not give them to the owner.
 const SERVICE_DIRECTORIES: [&str; 3] = ["home", "home/system", "home/system/logs"];
-/// The owner's apps directory, to which the gateway writes the bundled apps. Like [`SERVICE_DIRECTORIES`], it is never
+/// The owner's apps folder, to which the gateway writes the bundled apps. Like [`SERVICE_DIRECTORIES`], it is never
 /// replaced by an entry of another kind: a forged snapshot must not redirect what the services write.
 const APPS_DIRECTORY: &str = "home/apps";
 
@@ -117,7 +117,7 @@ fn move_between(
     path: &Path,
     destination: &Destination<'_>,
 ) -> Result<u64, FileError> {
-    let mut replaced = 0;
+    let mut set_aside_count = 0;
     let full_path = destination.root.join(path);
     let times = modification_time(&fstat(from).map_err(wrap("read", &full_path))?);
     // Moving an entry out changes the modification time of `from`. It is reset, because a call repeated after a kill
@@ -136,7 +136,7 @@ fn move_between(
         // directories.
         let is_staging = STAGING_NAMES.iter().any(|staging| inner_path == Path::new(staging));
         if is_directory(&source) && existing.as_ref().is_some_and(is_directory) && !is_staging {
-            replaced += merge(from, to, path, &name, destination)?;
+            set_aside_count += merge(from, to, path, &name, destination)?;
             keep_times()?;
             continue;
         }
@@ -144,17 +144,17 @@ fn move_between(
             tracing::error!(path = %target.display(), "the snapshot has an entry that conflicts with a reserved directory; setting it aside");
             destination.set_aside(from, path, &name)?;
             keep_times()?;
-            replaced += 1;
+            set_aside_count += 1;
             continue;
         }
         if existing.is_some() {
             destination.set_aside(to, path, &name)?;
-            replaced += 1;
+            set_aside_count += 1;
         }
         renameat(from, &name, to, &name).map_err(wrap("move", &target))?;
         keep_times()?;
     }
-    Ok(replaced)
+    Ok(set_aside_count)
 }
 
 /// Merges a directory into the existing one. `path` is the path of `from` and `to`.
@@ -171,12 +171,12 @@ fn merge(
     let inner_from = open_directory(from, name_text).map_err(wrap("open", target))?;
     let inner_to = open_directory(to, name_text).map_err(wrap("open", target))?;
     let restored = fstat(&inner_from).map_err(wrap("read", target))?;
-    let replaced = move_between(&inner_from, &inner_to, &inner_path, destination)?;
+    let set_aside_count = move_between(&inner_from, &inner_to, &inner_path, destination)?;
     if !SERVICE_DIRECTORIES.iter().any(|directory| inner_path == Path::new(directory)) {
         copy_metadata(&restored, &inner_from, &inner_to, target)?;
     }
     unlinkat(from, name, AtFlags::REMOVEDIR).map_err(wrap("remove", target))?;
-    Ok(replaced)
+    Ok(set_aside_count)
 }
 
 /// Gives an existing directory the metadata of the restored one.

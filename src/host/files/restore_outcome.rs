@@ -26,7 +26,7 @@ pub struct RestoreOutcome {
     pub taken_at: Option<Timestamp>,
     pub files: u64,
     pub bytes: u64,
-    /// Entries whose owner, mode, times or attributes could not be set.
+    /// The number of entries whose owner, mode, times or attributes could not be set.
     pub incomplete: u64,
     /// The number of damaged files that were left out, and of damaged directories that were restored empty.
     #[serde(default)]

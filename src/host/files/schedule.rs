@@ -134,8 +134,8 @@ impl Schedule {
 
     /// Records a save that ended at `now` and took `duration`. If nothing had changed, no snapshot was stored, so the
     /// minimum pause is shorter.
-    pub fn record_success(&mut self, saved: SaveScope, is_unchanged: bool, duration: Duration, now: Instant) {
-        if saved == SaveScope::Everything {
+    pub fn record_success(&mut self, scope: SaveScope, is_unchanged: bool, duration: Duration, now: Instant) {
+        if scope == SaveScope::Everything {
             self.last_full = Some(now);
             self.full_interval = (duration * FULL_INTERVAL_FACTOR).clamp(FULL_INTERVAL, MAX_FULL_INTERVAL);
         }
@@ -145,14 +145,14 @@ impl Schedule {
         let unchanged_pause = (duration * PAUSE_FACTOR).max(MIN_UNCHANGED_PAUSE);
         self.not_before = now + if is_unchanged { pause.min(unchanged_pause) } else { pause };
         self.is_requested = false;
-        let check_duration = if saved == SaveScope::Changes { duration } else { Duration::ZERO };
+        let check_duration = if scope == SaveScope::Changes { duration } else { Duration::ZERO };
         self.next_unwatched = now
             + (check_duration * UNWATCHED_INTERVAL_FACTOR).clamp(UNWATCHED_INTERVAL, MAX_UNWATCHED_INTERVAL);
     }
 
     /// Records a failed save that ended at `now` and took `duration`. The pause before the next one grows with each
-    /// failure. From the second failure on, it also grows with the duration, because each attempt compares all files,
-    /// unless the platform waits for the save (`is_awaited`).
+    /// failure. From the second failure on, unless the platform waits for the save (`is_awaited`), it also grows with
+    /// the duration, because each attempt compares all files.
     pub fn record_failure(&mut self, duration: Duration, is_awaited: bool, now: Instant) {
         let (min, max) = RETRY_BACKOFF_RANGE;
         let backoff = (min * 2_u32.saturating_pow(self.failures.min(10))).min(max);

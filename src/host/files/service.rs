@@ -166,23 +166,23 @@ impl FileBackup {
         let sockets = self.settings.layout.watch_sockets();
         let reply = changes::request(&sockets, self.saved_token.clone()).await;
         let observation = changes::to_observation(&reply);
-        let save = self.schedule.decide(observation, Instant::now());
+        let scope = self.schedule.decide(observation, Instant::now());
         self.record_changed_since(checked_at);
         self.measure_pending(reply.as_ref().ok()).await;
-        if save == SaveScope::Nothing {
+        if scope == SaveScope::Nothing {
             return Ok(());
         }
         let began = Instant::now();
         let rules = read_rules(&self.settings.layout);
         // New rules also apply to unchanged directories.
-        let save = if self.rules.as_ref() == Some(&rules) { save } else { SaveScope::Everything };
+        let scope = if self.rules.as_ref() == Some(&rules) { scope } else { SaveScope::Everything };
         self.rules = Some(rules);
-        match self.save(save, reply.ok(), (checked_at, began)).await {
+        match self.save(scope, reply.ok(), (checked_at, began)).await {
             Ok(FinishedSave { throttled, is_full, is_unchanged }) => {
                 // Only the work counts: a save that mostly waits for the upload limit is not slow.
                 let duration = began.elapsed().saturating_sub(throttled);
-                self.schedule.record_success(save, is_unchanged, duration, Instant::now());
-                if is_full || save == SaveScope::Everything {
+                self.schedule.record_success(scope, is_unchanged, duration, Instant::now());
+                if is_full || scope == SaveScope::Everything {
                     // After the last save, the platform checks that it has the key.
                     self.offer_key(self.last_quiesced_at.is_some()).await;
                 }
@@ -208,9 +208,9 @@ impl FileBackup {
         Ok(())
     }
 
-    /// Passes a request for a save to the schedule, and removes it. Once this machine's writers have been stopped, requests
-    /// a save, and then a full one: the snapshot may be the machine's last, and the watcher does not report writes
-    /// through a hard link outside the home directory.
+    /// Passes a request for a save to the schedule, and removes it. Once this machine's writers have been stopped,
+    /// requests a save, and then a full one: the snapshot may be the machine's last, and the watcher does not report
+    /// writes through a hard link outside the home directory.
     fn take_requests(&mut self) {
         let layout = &self.settings.layout;
         let quiesced_at = Quiesce::read(layout).ok().flatten().and_then(|quiesce| quiesce.quiesced_at);
@@ -227,7 +227,7 @@ impl FileBackup {
     /// Saves, and moves the pointer to the snapshot. `began` is the start of the save.
     async fn save(
         &mut self,
-        save: SaveScope,
+        scope: SaveScope,
         reply: Option<ChangesReply>,
         began: (Timestamp, Instant),
     ) -> Result<FinishedSave, SaveError> {
@@ -235,7 +235,7 @@ impl FileBackup {
         let checks = FileChecks::read(&self.settings.layout).map_err(AccessError::File)?;
         let is_repair = self.status.needs_repair(checks.damage_found_at);
         // A requested save must not succeed because of what the store contained earlier.
-        let must_check = self.schedule.is_requested() || save == SaveScope::Everything;
+        let must_check = self.schedule.is_requested() || scope == SaveScope::Everything;
         let open = match self.saver.take().filter(|_| !is_repair) {
             Some(open) if !must_check || open.is_pointer_current(&self.settings).await? => open,
             _ => {
@@ -264,11 +264,11 @@ impl FileBackup {
         self.status.invalid_rules = set_rules(&mut options.exclusions, &rules);
         // The save writes content again if it is only in damaged packs.
         open.saver.set_damaged_packs(checks.damaged_packs());
-        let save = if is_repair { SaveScope::Everything } else { save };
+        let scope = if is_repair { SaveScope::Everything } else { scope };
         // With a parent, entries that cannot be read now would still refer to the lost part of the index. The repair's
         // snapshot must not.
         let parent = open.parent.clone().filter(|_| !(is_repair && checks.is_index_damaged()));
-        let (result, is_full) = match (save, parent) {
+        let (result, is_full) = match (scope, parent) {
             // The changes since another machine's snapshot are unknown.
             (SaveScope::Changes, Some(parent)) if open.is_parent_from_this_machine => {
                 let mut changed = changes::unwatched_changes(&self.settings.layout.user_home());

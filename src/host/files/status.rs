@@ -49,10 +49,10 @@ pub struct FilesStatus {
     pub notes: Vec<String>,
     /// The sizes of the excluded files at the last measurement.
     pub excluded_files: Option<ExcludedFiles>,
-    /// Entries of the last save that could not be read.
+    /// The number of entries that the last save could not read.
     pub unreadable: u64,
     pub first_unreadable: Option<String>,
-    /// Files of the last save that changed during every read.
+    /// The number of files that changed during each attempt of the last save to read them.
     pub unstable: u64,
     /// The error if the owner's rules cannot be read, and their first invalid lines, which exclude nothing.
     pub invalid_rules: Vec<String>,

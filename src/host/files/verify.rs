@@ -16,7 +16,7 @@ use svc_base::fsx::{self, FileError};
 use svc_base::quantity::{format_bytes, pluralize};
 use svc_base::untrusted_text::truncate_printable;
 use svc_files::affected::{AffectedFiles, AffectedPath, find_affected_files};
-use svc_files::verify::{PackShare, find_unindexed, find_unusable_snapshot, verify};
+use svc_files::verify::{PackShare, find_unindexed_blob, find_unusable_snapshot, verify};
 use svc_files::{FilesError, Id, Repository};
 use svc_store::StoreError;
 
@@ -235,7 +235,7 @@ async fn check_latest(
         Err(error) if error.is_damage() => return damage(latest.to_string(), error),
         Err(error) => return Err(error.into()),
     };
-    if let Some(error) = find_unindexed(repository, uncached, &snapshot).await? {
+    if let Some(error) = find_unindexed_blob(repository, uncached, &snapshot).await? {
         return damage(DAMAGED_INDEX.to_owned(), error);
     }
     match uncached.check_key_file().await {

@@ -1,4 +1,4 @@
-//! `svc-gateway usage` and `svc-gateway logs`: print usage and records in a terminal. They read the files directly, so
+//! `svc-gateway usage` and `svc-gateway logs`: print usage and logs in a terminal. They read the files directly, so
 //! that the gateway does not have to be running.
 
 use std::path::{Path, PathBuf};
@@ -10,7 +10,7 @@ use jiff::civil::Date;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::stdout::{OutputState, print};
 use svc_base::untrusted_text;
-use svc_host::records::files::RecordKind;
+use svc_host::records::files::LogKind;
 use svc_host::records::ledger::{GroupBy, Totals, UsageQuery};
 use svc_host::records::page::{self, PageError, Verdict};
 use svc_host::records::tail::Tail;
@@ -43,8 +43,8 @@ pub struct UsageArgs {
 #[derive(clap::Args)]
 pub struct LogsArgs {
     /// Log to print
-    #[arg(value_enum, default_value_t = RecordName::Activity)]
-    record: RecordName,
+    #[arg(value_enum, default_value_t = LogName::Activity)]
+    log: LogName,
     /// Number of existing lines to print
     #[arg(short = 'n', long, default_value_t = 20, value_parser = clap::value_parser!(u32).range(0..=100_000))]
     lines: u32,
@@ -54,7 +54,7 @@ pub struct LogsArgs {
 }
 
 #[derive(Clone, Copy, clap::ValueEnum)]
-enum RecordName {
+enum LogName {
     /// Events on the machine
     Activity,
     /// Ended dispatches
@@ -67,14 +67,14 @@ enum RecordName {
     Backups,
 }
 
-impl From<RecordName> for RecordKind {
-    fn from(name: RecordName) -> Self {
+impl From<LogName> for LogKind {
+    fn from(name: LogName) -> Self {
         match name {
-            RecordName::Activity => Self::Activity,
-            RecordName::Interactions => Self::Interactions,
-            RecordName::Audit => Self::Audit,
-            RecordName::Storage => Self::Storage,
-            RecordName::Backups => Self::Backups,
+            LogName::Activity => Self::Activity,
+            LogName::Interactions => Self::Interactions,
+            LogName::Audit => Self::Audit,
+            LogName::Storage => Self::Storage,
+            LogName::Backups => Self::Backups,
         }
     }
 }
@@ -124,7 +124,7 @@ pub fn print_usage(layout: &Layout, args: UsageArgs) -> Result<(), Failure> {
 /// # Errors
 /// The log cannot be read, or its lines cannot be printed.
 pub fn print_logs(layout: &Layout, args: &LogsArgs) -> Result<(), Failure> {
-    let (kind, logs): (RecordKind, PathBuf) = (args.record.into(), layout.logs());
+    let (kind, logs): (LogKind, PathBuf) = (args.log.into(), layout.logs());
     // Open the tail first, so that lines written in the meantime are printed afterwards.
     let tail = args.follow.then(|| Tail::from_end(kind, logs.clone())).transpose().or_exit(Exit::Internal)?;
     let lines = read_existing_lines(kind, &logs, tail.as_ref(), args.lines as usize);
@@ -150,7 +150,7 @@ pub fn print_logs(layout: &Layout, args: &LogsArgs) -> Result<(), Failure> {
 
 /// Reads at most `limit` lines, newest first. With a tail, these are the lines before those that the tail will return.
 fn read_existing_lines(
-    kind: RecordKind,
+    kind: LogKind,
     logs: &Path,
     tail: Option<&Tail>,
     limit: usize,
@@ -186,7 +186,7 @@ mod tests {
     #[test]
     fn read_existing_lines_excludes_tail_lines() {
         let dir = tempfile::tempdir().unwrap();
-        let (kind, logs) = (RecordKind::Audit, dir.path());
+        let (kind, logs) = (LogKind::Audit, dir.path());
         let open_tail = || Tail::from_end(kind, logs.to_owned()).unwrap();
         let first_tail = open_tail();
         fs::write(logs.join("audit.jsonl"), "1\n2\n").unwrap();

@@ -13,12 +13,12 @@ const CHECK_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Checks the disk until `stop` is cancelled.
 pub async fn watch_disk(layout: Layout, kernel: Arc<Kernel>, stop: CancellationToken) {
-    let mut fill = DiskSpace::Sufficient;
+    let mut current = DiskSpace::Sufficient;
     loop {
         if let Ok(disk) = fs4::statvfs(layout.home()) {
-            let (total, free) = (disk.total_space(), disk.available_space());
-            let before = std::mem::replace(&mut fill, DiskSpace::classify(total, free));
-            if let Some(text) = describe_change(before, fill, total, free) {
+            let (total_bytes, free_bytes) = (disk.total_space(), disk.available_space());
+            let before = std::mem::replace(&mut current, DiskSpace::classify(total_bytes, free_bytes));
+            if let Some(text) = describe_change(before, current, total_bytes, free_bytes) {
                 kernel.note(&text);
             }
         }
@@ -29,11 +29,16 @@ pub async fn watch_disk(layout: Layout, kernel: Arc<Kernel>, stop: CancellationT
     }
 }
 
-fn describe_change(before: DiskSpace, current: DiskSpace, total: u64, free: u64) -> Option<String> {
+fn describe_change(
+    before: DiskSpace,
+    current: DiskSpace,
+    total_bytes: u64,
+    free_bytes: u64,
+) -> Option<String> {
     if before == current {
         return None;
     }
-    let space = format!("{:.1} of {:.1} GiB are free", to_gib(free), to_gib(total));
+    let space = format!("{:.1} of {:.1} GiB are free", to_gib(free_bytes), to_gib(total_bytes));
     Some(match current {
         DiskSpace::Sufficient => format!("the disk has room again: {space}"),
         DiskSpace::Low if before == DiskSpace::Full => format!("the disk is no longer almost full: {space}"),
@@ -50,10 +55,10 @@ mod tests {
 
     #[test]
     fn describe_change_reports_each_change_once() {
-        let mut fill = DiskSpace::Sufficient;
-        let mut check = |free: u64| {
-            let before = std::mem::replace(&mut fill, DiskSpace::classify(40 * GIB, free));
-            describe_change(before, fill, 40 * GIB, free)
+        let mut current = DiskSpace::Sufficient;
+        let mut check = |free_bytes: u64| {
+            let before = std::mem::replace(&mut current, DiskSpace::classify(40 * GIB, free_bytes));
+            describe_change(before, current, 40 * GIB, free_bytes)
         };
         assert_eq!(check(20 * GIB), None);
         assert_eq!(check(3 * GIB).unwrap(), "the disk is getting full: 3.0 of 40.0 GiB are free");

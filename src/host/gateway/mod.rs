@@ -37,7 +37,7 @@ use tokio::net::TcpListener;
 #[cfg(feature = "fuzzing")]
 pub use self::bridge::fuzzing as bridge_fuzzing;
 pub use self::endpoint::Endpoint;
-pub use self::router::{description, endpoints};
+pub use self::router::{endpoints, openapi_document};
 
 use self::auth::Ingress;
 use self::certificate::{CertificateManager, CertificateManagerConfig};
@@ -125,11 +125,10 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
         file: config.certificate_file.clone(),
         initial_backoff: config.acme_initial_backoff,
     };
-    let certificate_manager =
-        CertificateManager::start(certificate_manager, identity).or_exit(Exit::Config)?;
+    let certificate_manager = CertificateManager::new(certificate_manager, identity).or_exit(Exit::Config)?;
     let tls = certificate_manager.resolver().server_config().or_exit(Exit::Internal)?;
     let listener = TcpListener::bind(config.listen).await;
-    let public =
+    let public_listener =
         listener.with_context(|| format!("cannot listen on {}", config.listen)).or_exit(Exit::Unavailable)?;
     let trusted_socket = unix_socket::bind(&layout.gateway_sockets(), "gateway.sock");
     let trusted_socket = trusted_socket.context("cannot bind gateway.sock").or_exit(Exit::Unavailable)?;
@@ -166,8 +165,8 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     tokio::spawn(certificate_manager.run(stop.clone()));
     tokio::spawn(systemd::feed_watchdog(stop.clone(), async || true));
     let gateway = Gateway(services.clone());
-    let local_routes = router::router(&gateway, Ingress::Trusted).layer(Extension(metrics_handle));
-    let local_task = tokio::spawn(unix_socket::serve(trusted_socket, local_routes, stop.clone()));
+    let trusted_routes = router::router(&gateway, Ingress::Trusted).layer(Extension(metrics_handle));
+    let trusted_task = tokio::spawn(unix_socket::serve(trusted_socket, trusted_routes, stop.clone()));
     let agents_task =
         tokio::spawn(unix_socket::serve(agent_socket, router::bridge_router(&gateway), stop.clone()));
     let stopping = stop.clone();
@@ -176,7 +175,7 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
         systemd::notify(&[NotifyState::Stopping]);
     });
 
-    let address = server::local_addr(&public).or_exit(Exit::Internal)?;
+    let address = server::local_addr(&public_listener).or_exit(Exit::Internal)?;
     tracing::info!(%address, "listening");
     let status = format!("listening on {address}");
     systemd::notify(&[NotifyState::Ready, NotifyState::Status(&status)]);
@@ -190,10 +189,10 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     // The platform's router processes are the clients, and may all share one address.
     let limits = ListenerLimits::default();
     let limits = ListenerLimits { max_connections_per_address: limits.max_connections / 4 * 3, ..limits };
-    server::serve(public, Some(Arc::new(tls)), routes, limits, stop).await;
+    server::serve(public_listener, Some(Arc::new(tls)), routes, limits, stop).await;
     // The public port has been drained, or the drain timeout has passed. Requests on the Unix sockets are not awaited.
     supervisor_task.abort();
-    local_task.abort();
+    trusted_task.abort();
     agents_task.abort();
     // A panic in one of these tasks has already been logged.
     let _ = dispatcher_task.await;

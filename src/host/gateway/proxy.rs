@@ -106,10 +106,10 @@ async fn forward_to_history(
     request: Request,
     permit: impl Send + 'static,
 ) -> Response {
-    let is_page = wants_page(request.headers());
+    let wants_page = wants_page(request.headers());
     match send(&upstreams.history, request).await {
         Ok(response) => response.map(|body| end_stalled_body(body, HISTORY_STALL_TIMEOUT, permit)),
-        Err(error) => error_response(HISTORY_NAME, &error, is_page),
+        Err(error) => error_response(HISTORY_NAME, &error, wants_page),
     }
 }
 
@@ -121,10 +121,10 @@ fn is_port_proxy_path(path: &str) -> bool {
 }
 
 async fn forward(upstream: &Proxy, name: &str, request: Request) -> Response {
-    let is_page = wants_page(request.headers());
+    let wants_page = wants_page(request.headers());
     match send(upstream, request).await {
         Ok(response) => response,
-        Err(error) => error_response(name, &error, is_page),
+        Err(error) => error_response(name, &error, wants_page),
     }
 }
 
@@ -135,7 +135,7 @@ async fn send(upstream: &Proxy, mut request: Request) -> Result<Response, ProxyE
     upstream.forward(request).await
 }
 
-fn error_response(name: &str, error: &ProxyError, is_page: bool) -> Response {
+fn error_response(name: &str, error: &ProxyError, wants_page: bool) -> Response {
     if matches!(error, ProxyError::ConnectMethod) {
         return Problem::new(Code::InvalidRequest, "The CONNECT method is not supported.").into_response();
     }
@@ -148,7 +148,7 @@ fn error_response(name: &str, error: &ProxyError, is_page: bool) -> Response {
     };
     unavailable_response(
         Problem::new(code, format!("{name} is unavailable.")).retry_after(RETRY_AFTER_SECONDS),
-        is_page,
+        wants_page,
     )
 }
 
@@ -158,8 +158,8 @@ fn wants_page(headers: &HeaderMap) -> bool {
 }
 
 /// Returns a self-reloading page to a browser while the service is unavailable, and a problem in all other cases.
-fn unavailable_response(problem: Problem, is_page: bool) -> Response {
-    if !is_page || problem.code.status() != StatusCode::SERVICE_UNAVAILABLE {
+fn unavailable_response(problem: Problem, wants_page: bool) -> Response {
+    if !wants_page || problem.code.status() != StatusCode::SERVICE_UNAVAILABLE {
         return problem.into_response();
     }
     let text = format!(

@@ -21,7 +21,7 @@ use super::routes::{
 };
 use super::state::Gateway;
 use super::{apps, body, bridge, proxy};
-use svc_http::body::declares_more_than;
+use svc_http::body::content_length_exceeds;
 use svc_http::observe::{self, Listener};
 use svc_http::openapi::{self, Api, Operation};
 use svc_http::problem::{Code, Problem};
@@ -112,8 +112,8 @@ const API: Api = Api {
     ],
 };
 
-/// The OpenAPI document for all routes.
-pub fn description() -> Value {
+/// Builds the OpenAPI document for all routes.
+pub fn openapi_document() -> Value {
     openapi::generate_document(&API, endpoints().map(|endpoint| &endpoint.operation))
 }
 
@@ -133,14 +133,14 @@ static DESCRIPTION: Endpoint = Endpoint {
 };
 
 async fn describe() -> Json<Value> {
-    Json(description())
+    Json(openapi_document())
 }
 
 /// Builds the router for the public port or for the socket of the machine's own users. Only the socket serves
 /// `/metrics`.
 pub fn router(gateway: &Gateway, ingress: Ingress) -> Router {
-    let admit_owners = from_fn(|request, next| admit(OWNER_OR_ADMIN, request, next));
-    let shell = Router::new().fallback(proxy::proxy_to_shell).layer(admit_owners);
+    let admit_owner_or_admin = from_fn(|request, next| admit(OWNER_OR_ADMIN, request, next));
+    let shell = Router::new().fallback(proxy::proxy_to_shell).layer(admit_owner_or_admin);
     let (listener, metrics_router) = match ingress {
         Ingress::Public => (Listener::Gateway, Router::new()),
         Ingress::Trusted | Ingress::Agents => {
@@ -196,7 +196,7 @@ fn guard_route(route: &Route) -> MethodRouter<Gateway> {
 /// Rejects a request based on its declared length, whether or not its credential is valid. A body without a declared
 /// length is limited where it is read.
 async fn limit_body(max_bytes: usize, request: Request, next: Next) -> Response {
-    if declares_more_than(request.headers(), max_bytes) {
+    if content_length_exceeds(request.headers(), max_bytes) {
         body::LIMITS.drain(request.into_body()).await;
         return body::too_large_problem(max_bytes).into_response();
     }

@@ -112,8 +112,8 @@ impl Writers {
         Ok(WritePermit(Arc::clone(self)))
     }
 
-    /// Stops all writers for an operation and returns the progress. Idempotent for the same operation; another
-    /// operation takes over.
+    /// Stops all writers for an operation and returns the progress. Idempotent for the same operation; a different
+    /// operation replaces the current one.
     ///
     /// # Errors
     /// 500 if the state cannot be read or stored. If the operation itself cannot be stored, no writer is stopped,

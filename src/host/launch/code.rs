@@ -216,11 +216,11 @@ fn receive_signals() -> io::Result<mpsc::Receiver<Signal>> {
         (SignalKind::user_defined1(), Signal::SIGUSR1),
         (SignalKind::user_defined2(), Signal::SIGUSR2),
     ];
-    for (kind, name) in kinds {
+    for (kind, nix_signal) in kinds {
         let (mut signals, sender) = (signal(kind)?, sender.clone());
         tokio::spawn(async move {
             while signals.recv().await.is_some() {
-                if sender.send(name).await.is_err() {
+                if sender.send(nix_signal).await.is_err() {
                     return;
                 }
             }

@@ -29,13 +29,11 @@ impl Calendar {
         day.to_zoned(self.0.clone()).map_or(Timestamp::MAX, |start| start.timestamp())
     }
 
-    /// Returns the start of the next day.
-    pub fn next_day(&self, at: Timestamp) -> Timestamp {
+    pub fn start_of_next_day(&self, at: Timestamp) -> Timestamp {
         self.day(at).tomorrow().map_or(Timestamp::MAX, |day| self.start_of_day(day))
     }
 
-    /// Returns the start of the next month.
-    pub fn next_month(&self, at: Timestamp) -> Timestamp {
+    pub fn start_of_next_month(&self, at: Timestamp) -> Timestamp {
         let next = self.day(at).last_of_month().tomorrow();
         next.map_or(Timestamp::MAX, |day| self.start_of_day(day))
     }
@@ -51,7 +49,7 @@ mod tests {
     fn days_and_months_start_in_local_time() {
         let next = |zone: &str, at: &str| {
             let (calendar, at) = (Calendar::for_zone(zone).unwrap(), at.parse().unwrap());
-            (calendar.next_day(at).to_string(), calendar.next_month(at).to_string())
+            (calendar.start_of_next_day(at).to_string(), calendar.start_of_next_month(at).to_string())
         };
         // A 23-hour day, a 25-hour day, a leap day, and the end of a year.
         for (zone, at, day, month) in [
@@ -84,9 +82,9 @@ mod tests {
             let before = |at: Timestamp| calendar.day(at.checked_sub(jiff::SignedDuration::from_nanos(1)).unwrap());
             let start = calendar.start_of_day(day);
             prop_assert!(start <= at && calendar.day(start) == day && before(start) < day, "{} {}", zone, at);
-            let next = calendar.next_day(at);
+            let next = calendar.start_of_next_day(at);
             prop_assert!(next > at && before(next) == day && calendar.day(next) > day, "{} {}", zone, at);
-            let month = calendar.next_month(at);
+            let month = calendar.start_of_next_month(at);
             prop_assert!(month >= next && before(month) == day.last_of_month(), "{} {}", zone, at);
             prop_assert_eq!(calendar.day(month), day.last_of_month().tomorrow().unwrap());
         }

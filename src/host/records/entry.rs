@@ -1,4 +1,4 @@
-//! Lines of the records, as in part 2 of the specification, with additional members such as `id` and `version`.
+//! Lines of the log files, as in part 2 of the specification, with additional members such as `id` and `version`.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -168,17 +168,19 @@ pub struct Gap {
     /// Time of the first missing line or call.
     #[serde(with = "clock::wire")]
     pub since: Timestamp,
-    /// The reason tool calls were not seen, in the audit log only. Absent for dropped lines.
+    /// The reason tool calls were not seen, in `audit.jsonl` only. Absent for dropped lines.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub why: Option<GapReason>,
 }
 
 /// The reason changes made by tool calls may be missing.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, strum::Display)]
 #[serde(rename_all = "lowercase")]
+#[strum(serialize_all = "lowercase")]
 pub enum GapReason {
     /// The hook could not reach the watcher.
     #[serde(rename = "unheard")]
+    #[strum(serialize = "unheard")]
     Undelivered,
     /// The watcher did not reply in time.
     Late,
@@ -190,6 +192,7 @@ pub enum GapReason {
     Unpaired,
     /// Too many concurrent tool calls.
     #[serde(rename = "crowded")]
+    #[strum(serialize = "crowded")]
     TooManyCalls,
     /// Calls in the agent's output that no hook reported.
     Unseen,

@@ -13,12 +13,12 @@ use std::time::SystemTime;
 use nix::errno::Errno;
 use nix::fcntl::OFlag;
 
-use super::record_file_names::{ACTIVITY, AUDIT, DatedLog, INTERACTIONS};
+use super::log_file_names::{ACTIVITY, AUDIT, DatedLog, INTERACTIONS};
 use svc_base::fsx::FileError;
 
 /// A readable log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum RecordKind {
+pub enum LogKind {
     Interactions,
     Audit,
     Activity,
@@ -26,7 +26,7 @@ pub enum RecordKind {
     Backups,
 }
 
-impl RecordKind {
+impl LogKind {
     /// Returns the name of the current file, unless lines are written directly to a day's file.
     fn current_name(self) -> Option<String> {
         match self {
@@ -56,19 +56,19 @@ impl RecordKind {
 
     /// Opens all files, oldest first. Includes the file that is current when this call begins, even if a rotation
     /// renames it meanwhile.
-    pub fn open_files(self, logs: &Path) -> Result<Vec<OpenRecordFile>, FileError> {
+    pub fn open_files(self, logs: &Path) -> Result<Vec<OpenLogFile>, FileError> {
         let current = self.open_current(logs)?;
         let mut files = Vec::new();
         for path in self.list_dated_files(logs)? {
-            files.extend(OpenRecordFile::open(path)?);
+            files.extend(OpenLogFile::open(path)?);
         }
         let current = current.filter(|current| files.iter().all(|file| file.id != current.id));
         files.extend(current);
         Ok(files)
     }
 
-    fn open_current(self, logs: &Path) -> Result<Option<OpenRecordFile>, FileError> {
-        self.current_name().map_or(Ok(None), |name| OpenRecordFile::open(logs.join(name)))
+    fn open_current(self, logs: &Path) -> Result<Option<OpenLogFile>, FileError> {
+        self.current_name().map_or(Ok(None), |name| OpenLogFile::open(logs.join(name)))
     }
 
     fn list_dated_files(self, logs: &Path) -> Result<Vec<PathBuf>, FileError> {
@@ -80,9 +80,9 @@ impl RecordKind {
         let mut dated = Vec::new();
         for entry in entries {
             let entry = entry.map_err(FileError::wrap("read", logs))?;
-            if let Some(position) = entry.file_name().to_str().and_then(|name| log.parse_day_and_number(name))
-            {
-                dated.push((position, entry.path()));
+            let name = entry.file_name();
+            if let Some(day_and_number) = name.to_str().and_then(|name| log.parse_day_and_number(name)) {
+                dated.push((day_and_number, entry.path()));
             }
         }
         dated.sort();
@@ -92,14 +92,14 @@ impl RecordKind {
 
 /// A log's files from the newest to the oldest, each opened only when it is reached.
 pub struct FilesBackward {
-    current: Option<OpenRecordFile>,
+    current: Option<OpenLogFile>,
     /// The remaining files, oldest first.
     dated: Vec<PathBuf>,
 }
 
 impl FilesBackward {
     /// Opens the current file before it lists the others, so that a rotation in between does not hide it.
-    pub fn new(kind: RecordKind, logs: &Path) -> Result<Self, FileError> {
+    pub fn new(kind: LogKind, logs: &Path) -> Result<Self, FileError> {
         let current = kind.open_current(logs)?;
         let mut dated = kind.list_dated_files(logs)?;
         // If a rotation has renamed the current file meanwhile, it is the last one in the list.
@@ -114,12 +114,12 @@ impl FilesBackward {
     }
 
     /// Opens the next older file; `None` if there are no more.
-    pub fn open_next(&mut self) -> Result<Option<OpenRecordFile>, FileError> {
+    pub fn open_next(&mut self) -> Result<Option<OpenLogFile>, FileError> {
         if let Some(current) = self.current.take() {
             return Ok(Some(current));
         }
         while let Some(path) = self.dated.pop() {
-            if let Some(file) = OpenRecordFile::open(path)? {
+            if let Some(file) = OpenLogFile::open(path)? {
                 return Ok(Some(file));
             }
         }
@@ -133,13 +133,13 @@ impl FilesBackward {
 }
 
 #[derive(Debug)]
-pub struct OpenRecordFile {
+pub struct OpenLogFile {
     pub path: PathBuf,
     pub id: FileId,
     pub file: File,
 }
 
-impl OpenRecordFile {
+impl OpenLogFile {
     fn open(path: PathBuf) -> Result<Option<Self>, FileError> {
         let opened = open_regular(&path).map_err(FileError::wrap("read", &path))?;
         Ok(opened.map(|(file, id)| Self { path, id, file }))
@@ -264,10 +264,10 @@ mod tests {
             while !writer.is_finished() {
                 let Ok(meta) = current.symlink_metadata() else { continue };
                 let id = FileId::from_metadata(&meta);
-                let files = RecordKind::Audit.open_files(logs).unwrap();
+                let files = LogKind::Audit.open_files(logs).unwrap();
                 assert_eq!(files.iter().filter(|file| file.id == id).count(), 1);
             }
         });
-        assert_eq!(RecordKind::Audit.open_files(logs).unwrap().len(), 201);
+        assert_eq!(LogKind::Audit.open_files(logs).unwrap().len(), 201);
     }
 }

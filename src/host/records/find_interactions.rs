@@ -7,7 +7,7 @@ use jiff::Timestamp;
 use serde::Deserialize;
 
 use super::entry::Interaction;
-use super::files::RecordKind;
+use super::files::LogKind;
 use super::page::{self, PageError, Verdict};
 use svc_base::clock;
 
@@ -50,8 +50,7 @@ pub fn find_interactions(
             has_recent_line = has_recent_line || is_recent(line);
             if may_match(line) { Verdict::Take } else { Verdict::Skip }
         };
-        let page = match page::read_newest(RecordKind::Interactions, logs, cursor, MAX_LINES_PER_PAGE, judge)
-        {
+        let page = match page::read_newest(LogKind::Interactions, logs, cursor, MAX_LINES_PER_PAGE, judge) {
             // The cursor's file has been deleted, and so have all older ones.
             Err(PageError::Gone) => break,
             page => page?,

@@ -16,7 +16,8 @@ const LOCK_TIMEOUT: Duration = Duration::from_secs(1);
 const LOCK_POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Appends a line in a single write, and syncs the file. A torn last line is removed first; a complete last line that
-/// lacks its newline is terminated. Concurrent appends wait for each other.
+/// lacks its newline is terminated. Waits up to `LOCK_TIMEOUT` for concurrent appends; if the file is still locked by
+/// then, a torn line is not removed, but terminated.
 ///
 /// # Errors
 /// [`FileError`] if the file cannot be created, read or written, or if the path is a symbolic link.
@@ -41,9 +42,9 @@ pub fn append_line(path: &Path, line: &[u8]) -> Result<(), FileError> {
 /// Waits for concurrent appends to end, and locks the file. Returns `false` if it is still locked after
 /// `LOCK_TIMEOUT`: the owner's programs can lock the file, too, and must not stop a backup.
 fn wait_for_lock(file: &File) -> bool {
-    let end = Instant::now() + LOCK_TIMEOUT;
+    let deadline = Instant::now() + LOCK_TIMEOUT;
     while file.try_lock().is_err() {
-        if Instant::now() >= end {
+        if Instant::now() >= deadline {
             return false;
         }
         std::thread::sleep(LOCK_POLL_INTERVAL);

@@ -5,7 +5,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use super::files::{FileId, FilesBackward, LinePosition, OpenRecordFile, RecordKind};
+use super::files::{FileId, FilesBackward, LinePosition, LogKind, OpenLogFile};
 use svc_base::fsx::FileError;
 
 const CHUNK_BYTES: u64 = 64 << 10;
@@ -47,7 +47,7 @@ pub enum PageError {
 /// [`PageError::Gone`] if the file that `before` refers to no longer exists, or has become shorter than its offset;
 /// [`PageError::File`] if a file cannot be read.
 pub fn read_newest(
-    kind: RecordKind,
+    kind: LogKind,
     logs: &Path,
     before: Option<LinePosition>,
     limit: usize,
@@ -57,7 +57,7 @@ pub fn read_newest(
     let mut lines = Vec::new();
     let mut budget = MAX_READ_BYTES;
     let mut from = before;
-    while let Some(OpenRecordFile { path, id, file }) = files.open_next()? {
+    while let Some(OpenLogFile { path, id, file }) = files.open_next()? {
         let read_error = FileError::wrap("read", &path);
         let Some(mut reader) = BackwardReader::start(file, id, from).map_err(read_error)? else { continue };
         from = None;
@@ -187,7 +187,7 @@ mod tests {
 
     use super::*;
 
-    fn read_all_pages(kind: RecordKind, logs: &Path, limit: usize) -> Vec<String> {
+    fn read_all_pages(kind: LogKind, logs: &Path, limit: usize) -> Vec<String> {
         let (mut lines, mut before) = (Vec::new(), None);
         loop {
             let page = read_newest(kind, logs, before, limit, |_| Verdict::Take).unwrap();
@@ -226,7 +226,7 @@ mod tests {
                 fs::write(dir.path().join(name), text).unwrap();
             }
             expected.reverse();
-            prop_assert_eq!(read_all_pages(RecordKind::Audit, dir.path(), limit), expected);
+            prop_assert_eq!(read_all_pages(LogKind::Audit, dir.path(), limit), expected);
         }
     }
 
@@ -235,18 +235,18 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let current = dir.path().join("audit.jsonl");
         fs::write(&current, "1\n2\n3\n").unwrap();
-        let page = read_newest(RecordKind::Audit, dir.path(), None, 1, |_| Verdict::Take).unwrap();
+        let page = read_newest(LogKind::Audit, dir.path(), None, 1, |_| Verdict::Take).unwrap();
         let renamed = dir.path().join("audit-2026-11-21.jsonl");
         fs::rename(&current, &renamed).unwrap();
         fs::write(&current, "4\n").unwrap();
         let cursor = page.next.unwrap().to_string().parse().unwrap();
-        let next = read_newest(RecordKind::Audit, dir.path(), Some(cursor), 5, |_| Verdict::Take).unwrap();
+        let next = read_newest(LogKind::Audit, dir.path(), Some(cursor), 5, |_| Verdict::Take).unwrap();
         assert_eq!(
             (page.lines, next),
             (vec!["3".to_owned()], Page { lines: vec!["2".into(), "1".into()], next: None })
         );
         fs::remove_file(renamed).unwrap();
-        let result = read_newest(RecordKind::Audit, dir.path(), Some(cursor), 5, |_| Verdict::Take);
+        let result = read_newest(LogKind::Audit, dir.path(), Some(cursor), 5, |_| Verdict::Take);
         assert!(matches!(result, Err(PageError::Gone)));
         for wrong in ["", "1", "1-2", "1-2-", "-1-2", "01-2-3", "1-2-3-4", "a-b-c"] {
             assert!(wrong.parse::<LinePosition>().is_err(), "{wrong}");
@@ -267,7 +267,7 @@ mod tests {
             open.any(|entry| fs::read_link(entry.path()).is_ok_and(|path| path == old))
         };
         let mut judged = Vec::new();
-        let page = read_newest(RecordKind::Audit, &logs, None, 5, |line| {
+        let page = read_newest(LogKind::Audit, &logs, None, 5, |line| {
             judged.push((line.to_owned(), is_old_open()));
             Verdict::Take
         });
@@ -283,7 +283,7 @@ mod tests {
         fs::write(&current, "1\n2\n").unwrap();
         // As if a rotation had renamed the file after it was opened.
         fs::hard_link(&current, dir.path().join("audit-2026-11-21.jsonl")).unwrap();
-        let page = read_newest(RecordKind::Audit, dir.path(), None, 2, |_| Verdict::Take).unwrap();
+        let page = read_newest(LogKind::Audit, dir.path(), None, 2, |_| Verdict::Take).unwrap();
         assert_eq!(page, Page { lines: vec!["2".into(), "1".into()], next: None });
     }
 
@@ -292,17 +292,14 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let line = "x".repeat(1 << 20);
         fs::write(dir.path().join("backup.jsonl"), format!("{line}\n").repeat(20)).unwrap();
-        let page = read_newest(RecordKind::Backups, dir.path(), None, 5, |_| Verdict::Skip).unwrap();
+        let page = read_newest(LogKind::Backups, dir.path(), None, 5, |_| Verdict::Skip).unwrap();
         assert!(page.lines.is_empty() && page.next.is_some());
-        let page = read_newest(RecordKind::Backups, dir.path(), page.next, 5, |_| Verdict::Skip).unwrap();
+        let page = read_newest(LogKind::Backups, dir.path(), page.next, 5, |_| Verdict::Skip).unwrap();
         assert_eq!(page.next, None);
-        let page = read_newest(RecordKind::Backups, dir.path(), None, 5, |_| Verdict::Stop).unwrap();
+        let page = read_newest(LogKind::Backups, dir.path(), None, 5, |_| Verdict::Stop).unwrap();
         assert_eq!(page, Page { lines: Vec::new(), next: None });
         assert_eq!(
-            read_newest(RecordKind::Interactions, dir.path(), None, 5, |_| Verdict::Take)
-                .unwrap()
-                .lines
-                .len(),
+            read_newest(LogKind::Interactions, dir.path(), None, 5, |_| Verdict::Take).unwrap().lines.len(),
             0
         );
     }
@@ -313,9 +310,8 @@ mod tests {
         let path = dir.path().join("audit.jsonl");
         fs::write(&path, "1\n2\n3\n").unwrap();
         let cursor =
-            read_newest(RecordKind::Audit, dir.path(), None, 1, |_| Verdict::Take).unwrap().next.unwrap();
-        let read_from =
-            |cursor| read_newest(RecordKind::Audit, dir.path(), Some(cursor), 5, |_| Verdict::Take);
+            read_newest(LogKind::Audit, dir.path(), None, 1, |_| Verdict::Take).unwrap().next.unwrap();
+        let read_from = |cursor| read_newest(LogKind::Audit, dir.path(), Some(cursor), 5, |_| Verdict::Take);
         assert_eq!(read_from(cursor).unwrap().lines, ["2", "1"]);
         fs::write(&path, "1\n").unwrap();
         assert!(
@@ -346,7 +342,7 @@ mod tests {
         file.set_len(file.metadata().unwrap().len() + (50 << 20)).unwrap();
         let (mut found, mut before, mut pages) = (Vec::new(), None, 0);
         loop {
-            let page = read_newest(RecordKind::Audit, dir.path(), before, 100, |_| Verdict::Take).unwrap();
+            let page = read_newest(LogKind::Audit, dir.path(), before, 100, |_| Verdict::Take).unwrap();
             found.extend(page.lines.iter().map(|line| (line.len(), line.chars().next())));
             (before, pages) = (page.next, pages + 1);
             if before.is_none() {

@@ -9,7 +9,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 
-use super::files::{self, FileId, LinePosition, OpenRecordFile, RecordKind, TailPosition};
+use super::files::{self, FileId, LinePosition, LogKind, OpenLogFile, TailPosition};
 use svc_base::fsx::FileError;
 
 const CHUNK_BYTES: usize = 256 << 10;
@@ -23,7 +23,7 @@ const BATCH_BYTES: usize = 1 << 20;
 
 /// A reader for a growing log.
 pub struct Tail {
-    kind: RecordKind,
+    kind: LogKind,
     logs: PathBuf,
     /// All files seen so far: a few per day.
     files: Vec<FollowedFile>,
@@ -53,9 +53,9 @@ struct ReadBatch {
 
 impl Tail {
     /// Starts after the last complete line of each file.
-    pub fn from_end(kind: RecordKind, logs: PathBuf) -> Result<Self, FileError> {
+    pub fn from_end(kind: LogKind, logs: PathBuf) -> Result<Self, FileError> {
         let mut tail = Self { kind, logs, files: Vec::new(), last_file: None, other_file: None };
-        for OpenRecordFile { path, id, file } in tail.kind.open_files(&tail.logs)? {
+        for OpenLogFile { path, id, file } in tail.kind.open_files(&tail.logs)? {
             tail.files.push(FollowedFile::from_end(id, &file).map_err(FileError::wrap("read", &path))?);
             tail.last_file = Some(id);
         }
@@ -65,7 +65,7 @@ impl Tail {
     /// Starts after an earlier line. Returns `None` if its file was deleted, or if the position is no longer the start
     /// of a line because the file was truncated.
     pub fn resume_after(
-        kind: RecordKind,
+        kind: LogKind,
         logs: PathBuf,
         position: TailPosition,
     ) -> Result<Option<Self>, FileError> {
@@ -77,7 +77,7 @@ impl Tail {
         let newest = position.other_file.and_then(index_of).map_or(last, |other| other.max(last));
         let last_file = Some(position.last.file);
         let mut tail = Self { kind, logs, files: Vec::new(), last_file, other_file: None };
-        for (index, OpenRecordFile { path, id, file }) in files.iter().enumerate() {
+        for (index, OpenLogFile { path, id, file }) in files.iter().enumerate() {
             let followed = if *id == position.last.file {
                 FollowedFile::after(position.last, file)
             } else if let Some(other) = position.other_file.filter(|other| other.file == *id) {
@@ -258,7 +258,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (logs, current) = (dir.path().to_owned(), dir.path().join("audit.jsonl"));
         append(&current, "0\n");
-        let mut tail = Tail::from_end(RecordKind::Audit, logs.clone()).unwrap();
+        let mut tail = Tail::from_end(LogKind::Audit, logs.clone()).unwrap();
         assert!(read_all(&mut tail).is_empty());
         append(&current, "1\n2\nhal");
         assert_eq!(read_all(&mut tail), ["1", "2"]);
@@ -272,14 +272,14 @@ mod tests {
         append(&dir.path().join("audit-2026-11-23.jsonl"), "4\n");
         append(&current, "5\n");
         assert_eq!(read_all(&mut tail), ["4", "5"]);
-        let mut resumed = Tail::resume_after(RecordKind::Audit, logs.clone(), position).unwrap().unwrap();
+        let mut resumed = Tail::resume_after(LogKind::Audit, logs.clone(), position).unwrap().unwrap();
         assert_eq!(read_all(&mut resumed), ["half", "3", "4", "5"]);
         fs::write(&current, "").unwrap();
         assert!(read_all(&mut tail).is_empty());
         append(&current, "6\n");
         assert_eq!(read_all(&mut tail), ["6"]);
         let unknown = "1-1-0".parse().unwrap();
-        assert!(Tail::resume_after(RecordKind::Audit, logs, unknown).unwrap().is_none());
+        assert!(Tail::resume_after(LogKind::Audit, logs, unknown).unwrap().is_none());
     }
 
     #[test]
@@ -288,7 +288,7 @@ mod tests {
         let (logs, current) = (dir.path().to_owned(), dir.path().join("audit.jsonl"));
         append(&dir.path().join("audit-2026-11-20.jsonl"), "old\n");
         append(&current, "0\n");
-        let mut tail = Tail::from_end(RecordKind::Audit, logs).unwrap();
+        let mut tail = Tail::from_end(LogKind::Audit, logs).unwrap();
         fs::remove_file(&current).unwrap();
         assert!(read_all(&mut tail).is_empty());
         append(&current, "1\n");
@@ -300,7 +300,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (logs, current) = (dir.path().to_owned(), dir.path().join("audit.jsonl"));
         append(&current, "0\n");
-        let mut tail = Tail::from_end(RecordKind::Audit, logs).unwrap();
+        let mut tail = Tail::from_end(LogKind::Audit, logs).unwrap();
         let long = "x".repeat(3 * CHUNK_BYTES);
         append(&current, &format!("{long}\n1\n"));
         fs::rename(&current, dir.path().join("audit-2026-11-21.jsonl")).unwrap();
@@ -311,7 +311,7 @@ mod tests {
     #[test]
     fn absent_log_and_next_day_are_followed() {
         let dir = tempfile::tempdir().unwrap();
-        let mut tail = Tail::from_end(RecordKind::Interactions, dir.path().join("logs")).unwrap();
+        let mut tail = Tail::from_end(LogKind::Interactions, dir.path().join("logs")).unwrap();
         assert!(read_all(&mut tail).is_empty());
         fs::create_dir(dir.path().join("logs")).unwrap();
         append(&dir.path().join("logs/interactions-2026-11-22.jsonl"), "1\n");
@@ -330,7 +330,7 @@ mod tests {
         append(&path(20), "old\n");
         append(&path(21), "1\n");
         append(&path(22), "2\n");
-        let mut tail = Tail::from_end(RecordKind::Interactions, logs.clone()).unwrap();
+        let mut tail = Tail::from_end(LogKind::Interactions, logs.clone()).unwrap();
         append(&path(22), "3\n");
         assert_eq!(read_all(&mut tail), ["3"]);
         append(&path(21), "4\n");
@@ -344,7 +344,7 @@ mod tests {
         for (position, expected) in [(lines[0].0, vec!["7", "5", "8"]), (lines[1].0, vec!["7", "8"])] {
             let position = position.to_string().parse().unwrap();
             let mut resumed =
-                Tail::resume_after(RecordKind::Interactions, logs.clone(), position).unwrap().unwrap();
+                Tail::resume_after(LogKind::Interactions, logs.clone(), position).unwrap().unwrap();
             assert_eq!(read_all(&mut resumed), expected, "{position:?}");
         }
         assert_eq!(read_all(&mut tail), ["7", "8"]);
@@ -355,11 +355,11 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (logs, current) = (dir.path().to_owned(), dir.path().join("audit.jsonl"));
         append(&current, "one\ntwo\n");
-        let position = Tail::from_end(RecordKind::Audit, logs.clone()).unwrap().position().unwrap();
+        let position = Tail::from_end(LogKind::Audit, logs.clone()).unwrap().position().unwrap();
         let resume_at = |offset: u64| {
             let last = LinePosition { offset, ..position.last };
             let position = TailPosition { last, other_file: None };
-            Tail::resume_after(RecordKind::Audit, logs.clone(), position)
+            Tail::resume_after(LogKind::Audit, logs.clone(), position)
                 .unwrap()
                 .map(|mut tail| read_all(&mut tail))
         };
@@ -373,7 +373,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (logs, current) = (dir.path().to_owned(), dir.path().join("audit.jsonl"));
         append(&current, "0\n");
-        let mut tail = Tail::from_end(RecordKind::Audit, logs).unwrap();
+        let mut tail = Tail::from_end(LogKind::Audit, logs).unwrap();
         // The overlong line's newline is in the chunk that crosses the limit.
         let (longest, overlong) = ("x".repeat(MAX_LINE_BYTES), "y".repeat(MAX_LINE_BYTES + 1));
         append(&current, &format!("{longest}\n{overlong}\n1\n"));
@@ -388,7 +388,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (logs, current) = (dir.path().to_owned(), dir.path().join("audit.jsonl"));
         append(&current, "0\n");
-        let mut tail = Tail::from_end(RecordKind::Audit, logs.clone()).unwrap();
+        let mut tail = Tail::from_end(LogKind::Audit, logs.clone()).unwrap();
         // A sparse file: the last line is 100 MiB long and has no newline.
         OpenOptions::new().write(true).open(&current).unwrap().set_len(100 << 20).unwrap();
         append(&current, "rest\n1\n");
@@ -404,7 +404,7 @@ mod tests {
         assert_eq!((lines.len(), &*lines[0].1), (1, "1"));
         assert!((6..12).contains(&reads), "{reads}");
         OpenOptions::new().write(true).open(&current).unwrap().set_len(200 << 20).unwrap();
-        let mut late = Tail::from_end(RecordKind::Audit, logs).unwrap();
+        let mut late = Tail::from_end(LogKind::Audit, logs).unwrap();
         append(&current, "rest\n2\n");
         assert_eq!(read_all(&mut late), ["2"]);
     }

@@ -20,8 +20,8 @@ use serde::Deserialize;
 use super::entry::Interaction;
 use super::files;
 use super::ledger::{Ledger, Report, Totals, UsageQuery};
+use super::log_file_names::INTERACTIONS;
 use super::money::Dollars;
-use super::record_file_names::INTERACTIONS;
 use super::seals::{Seal, Seals};
 use super::writer::{FileStamp, LineDropped, LogFile, Records};
 use svc_base::error_chain::format_chain;
@@ -104,7 +104,7 @@ impl UsageStore {
         Self { restore_marker: Some(marker), ..self }
     }
 
-    /// Reads the files again if a restore has replaced them. Interactions that end in the meantime wait. Returns
+    /// Reads the files again if a restore has replaced them; calls to [`Self::record`] block in the meantime. Returns
     /// `false` if the files have to be read, but cannot be: nothing may be written in that case.
     fn reload_if_restored(&self, line_count: &mut u64) -> bool {
         let Some(marker) = &self.restore_marker else { return true };

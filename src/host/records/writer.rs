@@ -1,12 +1,12 @@
-//! Writes the records of the gateway and of the audit's watcher. Callers append lines to a queue in memory; one thread
+//! Writes the records of the gateway and of the audit's watcher. Callers append lines to queues in memory; one thread
 //! writes them to disk, and another syncs the files.
 //!
 //! Each log file's accepted lines are written in order, at most [`FLUSH_INTERVAL`] later unless the disk fails. A crash
 //! of the process loses only lines that have not been written; a crash of the machine also loses lines that have not
-//! been synced, or whose sync failed. The queue is bounded: a line that does not fit is rejected and counted, and a gap
-//! line in its log file reports the number. Files are opened by name for each write (`host::records::jsonl`), so that no
-//! line is lost if a file was renamed or deleted before the write. Failed writes are retried until they succeed or the
-//! writer is dropped; failed syncs are not retried.
+//! been synced, or whose sync failed. The queues are bounded: a line that does not fit is rejected and counted, and a
+//! gap line in its log file reports the number. Files are opened by name for each write (`host::records::jsonl`), so
+//! that no line is lost if a file was renamed or deleted before the write. Failed writes are retried until they succeed
+//! or the writer is dropped; failed syncs are not retried.
 
 mod file;
 mod log_file;
@@ -28,7 +28,7 @@ use serde::Serialize;
 use self::file::AppendFile;
 pub use self::file::FileStamp;
 pub use self::log_file::{LineDropped, LogFile, MAX_QUEUED_BYTES};
-use self::queue::{RecordQueue, Replacement, ThreadState};
+use self::queue::{LineQueues, Replacement, ThreadState};
 use self::sync::{SyncFn, Syncer, UnsyncedFile};
 use svc_base::clock;
 use svc_base::error_chain::format_chain;
@@ -48,7 +48,7 @@ const SYNC_INTERVAL: Duration = Duration::from_secs(5);
 /// The state that the handles and the threads share.
 struct Shared {
     logs: PathBuf,
-    queue: Mutex<RecordQueue>,
+    queues: Mutex<LineQueues>,
     wake: Condvar,
     flushed: Condvar,
     /// Whether the last write failed.
@@ -88,7 +88,7 @@ impl Writer {
     pub(super) fn start_with_sync(logs: PathBuf, sync: SyncFn) -> std::io::Result<Self> {
         let shared = Shared {
             logs,
-            queue: Mutex::default(),
+            queues: Mutex::default(),
             wake: Condvar::new(),
             flushed: Condvar::new(),
             is_write_failing: AtomicBool::new(false),
@@ -174,11 +174,11 @@ impl Records {
     pub fn replace(&self, log: LogFile, new: PathBuf, expected: FileStamp) -> std::io::Result<bool> {
         let (reply, replied) = mpsc::sync_channel(1);
         {
-            let mut queue = self.0.lock();
-            if queue.is_stopping || queue.replacement.is_some() {
+            let mut queues = self.0.lock();
+            if queues.is_stopping || queues.replacement.is_some() {
                 return Ok(false);
             }
-            queue.replacement = Some(Replacement { log, new, expected, reply });
+            queues.replacement = Some(Replacement { log, new, expected, reply });
         }
         self.0.wake.notify_one();
         // After a timeout on a slow disk, the writing thread may still replace the file, if it is unchanged by then.
@@ -189,19 +189,19 @@ impl Records {
     /// a sync fails in the meantime, or if the writer has ended. `true` does not cover lines that were accepted before
     /// a failed sync: see [`Records::failed_syncs`].
     pub fn flush(&self, timeout: Duration) -> bool {
-        let mut queue = self.0.lock();
-        queue.flushes_requested += 1;
-        let (flush, failed_syncs) = (queue.flushes_requested, queue.failed_syncs);
+        let mut queues = self.0.lock();
+        queues.flushes_requested += 1;
+        let (flush, failed_syncs) = (queues.flushes_requested, queues.failed_syncs);
         self.0.wake.notify_one();
         let deadline = Instant::now() + timeout;
-        while queue.flushes_done < flush {
+        while queues.flushes_done < flush {
             let remaining = deadline.saturating_duration_since(Instant::now());
-            if remaining.is_zero() || queue.thread == ThreadState::Ended {
+            if remaining.is_zero() || queues.thread == ThreadState::Ended {
                 return false;
             }
-            queue = self.0.flushed.wait_timeout(queue, remaining).unwrap_or_else(PoisonError::into_inner).0;
+            queues = self.0.flushed.wait_timeout(queues, remaining).unwrap_or_else(PoisonError::into_inner).0;
         }
-        queue.failed_syncs == failed_syncs
+        queues.failed_syncs == failed_syncs
     }
 
     /// Returns the number of failed syncs. Lines accepted before a failed sync may be missing after a power failure,
@@ -222,8 +222,8 @@ impl Records {
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, RecordQueue> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, LineQueues> {
+        self.queues.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Runs the writing thread's loop.
@@ -267,54 +267,54 @@ impl Shared {
 
     /// Counts a failed sync, and ends the flush that waited for the sync, if any.
     fn finish_sync(&self, flush: Option<u64>, has_failed: bool) {
-        let mut queue = self.lock();
-        queue.failed_syncs += u64::from(has_failed);
-        queue.flushes_done = queue.flushes_done.max(flush.unwrap_or_default());
+        let mut queues = self.lock();
+        queues.failed_syncs += u64::from(has_failed);
+        queues.flushes_done = queues.flushes_done.max(flush.unwrap_or_default());
         self.flushed.notify_all();
     }
 
     /// Waits for lines or a request, and takes all lines. Returns at `sync_at` at the latest, if it is set.
     fn take_batch(&self, sync_at: Option<Instant>) -> WriteBatch {
-        let mut queue = self.wait_for_work(self.lock(), sync_at);
-        queue.thread = ThreadState::Writing;
-        let lines = queue.take_lines();
-        let flush = (queue.flushes_requested > queue.flushes_written).then_some(queue.flushes_requested);
-        WriteBatch { lines, flush, replacement: queue.replacement.take(), is_stopping: queue.is_stopping }
+        let mut queues = self.wait_for_work(self.lock(), sync_at);
+        queues.thread = ThreadState::Writing;
+        let lines = queues.take_lines();
+        let flush = (queues.flushes_requested > queues.flushes_written).then_some(queues.flushes_requested);
+        WriteBatch { lines, flush, replacement: queues.replacement.take(), is_stopping: queues.is_stopping }
     }
 
     fn wait_for_work<'a>(
         &self,
-        mut queue: MutexGuard<'a, RecordQueue>,
+        mut queues: MutexGuard<'a, LineQueues>,
         sync_at: Option<Instant>,
-    ) -> MutexGuard<'a, RecordQueue> {
+    ) -> MutexGuard<'a, LineQueues> {
         let is_due = || sync_at.is_some_and(|at| Instant::now() >= at);
         let mut idle_intervals = 0;
         loop {
-            queue.thread = ThreadState::Polling;
+            queues.thread = ThreadState::Polling;
             // Limits the age of lines that were accepted since the last interval.
             let end = Instant::now() + FLUSH_INTERVAL;
-            while !queue.has_full_batch() && !queue.has_request() {
+            while !queues.has_full_batch() && !queues.has_request() {
                 let remaining = end.saturating_duration_since(Instant::now());
                 if remaining.is_zero() {
                     break;
                 }
-                queue = self.wake.wait_timeout(queue, remaining).unwrap_or_else(PoisonError::into_inner).0;
+                queues = self.wake.wait_timeout(queues, remaining).unwrap_or_else(PoisonError::into_inner).0;
             }
-            if queue.has_work() || is_due() {
-                return queue;
+            if queues.has_work() || is_due() {
+                return queues;
             }
             idle_intervals += 1;
             if idle_intervals < MAX_IDLE_INTERVALS {
                 continue;
             }
-            queue.thread = ThreadState::Asleep;
-            while queue.thread == ThreadState::Asleep && !queue.has_work() && !is_due() {
-                queue = match sync_at {
+            queues.thread = ThreadState::Asleep;
+            while queues.thread == ThreadState::Asleep && !queues.has_work() && !is_due() {
+                queues = match sync_at {
                     Some(at) => {
                         let remaining = at.saturating_duration_since(Instant::now());
-                        self.wake.wait_timeout(queue, remaining).unwrap_or_else(PoisonError::into_inner).0
+                        self.wake.wait_timeout(queues, remaining).unwrap_or_else(PoisonError::into_inner).0
                     }
-                    None => self.wake.wait(queue).unwrap_or_else(PoisonError::into_inner),
+                    None => self.wake.wait(queues).unwrap_or_else(PoisonError::into_inner),
                 };
             }
             idle_intervals = 0;
@@ -370,7 +370,7 @@ impl Shared {
         false
     }
 
-    /// Returns written buffers to the queue for reuse, and reports the unwritten bytes.
+    /// Returns written buffers to the queues for reuse, and reports the unwritten bytes.
     fn return_buffers(&self, files: &mut [(LogFile, AppendFile)]) {
         let unwritten =
             files.iter().map(|(log, file)| (*log, file.unwritten_bytes())).filter(|(_, bytes)| *bytes > 0);
@@ -381,7 +381,7 @@ impl Shared {
 
     /// Waits before failed writes are retried, unless new lines are queued.
     fn wait_before_retry(&self) {
-        let is_idle = |queue: &mut RecordQueue| queue.is_empty() && !queue.is_stopping;
+        let is_idle = |queues: &mut LineQueues| queues.is_empty() && !queues.is_stopping;
         let waited = self.wake.wait_timeout_while(self.lock(), RETRY_INTERVAL, is_idle);
         drop(waited.unwrap_or_else(PoisonError::into_inner));
     }

@@ -1,14 +1,14 @@
 //! Decides whether the system clock is trusted, from earlier readings and the time since boot.
 //!
-//! A clock that is set weeks ahead would expire every log file immediately. After a jump, the earlier of the expected
-//! time and the clock's time is used until the clock has been stable for a day. NTP corrects a clock in less than an
-//! hour, so a wrong clock is not stable for that long unless the machine has no time server.
+//! A clock that is set weeks ahead would immediately expire every dated log file. After a jump, the earlier of the
+//! expected time and the clock's time is used until the clock has been stable for a day. NTP corrects a clock in less
+//! than an hour, so a wrong clock is not stable for that long unless the machine has no time server.
 //!
 //! The first check after a boot is different, because only the clock tells how long the machine was off. It trusts the
 //! clock, unless the boot was more than a day after the last check or, without an earlier check, after the last write
 //! to a log file before the boot. In that case, the clock counts as having jumped: the unit starts after
 //! `time-sync.target`, but that target is reached even if no time server responds. A machine that was off for weeks
-//! therefore expires its records one day after it was powered on.
+//! therefore expires its log files one day after it was powered on.
 
 use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt;
@@ -59,7 +59,7 @@ struct UntrustedClock {
     boot_time: i64,
     /// The uptime when this clock was first read.
     #[serde(rename = "sinceUp")]
-    first_seen_uptime: i64,
+    first_seen_uptime_seconds: i64,
 }
 
 /// Returns the time to use, in seconds since 1970, and the state to keep.
@@ -87,11 +87,12 @@ pub fn assess_clock(state: Option<ClockState>, now: ClockReading) -> (i64, Clock
         }
     };
     let same_clock = untrusted.filter(|untrusted| is_near(untrusted.boot_time));
-    let first_seen_uptime = same_clock.map_or(uptime_seconds, |untrusted| untrusted.first_seen_uptime);
-    if uptime_seconds - first_seen_uptime >= DAY_SECONDS {
+    let first_seen_uptime_seconds =
+        same_clock.map_or(uptime_seconds, |untrusted| untrusted.first_seen_uptime_seconds);
+    if uptime_seconds - first_seen_uptime_seconds >= DAY_SECONDS {
         return trusted;
     }
-    let untrusted = Some(UntrustedClock { boot_time, first_seen_uptime });
+    let untrusted = Some(UntrustedClock { boot_time, first_seen_uptime_seconds });
     (now.clock.min(expected + uptime_seconds), ClockState { boot_time: expected, uptime_seconds, untrusted })
 }
 
@@ -122,29 +123,30 @@ fn find_last_write(dir: &Path, latest: i64) -> Result<Option<i64>, FileError> {
     Ok(last)
 }
 
-/// Assesses the clock, saves the new state to `state_file`, and returns the time to use for expiring the records in
+/// Assesses the clock, saves the new state to `state_file`, and returns the time to use for expiring the log files in
 /// `logs`. Logs a warning if the clock is not trusted.
 pub fn update_trusted_time(state_file: &Path, logs: &Path, clock: Timestamp) -> Result<Timestamp, FileError> {
     // This process has just started, so its start time, in ticks since boot, is the uptime. The systemd unit hides
     // `/proc/uptime` (`ProcSubset=pid`).
     let stat = ProcessStat::current().map_err(FileError::wrap("read", Path::new("/proc/self/stat")))?;
-    let uptime_seconds = (stat.started / TICKS_PER_SECOND).cast_signed();
+    let uptime_seconds = (stat.start_ticks / TICKS_PER_SECOND).cast_signed();
     let text = fsx::read_if_exists(state_file)?;
     let state = text.and_then(|text| serde_json::from_slice(&text).ok());
     let clock_seconds = clock.as_second();
     // Later writes are ignored: their times may come from the same wrong clock, since the gateway writes at each start.
     let last_write = find_last_write(logs, clock_seconds - uptime_seconds - MAX_DRIFT_SECONDS)?;
     let reading = ClockReading { clock: clock_seconds, uptime_seconds, last_write };
-    let (trusted_time, new_state) = assess_clock(state, reading);
+    let (trusted_seconds, new_state) = assess_clock(state, reading);
     fsx::write_atomic(
         state_file,
         &serde_json::to_vec(&new_state).expect("plain fields serialize to JSON"),
         0o600,
     )?;
-    if trusted_time < clock_seconds {
-        tracing::warn!(%clock, trusted_time, "the clock has jumped: fewer records expire until it has been stable for a day");
+    let trusted_time = Timestamp::from_second(trusted_seconds).unwrap_or(clock);
+    if trusted_seconds < clock_seconds {
+        tracing::warn!(%clock, %trusted_time, "the clock has jumped: fewer log files expire until it has been stable for a day");
     }
-    Ok(Timestamp::from_second(trusted_time).unwrap_or(clock))
+    Ok(trusted_time)
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! Retention: deletes the activity, audit and interaction files whose names contain a date more than 30 days in the
 //! past. All other files are kept.
 //!
-//! The age is counted from the current day and not from the newest file, so that an idle machine's records expire as
+//! The age is counted from the current day and not from the newest file, so that an idle machine's log files expire as
 //! well. A wrong clock must not cause everything to be deleted, so `clock_trust` determines the current day.
 
 use std::path::Path;
@@ -9,7 +9,7 @@ use std::path::Path;
 use jiff::ToSpan;
 use jiff::civil::Date;
 
-use crate::records::record_file_names::{ACTIVITY, AUDIT, INTERACTIONS};
+use crate::records::log_file_names::{ACTIVITY, AUDIT, INTERACTIONS};
 use svc_base::fsx::{self, FileError};
 
 /// The retention period that part 8 of the specification requires.
@@ -29,10 +29,10 @@ fn expired_names(names: Vec<String>, today: Date) -> Vec<String> {
     expired
 }
 
-/// Deletes the expired records and returns their names.
+/// Deletes the expired log files and returns their names.
 ///
 /// # Errors
-/// [`FileError`] if the directory cannot be read, or from the first failed deletion; the other records are still
+/// [`FileError`] if the directory cannot be read, or from the first failed deletion; the other log files are still
 /// deleted.
 pub fn expire(logs: &Path, today: Date) -> Result<Vec<String>, FileError> {
     let mut names = Vec::new();

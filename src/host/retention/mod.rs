@@ -1,4 +1,4 @@
-//! `svc-heartbeat`: rotates and expires the machine's records once a day, and measures its storage.
+//! `svc-heartbeat`: rotates and expires the machine's log files once a day, and measures its storage.
 //!
 //! This module contains the command line, the configuration and the sequence of steps. Each run derives its work from
 //! the files on disk, so the next run completes the work of a killed one. A failed step does not stop the others.
@@ -15,7 +15,7 @@ use jiff::Timestamp;
 use jiff::civil::Date;
 
 use super::records::calendar::Calendar;
-use super::records::record_file_names;
+use super::records::log_file_names;
 use crate::agents::owner_config::OwnerSettings;
 use crate::system::config;
 use crate::system::config::{DatabaseUrl, init_log};
@@ -35,7 +35,7 @@ pub const FAILPOINTS: &[&str] =
 #[command(
     name = "svc-heartbeat",
     version = applet::version(),
-    about = "Rotates the activity and audit records, deletes activity, audit and interaction records older than \
+    about = "Rotates the activity and audit logs, deletes activity, audit and interaction logs older than \
              30 days, and measures the machine's storage",
     after_help = "Days begin at midnight in costLimits.timeZone of the owner's system/config.json. The program is idempotent and can run at any time."
 )]
@@ -81,7 +81,7 @@ async fn run_maintenance(layout: Layout) -> Result<(), Failure> {
 
 fn rotate_and_expire(layout: &Layout, calendar: &Calendar, now: Timestamp) -> Result<(), Failure> {
     let (logs, today) = (layout.logs(), calendar.day(now));
-    let rotated = [record_file_names::ACTIVITY, record_file_names::AUDIT].map(|log| {
+    let rotated = [log_file_names::ACTIVITY, log_file_names::AUDIT].map(|log| {
         let name = rotate::rotate(&logs, log, calendar, today).or_exit(Exit::Internal)?;
         if let Some(name) = name {
             tracing::info!(name, "rotated a log file");
@@ -93,7 +93,7 @@ fn rotate_and_expire(layout: &Layout, calendar: &Calendar, now: Timestamp) -> Re
         trusted_now.and_then(|now| expire::expire(&logs, calendar.day(now))).or_exit(Exit::Internal);
     let expired = expired.and_then(|names| {
         if !names.is_empty() {
-            tracing::info!(?names, "deleted records older than 30 days");
+            tracing::info!(?names, "deleted log files older than 30 days");
         }
         failpoint::trigger("heartbeat.expired").or_exit(Exit::Internal)
     });
@@ -117,7 +117,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn idle_machine_expires_its_last_records() {
+    fn idle_machine_expires_its_last_log_files() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         let (logs, now) = (layout.logs(), Timestamp::now());
@@ -131,7 +131,7 @@ mod tests {
             assert!(rotate_and_expire(&layout, &Calendar::utc(), now).is_ok());
         };
         run_after(0);
-        assert_eq!(files(), 0, "the old records were not deleted, although no newer ones exist");
+        assert_eq!(files(), 0, "the old log files were not deleted, although no newer ones exist");
         // A clock that jumps ahead deletes nothing.
         std::fs::write(logs.join(format!("interactions-{}.jsonl", Calendar::utc().day(now))), "{}\n")
             .unwrap();

@@ -16,7 +16,7 @@ use nix::fcntl::{AT_FDCWD, OFlag, RenameFlags, renameat2};
 use serde::Deserialize;
 
 use crate::records::calendar::Calendar;
-use crate::records::record_file_names::DatedLog;
+use crate::records::log_file_names::DatedLog;
 use svc_base::fsx::{self, FileError};
 
 /// Maximum number of files per day. Reaching it indicates a bug.
@@ -121,7 +121,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::records::record_file_names::{ACTIVITY, AUDIT};
+    use crate::records::log_file_names::{ACTIVITY, AUDIT};
 
     const TODAY: Date = Date::constant(2026, 11, 21);
 
@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn rotation_rejects_symlinks_and_skips_empty_records() {
+    fn rotation_rejects_symlinks_and_skips_empty_log_files() {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("activity.log"), "").unwrap();
         assert_eq!(rotate(dir.path(), ACTIVITY, &utc(), TODAY).unwrap(), None);

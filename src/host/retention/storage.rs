@@ -111,7 +111,7 @@ pub async fn measure(
     let deadline = Instant::now() + WALK_TIMEOUT;
     let walked = tokio::task::spawn_blocking(move || {
         let disk =
-            fs4::statvfs(owned.home()).map_err(FileError::wrap("read free space of", &owned.home()))?;
+            fs4::statvfs(owned.home()).map_err(FileError::wrap("read the free space of", &owned.home()))?;
         let walked = disk_usage::measure_home(&owned.home(), &owned.apps(), &owned.logs(), deadline)?;
         Ok::<_, FileError>((disk, walked))
     });

@@ -46,7 +46,7 @@ pub struct CheckRecord {
     pub status: Status,
     /// Number of intact snapshots.
     pub snapshots: u64,
-    /// Total size of the intact snapshots.
+    /// Total size of the intact snapshots; for a drill, the size of its snapshot, even if the drill failed.
     pub size_bytes: u64,
     pub duration_ms: u64,
     /// The key, if a single snapshot was checked.

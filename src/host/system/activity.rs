@@ -23,7 +23,7 @@ const FILE: &str = "activity.log";
 pub fn note(layout: &Layout, text: &str) {
     match append(layout, text) {
         Ok(()) => {}
-        // The directory is created at boot, before these programs run, so this is not expected on a machine.
+        // The directory is created early at boot, so this is not expected on a machine.
         Err(error) if error.kind() == ErrorKind::NotFound => {
             tracing::debug!(error = %format_chain(&error), "there is no directory for activity.log");
         }

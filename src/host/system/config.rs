@@ -115,7 +115,7 @@ pub fn read_initial_proof_keys(env: &mut Env) -> Option<ProofKeys> {
 }
 
 /// Reads the version of the release that user-data names.
-pub fn image_version(env: &mut Env) -> Option<ImageVersion> {
+pub fn read_image_version(env: &mut Env) -> Option<ImageVersion> {
     env.required(&vars::SVC_IMAGE_VERSION)
 }
 

@@ -40,7 +40,7 @@ mod tests {
 
     #[test]
     fn classify_considers_share_and_amount_of_free_space() {
-        for (total, free, fill) in [
+        for (total, free, expected) in [
             (40 * GIB, 20 * GIB, DiskSpace::Sufficient),
             (40 * GIB, 3 * GIB, DiskSpace::Low),
             (10 * GIB, 2 * GIB - 1, DiskSpace::Low),
@@ -48,7 +48,7 @@ mod tests {
             (10 * GIB, GIB / 4, DiskSpace::Full),
             (0, 0, DiskSpace::Full),
         ] {
-            assert_eq!(DiskSpace::classify(total, free), fill, "{free} of {total}");
+            assert_eq!(DiskSpace::classify(total, free), expected, "{free} of {total}");
         }
     }
 }

@@ -21,7 +21,7 @@ impl Layout {
 
     /// Returns the layout below `SVC_ROOT`.
     pub fn from_process() -> Self {
-        Self::new(vars::SVC_ROOT.from_process().unwrap_or_else(|| vars::SVC_ROOT.default_value()))
+        Self::new(vars::SVC_ROOT.env_value().unwrap_or_else(|| vars::SVC_ROOT.default_value()))
     }
 
     pub fn root(&self) -> &Path {
@@ -254,7 +254,7 @@ impl Layout {
         self.state("open-uploads.json")
     }
 
-    /// The clock readings of the last run of `svc-heartbeat`, which deletes expired records.
+    /// The clock readings of the last run of `svc-heartbeat`, which deletes expired log files.
     pub fn retention_clock(&self) -> PathBuf {
         self.state("heartbeat-clock.json")
     }

@@ -147,20 +147,20 @@ impl PgTools {
         command
     }
 
-    /// Builds the command that dumps only these tables (`schema.table`, quoted where needed), with their dependent
-    /// objects.
-    pub fn dump_tables(&self, server: &PostgresServer, database: &str, tables: &[&str]) -> Command {
+    /// Builds the command that dumps only these tables and views (`schema.name`, quoted where needed), with their
+    /// dependent objects.
+    pub fn dump_relations(&self, server: &PostgresServer, database: &str, relations: &[&str]) -> Command {
         let mut command = self.command("pg_dump", Some(server));
         command.args(["-Fc", "-Z0", "--no-password", "--lock-wait-timeout=60s", "--strict-names"]);
-        for table in tables {
-            command.args(["-t", table]);
+        for relation in relations {
+            command.args(["-t", relation]);
         }
         command.arg(database).stdin(Stdio::null()).stdout(Stdio::piped());
         command
     }
 
     /// Builds the command that loads a dump from stdin into a database, in one transaction.
-    pub fn load_stdin(&self, server: &PostgresServer, database: &str) -> Command {
+    pub fn load_in_transaction(&self, server: &PostgresServer, database: &str) -> Command {
         let mut vars = connection_vars(server);
         // The owner's settings may make transactions read-only by default.
         vars.push(("PGOPTIONS", "-c default_transaction_read_only=off".to_owned()));

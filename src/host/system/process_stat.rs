@@ -11,7 +11,7 @@ pub struct ProcessStat {
     pub is_zombie: bool,
     pub parent_pid: i32,
     /// The start time in clock ticks since boot.
-    pub started: u64,
+    pub start_ticks: u64,
 }
 
 impl ProcessStat {
@@ -41,7 +41,7 @@ impl ProcessStat {
             is_zombie: fields.next()? == "Z",
             parent_pid: fields.next()?.parse().ok()?,
             // Field 22; 5 to 21 are skipped.
-            started: fields.nth(17)?.parse().ok()?,
+            start_ticks: fields.nth(17)?.parse().ok()?,
         })
     }
 }
@@ -55,7 +55,7 @@ mod tests {
         let stat = |name: &str| {
             ProcessStat::parse(&format!("7 ({name}) S 3 1 1 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 4242 0"))
         };
-        let expected = ProcessStat { is_zombie: false, parent_pid: 3, started: 4242 };
+        let expected = ProcessStat { is_zombie: false, parent_pid: 3, start_ticks: 4242 };
         for name in ["sh", "a) b", "a) b) (c", ""] {
             assert_eq!(stat(name), Some(expected), "{name}");
         }

@@ -17,8 +17,8 @@ pub fn is_running(layout: &Layout) -> bool {
 
 /// Returns the program in `SVC_SYSTEMCTL`, which is set for a root directory without systemd. If it is not set, returns
 /// `systemctl` if the layout's root is `/` and systemd is running, and `None` otherwise.
-pub fn systemctl(layout: &Layout) -> Option<OsString> {
-    if let Some(program) = vars::SVC_SYSTEMCTL.from_process() {
+pub fn find_systemctl(layout: &Layout) -> Option<OsString> {
+    if let Some(program) = vars::SVC_SYSTEMCTL.env_value() {
         return Some(program);
     }
     let has_systemd = layout.root() == Path::new("/") && is_running(layout);

@@ -83,7 +83,7 @@ impl<'a, R: Read> TarReader<'a, R> {
         Ok(Self::from_entries(entries, limits))
     }
 
-    /// Creates a reader that skips unread content by seeking, so it does not notice that content is missing.
+    /// Creates a reader that skips unread content by seeking, so it does not detect missing content.
     ///
     /// # Errors
     /// [`TarError`] if the archive has been read before.
@@ -164,7 +164,7 @@ impl<'a, R: Read> TarReader<'a, R> {
         let (mode, modified) = (header.mode(), header.mtime());
         let (mode, modified) = (mode.map_err(TarError::Malformed)?, modified.map_err(TarError::Malformed)?);
         self.count_against_limits(&path, &link, size)?;
-        if !self.path_digests.insert(name_digest(&path)) {
+        if !self.path_digests.insert(hash_path(&path)) {
             return Err(TarError::rejected(&path, "it occurs more than once"));
         }
         Ok(TarEntry { path, link, kind, mode, modified, size, unread: size, body: raw })
@@ -287,7 +287,8 @@ fn rejected_attribute(key: &[u8], why: &'static str) -> TarError {
 fn read_bounded(raw: &mut tar::Entry<'_, impl Read>, max: u64) -> Result<Vec<u8>, TarError> {
     let claimed = raw.header().entry_size().map_err(TarError::Malformed)?;
     if claimed > max {
-        return Err(TarError::LimitExceeded { quantity: "bytes in a long-name record", limit: max });
+        let quantity = "bytes in a long-name record or PAX header";
+        return Err(TarError::LimitExceeded { quantity, limit: max });
     }
     let mut text = Vec::new();
     raw.read_to_end(&mut text).map_err(TarError::Malformed)?;
@@ -310,9 +311,9 @@ fn rejection_reason(kind: EntryType) -> &'static str {
     }
 }
 
-/// Returns a digest that identifies a path in a set, so that a large set needs little memory. Equivalent paths, such as
-/// `./a`, `a/` and `a`, have the same digest.
-pub fn name_digest(path: &Path) -> u128 {
+/// Hashes a path to a digest that identifies it in a set, so that a large set needs little memory. Equivalent paths,
+/// such as `./a`, `a/` and `a`, have the same digest.
+pub fn hash_path(path: &Path) -> u128 {
     let mut hash = Sha256::new();
     for part in path.components().filter(|part| *part != Component::CurDir) {
         hash.update(part.as_os_str().as_bytes());

@@ -112,7 +112,7 @@ impl UpgradeToken {
     ///
     /// # Errors
     /// `ForeignToken` if the token does not belong to this machine; nothing is stored in that case. `File` if the token
-    /// could not be written, or not durably.
+    /// could not be written or synced.
     pub fn store(&self, next: &SecretString, previous: &SecretString) -> Result<(), TokenError> {
         let Some(token_file) = &self.stored else { return Ok(()) };
         if !belongs_to(next.expose_secret(), token_file.machine) {

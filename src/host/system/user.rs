@@ -23,7 +23,7 @@ use svc_base::failpoint;
 /// # Errors
 /// If the user or the groups cannot be changed.
 pub fn switch_user_for_database_tools(layout: &Layout) -> anyhow::Result<()> {
-    let has_tools = vars::SVC_PG_BIN_DIR.from_process().is_some()
+    let has_tools = vars::SVC_PG_BIN_DIR.env_value().is_some()
         || layout.link("runtime").join("postgres/bin/pg_dump").exists();
     if !has_tools {
         // Only root can use the tools in the database container.

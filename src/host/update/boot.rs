@@ -113,7 +113,7 @@ impl FirstBundle {
             }
             digest
         });
-        let version = config::image_version(env);
+        let version = config::read_image_version(env);
         let platform = PlatformAccess::read(env, layout);
         let source = BundleSource::new(url?, platform?);
         Some(Self { source, sha256: sha256?, version: version? })

@@ -120,7 +120,7 @@ async fn fetch_release(
 /// [`FetchError::NoSpace`], or [`FetchError::File`] if the free space cannot be read.
 fn ensure_disk_space(dir: &Path, archive_bytes: u64) -> Result<(), FetchError> {
     let needed = archive_bytes.saturating_mul(UNPACKED_SIZE_FACTOR).saturating_add(RESERVED_BYTES);
-    let free = fs4::available_space(dir).map_err(FileError::wrap("read free space of", dir))?;
+    let free = fs4::available_space(dir).map_err(FileError::wrap("read the free space of", dir))?;
     if free < needed {
         return Err(FetchError::NoSpace { path: dir.to_owned(), needed, free });
     }

@@ -106,7 +106,7 @@ pub struct Outcome {
 }
 
 impl Outcome {
-    /// Describes the outcome for `activity.log`.
+    /// Describes the outcome for `activity.log` and the terminal.
     pub fn describe(&self, from: &ImageVersion) -> String {
         let Self { version, stage, .. } = self;
         let error = self.error.as_deref().unwrap_or("unknown error");

@@ -18,7 +18,8 @@ use svc_base::config::Env;
 use svc_base::error_chain::format_chain;
 
 const RELOAD_TIMEOUT: Duration = Duration::from_secs(60);
-const QUERY_TIMEOUT: Duration = Duration::from_secs(10);
+/// For calls that do not wait for a unit.
+const COMMAND_TIMEOUT: Duration = Duration::from_secs(10);
 /// The gateway's unit allows 60 s for stopping and 90 s for starting.
 const RESTART_TIMEOUT: Duration = Duration::from_secs(150);
 
@@ -132,20 +133,20 @@ impl Services for Systemctl {
     }
 
     async fn start(&self, unit: &str) -> Result<(), ServicesError> {
-        self.run_systemctl(&["start", "--no-block", unit], QUERY_TIMEOUT).await.map(drop)
+        self.run_systemctl(&["start", "--no-block", unit], COMMAND_TIMEOUT).await.map(drop)
     }
 
     async fn restart(&self, unit: &str) -> Result<(), ServicesError> {
         // systemd 252 keeps the count if the unit is waiting for an automatic restart, and a unit that crashes at
         // startup is almost always waiting. A unit that is not loaded cannot be reset, but has no count either.
-        if let Err(error) = self.run_systemctl(&["reset-failed", unit], QUERY_TIMEOUT).await {
+        if let Err(error) = self.run_systemctl(&["reset-failed", unit], COMMAND_TIMEOUT).await {
             tracing::debug!(error = %format_chain(&error), "could not reset a unit's restart count");
         }
         self.run_systemctl(&["restart", unit], RESTART_TIMEOUT).await.map(drop)
     }
 
     async fn try_restart(&self, unit: &str) -> Result<(), ServicesError> {
-        self.run_systemctl(&["try-restart", "--no-block", unit], QUERY_TIMEOUT).await.map(drop)
+        self.run_systemctl(&["try-restart", "--no-block", unit], COMMAND_TIMEOUT).await.map(drop)
     }
 
     async fn stop(&self, unit: &str) -> Result<(), ServicesError> {
@@ -154,7 +155,7 @@ impl Services for Systemctl {
 
     async fn state(&self, unit: &str) -> Result<UnitState, ServicesError> {
         let output = self
-            .run_systemctl(&["show", "--property=ActiveState,Result,NRestarts", unit], QUERY_TIMEOUT)
+            .run_systemctl(&["show", "--property=ActiveState,Result,NRestarts", unit], COMMAND_TIMEOUT)
             .await?;
         Ok(parse_state(&output))
     }

@@ -43,7 +43,7 @@ const MAX_BACKUP_FILE_BYTES: u64 = 64 * 1024;
 pub enum SnapshotError {
     // The advice comes before the reason, because an outcome keeps only the beginning of a long error.
     #[error(
-        "no snapshot was taken, and no backup made progress for {} s (to update without one, run `svc-update apply --version {version} --without-snapshot`): {why}",
+        "no snapshot was taken, and no backup made progress for {} s (to update without a snapshot, run `svc-update apply --version {version} --without-snapshot`): {why}",
         .timeout.as_secs()
     )]
     Timeout { timeout: Duration, why: String, version: ImageVersion },

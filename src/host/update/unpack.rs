@@ -115,7 +115,7 @@ pub fn unpack(archive: impl Read, into: &Path, limits: UnpackLimits) -> Result<(
     while let Some(entry) = entries.next_entry()? {
         tree.add(entry)?;
     }
-    // Padding after the end marker is part of the digest, so it is read. Its size is limited, too.
+    // The digest covers the padding after the end marker, so the padding is read, too, up to the limit.
     let mut padding = archive.into_inner().take(limits.bytes);
     io::copy(&mut padding, &mut io::sink()).map_err(UnpackError::Archive)?;
     tree.check_links()

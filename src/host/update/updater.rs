@@ -79,8 +79,8 @@ fn failed<E: Error + 'static>(stage: Stage) -> impl FnOnce(E) -> StepError {
     move |error| StepError::Failed(step_failure(stage, &error))
 }
 
-/// Returns `Refused` if the release is at fault; `Failed` if this machine, its network or the source is at fault, so
-/// that the update may succeed later.
+/// Returns `Refused` if the release is at fault; `Failed` if this machine, its network or the source is at fault, in
+/// which case a later update may succeed.
 fn classify_fetch_error(error: FetchError) -> StepError {
     match &error {
         FetchError::NoSpace { .. } => failed(Stage::Preflight)(error),
@@ -145,7 +145,7 @@ impl<S: Services> Updater<S> {
                     error: error.clone(),
                     at: Timestamp::now(),
                 };
-                self.finish_journal(&journal, &outcome)?;
+                self.finish_update(&journal, &outcome)?;
                 return Ok(outcome);
             }
             tracing::info!(
@@ -345,7 +345,7 @@ impl<S: Services> Updater<S> {
 
     /// Performs the last step: writes the records, removes old releases, the request and the snapshot waiver, and
     /// then the journal.
-    fn finish_journal(&self, journal: &Journal, outcome: &Outcome) -> Result<(), UpdateError> {
+    fn finish_update(&self, journal: &Journal, outcome: &Outcome) -> Result<(), UpdateError> {
         failpoint::trigger("update.ended")?;
         match outcome.outcome {
             UpdateResult::Updated => self.record_success(journal)?,

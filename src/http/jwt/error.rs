@@ -23,7 +23,7 @@ pub enum JwtError {
         "the token was rejected recently, or too many tokens from the client's address had to be verified"
     )]
     RefusedWithoutCheck,
-    /// Verification needs the issuer's keys; the token may be valid.
+    /// The token could not be verified without the issuer's keys, so it may be valid.
     #[error("the issuer's keys cannot be fetched")]
     NoKeys,
 }

@@ -67,7 +67,7 @@ impl Verifier {
     ///
     /// # Errors
     /// See [`JwtError`]; `NoKeys` if the token's key is not among them.
-    pub fn verify_with_known_keys(&self, token: &str, now: Timestamp) -> Result<Subject, JwtError> {
+    pub fn verify_with_cached_keys(&self, token: &str, now: Timestamp) -> Result<Subject, JwtError> {
         let key = self.keys.cached_key(&parse_kid(token)?).ok_or(JwtError::NoKeys)?;
         self.trust.check_claims(verify_signature(token, &key)?, now)
     }

@@ -20,7 +20,7 @@ static HOP_BY_HOP: [HeaderName; 9] = [
 /// Removes all hop-by-hop headers except those for an upgrade that may be tunneled, which are reduced to exactly
 /// `Connection: upgrade` and one `Upgrade`. Returns whether there is such an upgrade. Idempotent.
 pub fn strip_hop_by_hop(headers: &mut HeaderMap) -> bool {
-    // Most messages have none or one of these, and even the removal of an absent header hashes its name.
+    // Most messages have at most one of these, and even the removal of an absent header hashes its name.
     let present: Vec<&'static HeaderName> =
         headers.keys().filter_map(|name| HOP_BY_HOP.iter().find(|hop_by_hop| *hop_by_hop == name)).collect();
     let mut upgrade = None;

@@ -156,12 +156,12 @@ impl LifecycleModel {
                 self.run_host_action(machine.index(self.machines.len()), *host_action);
             }
             Action::RunStep { operation, call_result } => {
-                if let Some(index) = self.open_operation(*operation) {
+                if let Some(index) = self.find_open_operation(*operation) {
                     self.run_step(index, *call_result);
                 }
             }
             Action::Decide { operation, decision } => {
-                if let Some(index) = self.open_operation(*operation) {
+                if let Some(index) = self.find_open_operation(*operation) {
                     self.decide(index, *decision);
                 }
             }
@@ -216,7 +216,7 @@ impl LifecycleModel {
         }
     }
 
-    fn open_operation(&self, index: Index) -> Option<usize> {
+    fn find_open_operation(&self, index: Index) -> Option<usize> {
         let open: Vec<usize> =
             (0..self.operations.len()).filter(|&index| self.operations[index].outcome.is_none()).collect();
         (!open.is_empty()).then(|| *index.get(&open))

@@ -51,14 +51,14 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn every_history_keeps_the_invariants(history in actions()) {
+    fn every_history_preserves_invariants(history in actions()) {
         prop_assert_eq!(run_history(SOUND_RULES, &history), Ok(()));
     }
 }
 
 #[test]
 #[ignore = "long: a million histories"]
-fn long_million_histories_keep_the_invariants() {
+fn long_million_histories_preserve_invariants() {
     let config = ProptestConfig { cases: 1_000_000, failure_persistence: None, ..ProptestConfig::default() };
     let mut runner = TestRunner::new(config);
     let result = runner.run(&actions(), |history| {

@@ -11,7 +11,7 @@ pub fn read_items(heartbeat: &mut Fields) -> Vec<Attention> {
     }
     let mut items = Vec::new();
     for mut item in heartbeat.nested_array("attention", 0..=MAX_ATTENTION_ITEMS).unwrap_or_default() {
-        let code = item.text("code", MAX_ATTENTION_CODE_CHARS);
+        let code = item.required_text("code", MAX_ATTENTION_CODE_CHARS);
         if code.as_deref().is_some_and(|code| !is_code(code)) {
             item.add_error("code", "must consist of lowercase letters and underscores");
         }

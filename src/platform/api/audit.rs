@@ -29,8 +29,8 @@ async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> Resu
         actor: query.optional_text("actor", MAX_FILTER_CHARS),
         action: query.optional_text("action", MAX_FILTER_CHARS),
         target: query.optional_text("target", MAX_FILTER_CHARS),
-        since: query.time("since"),
-        until: query.time("until"),
+        since: query.optional_time("since"),
+        until: query.optional_time("until"),
         before: query.optional("cursor"),
     };
     let limit = query.number_in_range("limit", 1..=MAX_PAGE_SIZE, DEFAULT_PAGE_SIZE);

@@ -1,5 +1,5 @@
 //! POST `/vps/:id/backup`, `/vps/:id/drill`, `/vps/:id/backup-accept` and `/vps/:id/files/verify`: sends a machine's
-//! host a request to take a backup, to run a trial restore of the latest snapshot, to accept a held-back snapshot as
+//! host a request to take a backup, to run a test restore of the latest snapshot, to accept a held-back snapshot as
 //! the latest, or to verify a share of the file backup. The host's next heartbeats and `/vps/:id/backups` show the
 //! result.
 
@@ -167,15 +167,15 @@ async fn find_machine_holding_back_snapshot(
     target: MachineRow,
 ) -> Result<MachineRow, Problem> {
     let machine = find_predecessor(session, &target).await?.unwrap_or(target);
-    let mut has_held_back_question = false;
+    let mut is_decision_pending = false;
     if let Err(refusal) = ensure_running(&machine) {
         // An operation may be waiting for a decision about the final backup of a machine that is out of service.
         let operation = db::slot_operations::find_operation_needing_server(session, &machine).await?;
         let question = operation.and_then(|operation| operation.question);
         let question = question.filter(|_| machine.has_server()).ok_or(refusal)?;
-        has_held_back_question = question["code"] == final_backup::HELD_BACK;
+        is_decision_pending = question["code"] == final_backup::HELD_BACK;
     }
-    if has_held_back_question || reports_held_back_snapshot(&machine) {
+    if is_decision_pending || reports_held_back_snapshot(&machine) {
         return Ok(machine);
     }
     let detail = format!(
@@ -270,7 +270,7 @@ pub static DRILL: Endpoint = Endpoint {
         id: "drill",
         method: Method::POST,
         path: "/vps/{id}/drill",
-        summary: "Requests a trial restore of the latest snapshot from the host of a running machine.",
+        summary: "Requests a test restore of the latest snapshot from the host of a running machine.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
         body: Some(|| request_object(&[], &[])),

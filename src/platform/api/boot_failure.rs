@@ -39,7 +39,9 @@ pub async fn handle(
     if id != machine.id {
         return Err(registration_rejected());
     }
-    let stage = fields.text("stage", MAX_STAGE_CHARS).map(|stage| untrusted_text::truncate_printable(&stage));
+    let stage = fields
+        .required_text("stage", MAX_STAGE_CHARS)
+        .map(|stage| untrusted_text::truncate_printable(&stage));
     let message = fields.required_host_text("message");
     let report = stage.zip(message).map(|(stage, message)| BootFailureReport { stage, message });
     let report = fields.finish(report)?;

@@ -33,9 +33,8 @@ pub struct ApiCall {
 /// A host's accepted token and its machine.
 pub struct AuthenticatedHost {
     pub machine: MachineRow,
-    pub status: TokenStatus,
-    /// The hash of the token.
-    pub hash: Vec<u8>,
+    pub token_status: TokenStatus,
+    pub token_hash: Vec<u8>,
 }
 
 impl ApiCall {
@@ -90,10 +89,10 @@ impl ApiCall {
                 refused_hosts::report_rejected_token(platform, &machine, token, claim).await;
                 Err(unauthorized())
             }
-            status => {
+            token_status => {
                 platform.rate_limits.record_accepted(token);
                 platform.rate_limits.admit_host(machine.id)?;
-                Ok(AuthenticatedHost { machine, status, hash: tokens::hash(token) })
+                Ok(AuthenticatedHost { machine, token_status, token_hash: tokens::hash(token) })
             }
         }
     }

@@ -90,7 +90,7 @@ async fn delete(
         let body =
             response_body(platform, tx, &deleted, &Deletion { operation: created, options, copies }).await?;
         let reply = Reply::new(StatusCode::ACCEPTED, body);
-        let (before, after) = (Some(machine.record()), Some(deleted.record()));
+        let (before, after) = (Some(machine.audit_record()), Some(deleted.audit_record()));
         Ok(MutationEffect::changed(
             reply,
             AuditChange { action: "delete", target: id.to_string(), before, after },

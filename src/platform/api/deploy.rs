@@ -350,7 +350,8 @@ pub static START: Endpoint = Endpoint {
         id: "deploy",
         method: Method::POST,
         path: "/vps/deploy",
-        summary: "Rolls out a release to machines: first a canary, then batches. The rollout halts on failures.",
+        summary: "Rolls out a release to machines: first a canary, then batches. The rollout stops if the canary or too \
+                  many machines fail.",
         credentials: &[OPERATOR],
         parameters: &[IDEMPOTENCY_KEY],
         body: Some(request_schema),

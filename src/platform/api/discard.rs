@@ -24,11 +24,11 @@ use svc_machine::id::{MachineId, OperationId};
 use svc_machine::operation::OperationKind;
 use svc_wire::machine::DiscardedMachine;
 
-/// Whether the operator accepts the loss of data that no snapshot contains.
+/// Whether the operator has accepted the loss of data that no snapshot contains.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum LossConsent {
-    Accepted,
-    Refused,
+    Given,
+    NotGiven,
 }
 
 pub async fn handle(
@@ -38,10 +38,10 @@ pub async fn handle(
 ) -> Result<Response, Problem> {
     let ChangeRequest { call, id, mutation } = ChangeRequest::read(&platform, &id, request).await?;
     let mut fields = call.request.json_fields()?;
-    let loss =
-        if fields.boolean("acceptLoss") == Some(true) { LossConsent::Accepted } else { LossConsent::Refused };
-    let loss = fields.finish(Some(loss))?;
-    let reply = discard(&platform, id, loss, &mutation).await?;
+    let consent =
+        if fields.boolean("acceptLoss") == Some(true) { LossConsent::Given } else { LossConsent::NotGiven };
+    let consent = fields.finish(Some(consent))?;
+    let reply = discard(&platform, id, consent, &mutation).await?;
     platform.reconciler_wake.notify_one();
     Ok(reply.into_response())
 }
@@ -49,7 +49,7 @@ pub async fn handle(
 async fn discard(
     platform: &Platform,
     id: MachineId,
-    loss: LossConsent,
+    consent: LossConsent,
     mutation: &Mutation,
 ) -> Result<Reply, Problem> {
     let mut session = platform.db.session().await?;
@@ -60,13 +60,13 @@ async fn discard(
     ensure_left_slot(&change.machine)?;
     let removal = find_pending_removal(&change.tx, id).await?;
     // Unless an operator has accepted the loss, a running removal may still decide to keep the server.
-    let is_consent_new = loss == LossConsent::Accepted && !is_discard_requested(&change.machine);
+    let is_consent_new = consent == LossConsent::Given && !is_discard_requested(&change.machine);
     let is_ordered = removal.is_some() || is_discard_requested(&change.machine);
     let body = |after: &MachineRow| response_body(after, removal, is_ordered);
     if is_ordered && !is_consent_new {
         return change.end(ChangeEffect::Unchanged, StatusCode::ACCEPTED, body).await;
     }
-    if loss == LossConsent::Refused {
+    if consent == LossConsent::NotGiven {
         ensure_data_saved(&change.tx, &change.machine).await?;
     }
     machine_changes::record_discard(&change.tx, id).await?;

@@ -31,7 +31,7 @@ pub async fn handle(
 ) -> Result<Response, Problem> {
     let ChangeRequest { call, id, mutation } = ChangeRequest::read(&platform, &id, request).await?;
     let mut fields = call.request.json_fields()?;
-    let reason = fields.text("reason", MAX_REASON_CHARS);
+    let reason = fields.required_text("reason", MAX_REASON_CHARS);
     let reason = fields.finish(reason)?;
     let reply = fail(&platform, id, &reason, &mutation).await?;
     // If this cancelled an operation, the operation may have left resources behind.

@@ -33,7 +33,7 @@ use svc_store::StoreError;
 use svc_store::key::SlotPrefix;
 use svc_wire::files::{FilesAccess, FilesKey};
 
-pub async fn for_host(
+pub async fn get_for_host(
     State(platform): State<Arc<Platform>>,
     PathParams(id): PathParams<String>,
     request: Request,
@@ -52,7 +52,7 @@ pub async fn for_host(
     Ok(respond(FilesKey { key: key.password().clone() }))
 }
 
-pub async fn for_operator(
+pub async fn get_for_operator(
     State(platform): State<Arc<Platform>>,
     request: Request,
 ) -> Result<Response, Problem> {
@@ -89,8 +89,8 @@ fn respond(body: impl Serialize) -> Response {
     response
 }
 
-/// Returns the problem for a key that cannot be sent to a host. If the repository rejects every known key or is damaged,
-/// a retry cannot succeed, so the detail says what to do.
+/// Returns the problem for a key that cannot be sent to a host. If the repository rejects every known key or is
+/// damaged, a retry cannot succeed, so the detail says what to do.
 fn files_key_problem(machine: MachineId, error: FilesKeyError) -> Problem {
     let error = match error {
         // A retry may succeed once the database is reachable again or PLATFORM_KEY_PREVIOUS is set.
@@ -146,7 +146,7 @@ pub static FOR_HOST: Endpoint = Endpoint {
             Code::DatabaseUnavailable,
         ],
     },
-    serve: || post(for_host),
+    serve: || post(get_for_host),
 };
 
 pub static FOR_OPERATOR: Endpoint = Endpoint {
@@ -162,5 +162,5 @@ pub static FOR_OPERATOR: Endpoint = Endpoint {
         responses: &[documented_json(200, "The key.", schema_of::<FilesAccess>)],
         problems: &[Code::NotFound, Code::DatabaseUnavailable],
     },
-    serve: || get(for_operator),
+    serve: || get(get_for_operator),
 };

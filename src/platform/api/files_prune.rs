@@ -91,8 +91,8 @@ fn no_file_backups(user: &IdpUserId, slot: &Slot) -> Problem {
     Problem::new(
         Code::NotFound,
         format!(
-            "The platform has no key for file backups of slot {user}/{slot}: no machine has saved files yet, or the platform's \
-             database is older than the key."
+            "The platform has no key for the file backups of slot {user}/{slot}: no machine has saved files yet, or the \
+             platform's database was restored from a copy older than the key."
         ),
     )
 }

@@ -15,7 +15,7 @@ use super::pointer::{SLOT, USER};
 use crate::context::Platform;
 use crate::db::file_keys;
 use svc_files::FilesError;
-use svc_files::usage::measure;
+use svc_files::usage::measure_usage;
 use svc_http::openapi::{Operation, schema_of};
 use svc_http::problem::{Code, Problem, format_chain};
 use svc_machine::name::{IdpUserId, Slot};
@@ -42,8 +42,9 @@ pub async fn show(State(platform): State<Arc<Platform>>, request: Request) -> Re
         Problem::new(
             Code::NotFound,
             format!(
-                "The platform has no key for file backups of slot {user}/{slot}. Check that {user} is the user's id, not the \
-                 handle. If it is, no machine has saved files yet, or the platform's database is older than the key."
+                "The platform has no key for the file backups of slot {user}/{slot}. Check that {user} is the user's id, \
+                 not the handle. If it is, either no machine has saved files yet, or the platform's database was \
+                 restored from a copy older than the key."
             ),
         )
     })?;
@@ -51,7 +52,7 @@ pub async fn show(State(platform): State<Arc<Platform>>, request: Request) -> Re
     let root = SlotPrefix::new(&user, &slot).files();
     let measured = tokio::time::timeout(TIMEOUT, async {
         let _permit = LISTING_PERMITS.acquire().await.expect("the semaphore is never closed");
-        measure(&platform.bucket, &root).await
+        measure_usage(&platform.bucket, &root).await
     });
     let usage = measured.await.map_err(|_| {
         let detail = format!(

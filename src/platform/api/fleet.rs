@@ -70,7 +70,7 @@ fn overdue_resource(overdue: &LongRunningOperation) -> wire::OverdueOperation {
         step: operation.step.clone(),
         attempts: operation.attempts.unsigned_abs().into(),
         error_code: operation.error_code.clone(),
-        age_seconds: overdue.age.max(0.0) as u64,
+        age_seconds: overdue.age_seconds.max(0.0) as u64,
     }
 }
 

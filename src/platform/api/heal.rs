@@ -53,8 +53,8 @@ async fn try_resume(platform: &Platform, machine: &MachineRow, epoch: Epoch) -> 
         return Ok(false);
     }
     let (target, actor) = (row.id.to_string(), format!("machine:{}", row.id));
-    let after = db::machines::get(&tx, row.id).await?.map(|after| after.record());
-    let change = AuditChange { action: "heal", target, before: Some(row.record()), after };
+    let after = db::machines::get(&tx, row.id).await?.map(|after| after.audit_record());
+    let change = AuditChange { action: "heal", target, before: Some(row.audit_record()), after };
     mutation::write_audit(&tx, &actor, &change).await?;
     db::commit(tx).await?;
     Ok(true)
@@ -98,9 +98,9 @@ async fn record_power_on(platform: &Platform, machine: &MachineRow) -> anyhow::R
         return Ok(false);
     }
     machine_server::clear_powered_off(&tx, row.id).await?;
-    let after = db::machines::get(&tx, row.id).await?.map(|after| after.record());
+    let after = db::machines::get(&tx, row.id).await?.map(|after| after.audit_record());
     let (target, actor) = (row.id.to_string(), format!("machine:{}", row.id));
-    let change = AuditChange { action: "power.found_on", target, before: Some(row.record()), after };
+    let change = AuditChange { action: "power.found_on", target, before: Some(row.audit_record()), after };
     mutation::write_audit(&tx, &actor, &change).await?;
     db::commit(tx).await?;
     Ok(true)

@@ -110,7 +110,7 @@ pub async fn handle(
         proof_keys: Some(wire::ProofKeys { keys: keys.collect() }),
         quiesce: stopping_operation.map(Into::into),
         desired_request_id,
-        certificate: machine.is_active().then(|| platform.config.hosts.certificate(machine.id)),
+        certificate: machine.is_active().then(|| platform.config.hosts.certificate_settings(machine.id)),
         next_token: next_token.filter(|_| !superseded && machine.is_active()),
     };
     let mut response = Json(body).into_response();
@@ -126,7 +126,7 @@ async fn issue_next_token(
     host: &AuthenticatedHost,
 ) -> Result<Option<SecretString>, Problem> {
     let (id, timing) = (host.machine.id, platform.config.timing.tokens);
-    let (current, status) = match host.status {
+    let (current, status) = match host.token_status {
         TokenStatus::Later(generation) => {
             (advance_token(platform, host, generation).await?, TokenStatus::Current)
         }
@@ -164,8 +164,8 @@ async fn advance_token(
     let mut session = platform.host_db.session().await?;
     let tx = db::begin(&mut session).await?;
     let overlap = platform.config.timing.tokens.overlap;
-    let is_first = upgrade_token::advance(&tx, id, generation, &host.hash, overlap).await?;
-    let (hash, last) = (host.hash.clone(), host.machine.heartbeat_at);
+    let is_first = upgrade_token::advance(&tx, id, generation, &host.token_hash, overlap).await?;
+    let (hash, last) = (host.token_hash.clone(), host.machine.heartbeat_at);
     let after = before.clone().advance(generation, hash, overlap, last, Timestamp::now());
     if !is_first {
         // A concurrent heartbeat has recorded and audited the rotation.

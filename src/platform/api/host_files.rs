@@ -62,8 +62,8 @@ pub async fn list_versions(
     request: Request,
 ) -> Result<Response, Problem> {
     parse_read_request(platform, &id, request, "files.versions", |fields| {
-        let path: Option<String> = fields.text("path", MAX_PATH_CHARS);
-        let before = fields.time("before");
+        let path: Option<String> = fields.required_text("path", MAX_PATH_CHARS);
+        let before = fields.optional_time("before");
         let limit = fields.number_in_range("limit", 1..=MAX_VERSIONS, DEFAULT_VERSIONS);
         let mut query = vec![("path", path?), ("limit", limit.to_string())];
         query.extend(before.map(|before| ("before", rfc3339_ms(before))));
@@ -81,7 +81,7 @@ pub async fn list(
 ) -> Result<Response, Problem> {
     parse_read_request(platform, &id, request, "files.list", |fields| {
         let path = fields.optional_text("path", MAX_PATH_CHARS);
-        let time = fields.time("time");
+        let time = fields.optional_time("time");
         let cursor = fields.number_in_range("cursor", 0..=usize::MAX, 0);
         let limit = fields.number_in_range("limit", 1..=MAX_ENTRIES, DEFAULT_ENTRIES);
         let mut query = vec![("cursor", cursor.to_string()), ("limit", limit.to_string())];
@@ -318,8 +318,8 @@ pub async fn restore(
     let operator = call.authenticate_operator(&platform).await?;
     let id: MachineId = path_id("machineId", &id)?;
     let mut fields = call.request.json_fields()?;
-    let path = fields.text("path", MAX_PATH_CHARS);
-    let time = fields.time("time");
+    let path = fields.required_text("path", MAX_PATH_CHARS);
+    let time = fields.optional_time("time");
     let into = fields.optional_text("into", MAX_PATH_CHARS);
     let replace = fields.boolean("replace").unwrap_or(false);
     let path = fields.finish(path)?;
@@ -352,7 +352,7 @@ async fn request_restore(
     let call = async {
         let machine = load_serving_machine(&platform, id).await?;
         // If this process stops before it stores the response, the host uses this key to recognize the retry.
-        let idempotency_key = mutation.to_host_key();
+        let idempotency_key = mutation.derive_host_idempotency_key();
         let restore = FilesCall::Restore { body: body.clone(), idempotency_key };
         call_host::<FileRestoreAccepted>(&platform, &machine, restore).await
     };

@@ -63,9 +63,9 @@ impl RequestedLocations {
         fallback.iter().filter(|other| *other != location).cloned().collect()
     }
 
-    /// Returns whether the requested fallback locations differ from those of a running recovery, apart from their order.
-    /// `current` and `fallback` are the locations of its new machine, and `uses_fallback_location` is whether the
-    /// recovery has moved on from the location that it tried first.
+    /// Returns whether the requested fallback locations differ from those of a running recovery, apart from their
+    /// order. `current` and `fallback` are the locations of its new machine, and `uses_fallback_location` is whether
+    /// the recovery has moved on from the location that it tried first.
     pub fn differs_in_fallback(
         &self,
         current: &Location,

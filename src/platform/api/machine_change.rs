@@ -118,7 +118,7 @@ impl<'a> MachineChange<'a> {
         match effect {
             ChangeEffect::Unchanged => {}
             ChangeEffect::Changed(action) => {
-                let (before, after) = (Some(machine.record()), Some(after.record()));
+                let (before, after) = (Some(machine.audit_record()), Some(after.audit_record()));
                 let change = AuditChange { action, target: id, before, after };
                 mutation::write_audit(&tx, mutation.actor(), &change).await?;
             }

@@ -23,7 +23,7 @@ pub async fn handle(
 ) -> Result<Response, Problem> {
     ApiCall::read(request).await?.authenticate_operator(&platform).await?;
     fleet_metrics::collect(&platform).await;
-    Ok(([(header::CONTENT_TYPE, MEDIA_TYPE)], metrics.text()).into_response())
+    Ok(([(header::CONTENT_TYPE, MEDIA_TYPE)], metrics.render()).into_response())
 }
 
 pub static ENDPOINT: Endpoint = Endpoint {

@@ -114,7 +114,7 @@ impl Mutation {
     }
 
     /// Returns the idempotency key to send to a host, if the operator sent one. It is different for each operator.
-    pub fn to_host_key(&self) -> Option<String> {
+    pub fn derive_host_idempotency_key(&self) -> Option<String> {
         let key = self.key.as_ref()?;
         Some(hex::encode(Sha256::digest(format!("{}\t{key}", self.actor))))
     }

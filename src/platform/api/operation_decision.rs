@@ -180,7 +180,7 @@ async fn resume_with_loss_accepted(tx: &Transaction<'_>, operation: &OperationRo
     }
     if has_question(later_holder::BEHIND_STORE) {
         resume_step(tx, operation, operation.options, "the operator confirmed the deletion").await?;
-        return Ok(db::operations::add_fact(
+        return Ok(db::operations::set_fact(
             tx,
             operation.id,
             later_holder::DELETION_CONFIRMED,
@@ -190,7 +190,7 @@ async fn resume_with_loss_accepted(tx: &Transaction<'_>, operation: &OperationRo
     }
     if is_snapshot_question(operation) {
         resume_step(tx, operation, operation.options, "the operator chose the latest snapshot").await?;
-        return Ok(db::operations::add_fact(tx, operation.id, SNAPSHOT_CHOSEN, &json!(true)).await?);
+        return Ok(db::operations::set_fact(tx, operation.id, SNAPSHOT_CHOSEN, &json!(true)).await?);
     }
     // An operator may give up on a backup even if there is no question, because the host may report progress for hours.
     let options = if operation.question.is_none() && operation.step == Step::FinalBackup.as_str() {
@@ -223,7 +223,7 @@ async fn restore_snapshot(
     let why = format!("the operator chose the snapshot {}", key.as_str());
     resume_step(tx, operation, operation.options, &why).await?;
     db::machine_changes::set_restore_snapshot(tx, operation.machine, key.as_str()).await?;
-    Ok(db::operations::add_fact(tx, operation.id, SNAPSHOT_CHOSEN, &json!(true)).await?)
+    Ok(db::operations::set_fact(tx, operation.id, SNAPSHOT_CHOSEN, &json!(true)).await?)
 }
 
 /// Runs the waiting step again, with the options that the decision sets. An operator may also give up on the backup of

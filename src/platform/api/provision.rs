@@ -51,7 +51,7 @@ pub struct ProvisionRequest {
     pub location: Location,
     /// The locations as requested.
     pub locations: RequestedLocations,
-    /// `None` means the slot's current version, or the platform's default for a new slot.
+    /// `None` means the slot's recorded version, or the platform's default.
     image_version: Option<ImageVersion>,
     pub kind: MachineKind,
     empty: EmptyStart,
@@ -168,13 +168,13 @@ async fn provision(
         let machine =
             db::machines::get(tx, created.machine).await?.ok_or_else(|| machine_missing(created))?;
         let reply = Reply::new(StatusCode::ACCEPTED, response_body(&machine, Some(created.operation)));
-        let mut after = machine.record();
+        let mut after = machine.audit_record();
         after["allowEmpty"] = (request.empty == EmptyStart::Allowed).into();
         after["confirmed"] = request.confirmation.audit_record();
         let change = AuditChange {
             action: "provision",
             target: format!("{}/{}", request.user, request.slot),
-            before: existing.as_ref().map(MachineRow::record),
+            before: existing.as_ref().map(MachineRow::audit_record),
             after: Some(after),
         };
         Ok(MutationEffect::changed(reply, change))
@@ -213,8 +213,8 @@ async fn prepare_plan(
     Ok(ProvisionPlan { image_version, bundle_sha256, restore, epoch_floor, replaces })
 }
 
-/// Runs, for a quote, the checks that follow [`check_admission`], except those of the confirmation and of the server
-/// limit. Returns the new machine's release.
+/// Runs, for a quote, the checks that follow [`check_admission`], except the confirmation and server limit checks.
+/// Returns the new machine's release.
 pub async fn check_for_quote(
     platform: &Platform,
     request: &ProvisionRequest,

@@ -166,8 +166,8 @@ async fn find_newer_snapshot(
         Some(_) => None,
         None => db::machines::find_last_registered(&platform.db.session().await?, machine).await?,
     };
-    let holder = predecessor.as_ref().unwrap_or(machine);
-    Ok(copies::find_newer_for_machine(&platform.bucket, holder, &sidecar.snapshot_ref()).await)
+    let last_registered = predecessor.as_ref().unwrap_or(machine);
+    Ok(copies::find_newer_for_machine(&platform.bucket, last_registered, &sidecar.snapshot_ref()).await)
 }
 
 async fn recover(
@@ -246,8 +246,8 @@ async fn recover(
         let change = AuditChange {
             action: "recover",
             target: format!("{}/{}", request.user, request.slot),
-            before: Some(machine.record()),
-            after: Some(new_machine.record()),
+            before: Some(machine.audit_record()),
+            after: Some(new_machine.audit_record()),
         };
         Ok(MutationEffect::changed(reply, change))
     };
@@ -256,11 +256,11 @@ async fn recover(
 
 /// Rejects a recovery without files that would first delete the server of the slot's last registered machine.
 async fn ensure_no_files_on_server(tx: &Transaction<'_>, machine: &MachineRow) -> Result<(), Problem> {
-    let holder = match machine.registered_at {
+    let last_registered = match machine.registered_at {
         Some(_) => Some(machine.clone()),
         None => db::machines::find_last_registered(tx, machine).await?,
     };
-    if !holder.is_some_and(|holder| holder.has_server()) {
+    if !last_registered.is_some_and(|machine| machine.has_server()) {
         return Ok(());
     }
     let detail = "cannot be combined with `--replace-first`: the old server may hold the only usable copy of the owner's \

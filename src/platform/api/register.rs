@@ -244,8 +244,8 @@ async fn register(
 
 fn read_restored_files(fields: &mut Fields) -> Option<wire::RestoredFiles> {
     let mut inner = fields.optional_nested("restoredFiles")?;
-    let as_of = inner.time("asOf").map(Into::into);
-    let restored = wire::RestoredFiles { as_of, error: inner.host_text("error") };
+    let as_of = inner.optional_time("asOf").map(Into::into);
+    let restored = wire::RestoredFiles { as_of, error: inner.optional_host_text("error") };
     fields.close(inner);
     Some(restored)
 }

@@ -49,7 +49,7 @@ pub async fn ensure_fits_disk(
     server_type: &ServerType,
 ) -> Result<(), Problem> {
     let Some(database) = &sidecar.database else { return Ok(()) };
-    let info = match platform.provider.server_type(server_type).await {
+    let info = match platform.provider.get_server_type(server_type).await {
         Ok(Some(info)) => info,
         Ok(None) => {
             let detail = format!("{server_type} is not a server type that the provider offers");
@@ -60,16 +60,16 @@ pub async fn ensure_fits_disk(
             return Ok(());
         }
     };
-    let needed = needed_bytes(database.size_bytes);
-    let disk = u64::from(info.disk_gb) << 30;
-    if needed <= disk {
+    let required_bytes = needed_bytes(database.size_bytes);
+    let disk_bytes = u64::from(info.disk_gb) << 30;
+    if required_bytes <= disk_bytes {
         return Ok(());
     }
     let detail = format!(
         "The snapshot's database of {} GB needs a disk of {} GB; {server_type} has {} GB. Choose a type \
          with a larger disk.",
         database.size_bytes >> 30,
-        needed.div_ceil(1 << 30),
+        required_bytes.div_ceil(1 << 30),
         info.disk_gb
     );
     Err(Problem::new(Code::DiskTooSmall, detail))

@@ -96,7 +96,7 @@ async fn resize(
         };
         let resizing = require_machine(db::machines::get(tx, id).await?, id)?;
         let reply = Reply::new(StatusCode::ACCEPTED, response_body(&resizing, to, created));
-        let (before, after) = (Some(machine.record()), Some(resizing.record()));
+        let (before, after) = (Some(machine.audit_record()), Some(resizing.audit_record()));
         Ok(MutationEffect::changed(
             reply,
             AuditChange { action: "resize", target: id.to_string(), before, after },
@@ -141,7 +141,8 @@ fn changes_type(machine: &MachineRow, to: &ServerType) -> Result<bool, Problem> 
 }
 
 async fn require_server_type(platform: &Platform, to: &ServerType) -> Result<ServerTypeInfo, Problem> {
-    let info = platform.provider.server_type(to).await.map_err(|error| problems::provider_problem(&error))?;
+    let info = platform.provider.get_server_type(to).await;
+    let info = info.map_err(|error| problems::provider_problem(&error))?;
     info.ok_or_else(|| {
         Problem::field("/serverType", format!("{to} is not a server type that the provider offers"))
     })

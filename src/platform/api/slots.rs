@@ -24,7 +24,7 @@ use svc_http::openapi::{
 };
 use svc_http::problem::{Code, Problem};
 use svc_machine::name::{IdpUserId, Slot};
-use svc_wire::slot::{Subscription, SubscriptionList};
+use svc_wire::slot::{Subscription, SubscriptionPage};
 
 const PAGE_SIZE: usize = 1000;
 
@@ -50,16 +50,16 @@ impl FromStr for Cursor {
 pub async fn put(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
     let operator = call.authenticate_operator(&platform).await?;
-    let slot = parse_subscription(&call)?;
+    let subscription = parse_subscription(&call)?;
     let mutation = Mutation::from_call(&call, &operator)?;
 
     let outcome = mutation
         .run(&platform, async |tx| {
-            let before = slots::find_subscription(tx, &slot.user, &slot.slot).await?;
-            let after = Subscription::from(&slots::upsert_subscription(tx, &slot).await?);
+            let before = slots::find_subscription(tx, &subscription.user, &subscription.slot).await?;
+            let after = Subscription::from(&slots::upsert_subscription(tx, &subscription).await?);
             let change = AuditChange {
                 action: "slot.set",
-                target: format!("{}/{}", slot.user, slot.slot),
+                target: format!("{}/{}", subscription.user, subscription.slot),
                 before: before.map(|before| json!(Subscription::from(&before))),
                 after: Some(json!(after)),
             };
@@ -75,7 +75,7 @@ fn parse_subscription(call: &ApiCall) -> Result<NewSubscription, Problem> {
     let slot = fields.optional("slot").unwrap_or_else(Slot::primary);
     let plan = fields.required("plan");
     let status = fields.required("status");
-    let current_period_end = fields.time("currentPeriodEnd");
+    let current_period_end = fields.optional_time("currentPeriodEnd");
     let is_test = fields.boolean("test");
     let subscription = (|| {
         Some(NewSubscription { user: user?, slot, plan: plan?, status: status?, current_period_end, is_test })
@@ -96,7 +96,7 @@ pub async fn list(State(platform): State<Arc<Platform>>, request: Request) -> Re
     let has_more = rows.len() > PAGE_SIZE;
     rows.truncate(PAGE_SIZE);
     let next_cursor = rows.last().filter(|_| has_more).map(|last| format!("{}/{}", last.user, last.slot));
-    let page = SubscriptionList { slots: rows.iter().map(Into::into).collect(), next_cursor };
+    let page = SubscriptionPage { slots: rows.iter().map(Into::into).collect(), next_cursor };
     Ok(Json(page).into_response())
 }
 
@@ -143,7 +143,7 @@ pub static LIST: Endpoint = Endpoint {
             Parameter { schema: cursor_schema, ..CURSOR },
         ],
         body: None,
-        responses: &[documented_json(200, "A page of subscriptions.", schema_of::<SubscriptionList>)],
+        responses: &[documented_json(200, "A page of subscriptions.", schema_of::<SubscriptionPage>)],
         problems: &[Code::DatabaseUnavailable],
     },
     serve: || routing::get(list),

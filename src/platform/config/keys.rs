@@ -17,7 +17,7 @@ pub fn read(env: &mut Env) -> Option<PlatformKeys> {
         Some(text) => Some(parse_key(env, previous_variable, &text)?),
         None => None,
     };
-    let (current, previous) = (current?, previous);
+    let current = current?;
     if previous.as_ref().is_some_and(|previous| previous.expose_secret() == current.expose_secret()) {
         env.add_error(
             previous_variable,

@@ -43,8 +43,9 @@ pub fn read(env: &mut Env) -> Option<RouterConfig> {
     env.require(&vars::IDP_SIGN_IN_URL);
     let sign_in = env.web_url(&vars::IDP_SIGN_IN_URL);
     let legacy_fallback = env.web_url(&vars::LEGACY_FALLBACK_URL);
-    let poll_interval = env.or_default::<u64>(&vars::PLATFORM_ROUTES_POLL_MS).clamp(10, MAX_POLL_INTERVAL_MS);
-    let max_stale = env.or_default::<u64>(&vars::ROUTER_MAX_STALE_SECONDS).max(1);
+    let poll_interval_ms =
+        env.or_default::<u64>(&vars::PLATFORM_ROUTES_POLL_MS).clamp(10, MAX_POLL_INTERVAL_MS);
+    let max_staleness_seconds = env.or_default::<u64>(&vars::ROUTER_MAX_STALE_SECONDS).max(1);
     let user_rate = env.or_default(&vars::ROUTER_USER_REQUESTS_PER_SECOND);
     let check_rate = env.or_default(&vars::ROUTER_ADDRESS_CHECKS_PER_SECOND);
     let trusted_proxies = env.optional(&vars::ROUTER_TRUSTED_PROXIES).unwrap_or_default();
@@ -55,8 +56,8 @@ pub fn read(env: &mut Env) -> Option<RouterConfig> {
         idp: TrustedIssuer { issuer: issuer?, audiences: audiences?, jwks_url: jwks_url? },
         sign_in: sign_in?,
         legacy_fallback,
-        poll_interval: Duration::from_millis(poll_interval),
-        max_staleness: Duration::from_secs(max_stale),
+        poll_interval: Duration::from_millis(poll_interval_ms),
+        max_staleness: Duration::from_secs(max_staleness_seconds),
         user_rate,
         check_rate,
         trusted_proxies,

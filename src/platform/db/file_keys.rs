@@ -88,7 +88,7 @@ pub async fn reseal(
 /// began longer ago than `interval`, or if its claim expired longer ago than `retry_delay`: the process may have been
 /// killed because the prune took too much memory, and an immediate retry would be killed, too. After an operator's
 /// request, the slot is due as soon as its claim expires. Concurrent processes claim different slots. The claim lasts
-/// for `ttl`, unless [`record_prune`] or [`release_prune`] ends it.
+/// for `ttl`, unless [`record_prune`] or [`release_prune_claim`] ends it.
 pub async fn claim_prune(
     client: &impl GenericClient,
     interval: Duration,
@@ -191,7 +191,7 @@ pub async fn request_prune(client: &impl GenericClient, user: &str, slot: &str) 
 }
 
 /// Extends the claim of a running prune until `ttl` from now.
-pub async fn renew_prune(
+pub async fn renew_prune_claim(
     client: &impl GenericClient,
     user: &str,
     slot: &str,
@@ -203,7 +203,7 @@ pub async fn renew_prune(
 }
 
 /// Ends the claim of an interrupted prune; the slot is due immediately.
-pub async fn release_prune(client: &impl GenericClient, user: &str, slot: &str) -> Result<(), DbError> {
+pub async fn release_prune_claim(client: &impl GenericClient, user: &str, slot: &str) -> Result<(), DbError> {
     let sql = "UPDATE file_keys SET pruned_at = 'epoch', prune_claimed_until = NULL \
                WHERE idp_user_id = $1 AND slot = $2";
     execute(client, sql, &[&user, &slot]).await.map(drop)

@@ -46,7 +46,8 @@ pub struct FleetRow {
     pub operation_attempts: i32,
     /// The running operation, if it is waiting for an operator's decision.
     pub waiting_operation: Option<OperationId>,
-    pub is_operation_waiting_for_account: bool,
+    /// Whether the running operation is blocked by a problem with the provider account.
+    pub is_operation_blocked_by_account: bool,
     /// Time since an operator requested that the server be powered off.
     pub powered_off_age: Option<f64>,
     /// Time since the last rotation of the upgrade token.
@@ -144,7 +145,7 @@ pub async fn list_active_machines(client: &impl GenericClient) -> Result<Vec<Fle
             is_snapshot_damaged: row.get(16),
             has_drill_failed: row.get(17),
             waiting_operation: row.get::<_, Option<_>>(18).map(OperationId),
-            is_operation_waiting_for_account: row.get(19),
+            is_operation_blocked_by_account: row.get(19),
             powered_off_age: row.get(20),
             attention: row.get(21),
             backup_error: row.get(22),

@@ -166,13 +166,13 @@ pub async fn compare_and_set(
 }
 
 /// Records that a request to create the machine's server is about to be sent.
-pub async fn record_create_attempt(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+pub async fn record_create_request(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET create_ordered_at = clock_timestamp() WHERE machine_id = $1";
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
 /// Records that the last request to create the machine's server definitely had no effect.
-pub async fn clear_create_attempt(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+pub async fn clear_create_request(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET create_ordered_at = NULL WHERE machine_id = $1";
     execute(tx, sql, &[&id.0]).await.map(drop)
 }

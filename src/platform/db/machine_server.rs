@@ -58,7 +58,7 @@ pub async fn record_power_off_request(tx: &Transaction<'_>, id: MachineId) -> Re
 }
 
 /// Like [`record_power_on`], but only if the machine still holds its slot: a replaced machine keeps the timestamps that
-/// this clears.
+/// a power-on clears.
 pub async fn record_power_on_in_slot(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
     let sql = format!("{RECORD_POWER_ON} AND {ACTIVE}");
     execute(client, &sql, &[&id.0]).await.map(drop)

@@ -61,7 +61,7 @@ pub async fn lock_in_slot(
     find_one(tx, &condition, &[&user.as_str(), &slot.as_str()]).await
 }
 
-/// Whether an earlier machine of the slot has reported that it saved the owner's files.
+/// Returns whether an earlier machine in the slot has reported that it saved the owner's files.
 pub async fn has_earlier_saved_files(
     client: &impl GenericClient,
     machine: &MachineRow,

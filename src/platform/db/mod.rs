@@ -1,7 +1,7 @@
-//! The platform's database: connection pools, and statements with a deadline. Each subject has its own file in this
+//! The platform's database: connection pools, and statements with a timeout. Each subject has its own file in this
 //! directory.
 //!
-//! This module makes no decisions about machines. Invariants: every statement has a deadline, and errors distinguish an
+//! This module makes no decisions about machines. Invariants: every statement has a timeout, and errors distinguish an
 //! unavailable database from a rejected statement.
 
 pub mod alarms;

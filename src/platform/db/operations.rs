@@ -236,8 +236,7 @@ pub async fn lock_stalled(
 pub struct LongRunningOperation {
     pub operation: OperationRow,
     pub handle: String,
-    /// Age in seconds.
-    pub age: f64,
+    pub age_seconds: f64,
 }
 
 /// Lists at most `limit` running operations created more than `age` ago, oldest first, and counts all such operations.
@@ -259,7 +258,7 @@ pub async fn list_long_running(
     let parse = |row: &Row| LongRunningOperation {
         operation: OperationRow::parse(row),
         handle: row.get("handle"),
-        age: row.get("age"),
+        age_seconds: row.get("age"),
     };
     Ok((rows.iter().map(parse).collect(), total))
 }
@@ -300,7 +299,7 @@ pub async fn find_last_failure_time(
 }
 
 /// Adds a fact to the operation, or replaces it.
-pub async fn add_fact(
+pub async fn set_fact(
     tx: &Transaction<'_>,
     id: OperationId,
     name: &str,
@@ -369,7 +368,7 @@ pub async fn load_unblocked_step_age(
 
 /// Loads the time since the first of the step's consecutive failures, by the database's clock; zero if the step is not
 /// failing.
-pub async fn load_failing_time(client: &impl GenericClient, id: OperationId) -> Result<Duration, DbError> {
+pub async fn load_failure_age(client: &impl GenericClient, id: OperationId) -> Result<Duration, DbError> {
     let sql = "SELECT coalesce(extract(epoch FROM clock_timestamp() - failing_since), 0)::float8 \
                FROM operations WHERE operation_id = $1";
     let seconds: f64 = query_opt(client, sql, &[&id.0]).await?.map_or(0.0, |row| row.get(0));
@@ -406,7 +405,7 @@ pub async fn claim(
 
 /// Returns the time until the first operation that this release can run is due and has no lease: zero if there is one
 /// already, `None` if no such operation is running.
-pub async fn time_until_due(
+pub async fn load_time_until_due(
     client: &impl GenericClient,
     runnable: &RunnableSteps<'_>,
 ) -> Result<Option<Duration>, DbError> {

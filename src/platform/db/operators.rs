@@ -66,12 +66,12 @@ pub async fn record_use(
     id: OperatorTokenId,
     record_interval: Duration,
 ) -> Result<(), DbError> {
-    let is_due =
+    let due_condition =
         |column: &str| format!("coalesce({column} < clock_timestamp() - make_interval(secs => $2), true)");
     for (token, used) in [("token_id", "last_used_at"), ("previous_token_id", "previous_used_at")] {
         let sql = format!(
             "UPDATE operators SET {used} = clock_timestamp() WHERE {token} = $1 AND {}",
-            is_due(used)
+            due_condition(used)
         );
         execute(client, &sql, &[&id.0, &record_interval.as_secs_f64()]).await?;
     }

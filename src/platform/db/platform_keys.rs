@@ -1,5 +1,5 @@
 //! Rows of `platform_keys` and `platform_processes`: the platform keys that each process uses, and a key rotation's
-//! progress. The rules are in `platform::platform_key_rotation`.
+//! progress. The rules are in `crate::platform_key_rotation`.
 
 use std::time::Duration;
 

@@ -365,7 +365,7 @@ pub async fn find_desired_release(
     let version: &str = row.get(0);
     let parsed = version.parse();
     let image_version =
-        parsed.map_err(|why| DbError::Unreadable { what: "rollouts", why: format!("{why}") })?;
+        parsed.map_err(|why| DbError::Unreadable { what: "rollout", why: format!("{why}") })?;
     Ok(Some(DesiredRelease { image_version, request_id: row.get(1) }))
 }
 

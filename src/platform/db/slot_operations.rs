@@ -75,7 +75,7 @@ pub async fn find_operation_needing_server(
 /// shutdown of this machine's server. A resize or a power-off that succeeded does not count: its shutdown has taken
 /// effect. Other operations count even if they succeeded, because they continue even if the server stays on. The
 /// operation that created this machine does not count: it shut down the predecessor's server.
-pub async fn may_have_shut_down(
+pub async fn may_have_pending_shutdown(
     client: &impl GenericClient,
     machine: MachineId,
     operation: &OperationRow,

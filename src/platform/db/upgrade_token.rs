@@ -1,5 +1,5 @@
 //! Reads and writes the `user_machines` columns for a machine's `UPGRADE_TOKEN`. The rules are in
-//! `platform::token_rotation`.
+//! `crate::token_rotation`.
 
 use std::time::Duration;
 

@@ -3,7 +3,7 @@
 use crate::config::PlatformConfig;
 use crate::db::Db;
 use crate::db::file_keys::{self, PruningProblems};
-use crate::file_pruning::TIMEOUT;
+use crate::file_pruning::PRUNE_TIMEOUT;
 use svc_base::diagnosis::Findings;
 use svc_base::quantity::pluralize;
 
@@ -28,7 +28,7 @@ async fn find_problems(config: &PlatformConfig) -> anyhow::Result<Option<Pruning
     if !file_keys::has_prune_ended_at_column(&session).await? {
         return Ok(None);
     }
-    let max_age = config.timing.files_prune_interval * OVERDUE_INTERVALS + TIMEOUT;
+    let max_age = config.timing.files_prune_interval * OVERDUE_INTERVALS + PRUNE_TIMEOUT;
     Ok(Some(file_keys::find_pruning_problems(&session, max_age, MAX_LISTED).await?))
 }
 

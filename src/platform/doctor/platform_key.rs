@@ -13,7 +13,7 @@ use svc_store::StoreError;
 
 /// The database state that the check assesses.
 struct KeyUsage {
-    need: KeyDependents,
+    dependents: KeyDependents,
     /// Whether the rotation to the current key is complete, so that `svc-platform` starts without the previous key.
     is_rotation_complete: bool,
     /// Whether the database has a record of the previous key. If not, that key is set in preparation for a rotation.
@@ -71,23 +71,23 @@ fn assess(findings: Findings, ids: &KeyIds, usage: &KeyUsage, named: Option<Mark
         );
     }
     let findings = match &ids.previous {
-        None if usage.need.is_empty() => findings.ok(format!("all stored secrets use {}", ids.current)),
+        None if usage.dependents.is_empty() => findings.ok(format!("all stored secrets use {}", ids.current)),
         // The tokens of hosts that were silent when the rotation ended are valid until they rotate.
-        None if usage.is_rotation_complete && usage.need.has_only_tokens() => findings.warning(
+        None if usage.is_rotation_complete && usage.dependents.has_only_tokens() => findings.warning(
             format!(
                 "the key rotation to {} is complete, but an earlier key was used for {}",
-                ids.current, usage.need
+                ids.current, usage.dependents
             ),
             "wait for the machines' next heartbeats, which replace the tokens, and run this check again",
         ),
         None => findings.problem(
             format!(
                 "svc-platform cannot start: PLATFORM_KEY {} is not sufficient, because another key is needed by {}",
-                ids.current, usage.need
+                ids.current, usage.dependents
             ),
             "set PLATFORM_KEY_PREVIOUS to the earlier PLATFORM_KEY",
         ),
-        Some(previous) if !usage.is_previous_recorded && usage.need.is_empty() => {
+        Some(previous) if !usage.is_previous_recorded && usage.dependents.is_empty() => {
             let (running, prepared) = usage.processes;
             findings.ok(format!(
                 "{previous} is prepared, and active in {prepared} of {running} running processes: once all \
@@ -95,27 +95,31 @@ fn assess(findings: Findings, ids: &KeyIds, usage: &KeyUsage, named: Option<Mark
                 ids.current
             ))
         }
-        Some(previous) if usage.need.is_empty() && named == Some(MarkerKey::Previous) => findings.warning(
-            format!("PLATFORM_KEY_PREVIOUS {previous} is still needed: the object store names it as the current key"),
-            "keep PLATFORM_KEY_PREVIOUS until a running svc-platform has recorded the new key in the store, \
-             and run this check again",
-        ),
+        Some(previous) if usage.dependents.is_empty() && named == Some(MarkerKey::Previous) => {
+            findings.warning(
+                format!(
+                    "PLATFORM_KEY_PREVIOUS {previous} is still needed: the object store names it as the current key"
+                ),
+                "keep PLATFORM_KEY_PREVIOUS until a running svc-platform has recorded the new key in the store, \
+                 and run this check again",
+            )
+        }
         // A running svc-platform replaces the marker in the store only once it reaches the store. Without the key that
         // the marker names, svc-platform would stop once the store is available again.
-        Some(previous) if usage.need.is_empty() && named.is_none() => findings.warning(
+        Some(previous) if usage.dependents.is_empty() && named.is_none() => findings.warning(
             format!(
                 "PLATFORM_KEY_PREVIOUS {previous} may still be needed: the object store, which may name it as the \
                  current key, could not be read"
             ),
             "keep PLATFORM_KEY_PREVIOUS, correct the problem that the check `store` reports, and run this check again",
         ),
-        Some(previous) if usage.need.is_empty() => findings.warning(
+        Some(previous) if usage.dependents.is_empty() => findings.warning(
             format!("PLATFORM_KEY_PREVIOUS {previous} is no longer needed: it can be dropped"),
             "remove PLATFORM_KEY_PREVIOUS, and restart svc-platform; archive the key for as long as you keep \
              copies of the database from before the rotation",
         ),
-        Some(previous) if usage.need.has_processes() => findings.warning(
-            format!("PLATFORM_KEY_PREVIOUS {previous} is still needed: {}", usage.need),
+        Some(previous) if usage.dependents.has_processes() => findings.warning(
+            format!("PLATFORM_KEY_PREVIOUS {previous} is still needed: {}", usage.dependents),
             format!(
                 "restart the processes that have a different PLATFORM_KEY, with {} as PLATFORM_KEY and \
                  {previous} as PLATFORM_KEY_PREVIOUS: until then, no secrets are migrated to the new key. \
@@ -124,12 +128,12 @@ fn assess(findings: Findings, ids: &KeyIds, usage: &KeyUsage, named: Option<Mark
             ),
         ),
         Some(previous) => findings.warning(
-            format!("PLATFORM_KEY_PREVIOUS {previous} is still needed: {}", usage.need),
+            format!("PLATFORM_KEY_PREVIOUS {previous} is still needed: {}", usage.dependents),
             "keep PLATFORM_KEY_PREVIOUS until the secrets that use it have been replaced, which svc-platform \
              and the machines' heartbeats do automatically; then run this check again",
         ),
     };
-    match usage.need.describe_silent() {
+    match usage.dependents.describe_silent() {
         Some(silent) => findings.warning(
             format!("the tokens of {silent} were not issued with PLATFORM_KEY"),
             "if the database has been restored from a copy, recover these machines before you remove \
@@ -157,8 +161,8 @@ async fn read_usage(
     let (ids, ttl) = (config.keys.ids(), platform_key_rotation::row_ttl(&config.timing));
     let mint = TokenMint::new(&config.keys.current).with_previous(config.keys.previous.as_ref());
     let max_gap = config.timing.keys.max_heartbeat_gap;
-    let need = KeyDependents::find(client, &ids.current, &mint, &Seal::from_keys(&config.keys), max_gap, ttl)
-        .await?;
+    let seal = Seal::from_keys(&config.keys);
+    let dependents = KeyDependents::find(client, &ids.current, &mint, &seal, max_gap, ttl).await?;
     let is_rotation_complete = platform_keys::load_progress(client, &ids.current).await?.is_rotation_complete;
     let (is_previous_recorded, processes) = match &ids.previous {
         Some(previous) => (
@@ -167,7 +171,7 @@ async fn read_usage(
         ),
         None => (false, (0, 0)),
     };
-    Ok(KeyUsage { need, is_rotation_complete, is_previous_recorded, processes, undecryptable })
+    Ok(KeyUsage { dependents, is_rotation_complete, is_previous_recorded, processes, undecryptable })
 }
 
 /// Returns the error that prevents `svc-platform` from starting, if any. With a single key, this check is unnecessary,
@@ -196,7 +200,7 @@ mod tests {
         let id = |byte: u8| KeyId::from_key(&vec![byte; 32].into());
         let ids = KeyIds { current: id(2), previous: Some(id(1)) };
         let usage = KeyUsage {
-            need: KeyDependents::default(),
+            dependents: KeyDependents::default(),
             is_rotation_complete: true,
             is_previous_recorded: true,
             processes: (1, 1),

@@ -20,7 +20,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
         Err(error) => return findings.problem(error.to_string(), next),
     };
     let server_type = &config.provisioning.server_type;
-    match provider.server_type(server_type).await {
+    match provider.get_server_type(server_type).await {
         Ok(Some(_)) => {}
         Ok(None) => {
             let what = format!("the provider does not offer the server type {server_type}");
@@ -40,7 +40,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
             Err(error) => return findings.problem(format_chain(&error), next),
         }
     }
-    match provider.find_by_label("svc-installation").await {
+    match provider.list_by_label("svc-installation").await {
         Ok(servers) => {
             let servers = pluralize(servers.len() as u64, "svc server");
             findings.ok(format!("the provider responds, offers {server_type}, and has {servers}"))

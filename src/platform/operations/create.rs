@@ -68,7 +68,7 @@ pub async fn create_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, 
     let keys = db::keys::list_public_keys(&session, db::keys::PROOF_PURPOSE).await?;
     drop(session);
     let order = build_order(leased, &machine, &keys).await?;
-    leased.record_create_attempt().await?;
+    leased.record_create_request().await?;
     leased.hit_fail_point(Step::CreateServer, StepPoint::RequestRecorded)?;
     let result = tokio::time::timeout(CREATE_TIMEOUT, platform.provider.create(&order)).await;
     let Ok(response) = result else {
@@ -106,7 +106,7 @@ async fn handle_create_error(
             continue_in_next_location(leased, machine, error).await
         }
         ErrorKind::Refused | ErrorKind::Account | ErrorKind::NotFound | ErrorKind::Transient => {
-            leased.clear_create_attempt().await?;
+            leased.clear_create_request().await?;
             Err(StepError::from(error))
         }
     }
@@ -122,7 +122,7 @@ async fn continue_in_next_location(
     let what =
         format!("location {from} has no capacity for server type {} ({})", machine.server_type, error.code());
     let Some(next) = machine.fallback_locations.first() else {
-        leased.clear_create_attempt().await?;
+        leased.clear_create_request().await?;
         return Err(StepError::transient(what, error));
     };
     tracing::warn!(machine = %machine.id, %from, to = %next, server_type = %machine.server_type, code = error.code(),
@@ -164,7 +164,7 @@ pub async fn check_actions(
     drop(session);
     let Some(action) = actions.first() else { return Ok(None) };
     let next_check = (leased.step_age().await? / 4).clamp(LOOKUP_INTERVAL, MAX_ACTION_CHECK_INTERVAL);
-    match leased.platform.provider.action(ActionId(*action)).await.map(|action| action.status) {
+    match leased.platform.provider.get_action(ActionId(*action)).await.map(|action| action.status) {
         Ok(ActionStatus::Running) => Ok(Some(next_check)),
         Ok(ActionStatus::Error { code, message }) => {
             let what = "the provider could not start the machine's server";
@@ -188,7 +188,7 @@ pub async fn find_server(platform: &Platform, machine: &MachineRow) -> Result<Op
     if let Some(server) = platform.provider.find(&machine.server_name()).await? {
         return Ok(Some(server));
     }
-    let labeled = platform.provider.find_by_label(&label_selector(machine.id)).await?;
+    let labeled = platform.provider.list_by_label(&label_selector(machine.id)).await?;
     Ok(labeled.into_iter().next())
 }
 

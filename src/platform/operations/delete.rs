@@ -18,8 +18,8 @@ const POLL_INTERVAL: Duration = Duration::from_millis(500);
 pub async fn delete_own_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
     let machine = leased.machine().await?;
     if !is_discard_confirmed(leased, &machine).await? {
-        let is_holder = later_holder::is_holder_per_store(leased.platform, &machine).await;
-        if is_holder.map_err(|error| StepError::transient("cannot read the slot's fence", error))? {
+        let should_keep = later_holder::should_keep_server(leased.platform, &machine).await;
+        if should_keep.map_err(|error| StepError::transient("cannot read the slot's fence", error))? {
             leased.mark_kept(machine.id).await?;
             let note = "according to the store, the machine got its slot back or has served traffic, which this database does not \
                         record: its server is kept until an operator discards it";

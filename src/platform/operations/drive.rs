@@ -62,14 +62,14 @@ impl Drivers {
     /// Claims due operations up to the capacity of each lane. Returns the time until the next one is due in a lane with
     /// capacity, if there is one.
     async fn claim_due(&mut self, platform: &Arc<Platform>) -> Result<Option<Duration>, DbError> {
-        while let Some(supported) = self.claimable_steps() {
+        while let Some(runnable) = self.claimable_steps() {
             // Each claim has its own owner: a process that claims an operation again after losing it must not be
             // mistaken for the previous owner.
             let owner = Uuid::now_v7();
             let session = platform.db.session().await?;
             let lease = platform.config.timing.lease_ttl;
-            let Some(operation) = db::operations::claim(&session, owner, lease, &supported).await? else {
-                return db::operations::time_until_due(&session, &supported).await;
+            let Some(operation) = db::operations::claim(&session, owner, lease, &runnable).await? else {
+                return db::operations::load_time_until_due(&session, &runnable).await;
             };
             drop(session);
             let lane = match current_lane(&operation) {
@@ -147,7 +147,7 @@ async fn drive(platform: &Platform, mut operation: OperationRow, owner: Uuid) {
     let release = async {
         let session = platform.db.session().await?;
         if !is_stored {
-            db::leases::postpone(&session, operation.id, owner, MAX_UNSTORED_BACKOFF).await?;
+            db::leases::postpone_operation(&session, operation.id, owner, MAX_UNSTORED_BACKOFF).await?;
         }
         db::operations::release(&session, operation.id, owner).await
     };

@@ -14,11 +14,11 @@ use tokio::sync::Semaphore;
 use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
 
-/// Limits concurrent repairs, because hosts trigger them.
+/// Limits concurrent calls of [`try_restore`], because hosts trigger them.
 static PERMITS: Semaphore = Semaphore::const_new(2);
 const TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Whether the error of a host's file backup reports a fence.
+/// Returns whether the error of a host's file backup reports a fence.
 pub fn is_fence_error(error: &str) -> bool {
     error.contains("the slot is fenced at epoch") || pointer::is_unsound(error)
 }

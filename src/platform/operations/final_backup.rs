@@ -158,7 +158,7 @@ pub async fn take_final_backup(leased: &LeasedOperation<'_>) -> Result<StepOutco
             if progress.check_stalled(leased, now) {
                 handle_failure(leased, &machine, progress, failure).await
             } else {
-                Ok(progress.wait(leased, progress.next_poll(now)))
+                Ok(progress.wait(leased, progress.next_poll_delay(now)))
             }
         }
         Err(HostCallError::Unreachable(error)) => {
@@ -238,7 +238,7 @@ async fn attempt_backup(
             return Ok(if is_overdue {
                 AttemptOutcome::Failed(failure)
             } else {
-                AttemptOutcome::Wait(progress.next_poll(now))
+                AttemptOutcome::Wait(progress.next_poll_delay(now))
             });
         }
     }
@@ -275,7 +275,7 @@ async fn attempt_backup(
             "its backup has not ended within {hours:.1} h"
         ))));
     }
-    Ok(AttemptOutcome::Wait(progress.next_poll(now)))
+    Ok(AttemptOutcome::Wait(progress.next_poll_delay(now)))
 }
 
 /// Replaces an implausible fence, which no machine in the slot could have set, with this machine's, because every

@@ -1,5 +1,5 @@
 //! The server inventory: compares the provider's servers with the known machines, and finds servers that were created
-//! late, have vanished, or belong to no machine.
+//! late, are missing, or belong to no machine.
 //!
 //! Invariant: a server that is missing from the provider's list is not yet proven to be gone. A machine fails only
 //! after two lookups by id find no server, while its host is sending no heartbeats; a server is deleted only if its
@@ -54,7 +54,7 @@ async fn record_inventory(platform: &Platform, failures: &mut Failures) -> anyho
     let session = platform.db.session().await?;
     let started_at = db::servers::now(&session).await?;
     drop(session);
-    let listed = match platform.provider.find_by_label(MACHINE_LABEL).await {
+    let listed = match platform.provider.list_by_label(MACHINE_LABEL).await {
         Ok(listed) => listed,
         Err(error) => {
             alarms::raise_for_provider_error(platform, &error).await;
@@ -63,11 +63,11 @@ async fn record_inventory(platform: &Platform, failures: &mut Failures) -> anyho
     };
     let outcome = record_late_servers(platform, &listed, started_at).await;
     failures.record("servers that were created late", outcome);
-    let outcome = fail_vanished(platform, &listed, failures).await;
+    let outcome = fail_machines_with_missing_servers(platform, &listed, failures).await;
     failures.record("missing servers", outcome);
     let outcome = record_missing_data_servers(platform, &listed, failures).await;
     failures.record("missing servers that may hold data", outcome);
-    let outcome = handle_orphans(platform, &listed, failures).await;
+    let outcome = handle_unknown_servers(platform, &listed, failures).await;
     let inventory = if outcome.is_ok() { InventoryStatus::Recorded } else { InventoryStatus::NotRecorded };
     failures.record("unknown servers", outcome);
     Ok(inventory)
@@ -93,7 +93,7 @@ async fn record_late_servers(
 }
 
 /// Marks machines whose servers are missing as failed. They are not replaced automatically.
-async fn fail_vanished(
+async fn fail_machines_with_missing_servers(
     platform: &Platform,
     listed: &[Server],
     failures: &mut Failures,
@@ -232,13 +232,13 @@ async fn fail_machine(platform: &Platform, expected: &TrackedServer) -> anyhow::
         Ok(Change::Unchanged) | Err(LifecycleError::Refused(_)) => return Ok(()),
         Err(error) => return Err(error.into()),
     }
-    let after = db::machines::get(&tx, row.id).await?.map(|after| after.record());
+    let after = db::machines::get(&tx, row.id).await?.map(|after| after.audit_record());
     let target = row.id.to_string();
     let entry = db::audit::AuditEntry {
         actor: "platform",
         action: "server.gone",
         target: &target,
-        before: Some(&row.record()),
+        before: Some(&row.audit_record()),
         after: after.as_ref(),
         request_id: &request_id::current(),
     };
@@ -272,7 +272,7 @@ async fn describe_servers(session: &Object, servers: &[&Server]) -> anyhow::Resu
 /// Handles servers that have this installation's label but belong to no known machine, for example after the database
 /// was restored from an older copy: raises an alarm, and deletes those that an operator has released, once their grace
 /// period has ended. Servers that belong to another platform in the same project are ignored.
-async fn handle_orphans(
+async fn handle_unknown_servers(
     platform: &Platform,
     listed: &[Server],
     failures: &mut Failures,

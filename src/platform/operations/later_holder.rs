@@ -202,7 +202,7 @@ fn needs_decision(kind: OperationKind, step: Step, subject: OperationSubject, cl
 }
 
 /// Returns whether the step may stop, power off, create, fence or delete something that a later holder needs. The
-/// deletion of a kept server has its own check ([`is_holder_per_store`]).
+/// deletion of a kept server has its own check ([`should_keep_server`]).
 fn needs_holder_check(kind: OperationKind, step: Step) -> bool {
     match kind {
         OperationKind::Provision | OperationKind::Recover | OperationKind::Delete => true,
@@ -339,7 +339,7 @@ async fn apply_decision(
 
 /// Returns whether the machine's kept server must stay because, according to the store, the machine was reinstated or
 /// has served traffic without a record in this database.
-pub async fn is_holder_per_store(platform: &Platform, machine: &MachineRow) -> Result<bool, LookupError> {
+pub async fn should_keep_server(platform: &Platform, machine: &MachineRow) -> Result<bool, LookupError> {
     let (user, slot) = (&machine.user, &machine.slot);
     let Some(pointer) = read_pointer(platform, &SlotPrefix::new(user, slot)).await? else { return Ok(false) };
     let claim = evaluate_fence(platform, &platform.db, (user, slot), &pointer).await?;

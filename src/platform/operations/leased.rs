@@ -46,12 +46,12 @@ impl LeasedOperation<'_> {
     }
 
     /// Records, under the lease, that a create request is about to be sent.
-    pub async fn record_create_attempt(&self) -> Result<(), StepError> {
+    pub async fn record_create_request(&self) -> Result<(), StepError> {
         self.write_under_lease(LeasedWrite::CreateSent).await
     }
 
     /// Records, under the lease, that the create request had no effect.
-    pub async fn clear_create_attempt(&self) -> Result<(), StepError> {
+    pub async fn clear_create_request(&self) -> Result<(), StepError> {
         self.write_under_lease(LeasedWrite::CreateRefused).await
     }
 
@@ -133,8 +133,8 @@ impl LeasedOperation<'_> {
         }
         let machine = self.operation.machine;
         match write {
-            LeasedWrite::CreateSent => db::machine_changes::record_create_attempt(&tx, machine).await?,
-            LeasedWrite::CreateRefused => db::machine_changes::clear_create_attempt(&tx, machine).await?,
+            LeasedWrite::CreateSent => db::machine_changes::record_create_request(&tx, machine).await?,
+            LeasedWrite::CreateRefused => db::machine_changes::clear_create_request(&tx, machine).await?,
             LeasedWrite::PowerOnRequested => {
                 db::machine_server::record_power_on_request(&tx, machine).await?;
             }
@@ -201,9 +201,9 @@ impl LeasedOperation<'_> {
     }
 
     /// Returns the time since the first of the step's consecutive failures, by the database's clock.
-    pub async fn failing_time(&self) -> Result<Duration, DbError> {
+    pub async fn failure_age(&self) -> Result<Duration, DbError> {
         let session = self.platform.db.session().await?;
-        db::operations::load_failing_time(&session, self.operation.id).await
+        db::operations::load_failure_age(&session, self.operation.id).await
     }
 
     /// Ends the operation, and applies the event to its machine.

@@ -37,7 +37,7 @@ pub async fn stop_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, St
         return Ok(StepOutcome::wait(POLL_INTERVAL));
     }
     let Some(id) = machine.provider_server_id else { return Ok(server_gone_outcome()) };
-    let (age, failing_for) = (leased.step_age().await?, leased.failing_time().await?);
+    let (age, failing_for) = (leased.step_age().await?, leased.failure_age().await?);
     let outcome = predecessor::power_off(leased, ServerId(id), age, failing_for).await?;
     Ok(outcome.unwrap_or_else(server_gone_outcome))
 }
@@ -61,16 +61,18 @@ pub async fn reboot_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, 
         return Ok(StepOutcome::wait(resize::poll_interval(age)));
     }
     let unblocked_age = leased.unblocked_step_age().await?;
-    let first_request = leased.operation.facts.get(FIRST_REQUEST_AT).and_then(Value::as_f64);
+    let first_request_age = leased.operation.facts.get(FIRST_REQUEST_AT).and_then(Value::as_f64);
     // Recorded before the request, because its response may be lost.
-    let Some(first_request) = first_request.and_then(|at| Duration::try_from_secs_f64(at).ok()) else {
+    let Some(first_request_age) = first_request_age.and_then(|age| Duration::try_from_secs_f64(age).ok())
+    else {
         let mut facts = leased.facts();
         facts.insert(FIRST_REQUEST_AT.to_owned(), json!(unblocked_age.as_secs_f64()));
         return Ok(StepOutcome::Wait { delay: Duration::ZERO, facts: Some(facts) });
     };
     // Each failed action changes the facts, which counts as progress. Without this limit, the step could run for a day,
     // and each request whose response is lost would restart the server again.
-    if unblocked_age.saturating_sub(first_request) >= leased.platform.config.timing.resize_health_timeout {
+    if unblocked_age.saturating_sub(first_request_age) >= leased.platform.config.timing.resize_health_timeout
+    {
         return Ok(StepOutcome::Fail {
             code: "reboot_failed",
             note: "the provider did not restart the server in time",

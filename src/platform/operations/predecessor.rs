@@ -26,7 +26,7 @@ pub(super) const SHUTDOWN_ACCEPTED_AT: &str = "shutdownAcceptedAt";
 /// Key in an operation's facts for the step's age, in seconds, when the power was last cut.
 const POWER_CUT_AT: &str = "powerCutAt";
 /// Delay before the power is cut again if the server is still on.
-const POWER_CUT_RETRY: Duration = Duration::from_secs(30);
+const POWER_CUT_RETRY_INTERVAL: Duration = Duration::from_secs(30);
 /// Key in an operation's facts, set when the provider has reported the server missing once.
 const ABSENT: &str = "absent";
 /// Time between the two reports that confirm a missing server.
@@ -167,7 +167,7 @@ pub(super) async fn power_off(
         },
         _ => {}
     }
-    if since_cut.is_none_or(|since_cut| since_cut >= POWER_CUT_RETRY) {
+    if since_cut.is_none_or(|since_cut| since_cut >= POWER_CUT_RETRY_INTERVAL) {
         provider.power_off(id).await?;
         facts.insert(POWER_CUT_AT.to_owned(), json!(age.as_secs_f64()));
         return Ok(Some(StepOutcome::Wait { delay: POLL_INTERVAL, facts: Some(facts) }));
@@ -246,8 +246,9 @@ pub async fn delete_predecessor(leased: &LeasedOperation<'_>) -> Result<StepOutc
             format!("data written since {since:.0} that no snapshot contains")
         };
         let detail = format!(
-            "The predecessor's server, which would be deleted first, holds {data}: `svcctl operation continue {operation} --accept-loss` deletes the server, `svcctl operation abandon \
-             {operation}` returns the slot to the predecessor.",
+            "The predecessor's server, which would be deleted first, holds {data}. Run `svcctl operation \
+             continue {operation} --accept-loss` to delete the server, or `svcctl operation abandon {operation}` \
+             to return the slot to the predecessor.",
             operation = leased.operation.id
         );
         let code = "replace_first_loses_data";

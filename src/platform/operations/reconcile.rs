@@ -72,7 +72,7 @@ fn report(part: &'static str, outcome: anyhow::Result<()>) {
         }
         Err(error) => {
             RECONCILER_RUNS.add_one([part, "failed"]);
-            tracing::warn!(error = %format_chain(error.as_ref()), part, "a reconciler task failed");
+            tracing::warn!(error = %format_chain(error.as_ref()), part, "a part of the reconciler failed");
         }
     }
 }
@@ -136,7 +136,7 @@ async fn delete_expired_preview(platform: &Platform, machine: MachineId) -> anyh
         actor: "platform",
         action: "preview.expired",
         target: &target,
-        before: Some(&row.record()),
+        before: Some(&row.audit_record()),
         after: None,
         request_id: &request_id::current(),
     };

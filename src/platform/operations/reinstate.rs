@@ -79,7 +79,7 @@ async fn may_shut_down_late(leased: &LeasedOperation<'_>, machine: MachineId) ->
         return Ok(false);
     }
     let session = leased.platform.db.session().await?;
-    Ok(db::slot_operations::may_have_shut_down(&session, machine, leased.operation, period).await?)
+    Ok(db::slot_operations::may_have_pending_shutdown(&session, machine, leased.operation, period).await?)
 }
 
 /// Returns `None` if the server is on or starting, and not locked; otherwise, the delay before the next check. Requests

@@ -237,7 +237,7 @@ pub(super) async fn await_action(leased: &LeasedOperation<'_>) -> Result<Option<
 /// Finds the status of the recorded action; `None` if no action is recorded, or if the provider no longer has it.
 async fn find_action_status(leased: &LeasedOperation<'_>) -> Result<Option<ActionStatus>, StepError> {
     let Some(id) = leased.operation.facts.get(ACTION).and_then(Value::as_i64) else { return Ok(None) };
-    match leased.platform.provider.action(ActionId(id)).await {
+    match leased.platform.provider.get_action(ActionId(id)).await {
         Ok(action) => Ok(Some(action.status)),
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
         Err(error) => Err(error.into()),

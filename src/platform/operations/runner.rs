@@ -36,8 +36,8 @@ const MAX_BACKOFF: Duration = Duration::from_secs(60);
 /// Runs the operation's current step. Returns the operation if its next step is due immediately.
 ///
 /// # Errors
-/// [`StepError::LeaseLost`] if this process no longer leases the operation or the operation has ended; another error if the
-/// operation cannot be read or its progress cannot be stored.
+/// [`StepError::LeaseLost`] if this process no longer leases the operation or the operation has ended; another error if
+/// the operation cannot be read or its progress cannot be stored.
 pub async fn run_current_step(
     platform: &Platform,
     operation: &OperationRow,
@@ -200,7 +200,7 @@ async fn retry_step(leased: &LeasedOperation<'_>, step: Step, error: &StepError)
     // A single failure is not a reason to give up, even if no process has retried the step for a long time.
     if creates_machine(leased.kind)
         && attempts >= MIN_CONSECUTIVE_FAILURES
-        && leased.failing_time().await? > FAILING_STEP_TIMEOUT
+        && leased.failure_age().await? > FAILING_STEP_TIMEOUT
     {
         let message = format!("retries exhausted after 1 h: {error}");
         leased.fail_creation(error.creation_failure(), step.as_str(), &message).await?;

@@ -34,8 +34,8 @@ pub enum FenceProgress {
 /// Processes the next batch of slots.
 ///
 /// # Errors
-/// [`PlatformKeyRotationError`] for the first slot that fails, or if the database fails. The slots before it are recorded as
-/// finished.
+/// [`PlatformKeyRotationError`] for the first slot that fails, or if the database fails. The slots before it are
+/// recorded as finished.
 pub async fn re_sign_batch(platform: &Platform) -> Result<FenceProgress, PlatformKeyRotationError> {
     let key = &platform.process.ids.current;
     let session = platform.db.session().await?;

@@ -10,7 +10,7 @@ use svc_wire::machine::{self as wire, Boot, BootStage, Failure, Machine};
 
 impl MachineRow {
     /// Returns the machine in the form that the audit log records.
-    pub fn record(&self) -> Value {
+    pub fn audit_record(&self) -> Value {
         json!(Machine::from(self))
     }
 }

@@ -243,7 +243,7 @@ async fn store_result(
     rollout: &RolloutRow,
     mut verification: RolloutVerification,
 ) -> anyhow::Result<()> {
-    let why = truncate_findings(&mut verification);
+    let reason = summarize_and_truncate_findings(&mut verification);
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     let Some(current) = rollouts::lock(&tx, rollout.id).await? else { return Ok(()) };
@@ -253,10 +253,11 @@ async fn store_result(
     }
     let is_open = !current.state.has_ended();
     if !verification.passed && is_open {
-        rollouts::set_state(&tx, rollout.id, RolloutState::Paused, Some(&why)).await?;
-        let detail = json!({"rolloutId": rollout.id, "imageVersion": rollout.image_version, "finding": why});
+        rollouts::set_state(&tx, rollout.id, RolloutState::Paused, Some(&reason)).await?;
+        let detail =
+            json!({"rolloutId": rollout.id, "imageVersion": rollout.image_version, "finding": reason});
         alarms::raise_or_clear(&tx, Alarm::RolloutHalted, 1, &detail).await?;
-        let after = json!({"state": RolloutState::Paused.as_str(), "why": why});
+        let after = json!({"state": RolloutState::Paused.as_str(), "why": reason});
         let entry = audit::AuditEntry {
             actor: "platform",
             action: "deploy.halted",
@@ -273,7 +274,7 @@ async fn store_result(
 }
 
 /// Truncates the findings for storage, and returns the reason for a pause, which counts all of them.
-fn truncate_findings(verification: &mut RolloutVerification) -> String {
+fn summarize_and_truncate_findings(verification: &mut RolloutVerification) -> String {
     let reason = pause_reason(verification);
     verification.findings.truncate(MAX_FINDINGS);
     reason
@@ -322,7 +323,7 @@ mod tests {
         verification.findings = ["shell", "icons", "schemas", "health", "route"].map(finding).to_vec();
         assert!(pause_reason(&verification).ends_with("ada: schemas: failing; and 2 more"));
         verification.findings = ["icons"; MAX_FINDINGS + 10].map(finding).to_vec();
-        assert!(truncate_findings(&mut verification).ends_with("; and 27 more"));
+        assert!(summarize_and_truncate_findings(&mut verification).ends_with("; and 27 more"));
         assert_eq!(verification.findings.len(), MAX_FINDINGS);
     }
 }

@@ -206,7 +206,7 @@ fn has_opaque_origin(headers: &HeaderMap) -> bool {
     matches!((origins.next(), origins.next()), (Some(origin), None) if origin == "null")
 }
 
-/// Whether this is a CORS preflight from an app's page, which carries no token.
+/// Returns whether this is a CORS preflight from an app's page, which carries no token.
 fn is_preflight(method: &Method, headers: &HeaderMap) -> bool {
     method == Method::OPTIONS
         && headers.contains_key(ACCESS_CONTROL_REQUEST_METHOD)

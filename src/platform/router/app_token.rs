@@ -1,7 +1,8 @@
 //! Issues and verifies app tokens, which an app's page uses instead of its owner's session (docs/apps/tokens.md).
 //!
-//! A token is valid for one hour, for one app on one of a user's machines. A dedicated key signs app tokens, so a token
-//! cannot be used as a proof, nor a proof as a token. Invariant: a token is never accepted for another machine or app.
+//! A token is valid for one hour, for one app on one of a user's machines. App tokens are not signed with the proof
+//! keys, so a token cannot be used as a proof, nor a proof as a token. Invariant: a token is never accepted for another
+//! machine or app.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};

@@ -115,7 +115,7 @@ pub(super) fn require_cleared_data(
     }
     let mut response = if context.wants_page && is_navigation(headers) {
         let mut response = redirect(StatusCode::FOUND, local_path(uri));
-        response.headers_mut().append(SET_COOKIE, set_last_user(router, context, identity.user()));
+        response.headers_mut().append(SET_COOKIE, last_user_cookie_header(router, context, identity.user()));
         response
     } else {
         let detail = "This browser may hold data from another account; reload the page.";
@@ -141,7 +141,7 @@ pub(super) fn record_user(
     if !last.is_some_and(|last| router.user_digests.matches(user, last)) {
         clear_data(response);
     }
-    response.headers_mut().append(SET_COOKIE, set_last_user(router, context, user));
+    response.headers_mut().append(SET_COOKIE, last_user_cookie_header(router, context, user));
 }
 
 /// Instructs the browser to clear the origin's cache and storage.
@@ -198,7 +198,7 @@ fn is_loopback(authority: &str) -> bool {
     host == "localhost" || host.ends_with(".localhost") || address.is_ok_and(|address| address.is_loopback())
 }
 
-fn set_last_user(router: &RouterState, context: &RequestContext, user: &IdpUserId) -> HeaderValue {
+fn last_user_cookie_header(router: &RouterState, context: &RequestContext, user: &IdpUserId) -> HeaderValue {
     RouterCookie::LastUser.set_cookie_header(
         &router.user_digests.digest(user),
         context.scheme,

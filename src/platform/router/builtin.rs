@@ -197,7 +197,7 @@ async fn mint_app_token(
         MachineLookup::NoMachine => return Ok(UnavailableReason::NoMachine.respond(false)),
         MachineLookup::Unknown => return Ok(UnavailableReason::Unknown.respond(false)),
     };
-    let minted = router.mint(context, &machine, &identity, &app).await;
+    let minted = router.mint_app_token(context, &machine, &identity, &app).await;
     let minted = minted.map_err(|error| session_problem(&error))?.ok_or_else(sign_in_required)?;
     Ok(json_response(&json!({ "token": minted.token, "expiresAt": minted.expires_at })))
 }

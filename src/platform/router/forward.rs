@@ -52,7 +52,7 @@ impl RouterState {
         let request_id = request_id::current();
         let values = ForwardHeaders { peer, scheme: context.scheme, proof, request_id: &request_id };
         if prepare_headers(request.headers_mut(), values)
-            && let Some(limit) = self.stream_limit(caller, context.now).await
+            && let Some(limit) = self.create_time_limit(caller, context.now).await
         {
             request.extensions_mut().insert(limit);
         }
@@ -84,15 +84,15 @@ impl RouterState {
         if response.body().size_hint().exact().is_some() || response.headers().contains_key(CONTENT_LENGTH) {
             return response;
         }
-        match self.stream_limit(caller, now).await {
+        match self.create_time_limit(caller, now).await {
             Some(limit) => response.map(|body| limit.limit_body(body)),
             None => response,
         }
     }
 
-    /// Returns the time limit for this caller's streams; `None` for a bearer token, which a sign-out does not revoke.
-    /// `now` is the time at which the request arrived.
-    async fn stream_limit(&self, caller: Caller<'_>, now: Timestamp) -> Option<TimeLimit> {
+    /// Creates the time limit for a stream of this caller, and registers the stream, so that a sign-out closes it;
+    /// `None` for a bearer token, which a sign-out does not revoke. `now` is the time at which the request arrived.
+    async fn create_time_limit(&self, caller: Caller<'_>, now: Timestamp) -> Option<TimeLimit> {
         let (user, expires_at) = match caller {
             Caller::Owner(Identity::Bearer(_), _) => return None,
             // The request may open a session, so the limit is a new session's lifetime.

@@ -129,7 +129,7 @@ impl Authenticator {
             (None, None) => failure.map_or(Ok(None), |error| Err(error.into())),
             (Some(session), None) => Ok(Some(Identity::Session(session))),
             // A request with a session does not wait for the provider's keys.
-            (Some(session), Some(token)) => match self.check_with_known_keys(context, token) {
+            (Some(session), Some(token)) => match self.check_with_cached_keys(context, token) {
                 Ok(subject) if subject.user != session.user => Ok(Some(Identity::Disputed(session, subject))),
                 _ => Ok(Some(Identity::Session(session))),
             },
@@ -174,13 +174,17 @@ impl Authenticator {
 
     /// Like [`Self::check_token`], but never fetches the provider's keys, and rejects the token if the client address
     /// has exceeded its limit.
-    fn check_with_known_keys(&self, context: &RequestContext, token: &str) -> Result<Arc<Subject>, JwtError> {
+    fn check_with_cached_keys(
+        &self,
+        context: &RequestContext,
+        token: &str,
+    ) -> Result<Arc<Subject>, JwtError> {
         let hash = sha256(token.as_bytes());
         if let Some(verdict) = self.cached_verdict(&hash) {
             return verdict;
         }
         self.admit_check(context).map_err(|_| JwtError::RefusedWithoutCheck)?;
-        self.cache_verdict(hash, self.verifier.verify_with_known_keys(token, context.now), context.now)
+        self.cache_verdict(hash, self.verifier.verify_with_cached_keys(token, context.now), context.now)
     }
 
     fn cached_verdict(&self, hash: &TokenHash) -> Option<Result<Arc<Subject>, JwtError>> {

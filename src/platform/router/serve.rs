@@ -75,7 +75,7 @@ impl RouterState {
         };
         let mut response = match self.directory.find(identity.user(), identity.slot()) {
             MachineLookup::Running(machine, upstream) => {
-                match self.app_frame(&context, &machine, &identity, request.uri()).await? {
+                match self.render_app_frame(&context, &machine, &identity, request.uri()).await? {
                     Some(frame) => frame,
                     None => {
                         let caller = Caller::Owner(&identity, generation);
@@ -141,7 +141,7 @@ impl RouterState {
     }
 
     /// Renders the frame around an app's page; `None` if the request is not for an app's page.
-    async fn app_frame(
+    async fn render_app_frame(
         &self,
         context: &RequestContext,
         machine: &Machine,
@@ -152,7 +152,7 @@ impl RouterState {
             return Ok(None);
         }
         let Some((app, rest)) = frame::parse_target(uri.path()) else { return Ok(None) };
-        let minted = self.mint(context, machine, identity, app).await;
+        let minted = self.mint_app_token(context, machine, identity, app).await;
         let Some(minted) = minted.map_err(|error| session_problem(&error))? else {
             // The session has ended, so the same request now starts a sign-in.
             let path = uri.path_and_query().map_or("/", |path| path.as_str());
@@ -166,7 +166,7 @@ impl RouterState {
     ///
     /// # Errors
     /// If the session must be looked up, and the database cannot be read.
-    pub(super) async fn mint(
+    pub(super) async fn mint_app_token(
         &self,
         context: &RequestContext,
         machine: &Machine,

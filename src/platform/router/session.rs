@@ -87,7 +87,8 @@ enum CachedSession {
     Unknown(Instant),
 }
 
-/// The conditions for opening a session: its parent session is live, and the user has not signed out since.
+/// The conditions for opening a session: its parent session is live, and the user has not signed out since the
+/// session's code was redeemed.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct SessionOrigin {
     /// The parent session, with which the new session ends.

@@ -87,7 +87,7 @@ pub(super) async fn issue_code(
     let mut query = call.query_fields();
     let state: Option<String> = query.required("state");
     let return_to: Option<String> = query.optional("return_to");
-    let state = query.allow_unknown().finish(state)?;
+    let state = query.discard_remaining().finish(state)?;
     let return_to = return_to.filter(|path| is_local_path(path)).unwrap_or_else(|| "/".to_owned());
     let grant = CodeGrant {
         origin: SessionOrigin {
@@ -113,7 +113,7 @@ pub(super) async fn redeem_code(
 ) -> Result<Response, Problem> {
     let mut query = call.query_fields();
     let code: Option<String> = query.required("code");
-    let code = query.allow_unknown().finish(code)?;
+    let code = query.discard_remaining().finish(code)?;
     router.admit_check(context)?;
     let grant = match RouterCookie::State.get(&call.headers, context.scheme) {
         Some(state) => {
@@ -142,7 +142,8 @@ pub(super) async fn redeem_code(
     Ok(response)
 }
 
-/// Ends the user's sessions on both hosts, app tokens and open streams, but not the identity provider's session.
+/// Ends the user's sessions on both hosts, revokes the user's app tokens, and closes the user's open streams. The
+/// identity provider's session is not affected.
 pub(super) async fn sign_out(
     router: &RouterState,
     context: &RequestContext,

@@ -19,8 +19,8 @@ pub struct SigningSet {
     pub app: AppKeys,
 }
 
-/// The keys that sign app tokens. Only routers verify such tokens, so the newest key signs as soon as every router has
-/// had time to read it.
+/// The keys that sign app tokens and session cookies. Only routers verify these, so the newest key signs as soon as
+/// every router has had time to read it.
 pub struct AppKeys {
     pub current: Arc<Signer>,
     /// The public keys of all active app keys.

@@ -172,7 +172,7 @@ impl Outage {
         let (error, max_seconds) = (format!("{error:#}"), freshness.max_staleness().as_secs());
         match routes {
             RoutesState::NotLoaded => {
-                tracing::error!(error, "database unreachable; no routes loaded yet, requests get 503");
+                tracing::error!(error, "database unreachable and no routes loaded yet; requests get 503");
             }
             RoutesState::TooOld => tracing::error!(error, max_seconds, "routes too old; requests get 503"),
             RoutesState::Stale | RoutesState::Current => {

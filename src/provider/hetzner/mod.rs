@@ -135,7 +135,7 @@ impl Provider for Hetzner {
         Ok(servers.into_iter().find(|server| server.name == name))
     }
 
-    async fn find_by_label(&self, selector: &str) -> Result<Vec<Server>, ProviderError> {
+    async fn list_by_label(&self, selector: &str) -> Result<Vec<Server>, ProviderError> {
         self.list_servers("list servers", ("label_selector", selector)).await
     }
 
@@ -154,7 +154,7 @@ impl Provider for Hetzner {
         })
     }
 
-    async fn action(&self, id: ActionId) -> Result<Action, ProviderError> {
+    async fn get_action(&self, id: ActionId) -> Result<Action, ProviderError> {
         let response: ActionResponse =
             self.connection.request_json(Call::get("get action", &format!("/actions/{id}"), &[])).await?;
         Ok(response.action.into())
@@ -187,14 +187,14 @@ impl Provider for Hetzner {
         Ok(response.locations.iter().any(|location| location.name == name.as_str()))
     }
 
-    async fn server_type(&self, name: &ServerType) -> Result<Option<ServerTypeInfo>, ProviderError> {
+    async fn get_server_type(&self, name: &ServerType) -> Result<Option<ServerTypeInfo>, ProviderError> {
         let query = [("name", name.as_str())];
         let response: ServerTypesResponse =
             self.connection.request_json(Call::get("get server type", "/server_types", &query)).await?;
         Ok(response.server_types.into_iter().map(ServerTypeInfo::from).find(|info| info.name == *name))
     }
 
-    async fn prices(&self, name: &ServerType) -> Result<ServerPrices, ProviderError> {
+    async fn get_prices(&self, name: &ServerType) -> Result<ServerPrices, ProviderError> {
         let call = "get prices";
         let response: PricingResponse =
             self.connection.request_json(Call::get(call, "/pricing", &[])).await?;

@@ -1,4 +1,4 @@
-//! Probes with small objects: conditions, reads, lists and ranges.
+//! Probes with small objects: conditions, reads, listings and ranges.
 
 use std::ops::Range;
 
@@ -53,7 +53,7 @@ pub(super) async fn probe_replace_read_version(bucket: &Bucket) -> ProbeOutcome 
     outcome
 }
 
-pub(super) async fn probe_current_reads(bucket: &Bucket) -> ProbeOutcome {
+pub(super) async fn probe_consistent_reads(bucket: &Bucket) -> ProbeOutcome {
     let key = temporary_key("read.json");
     let probe = async {
         for n in 0..REPEATS {
@@ -71,7 +71,7 @@ pub(super) async fn probe_current_reads(bucket: &Bucket) -> ProbeOutcome {
     outcome
 }
 
-pub(super) async fn probe_current_lists(bucket: &Bucket) -> ProbeOutcome {
+pub(super) async fn probe_consistent_listings(bucket: &Bucket) -> ProbeOutcome {
     let folder = temporary_key("listed");
     let keys: Vec<Path> = (0..REPEATS).map(|n| folder.clone().join(format!("{n}.json"))).collect();
     let list = async || {

@@ -19,7 +19,7 @@ const SYNC_DURATION: Duration = Duration::from_millis(700);
 pub fn measure(dir: &Path) -> Result<()> {
     let mut line = serde_json::to_vec(&event(1))?;
     line.push(b'\n');
-    let rate = |name: &str, events: usize, write: &dyn Fn(File) -> Result<()>| -> Result<()> {
+    let measure_rate = |name: &str, events: usize, write: &dyn Fn(File) -> Result<()>| -> Result<()> {
         let path = dir.join("limit");
         let started = Instant::now();
         write(File::create(&path)?)?;
@@ -27,20 +27,20 @@ pub fn measure(dir: &Path) -> Result<()> {
         Ok(std::fs::remove_file(path)?)
     };
     let block = line.repeat((1 << 20) / EVENT_BYTES);
-    rate("block writes", BLOCK_EVENTS, &|mut file| {
+    measure_rate("block writes", BLOCK_EVENTS, &|mut file| {
         for _ in 0..BLOCK_EVENTS * EVENT_BYTES / block.len() {
             file.write_all(&block)?;
         }
         Ok(())
     })?;
-    rate("buffered, prepared", BUFFERED_EVENTS, &|file| {
+    measure_rate("buffered, prepared", BUFFERED_EVENTS, &|file| {
         let mut file = BufWriter::with_capacity(64 << 10, file);
         for _ in 0..BUFFERED_EVENTS {
             file.write_all(&line)?;
         }
         Ok(file.flush()?)
     })?;
-    rate("one write(2) per event", SINGLE_EVENTS, &|mut file| {
+    measure_rate("one write(2) per event", SINGLE_EVENTS, &|mut file| {
         for _ in 0..SINGLE_EVENTS {
             file.write_all(&line)?;
         }

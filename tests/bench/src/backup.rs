@@ -88,8 +88,8 @@ pub async fn measure(options: &Options) -> Result<Tally> {
             tally.add(STORE_CPU, name, stats.store_cpu.as_secs_f64());
             if name == PRODUCT {
                 tally.add(MEMORY, PRODUCT, stats.peak_mib);
-                let written = stats.written.context("the kernel does not count written bytes")?;
-                tally.add(DISK_WRITES, PRODUCT, written as f64 / 1024.0);
+                let written_bytes = stats.written_bytes.context("the kernel does not count written bytes")?;
+                tally.add(DISK_WRITES, PRODUCT, written_bytes as f64 / 1024.0);
             }
         }
     }

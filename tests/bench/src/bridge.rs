@@ -109,10 +109,18 @@ impl Testbed {
         machine.install_app(APP, &json!({ "items": { "columns": columns }, "docs": docs }))?;
         let gateway = machine.start(&options.svc)?;
         gateway.wait_until_ready(&machine, 1).await?;
-        let login = prepare(&server).await?;
-        let postgrest = postgrest.serve(dir.path(), &login, SCHEMA, POOL_SIZE).await?;
-        let testbed =
-            Self { server, machine, gateway, postgrest, wrk, insert: insert(), find: find(), _dir: dir };
+        let login_url = prepare_database(&server).await?;
+        let postgrest = postgrest.serve(dir.path(), &login_url, SCHEMA, POOL_SIZE).await?;
+        let testbed = Self {
+            server,
+            machine,
+            gateway,
+            postgrest,
+            wrk,
+            insert: insert_call(),
+            find: find_call(),
+            _dir: dir,
+        };
         testbed.check_results_agree().await?;
         Ok(testbed)
     }
@@ -219,7 +227,7 @@ impl Testbed {
 }
 
 /// Fills `docs` and creates PostgREST's login role; returns the database URL for it.
-async fn prepare(server: &PgServer) -> Result<String> {
+async fn prepare_database(server: &PgServer) -> Result<String> {
     let admin = server.connect(DATABASE).await?;
     let (login, password) = (postgrest::LOGIN, uuid::Uuid::new_v4().simple().to_string());
     admin
@@ -234,7 +242,7 @@ async fn prepare(server: &PgServer) -> Result<String> {
     Ok(format!("postgres://{login}:{password}@127.0.0.1:{}/{DATABASE}", server.port()))
 }
 
-fn insert() -> Call {
+fn insert_call() -> Call {
     let body = "x".repeat(100);
     let row = json!({ "kind": "kind7", "body": body, "done": false, "rank": 7, "extra": { "n": 7, "tag": "bench" } });
     Call {
@@ -248,7 +256,7 @@ fn insert() -> Call {
     }
 }
 
-fn find() -> Call {
+fn find_call() -> Call {
     Call {
         bridge_body: json!({ "action": "find", "app": APP, "table": "docs", "filter": { "kind": "kind7" },
             "orderBy": [{ "column": "created_at", "direction": "desc" }], "limit": FIND_LIMIT })

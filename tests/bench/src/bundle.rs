@@ -65,17 +65,17 @@ fn run_rounds(svc: &Path, rounds: u32, out: &Path) -> Result<Tally> {
         print_round(round, rounds);
         let sides: [Side<'_>; 3] = [
             (PRODUCT, &|root| svc_command(svc, root, address, &digest)),
-            (TWO_STEP, &|into| {
+            (TWO_STEP, &|target| {
                 shell(
                     dir.path(),
-                    into,
+                    target,
                     "sha256sum --quiet -c bundle.tar.gz.sha256 && tar -xzf bundle.tar.gz -C \"$0\"",
                 )
             }),
-            (ONE_PASS, &|into| {
+            (ONE_PASS, &|target| {
                 let mut command = shell(
                     dir.path(),
-                    into,
+                    target,
                     "set -o pipefail; tee >(sha256sum >\"$0/.sum\") <bundle.tar.gz | \"$UNPACKER\" -dc | tar -x -C \"$0\"",
                 );
                 command.env("UNPACKER", pigz.get_program());
@@ -86,9 +86,9 @@ fn run_rounds(svc: &Path, rounds: u32, out: &Path) -> Result<Tally> {
         // The order rotates, because each side starts with the CPU caches left by the previous one.
         for turn in 0..sides.len() {
             let (name, command) = sides[(turn + round as usize) % sides.len()];
-            let into = tempfile::tempdir_in(dir.path())?;
-            let stats = task::run(command(into.path()), TIMEOUT)?;
-            check_unpacked(into.path(), name == PRODUCT)?;
+            let target = tempfile::tempdir_in(dir.path())?;
+            let stats = task::run(command(target.path()), TIMEOUT)?;
+            check_unpacked(target.path(), name == PRODUCT)?;
             tally.add(WALL_TIME, name, stats.wall.as_secs_f64());
             tally.add(CPU, name, stats.cpu.as_secs_f64());
             if name == PRODUCT {
@@ -132,9 +132,9 @@ fn svc_command(svc: &Path, root: &Path, source: SocketAddr, digest: &str) -> Com
     command
 }
 
-fn shell(dir: &Path, into: &Path, script: &str) -> Command {
+fn shell(dir: &Path, target: &Path, script: &str) -> Command {
     let mut command = Command::new("bash");
-    command.args(["-c", script]).arg(into).current_dir(dir);
+    command.args(["-c", script]).arg(target).current_dir(dir);
     command
 }
 

@@ -59,7 +59,7 @@ impl Endpoint {
     }
 
     /// Opens a keep-alive connection and sends one request.
-    pub fn https(&self) -> Result<Connection> {
+    pub fn open_https(&self) -> Result<Connection> {
         let mut connection = Connection { tls: self.connect()? };
         let Self { host, cookie, .. } = self;
         connection.send(format!("GET / HTTP/1.1\r\nhost: {host}\r\ncookie: {cookie}\r\n\r\n").as_bytes())?;
@@ -75,7 +75,7 @@ impl Endpoint {
     }
 
     /// Opens a WebSocket and sends one message.
-    pub fn websocket(&self) -> Result<Connection> {
+    pub fn open_websocket(&self) -> Result<Connection> {
         let mut connection = Connection { tls: self.connect()? };
         let Self { host, cookie, .. } = self;
         let request = format!(
@@ -124,7 +124,7 @@ pub fn messages_per_second(endpoint: &Endpoint, connections: usize, seconds: u32
         .map(|_| {
             let (endpoint, start_barrier) = (endpoint.clone(), Arc::clone(&start_barrier));
             std::thread::spawn(move || -> Result<u64> {
-                let connection = endpoint.websocket();
+                let connection = endpoint.open_websocket();
                 // Every thread waits here, even if its connection failed; otherwise the barrier would never open.
                 start_barrier.wait();
                 let mut connection = connection?;

@@ -101,7 +101,7 @@ async fn start_bulk(data: &Path) -> Result<PgServer> {
 }
 
 async fn fill(server: &PgServer, scale: u32) -> Result<()> {
-    let mut pgbench = server.binaries().client("pgbench");
+    let mut pgbench = server.binaries().client_command("pgbench");
     pgbench.args(["--initialize", "--quiet", "--scale", &scale.to_string(), NAME]);
     set_connection_env(&mut pgbench, server);
     child::run(pgbench, FILL_TIMEOUT)?;
@@ -166,7 +166,7 @@ pub async fn size_bytes(server: &PgServer) -> Result<u64> {
 /// Creates a temporary directory under `out`. The disk must have more than `min_free_bytes` of free space.
 pub fn create_run_dir(out: &Path, min_free_bytes: u64) -> Result<tempfile::TempDir> {
     fs::create_dir_all(out)?;
-    let stats = statvfs(out).with_context(|| format!("statvfs {}", out.display()))?;
+    let stats = statvfs(out).with_context(|| format!("cannot read the file system of {}", out.display()))?;
     let free = stats.blocks_available() * stats.fragment_size();
     ensure!(
         free > min_free_bytes,

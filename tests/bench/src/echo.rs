@@ -132,10 +132,12 @@ mod tests {
         let endpoint =
             Endpoint::new(address, "echo.test", "a=b", &ca.root_pem()).expect("the endpoint is valid");
         assert_eq!(
-            connections::open_connections(10, || endpoint.websocket()).expect("the connections open").len(),
+            connections::open_connections(10, || endpoint.open_websocket())
+                .expect("the connections open")
+                .len(),
             10
         );
         assert!(connections::messages_per_second(&endpoint, 3, 1).expect("every message is echoed") > 10.0);
-        assert!(endpoint.https().is_err(), "the echo server does not serve HTTP");
+        assert!(endpoint.open_https().is_err(), "the echo server does not serve HTTP");
     }
 }

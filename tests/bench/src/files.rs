@@ -40,6 +40,7 @@ const RESTORE: &str = "restore";
 const RESTORE_CPU: &str = "CPU time of the restore";
 const RESTORE_MEMORY: &str = "peak memory of the restore";
 const WATCHER_MEMORY: &str = "memory of the watcher";
+const SERVICE_MEMORY: &str = "memory of the service after the first save";
 const WATCHER_IDLE_CPU: &str = "CPU of the idle watcher";
 const SERVICE_IDLE_CPU: &str = "CPU of the idle service";
 const RESTIC: &str = "restic 0.14";
@@ -61,20 +62,14 @@ pub const ROWS: [Spec; 18] = [
     Spec { name: RESTORE_CPU, unit: "s", against: Some(RESTIC), target: Target::None },
     Spec { name: RESTORE_MEMORY, unit: "MiB", against: Some(RESTIC), target: Target::None },
     Spec { name: WATCHER_MEMORY, unit: "MiB", against: None, target: Target::None },
-    Spec {
-        name: "memory of the service after the first save",
-        unit: "MiB",
-        against: None,
-        target: Target::AtMost(128.0),
-    },
+    Spec { name: SERVICE_MEMORY, unit: "MiB", against: None, target: Target::AtMost(128.0) },
     Spec { name: WATCHER_IDLE_CPU, unit: "ms/s", against: None, target: Target::AtMost(1.0) },
     Spec { name: SERVICE_IDLE_CPU, unit: "ms/s", against: None, target: Target::AtMost(5.0) },
 ];
-const SERVICE_MEMORY: &str = ROWS[15].name;
 
 const TIMEOUT: Duration = Duration::from_secs(3600);
 const CHANGED_FILES_PER_ROUND: u32 = 5;
-/// Longer than the service's minimum interval between saves, which is 15 s.
+/// Longer than the service's minimum pause after a save, which is 15 s.
 const CHANGE_INTERVAL: Duration = Duration::from_secs(17);
 /// Interval over which idle CPU time is measured. The kernel counts CPU time in steps of 10 ms.
 const IDLE_INTERVAL: Duration = Duration::from_secs(20);
@@ -113,7 +108,7 @@ pub async fn measure(options: &Options) -> Result<Tally> {
 }
 
 /// Creates files whose sizes differ, half of them compressible, below `home/projects`.
-fn create_tree(home: &Path, files: u32, average: u32) -> Result<()> {
+fn create_tree(home: &Path, files: u32, average_bytes: u32) -> Result<()> {
     let mut random = 0x2545_f491_4f6c_dd1d_u64;
     let mut next = || {
         // xorshift64*: the files only need to differ.
@@ -131,7 +126,7 @@ fn create_tree(home: &Path, files: u32, average: u32) -> Result<()> {
         }
         // From a tenth to ten times the median, which is 0.465 times the average.
         let exponent = (next() % 2001) as f64 / 1000.0 - 1.0;
-        let size = (f64::from(average) * 0.465 * 10_f64.powf(exponent)) as usize;
+        let size = (f64::from(average_bytes) * 0.465 * 10_f64.powf(exponent)) as usize;
         content.clear();
         while content.len() < size {
             let word = next();
@@ -333,12 +328,13 @@ fn measure_rclone(
     tally: &mut Tally,
 ) -> Result<()> {
     let (remote, local) = (format!(":s3:{BUCKET}/rclone"), source.display().to_string());
-    let first = task::run(rclone.sync(&store.server, &local, &remote), TIMEOUT)?;
+    let first = task::run(rclone.sync_command(&store.server, &local, &remote), TIMEOUT)?;
     tally.add(FIRST_SAVE, RCLONE, first.wall.as_secs_f64());
-    let unchanged = task::run(rclone.sync(&store.server, &local, &remote), TIMEOUT)?;
+    let unchanged = task::run(rclone.sync_command(&store.server, &local, &remote), TIMEOUT)?;
     tally.add(UNCHANGED_SAVE, RCLONE, unchanged.wall.as_secs_f64());
     let target = dir.join("restored");
-    let restored = task::run(rclone.sync(&store.server, &remote, &target.display().to_string()), TIMEOUT)?;
+    let restored =
+        task::run(rclone.sync_command(&store.server, &remote, &target.display().to_string()), TIMEOUT)?;
     check_restored(&target, source)?;
     tally.add(RESTORE, RCLONE, restored.wall.as_secs_f64());
     Ok(())

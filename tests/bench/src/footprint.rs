@@ -84,11 +84,11 @@ pub async fn measure(options: &Options) -> Result<Tally> {
 /// Starts nginx with TLS on both sides and an unreachable upstream.
 fn start_nginx(nginx: &Nginx, dir: &Path, site: &Site) -> Result<super::peers::nginx::RunningPeer> {
     let unreachable = ([127, 0, 0, 1], 1).into();
-    let trusted = dir.join("upstream.pem");
+    let trusted_cert = dir.join("upstream.pem");
     nginx.start_router(
         dir,
         &site.router_pem,
-        &Upstreams { upstream: unreachable, websocket: unreachable, trusted: &trusted },
+        &Upstreams { upstream: unreachable, websocket: unreachable, trusted_cert: &trusted_cert },
     )
 }
 

@@ -1,4 +1,4 @@
-//! A gateway in its own directory, as on a user's machine, and a key that signs proofs like the platform's.
+//! A gateway in its own directory, as on a user's machine, and a key that signs proofs as the platform does.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -43,7 +43,7 @@ impl Machine {
         let key =
             Ed25519KeyPair::generate_pkcs8(&SystemRandom::new()).ok().context("cannot generate a key")?;
         let key = Ed25519KeyPair::from_pkcs8(key.as_ref()).ok().context("cannot parse the generated key")?;
-        // In `/tmp`, because the path of a unix socket is limited to 107 bytes.
+        // In `/tmp`, because the path of a Unix socket is limited to 107 bytes.
         let root = tempfile::Builder::new().prefix("svc-bench-").tempdir_in("/tmp")?;
         kit::child::remove_on_exit(root.path());
         let id = uuid::Uuid::now_v7().to_string();
@@ -67,22 +67,23 @@ impl Machine {
         (0..count).try_for_each(|app| self.install_app(&format!("app{app}"), &tables))
     }
 
-    /// Returns the folder of an app's pages; creates it if necessary.
-    pub fn app_output(&self, slug: &str) -> Result<PathBuf> {
+    /// Creates the folder of an app's pages if necessary; returns its path.
+    pub fn create_output_dir(&self, slug: &str) -> Result<PathBuf> {
         let dir = self.root.path().join("home/svc/home/apps").join(slug).join("dist");
         std::fs::create_dir_all(&dir)?;
         Ok(dir)
     }
 
-    /// Returns the path of a socket on which a service of the owner listens, such as `shell.sock`.
-    pub fn owner_socket(&self, name: &str) -> Result<PathBuf> {
+    /// Returns the path of a socket on which a service of the owner listens, such as `shell.sock`; creates its
+    /// directory if necessary.
+    pub fn owner_socket_path(&self, name: &str) -> Result<PathBuf> {
         let dir = self.root.path().join("run/svc/owner");
         std::fs::create_dir_all(&dir)?;
         Ok(dir.join(name))
     }
 
     /// Signs a proof for the owner, as the platform's router does; it is valid for one minute.
-    pub fn proof(&self) -> String {
+    pub fn sign_proof(&self) -> String {
         let now = jiff::Timestamp::now().as_second();
         let part = |value: Value| B64.encode(value.to_string());
         let signed = format!(
@@ -126,7 +127,7 @@ impl Gateway {
         let deadline = Instant::now() + READY_TIMEOUT;
         loop {
             let request = self.client.get(format!("https://{}/api/apps", self.address));
-            let response = request.header("x-svc-proof", machine.proof()).send().await?;
+            let response = request.header("x-svc-proof", machine.sign_proof()).send().await?;
             let body = response.text().await?;
             let listed: Value = serde_json::from_str(&body).unwrap_or_default();
             let ready =
@@ -150,7 +151,8 @@ impl Gateway {
     /// Returns the request for one query to the bridge. A load generator can send it until its proof expires after a
     /// minute.
     pub fn bridge_request(&self, machine: &Machine, body: String) -> Request {
-        let headers = [("Content-Type", "application/json".to_owned()), ("X-Svc-Proof", machine.proof())];
+        let headers =
+            [("Content-Type", "application/json".to_owned()), ("X-Svc-Proof", machine.sign_proof())];
         Request {
             url: self.bridge_url(),
             headers: headers.map(|(name, value)| (name.to_owned(), value)).into(),
@@ -161,7 +163,8 @@ impl Gateway {
     /// Sends one query to the bridge; returns its response.
     pub async fn query(&self, machine: &Machine, body: &str) -> Result<Value> {
         let request = self.client.post(self.bridge_url()).header("content-type", "application/json");
-        let response = request.header("x-svc-proof", machine.proof()).body(body.to_owned()).send().await?;
+        let response =
+            request.header("x-svc-proof", machine.sign_proof()).body(body.to_owned()).send().await?;
         let status = response.status();
         let text = response.text().await?;
         ensure!(status.is_success(), "{body}: {status}: {text}");

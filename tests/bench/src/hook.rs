@@ -77,7 +77,7 @@ fn run_rounds(svc: &Path, rounds: u32) -> Result<Tally> {
             tally.add(name, side, percentile(times, percent));
         }
         tally.add(UNAUDITED_FILES, PRODUCT, home.count_unaudited(&idle)? as f64);
-        let late_before = home.count(|line| line["gap"]["why"] == "late");
+        let late_before = home.count_audit_entries(|entry| entry["gap"]["why"] == "late");
         let busy = {
             let _load = start_load()?;
             home.run_calls(&mut call)?
@@ -87,7 +87,7 @@ fn run_rounds(svc: &Path, rounds: u32) -> Result<Tally> {
         tally.add(
             LATE_CALLS,
             PRODUCT,
-            (home.count(|line| line["gap"]["why"] == "late") - late_before) as f64,
+            (home.count_audit_entries(|entry| entry["gap"]["why"] == "late") - late_before) as f64,
         );
     }
     Ok(tally)
@@ -172,13 +172,13 @@ impl Home {
         time_command(&mut shell, input.to_string().as_bytes())
     }
 
-    fn lines(&self) -> Vec<Value> {
+    fn read_audit_entries(&self) -> Vec<Value> {
         let text = fs::read_to_string(self.home().join("system/logs/audit.jsonl")).unwrap_or_default();
         text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
     }
 
-    fn count(&self, is_counted: impl Fn(&Value) -> bool) -> usize {
-        self.lines().iter().filter(|line| is_counted(line)).count()
+    fn count_audit_entries(&self, is_counted: impl Fn(&Value) -> bool) -> usize {
+        self.read_audit_entries().iter().filter(|entry| is_counted(entry)).count()
     }
 
     /// Waits for at most [`AUDIT_TIMEOUT`] until every written path has an entry; returns the number of paths that have
@@ -186,9 +186,9 @@ impl Home {
     fn count_unaudited(&self, calls: &CallResults) -> Result<usize> {
         let deadline = Instant::now() + AUDIT_TIMEOUT;
         loop {
-            let lines = self.lines();
+            let entries = self.read_audit_entries();
             let audited: std::collections::HashSet<&str> =
-                lines.iter().filter_map(|line| line["path"].as_str()).collect();
+                entries.iter().filter_map(|entry| entry["path"].as_str()).collect();
             ensure!(!audited.is_empty() || Instant::now() < deadline, "the audit log has no entries");
             let missing = calls.written.iter().filter(|path| !audited.contains(path.as_str())).count();
             if missing == 0 || Instant::now() >= deadline {

@@ -70,8 +70,8 @@ impl Drop for ServerProcess {
         if let Ok(group) = i32::try_from(self.child.id()) {
             // An executable instrumented for profiling writes its counts only at a normal exit.
             killpg(Pid::from_raw(group), Signal::SIGTERM).ok();
-            let stopped = Instant::now();
-            while stopped.elapsed() < STOP_TIMEOUT && matches!(self.child.try_wait(), Ok(None)) {
+            let signaled = Instant::now();
+            while signaled.elapsed() < STOP_TIMEOUT && matches!(self.child.try_wait(), Ok(None)) {
                 std::thread::sleep(STOP_POLL_INTERVAL);
             }
             killpg(Pid::from_raw(group), Signal::SIGKILL).ok();

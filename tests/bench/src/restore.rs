@@ -70,8 +70,8 @@ async fn create_snapshot(dir: &Path, options: &Options, store: &BenchStore) -> R
     machine.open_gate()?;
     task::run(machine.command(&options.svc, "svc-db-backup"), TIMEOUT)?;
     let snapshot = store.verify_snapshot(0, database::SCALE)?;
-    let database = database::size_bytes(&server).await?;
-    println!("  database: {} MB, dump: {} MB", database / 1_000_000, snapshot.size_bytes / 1_000_000);
+    let database_bytes = database::size_bytes(&server).await?;
+    println!("  database: {} MB, dump: {} MB", database_bytes / 1_000_000, snapshot.size_bytes / 1_000_000);
     Ok(snapshot)
 }
 

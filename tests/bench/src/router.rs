@@ -74,9 +74,9 @@ struct Testbed {
     haproxy: HaProxy,
     upstream: RunningPeer,
     echo: SocketAddr,
-    trusted: PathBuf,
-    reader: String,
-    echo_user: String,
+    trusted_cert: PathBuf,
+    reader_cookie: String,
+    echo_cookie: String,
 }
 
 /// A router under load, with its process.
@@ -119,12 +119,24 @@ impl Testbed {
         site.start().await?;
         site.register_machine(READER, upstream.address, &identity).await?;
         site.register_machine(ECHO_USER, echo, &identity).await?;
-        let (reader, echo_user) = (site.open_session(READER).await?, site.open_session(ECHO_USER).await?);
-        Ok(Self { site, dir, wrk, nginx, haproxy, upstream, echo, trusted: pem.cert, reader, echo_user })
+        let reader_cookie = site.open_session(READER).await?;
+        let echo_cookie = site.open_session(ECHO_USER).await?;
+        Ok(Self {
+            site,
+            dir,
+            wrk,
+            nginx,
+            haproxy,
+            upstream,
+            echo,
+            trusted_cert: pem.cert,
+            reader_cookie,
+            echo_cookie,
+        })
     }
 
     fn upstreams(&self) -> Upstreams<'_> {
-        Upstreams { upstream: self.upstream.address, websocket: self.echo, trusted: &self.trusted }
+        Upstreams { upstream: self.upstream.address, websocket: self.echo, trusted_cert: &self.trusted_cert }
     }
 
     fn start_nginx_router(&self) -> Result<RunningPeer> {
@@ -168,10 +180,10 @@ impl Testbed {
         address: SocketAddr,
     ) -> Result<()> {
         let before = memory_mib(pid)?;
-        let cookie = if name == WEBSOCKET_MEMORY { &self.echo_user } else { &self.reader };
+        let cookie = if name == WEBSOCKET_MEMORY { &self.echo_cookie } else { &self.reader_cookie };
         let endpoint = self.site.endpoint(address, cookie)?;
         let connect = || -> Result<Connection> {
-            if name == WEBSOCKET_MEMORY { endpoint.websocket() } else { endpoint.https() }
+            if name == WEBSOCKET_MEMORY { endpoint.open_websocket() } else { endpoint.open_https() }
         };
         let connections = open_connections(IDLE_CONNECTIONS, connect)?;
         std::thread::sleep(SETTLE_DELAY);
@@ -205,7 +217,7 @@ impl Testbed {
             tally.add(LARGE_BODIES, router.side, result.mib_per_second());
         }
         for router in &routers[..2] {
-            let endpoint = self.site.endpoint(router.address, &self.echo_user)?;
+            let endpoint = self.site.endpoint(router.address, &self.echo_cookie)?;
             tally.add(MESSAGES, router.side, messages_per_second(&endpoint, 32, seconds)?);
         }
         for router in &routers[..2] {
@@ -225,7 +237,7 @@ impl Testbed {
     ) -> Result<LoadResult> {
         let mut headers = vec![
             ("Host".to_owned(), self.site.host().to_owned()),
-            ("Cookie".to_owned(), format!("theme=dark; {}", self.reader)),
+            ("Cookie".to_owned(), format!("theme=dark; {}", self.reader_cookie)),
         ];
         if should_close {
             headers.push(("Connection".to_owned(), "close".to_owned()));

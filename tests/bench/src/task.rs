@@ -28,7 +28,7 @@ pub struct RunStats {
     pub peak_mib: f64,
     /// Bytes that the program and its children wrote to disks, including deleted files; `None` if the kernel does not
     /// count them.
-    pub written: Option<u64>,
+    pub written_bytes: Option<u64>,
 }
 
 /// Runs a program, which must succeed, as the leader of a process group that is killed afterwards.
@@ -61,7 +61,7 @@ pub fn run(mut command: Command, timeout: Duration) -> Result<RunStats> {
             killpg(group, Signal::SIGKILL).ok();
         }
     };
-    let written = read_number(&io, "write_bytes:");
+    let written_bytes = read_number(&io, "write_bytes:");
     // Kills processes left by a broken pipeline.
     killpg(group, Signal::SIGKILL).ok();
     let (exit, wall) = (process.wait()?, wall?);
@@ -72,7 +72,7 @@ pub fn run(mut command: Command, timeout: Duration) -> Result<RunStats> {
         cpu: cpu_time(UsageWho::RUSAGE_CHILDREN)?.saturating_sub(before),
         store_cpu: cpu_time(UsageWho::RUSAGE_SELF)?.saturating_sub(own_before),
         peak_mib: peak_kib as f64 / 1024.0,
-        written,
+        written_bytes,
     })
 }
 

@@ -18,8 +18,8 @@ pub fn target() -> Target {
 
 const INSIDE: &[u8] = b"inside";
 
-/// An app's folder with files, symlinks that leave it and a hidden file. A static is never dropped; `cargo xtask test`
-/// deletes the directory with all other temporary files.
+/// An app's folder with files, symlinks that point outside it, and a hidden file. A static is never dropped;
+/// `cargo xtask test` deletes the directory with all other temporary files.
 static APP: LazyLock<(tempfile::TempDir, DirFd)> = LazyLock::new(|| {
     let dir = tempfile::tempdir().expect("create a temporary directory");
     let app = dir.path().join("app");
@@ -55,11 +55,13 @@ fn paths() -> impl Strategy<Value = Vec<u8>> {
 fn check_any(bytes: &[u8]) -> Result<(), String> {
     let Ok(text) = std::str::from_utf8(bytes) else { return Ok(()) };
     let Some(path) = path_in_app(text) else { return Ok(()) };
-    let is_below = |part: Component<'_>| match part {
+    let is_allowed = |part: Component<'_>| match part {
         Component::Normal(name) => !name.as_encoded_bytes().starts_with(b"."),
         _ => false,
     };
-    if path.has_root() || !path.components().all(is_below) || path.as_os_str().as_encoded_bytes().contains(&0)
+    if path.has_root()
+        || !path.components().all(is_allowed)
+        || path.as_os_str().as_encoded_bytes().contains(&0)
     {
         return Err(format!("{} was accepted", path.display()));
     }

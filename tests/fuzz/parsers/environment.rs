@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 use svc::config::{Env, format_env_line, parse_env_file};
 use svc::host::system::config::{
-    DatabaseUrl, Identity, PlatformAccess, image_version, read_initial_proof_keys,
+    DatabaseUrl, Identity, PlatformAccess, read_image_version, read_initial_proof_keys,
 };
 use svc::host::system::layout::Layout;
 use svc::store::config::StoreConfig;
@@ -124,7 +124,7 @@ fn read_settings(bytes: &[u8]) -> StartupResult {
     std::fs::write(&path, bytes).expect("write a file");
     let mut env = Env::from_pairs([]).with_file(&path);
     let identity = Identity::read(&mut env);
-    let version = image_version(&mut env);
+    let version = read_image_version(&mut env);
     let platform = PlatformAccess::read(&mut env, &Layout::new(dir.path()));
     let store = StoreConfig::read(&mut env);
     let database = DatabaseUrl::read(&mut env);

@@ -30,7 +30,7 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
     if let Ok(position) = text.parse::<TailPosition>()
         && position.to_string() != text
     {
-        return Err(format!("{text:?} is the position {position}"));
+        return Err(format!("{text:?} is parsed as the position {position}"));
     }
     let owner = read_event_id(None, text, EPOCH);
     if let Some((epoch, position)) = owner

@@ -62,7 +62,7 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
             }
             // An error response quotes only field names, which JSON may escape.
             if response.len() > 8192 + 16 * bytes.len() {
-                Err(format!("an error response of {} bytes", response.len()))
+                Err(format!("the error response is {} bytes long", response.len()))
             } else {
                 Ok(())
             }

@@ -92,7 +92,10 @@ fn check_any_listing(bytes: &[u8]) -> Result<(), String> {
 fn check_printable(text: &str) -> Result<(), String> {
     let is_unsafe = |c: char| c.is_control() && c != '\n';
     if text.contains(is_unsafe) || text.len() > 16_384 {
-        return Err(format!("an error of {} bytes, or with control characters: {text:?}", text.len()));
+        return Err(format!(
+            "the error is too long ({} bytes) or contains control characters: {text:?}",
+            text.len()
+        ));
     }
     Ok(())
 }

@@ -52,7 +52,7 @@ fn complete_sidecar() -> Sidecar {
 
 /// Returns a bucket with three dumps: the complete snapshot's, with the given sidecar; a valid copy of that
 /// snapshot in another slot; and a dump without a sidecar.
-async fn bucket_with(sidecar: &[u8]) -> Result<Bucket, String> {
+async fn bucket_with_sidecar(sidecar: &[u8]) -> Result<Bucket, String> {
     let bucket = Bucket::new(Arc::new(InMemory::new()));
     let key = complete_sidecar().key;
     let valid_sidecar = serde_json::to_vec(&complete_sidecar()).expect("a sidecar serializes to JSON");
@@ -82,9 +82,10 @@ fn is_digest(text: &str) -> bool {
     text.len() == 64 && text.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b))
 }
 
-async fn with_pointer(bytes: &[u8]) -> Result<Bucket, String> {
+async fn bucket_with_pointer(bytes: &[u8]) -> Result<Bucket, String> {
     let bucket =
-        bucket_with(&serde_json::to_vec(&complete_sidecar()).expect("a sidecar serializes to JSON")).await?;
+        bucket_with_sidecar(&serde_json::to_vec(&complete_sidecar()).expect("a sidecar serializes to JSON"))
+            .await?;
     bucket.put(&slot().pointer(), bytes.to_vec()).await.map_err(|error| error.to_string())?;
     Ok(bucket)
 }
@@ -120,7 +121,7 @@ fn pointers() -> impl Strategy<Value = Vec<u8>> {
 
 fn check_any_pointer(bytes: &[u8]) -> Result<(), String> {
     block_on(async {
-        let bucket = with_pointer(bytes).await?;
+        let bucket = bucket_with_pointer(bytes).await?;
         if let Ok(Some(read)) = pointer_io::read(&bucket, &slot()).await {
             check_next_writer(&read.value)?;
         }
@@ -188,7 +189,7 @@ fn is_same_on_wire(left: &Pointer, right: &Pointer) -> bool {
 fn check_valid_pointer(bytes: &[u8]) -> Result<(), String> {
     let expected: Pointer = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
     block_on(async {
-        let bucket = with_pointer(bytes).await?;
+        let bucket = bucket_with_pointer(bytes).await?;
         let read = pointer_io::read(&bucket, &slot()).await.map_err(|error| error.to_string())?;
         let read = read.ok_or("there is no pointer")?;
         if read.value != expected {
@@ -249,7 +250,7 @@ fn sidecars() -> impl Strategy<Value = Vec<u8>> {
 
 fn check_any_sidecar(bytes: &[u8]) -> Result<(), String> {
     block_on(async {
-        let bucket = bucket_with(bytes).await?;
+        let bucket = bucket_with_sidecar(bytes).await?;
         let sidecar = match snapshot::load(&bucket, &slot(), &complete_sidecar().key).await {
             Ok(sidecar) => sidecar,
             Err(SnapshotUnusable::Damaged { .. }) => return Ok(()),
@@ -286,7 +287,7 @@ fn check_valid_sidecar(bytes: &[u8]) -> Result<(), String> {
         return Err("the sidecar is not serialized to the same bytes".to_owned());
     }
     block_on(async {
-        let bucket = bucket_with(bytes).await?;
+        let bucket = bucket_with_sidecar(bytes).await?;
         match snapshot::load(&bucket, &slot(), &complete_sidecar().key).await {
             Ok(sidecar) if sidecar == expected => Ok(()),
             other => Err(format!("{other:?}")),

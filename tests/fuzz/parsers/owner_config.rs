@@ -59,7 +59,7 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
             return Err(format!("the message quotes a value: {reason}"));
         }
         Err(reason) if reason.chars().any(char::is_control) || reason.len() > 1024 => {
-            return Err(format!("the message is not printable: {reason:?}"));
+            return Err(format!("the message is too long or contains control characters: {reason:?}"));
         }
         Err(_) => return Ok(()),
     };

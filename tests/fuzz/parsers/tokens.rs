@@ -22,7 +22,7 @@ const NOW: i64 = 1_780_000_000;
 const KID: &str = "k1";
 const ISSUER: &str = "https://id.example";
 const AUDIENCE: &str = "svc";
-const JWT_LEEWAY: f64 = svc::http::jwt::LEEWAY_SECONDS as f64;
+const JWT_LEEWAY_SECONDS: f64 = svc::http::jwt::LEEWAY_SECONDS as f64;
 
 static KEY: LazyLock<Ed25519KeyPair> =
     LazyLock::new(|| Ed25519KeyPair::from_seed_unchecked(&[7; 32]).expect("32 bytes are a seed"));
@@ -144,7 +144,7 @@ fn jwt_user(token: &str) -> Option<String> {
         };
     }
     VERIFIER.with(|verifier| {
-        let subject = verifier.verify_with_known_keys(token, now()).ok()?;
+        let subject = verifier.verify_with_cached_keys(token, now()).ok()?;
         Some(subject.user.as_str().to_owned())
     })
 }
@@ -168,8 +168,8 @@ fn check_any_jwt(bytes: &[u8]) -> Result<(), String> {
             Value::Null => is_ours(&claims["azp"]),
             audience => is_ours(audience),
         };
-        let is_unexpired = claims["exp"].as_f64().is_some_and(|end| NOW as f64 <= end + JWT_LEEWAY);
-        let has_begun = claims["nbf"].as_f64().is_none_or(|begin| NOW as f64 + JWT_LEEWAY >= begin);
+        let is_unexpired = claims["exp"].as_f64().is_some_and(|end| NOW as f64 <= end + JWT_LEEWAY_SECONDS);
+        let has_begun = claims["nbf"].as_f64().is_none_or(|begin| NOW as f64 + JWT_LEEWAY_SECONDS >= begin);
         if claims["sub"] != user.as_str()
             || claims["iss"] != ISSUER
             || !is_for_us

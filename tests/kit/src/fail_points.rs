@@ -4,6 +4,6 @@
 const MESSAGE: &[u8] = b"unable to configure failpoint";
 
 /// Returns whether this executable was built with fail points.
-pub fn are_in(executable: &[u8]) -> bool {
+pub fn has_fail_points(executable: &[u8]) -> bool {
     executable.windows(MESSAGE.len()).any(|window| window == MESSAGE)
 }

@@ -11,7 +11,7 @@
 //! | [`hcloud`] | the provider's own clients, in Python and Go |
 //! | [`fail_points`] | detection of executables that were built with fail points |
 //! | [`restic`] | stock restic, which must read the repositories of the file backup |
-//! | [`provider`] | the cloud provider: its API, and servers backed by records, local processes or virtual machines |
+//! | [`provider`] | a cloud provider simulator: its API, and servers as records, local processes or virtual machines |
 //! | [`vm`] | virtual machines that boot Debian with user-data |
 //! | [`idp`] | an identity provider: discovery, JWKS, rotation, valid and invalid session tokens |
 //! | [`ca`] | a certificate authority |

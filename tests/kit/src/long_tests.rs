@@ -1,7 +1,7 @@
-//! Figures from the long tests, such as injected faults and lost snapshots: one JSON line per test, and their sums.
+//! Figures from the long tests, such as injected faults and lost snapshots: one JSON line per test, and their totals.
 //!
 //! A test appends its figures with [`Figures::record`] to the file named by [`LONG_REPORT_VAR`], if the variable is
-//! set. [`Sums`] adds up the lines; `cargo xtask test --long` prints and stores the result.
+//! set. [`Totals`] adds up the lines; `cargo xtask test --long` prints and stores the result.
 
 use std::fs::OpenOptions;
 use std::io::Write;
@@ -47,10 +47,10 @@ impl Figures {
     }
 }
 
-/// Sums for one run of the long tests.
+/// Totals for one run of the long tests.
 #[derive(Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Sums {
+pub struct Totals {
     pub faults_injected: u64,
     pub kills_survived: u64,
     pub snapshots_taken: u64,
@@ -59,16 +59,16 @@ pub struct Sums {
     pub tests: Vec<Figures>,
 }
 
-impl Sums {
+impl Totals {
     /// # Errors
-    /// Fails for a malformed line, because sums without it would be too low.
+    /// Fails for a malformed line, because totals without it would be too low.
     pub fn parse(lines: &str) -> Result<Self> {
-        let mut sums = Self::default();
+        let mut totals = Self::default();
         for (number, line) in lines.lines().enumerate() {
             let figures = serde_json::from_str(line).with_context(|| format!("line {}", number + 1))?;
-            sums.add(figures);
+            totals.add(figures);
         }
-        Ok(sums)
+        Ok(totals)
     }
 
     fn add(&mut self, figures: Figures) {
@@ -80,7 +80,7 @@ impl Sums {
         self.tests.push(figures);
     }
 
-    /// Returns the sums in one line.
+    /// Returns the totals in one line.
     pub fn summary(&self) -> String {
         format!(
             "faults injected: {}, kills survived: {}, snapshots taken: {}, lost: {}, fuzz cases: {}",
@@ -98,11 +98,11 @@ impl Sums {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
             text => text.with_context(|| format!("cannot read {}", lines.display()))?,
         };
-        let sums = Self::parse(&text)?;
-        let mut text = serde_json::to_vec_pretty(&sums)?;
+        let totals = Self::parse(&text)?;
+        let mut text = serde_json::to_vec_pretty(&totals)?;
         text.push(b'\n');
         std::fs::write(report, text).with_context(|| format!("cannot write {}", report.display()))?;
-        Ok(sums)
+        Ok(totals)
     }
 }
 
@@ -119,15 +119,15 @@ mod tests {
             serde_json::to_string(&kills).expect("figures serialize"),
             serde_json::to_string(&faults).expect("figures serialize")
         );
-        let sums = Sums::parse(&lines).expect("valid lines");
+        let totals = Totals::parse(&lines).expect("valid lines");
         assert_eq!(
-            sums.summary(),
+            totals.summary(),
             "faults injected: 3, kills survived: 205, snapshots taken: 70, lost: 0, fuzz cases: 9"
         );
-        assert_eq!(sums.tests.len(), 3);
-        assert_eq!(sums.tests[0], kills);
+        assert_eq!(totals.tests.len(), 3);
+        assert_eq!(totals.tests[0], kills);
         for bad in ["{\"test\":1}", "{\"te", "kills: 4", ""] {
-            assert!(Sums::parse(&format!("{lines}{bad}\n")).is_err(), "{bad}");
+            assert!(Totals::parse(&format!("{lines}{bad}\n")).is_err(), "{bad}");
         }
     }
 
@@ -136,16 +136,16 @@ mod tests {
         let loss =
             serde_json::to_string(&Figures { lost: 1, ..Figures::new("a") }).expect("figures serialize");
         let no_loss = serde_json::to_string(&Figures::new("b")).expect("figures serialize");
-        assert_eq!(Sums::parse(&format!("{loss}\n{no_loss}")).expect("valid lines").lost, 1);
+        assert_eq!(Totals::parse(&format!("{loss}\n{no_loss}")).expect("valid lines").lost, 1);
     }
 
     #[test]
     fn collect_writes_a_report_even_without_figures() {
         let dir = tempfile::tempdir().expect("the directory is created");
         let (lines, report) = (dir.path().join("figures.jsonl"), dir.path().join("report.json"));
-        assert_eq!(Sums::collect(&lines, &report).expect("the report is written"), Sums::default());
+        assert_eq!(Totals::collect(&lines, &report).expect("the report is written"), Totals::default());
         std::fs::write(&lines, "{\"test\":\"a\",\"fuzzCases\":2}\n").expect("the figures are written");
-        Sums::collect(&lines, &report).expect("the report is written");
+        Totals::collect(&lines, &report).expect("the report is written");
         let stored: serde_json::Value =
             serde_json::from_slice(&std::fs::read(&report).expect("the report exists"))
                 .expect("the report is JSON");

@@ -26,7 +26,7 @@ pub struct Deb {
 /// A program, with its own package and the packages of libraries that a machine may lack.
 pub struct DebTool {
     pub debs: &'static [Deb],
-    /// The program's path under the root of the unpacked packages.
+    /// The path of the program, or of the Python packages, under the root of the unpacked Debian packages.
     pub path: &'static str,
 }
 

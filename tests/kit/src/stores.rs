@@ -45,7 +45,7 @@ impl StoreKind {
             store.try_create_bucket(&bucket)?;
             Ok(store)
         };
-        let started: Result<S3Server> = crate::runtime::servers().spawn_blocking(start).await?;
+        let started: Result<S3Server> = crate::runtime::handle().spawn_blocking(start).await?;
         started.with_context(|| format!("cannot start the store {}", self.name()))
     }
 }

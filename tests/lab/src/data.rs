@@ -61,7 +61,7 @@ pub async fn interrupt_store(stack: &Stack, machine: &MachineRecord) -> Result<(
     eventually("the fleet reports the failing backup", BOOT_TIMEOUT, || check_fleet_attention(stack, true))
         .await?;
     ensure!(stack.slot.pointer(&stack.store)? == before, "a failed backup moved the pointer");
-    let refused = outage.hits();
+    let dropped = outage.hits();
     stack.store.heal();
     vm.run(&retry_switch_command(true), SHORT_TIMEOUT)
         .await?
@@ -73,7 +73,7 @@ pub async fn interrupt_store(stack: &Stack, machine: &MachineRecord) -> Result<(
     eventually("the fleet reports no problem", BOOT_TIMEOUT, || check_fleet_attention(stack, false)).await?;
     let detail =
         "two backups exited with 69; log, metrics, doctor and fleet report the failure, pointer unchanged";
-    Ok(((), format!("{detail}; {refused} requests refused; the next backup succeeded")))
+    Ok(((), format!("{detail}; {dropped} requests dropped; the next backup succeeded")))
 }
 
 /// Returns a command that enables or disables the retries of the hourly unit. While the store is unreachable, the unit

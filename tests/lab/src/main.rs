@@ -121,7 +121,7 @@ async fn run_all(
 ) -> Result<(), StepFailed> {
     let (image, accel) =
         report.step("image", build_image(steps.iter().any(|step| step.name == "full-release"))).await?;
-    let settings = MachineSettings { image, accel, dir: machines.to_owned(), sockets: sockets.to_owned() };
+    let settings = MachineSettings { image, accel, dir: machines.to_owned(), socket_dir: sockets.to_owned() };
     let backend = HostBackend::VirtualMachines(settings);
     let stack = Stack::start_with_backend(svc, sockets, RouterTransport::Tls, backend, &[]);
     let stack = report.step("stack", stack).await?;

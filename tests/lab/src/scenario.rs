@@ -121,7 +121,7 @@ pub async fn recover(
 }
 
 /// Powers on the first machine: once it detects that it has been replaced, it stops serving and cannot back up.
-pub async fn fence_old_machine(stack: &Stack, first: &MachineRecord) -> Result<((), String)> {
+pub async fn check_old_machine_fenced(stack: &Stack, first: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&first.server)?;
     let pointer = || stack.slot.pointer(&stack.store);
     let (before, timeout) = (pointer()?, Duration::from_secs(60));
@@ -224,7 +224,7 @@ pub async fn resize(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
 
 /// Starts a recovery while the store returns corrupted snapshots: the gate stays closed, and the platform reports the
 /// failed stage. With a healthy store, the next recovery works.
-pub async fn refuse_corrupted_snapshot(stack: &Stack) -> Result<((), String)> {
+pub async fn check_corrupted_snapshot_refused(stack: &Stack) -> Result<((), String)> {
     stack.store.add_fault(Rule::new(Fault::CorruptBody).method("GET").key_suffix(".dump").always());
     let run = stack.svcctl(&["--json", "recover", USER, "--yes", "--wait=800"]).await?;
     ensure!(run.code != Some(0), "a corrupted snapshot was restored: {}", run.stdout);

@@ -79,7 +79,7 @@ static STEPS: [LabStep; 35] = [
     }),
     quick_step("later-row", |stack, _| Box::pin(scenario::insert_later_row(stack))),
     quick_step("loss", |stack, machines| Box::pin(scenario::lose_machine(stack, &machines.current))),
-    full_step("corrupt-restore", |stack, _| Box::pin(scenario::refuse_corrupted_snapshot(stack))),
+    full_step("corrupt-restore", |stack, _| Box::pin(scenario::check_corrupted_snapshot_refused(stack))),
     quick_step("recover", |stack, machines| {
         Box::pin(async {
             let (second, detail) = scenario::recover(stack, &machines.current, machines.files_mib).await?;
@@ -95,7 +95,9 @@ static STEPS: [LabStep; 35] = [
         })
     }),
     full_step("undelete", |stack, machines| Box::pin(undelete(stack, &machines.current, scenario::TIMEOUTS))),
-    full_step("fenced", |stack, machines| Box::pin(scenario::fence_old_machine(stack, &machines.first))),
+    full_step("fenced", |stack, machines| {
+        Box::pin(scenario::check_old_machine_fenced(stack, &machines.first))
+    }),
     full_step("clock-jump", |stack, machines| Box::pin(faults::jump_clock(stack, &machines.current))),
     full_step("update", |stack, machines| Box::pin(updates::deploy_update(stack, &machines.current))),
     full_step("power-cut-update", |stack, machines| {

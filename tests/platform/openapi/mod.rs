@@ -9,7 +9,7 @@ use reqwest::{Method, RequestBuilder};
 use serde_json::{Value, json};
 use svc::http::openapi::Operation;
 use svc::platform::api::ENDPOINTS;
-use svc::platform::openapi::document;
+use svc::platform::openapi::openapi_document;
 use svc::wire::operator::Scope;
 
 use super::deploy;
@@ -209,7 +209,7 @@ impl ApiUnderTest for TestPlatform {
             "verify" if operation.id == "deploy" => json!(false),
             // A decision either names a snapshot or accepts the loss.
             "acceptLoss" if has_operation_id(operation) => json!(false),
-            // It usually cannot be combined with `replaceFirst`.
+            // A recovery without files usually cannot be combined with `replaceFirst`.
             "withoutFiles" => json!(false),
             "currentPeriodEnd" => json!("2099-01-02T03:04:05Z"),
             _ => return None,
@@ -240,7 +240,7 @@ async fn document_is_served_and_complete() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let served = stack.send(stack.request(&process, Method::GET, "/openapi.json")).await;
-    assert_eq!((served.status, &served.body), (200, &document()));
+    assert_eq!((served.status, &served.body), (200, &openapi_document()));
     contract::assert_document_is_valid(contract::platform());
 }
 

@@ -8,7 +8,9 @@ use kit::long_tests::Figures;
 use kit::pg::PgOptions;
 use tokio_postgres::Client;
 
-use super::super::gate::{SHORT_DEADLINE, assert_untouched, is_restored, old_and_new_machines, reset};
+use super::super::gate::{
+    SHORT_DEADLINE, assert_untouched, is_restored, old_and_new_machines, reset_machine,
+};
 use super::super::machine::{self, BUCKET, Machine, RunResult, RunningApplet, wait_until};
 use super::snapshot_checker::SnapshotChecker;
 
@@ -106,7 +108,7 @@ async fn database_restart_during_restore_leaves_complete_database() -> Result<()
         assert!(new.has_marker() && is_restored(&new).await?, "{point}");
         let names = new.databases().await?;
         ensure!(!names.iter().any(|name| name.starts_with("svc_restore_")), "{point}: {names:?}");
-        reset(&new).await?;
+        reset_machine(&new).await?;
     }
     Figures { faults_injected: points.len() as u64, ..Figures::new("database restarts during restores") }
         .record()

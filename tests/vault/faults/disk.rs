@@ -9,7 +9,7 @@ use kit::disk::SmallDisk;
 use kit::long_tests::Figures;
 use serde_json::{Value, json};
 
-use super::super::gate::{assert_untouched, is_restored, old_and_new_machines, reset};
+use super::super::gate::{assert_untouched, is_restored, old_and_new_machines, reset_machine};
 use super::super::machine::{self, BUCKET, Machine, RunResult, RunningApplet, USER, wait_until};
 use super::super::update_fixture::{NEW_VERSION, OLD_VERSION, PublishedRelease, UpdateFixture};
 use super::snapshot_checker::SnapshotChecker;
@@ -165,7 +165,7 @@ async fn restore_on_full_disk_keeps_old_database_and_resumes() -> Result<()> {
     assert!(!names.iter().any(|name| name.starts_with("svc_restore_")), "{names:?}");
     svc::fsx::remove_if_exists(&marker)?;
     svc::fsx::remove_if_exists(&new.path("opt/svc/restore-complete"))?;
-    reset(&new).await?;
+    reset_machine(&new).await?;
     Figures { faults_injected: 4, ..Figures::new("full disks during restores") }.record()
 }
 

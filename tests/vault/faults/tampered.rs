@@ -10,12 +10,12 @@ use svc::machine::epoch::Epoch;
 use svc::store::pointer::Fence;
 use svc::store::pointer_io;
 
-use super::super::gate::{assert_untouched, dump_key, is_restored, old_and_new_machines, reset};
+use super::super::gate::{assert_untouched, dump_key, is_restored, old_and_new_machines, reset_machine};
 use super::super::machine::{self, BUCKET, Machine, USER};
 use super::snapshot_checker::SnapshotChecker;
 
 /// The three original objects of a snapshot; the methods replace and restore them in the store.
-struct Objects<'a> {
+struct SnapshotObjects<'a> {
     store: &'a S3Server,
     key: String,
     pointer: Value,
@@ -23,7 +23,7 @@ struct Objects<'a> {
     dump: Vec<u8>,
 }
 
-impl<'a> Objects<'a> {
+impl<'a> SnapshotObjects<'a> {
     fn read(store: &'a S3Server) -> Result<Self> {
         let path = dump_key(store);
         let read = |path: &str| store.read(BUCKET, path).with_context(|| path.to_owned());
@@ -95,7 +95,7 @@ fn pointer_key() -> String {
     format!("{USER}/primary/system/db/latest")
 }
 
-type Tamper = fn(&Objects<'_>);
+type Tamper = fn(&SnapshotObjects<'_>);
 
 /// Returns the name of each manipulation, a part of the expected error, and the manipulation.
 fn tamper_cases() -> Vec<(&'static str, &'static str, Tamper)> {
@@ -178,7 +178,7 @@ fn tamper_cases() -> Vec<(&'static str, &'static str, Tamper)> {
 #[tokio::test]
 async fn every_tampered_object_is_refused() -> Result<()> {
     let (store, _old, new) = old_and_new_machines().await?;
-    let objects = Objects::read(&store)?;
+    let objects = SnapshotObjects::read(&store)?;
     let cases = tamper_cases();
     let case_count = cases.len() as u64;
     for (name, expected_error, tamper) in cases {
@@ -218,7 +218,7 @@ fn find_files(dir: &std::path::Path, prefix: &str) -> Result<Vec<std::path::Path
 #[tokio::test]
 async fn sidecar_text_is_never_executed_as_sql() -> Result<()> {
     let (store, _old, new) = old_and_new_machines().await?;
-    let objects = Objects::read(&store)?;
+    let objects = SnapshotObjects::read(&store)?;
     let hostile = "x\"; DROP DATABASE svc WITH (FORCE); CREATE ROLE intruder SUPERUSER; --";
     let literal = "x'; DROP TABLE kept; CREATE ROLE intruder SUPERUSER; --";
     type Change = fn(&mut Value, &str);
@@ -245,7 +245,7 @@ async fn sidecar_text_is_never_executed_as_sql() -> Result<()> {
             match result.code {
                 Some(0) => {
                     assert!(new.has_marker() && is_restored(&new).await?, "{name}: {}", result.stderr);
-                    reset(&new).await?;
+                    reset_machine(&new).await?;
                 }
                 Some(70) => assert_untouched(&new, name).await?,
                 code => anyhow::bail!("{name}: {code:?}: {}", result.stderr),
@@ -260,7 +260,7 @@ async fn sidecar_text_is_never_executed_as_sql() -> Result<()> {
 #[tokio::test]
 async fn lowered_fence_is_raised_by_the_next_write() -> Result<()> {
     let (store, old, new) = old_and_new_machines().await?;
-    let objects = Objects::read(&store)?;
+    let objects = SnapshotObjects::read(&store)?;
     pointer_io::fence(&machine::bucket(&store)?, &machine::slot(), &Fence::unsigned(Epoch(2), new.id))
         .await?;
     old.run(&["svc-db-backup"])?.expect(77);
@@ -280,7 +280,7 @@ async fn lowered_fence_is_raised_by_the_next_write() -> Result<()> {
 #[tokio::test]
 async fn backup_refuses_bad_pointer_and_replaces_bad_snapshot() -> Result<()> {
     let (store, old, _new) = old_and_new_machines().await?;
-    let objects = Objects::read(&store)?;
+    let objects = SnapshotObjects::read(&store)?;
     let assert_backup_fails =
         |machine: &Machine, code: i32, expected_error: &str, name: &str| -> Result<()> {
             let before = store.read(BUCKET, &pointer_key());

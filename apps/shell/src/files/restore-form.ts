@@ -19,7 +19,7 @@ const CHOICES: Choice[] = [
   {
     value: "beside",
     label: "Next to the current one",
-    hint: "It gets the time of the backup in its name. If nothing exists at the original path, it is restored there.",
+    hint: "The time of the backup is added to its name. If nothing exists at the original path, it is restored there.",
   },
   {
     value: "replace",

@@ -149,18 +149,19 @@ pub struct Claude {
     /// Includes the tokens and cost of the results so far.
     run: RunState,
     /// The usage of the whole conversation, from releases that do not print the usage since the last result.
-    conversation: Option<Totals>,
+    conversation_totals: Option<Totals>,
     /// Input and output tokens of the main loop, from the same releases: the sum over the results so far.
     main_loop_tokens: (u64, u64),
     is_resumed: bool,
-    turn_end: Option<TurnEnd>,
+    result: Option<CombinedResult>,
     has_result: bool,
     /// Input tokens per model message since the last result. For an interrupted run, no other usage is known: output
     /// tokens are reported only at the end.
     input_tokens: BTreeMap<String, u64>,
 }
 
-struct TurnEnd {
+/// The results so far. If any result failed, the run failed.
+struct CombinedResult {
     error: Option<DispatchError>,
 }
 
@@ -183,9 +184,9 @@ impl Adapter for Claude {
     }
 
     fn finish(&mut self, at_ms: u64, exit: Exit, stderr_tail: &str) -> Outcome {
-        let error = match (self.turn_end.take(), exit) {
-            (Some(TurnEnd { error: None }), Exit::Code(0)) => None,
-            (Some(TurnEnd { error: Some(error) }), _) => Some(error),
+        let error = match (self.result.take(), exit) {
+            (Some(CombinedResult { error: None }), Exit::Code(0)) => None,
+            (Some(CombinedResult { error: Some(error) }), _) => Some(error),
             _ => Some(exit_failure(exit, stderr_tail)),
         };
         let is_started = self.run.conversation_id.is_some();
@@ -193,7 +194,7 @@ impl Adapter for Claude {
         let unreported =
             self.input_tokens.values().fold(0, |total: u64, tokens| total.saturating_add(*tokens));
         self.run.add_tokens(unreported, 0);
-        let (tokens_in, tokens_out) = match self.conversation.take() {
+        let (tokens_in, tokens_out) = match self.conversation_totals.take() {
             Some(totals) if !self.is_resumed => (totals.tokens_in, totals.tokens_out),
             _ => self.main_loop_tokens,
         };
@@ -263,9 +264,9 @@ impl Claude {
                     tokens_out.saturating_add(usage.output_tokens.unwrap_or_default()),
                 );
                 let models = line.model_usage.filter(|models| !models.is_empty());
-                self.conversation = models.as_ref().map(Totals::sum).or(self.conversation);
+                self.conversation_totals = models.as_ref().map(Totals::sum).or(self.conversation_totals);
                 let by_model =
-                    models.is_some().then_some(self.conversation).flatten().map(|totals| totals.cost);
+                    models.is_some().then_some(self.conversation_totals).flatten().map(|totals| totals.cost);
                 let total = by_model.unwrap_or_else(|| to_dollars(line.total_cost_usd.unwrap_or_default()));
                 total.saturating_sub(self.run.cost.unwrap_or_default())
             }
@@ -291,9 +292,8 @@ impl Claude {
         if error.is_none() {
             self.run.text = text.or(self.run.text.take());
         }
-        // If any result failed, the run failed.
-        let earlier_error = self.turn_end.take().and_then(|end| end.error);
-        self.turn_end = Some(TurnEnd { error: error.or(earlier_error) });
+        let earlier_error = self.result.take().and_then(|result| result.error);
+        self.result = Some(CombinedResult { error: error.or(earlier_error) });
     }
 }
 

@@ -91,7 +91,7 @@ pub struct Outcome {
     pub tokens_cached: u64,
     /// `None` if the program reports no cost.
     pub cost: Option<Dollars>,
-    /// Whether the model may have worked after the program last reported its usage or cost.
+    /// Whether the model may have used tokens after the program last reported its usage or cost.
     pub has_unreported_usage: bool,
     pub tools: Vec<ToolCall>,
     pub status: ResultStatus,

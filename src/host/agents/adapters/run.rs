@@ -53,7 +53,7 @@ impl RunState {
             tokens_cached: run.tokens_cached,
             cost: run.cost,
             has_unreported_usage: run.has_unreported_usage,
-            tools: run.tools.into_all(),
+            tools: run.tools.into_recorded(),
             status: if error.is_some() { ResultStatus::Error } else { ResultStatus::Success },
             error,
             text: run.text,

@@ -22,9 +22,9 @@ const MAX_TOTAL_ERROR_BYTES: usize = 256 << 10;
 #[derive(Debug, Default)]
 pub struct ToolCalls {
     /// The first [`MAX_TOOL_CALLS`] calls.
-    all: Vec<ToolCall>,
-    /// Number of calls that have started, including those not in `all`.
-    started: usize,
+    recorded: Vec<ToolCall>,
+    /// Number of calls that have started, including those not in `recorded`.
+    started_count: usize,
     running: Vec<RunningCall>,
     error_bytes: usize,
     turns: u64,
@@ -36,7 +36,7 @@ pub struct ToolCalls {
 struct RunningCall {
     id: String,
     name: String,
-    /// The index among all calls that have started. If the call is recorded, also its index in `all`.
+    /// The index among all calls that have started. If the call is recorded, also its index in `recorded`.
     index: usize,
     started_ms: u64,
 }
@@ -52,7 +52,7 @@ impl ToolCalls {
         }
         self.record_model_output();
         let input_preview = preview::preview_input(input);
-        let is_recorded = self.started < MAX_TOOL_CALLS;
+        let is_recorded = self.started_count < MAX_TOOL_CALLS;
         let event = Event::ToolStarted {
             id: id.clone(),
             name: name.clone(),
@@ -61,14 +61,15 @@ impl ToolCalls {
         };
         // If more than `MAX_TOOL_CALLS` calls are running at once, the ends of the further calls are not reported.
         if self.running.len() < MAX_TOOL_CALLS {
-            let running = RunningCall { id, name: name.clone(), index: self.started, started_ms: at_ms };
+            let running =
+                RunningCall { id, name: name.clone(), index: self.started_count, started_ms: at_ms };
             self.running.push(running);
         }
-        self.started += 1;
+        self.started_count += 1;
         if is_recorded {
             // A call that never ends keeps the status `Error`.
             let status = ResultStatus::Error;
-            self.all.push(ToolCall { name, duration_ms: 0, input_preview, status, error: None });
+            self.recorded.push(ToolCall { name, duration_ms: 0, input_preview, status, error: None });
         }
         Some(event)
     }
@@ -80,7 +81,7 @@ impl ToolCalls {
         let id = preview::flatten_and_truncate(id, MAX_ID_CHARS);
         let position = self.running.iter().position(|running| running.id == id)?;
         let running = self.running.swap_remove(position);
-        if let Some(tool) = self.all.get_mut(running.index) {
+        if let Some(tool) = self.recorded.get_mut(running.index) {
             tool.duration_ms = at_ms.saturating_sub(running.started_ms);
             tool.status = status;
             let has_room = self.error_bytes + MAX_ERROR_BYTES <= MAX_TOTAL_ERROR_BYTES;
@@ -96,13 +97,13 @@ impl ToolCalls {
     /// Ends all running calls at the end of the run. Returns the tool to which an error of the run is attributed: that
     /// of the running call that started last or, if none is running, of the last call if it failed and is recorded.
     pub fn close(&mut self, at_ms: u64) -> Option<String> {
-        let last = self.started.checked_sub(1).and_then(|last| self.all.get(last));
+        let last = self.started_count.checked_sub(1).and_then(|last| self.recorded.get(last));
         let last_failed =
             last.filter(|last| last.status == ResultStatus::Error).map(|last| last.name.clone());
         let last_running = self.running.iter().max_by_key(|running| running.index);
         let failed = last_running.map(|running| running.name.clone()).or(last_failed);
         for running in self.running.drain(..) {
-            if let Some(tool) = self.all.get_mut(running.index) {
+            if let Some(tool) = self.recorded.get_mut(running.index) {
                 tool.duration_ms = at_ms.saturating_sub(running.started_ms);
             }
         }
@@ -120,8 +121,8 @@ impl ToolCalls {
         (self.turns > 0).then_some(self.turns)
     }
 
-    pub fn into_all(self) -> Vec<ToolCall> {
-        self.all
+    pub fn into_recorded(self) -> Vec<ToolCall> {
+        self.recorded
     }
 }
 
@@ -144,7 +145,7 @@ mod tests {
             panic!("the tool did not end");
         };
         assert_eq!(ended, event_id);
-        assert_eq!(tools.into_all()[0].duration_ms, 5);
+        assert_eq!(tools.into_recorded()[0].duration_ms, 5);
     }
 
     #[test]
@@ -157,17 +158,18 @@ mod tests {
         tools.end(1, "a", ResultStatus::Error, Some(&long));
         tools.end(1, "b", ResultStatus::Success, Some("not an error"));
         tools.end(1, "c", ResultStatus::Error, Some(""));
-        let all = tools.into_all();
-        let error = all[0].error.as_deref().unwrap();
+        let recorded = tools.into_recorded();
+        let error = recorded[0].error.as_deref().unwrap();
         assert!(error.starts_with("Exit code 1 password=*** é") && error.ends_with('…'), "{error}");
         assert!((1000..=MAX_ERROR_BYTES).contains(&error.len()), "{}", error.len());
-        assert_eq!((&all[1].error, &all[2].error), (&None, &None));
+        assert_eq!((&recorded[1].error, &recorded[2].error), (&None, &None));
         let mut tools = ToolCalls::default();
         for n in 0..MAX_TOOL_CALLS {
             tools.start(0, &n.to_string(), "Bash", &Value::Null);
             tools.end(1, &n.to_string(), ResultStatus::Error, Some(&"x".repeat(1100)));
         }
-        let bytes: usize = tools.into_all().iter().filter_map(|tool| Some(tool.error.as_ref()?.len())).sum();
+        let bytes: usize =
+            tools.into_recorded().iter().filter_map(|tool| Some(tool.error.as_ref()?.len())).sum();
         let expected = MAX_TOTAL_ERROR_BYTES - MAX_ERROR_BYTES..=MAX_TOTAL_ERROR_BYTES;
         assert!(expected.contains(&bytes), "{bytes}");
     }
@@ -188,7 +190,7 @@ mod tests {
         assert_eq!(tools.end(1, "more", status, Some("failed")), Some(ended));
         tools.start(1, "last", "Edit", &input);
         assert_eq!(tools.close(2).as_deref(), Some("Edit"));
-        assert_eq!(tools.into_all().len(), MAX_TOOL_CALLS);
+        assert_eq!(tools.into_recorded().len(), MAX_TOOL_CALLS);
     }
 
     #[test]

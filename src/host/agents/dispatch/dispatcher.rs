@@ -35,6 +35,8 @@ use svc_http::problem::{Code, Problem};
 
 /// Interval at which the journal is pruned and the start of queued dispatches is retried.
 pub(super) const MAINTENANCE_INTERVAL: Duration = Duration::from_secs(1);
+/// Timeout of a request that waits for the previous process's dispatches to be restored.
+const RECOVERY_TIMEOUT: Duration = Duration::from_secs(1);
 /// Timeout for ending the runs at shutdown.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(25);
 
@@ -66,7 +68,7 @@ impl DispatchTarget {
     pub fn entry_count(&self) -> usize {
         match self {
             Self::Dispatch(_) => 1,
-            Self::Batch(batch) | Self::Recorded(batch, _) => batch.entries.len(),
+            Self::Batch(batch) | Self::Recorded(batch, _) => batch.entry_ids.len(),
         }
     }
 
@@ -159,7 +161,7 @@ impl Dispatcher {
         self.kernel.wait_for_usage_store().await?;
         let detail = "Dispatches are unavailable while the gateway starts or shuts down.";
         let unavailable = || Problem::new(Code::Unavailable, detail).retry_after(2);
-        let recovered = tokio::time::timeout(MAINTENANCE_INTERVAL, self.recovered.cancelled()).await;
+        let recovered = tokio::time::timeout(RECOVERY_TIMEOUT, self.recovered.cancelled()).await;
         if recovered.is_err() || self.stop.is_cancelled() {
             return Err(unavailable());
         }
@@ -193,7 +195,7 @@ impl Dispatcher {
     pub fn entries(&self, target: &DispatchTarget) -> Vec<Arc<Dispatch>> {
         match target {
             DispatchTarget::Dispatch(dispatch) => vec![Arc::clone(dispatch)],
-            DispatchTarget::Batch(batch) => batch.entries.iter().filter_map(|id| self.entry(id)).collect(),
+            DispatchTarget::Batch(batch) => batch.entry_ids.iter().filter_map(|id| self.entry(id)).collect(),
             DispatchTarget::Recorded(_, entries) => entries.clone(),
         }
     }
@@ -355,7 +357,8 @@ impl Dispatcher {
         audit_protocol::send_from_dispatcher(&self.watcher_socket, message).await;
     }
 
-    /// Ends a dispatch whose cost limit was reached before its turn. Like any refused dispatch, it has no interaction.
+    /// Ends a dispatch whose sender's cost limit was reached before its turn. Like any refused dispatch, it has no
+    /// interaction.
     async fn refuse(&self, dispatch: &Arc<Dispatch>, reached: &LimitReached) {
         DISPATCHES.add_one(["limited"]);
         // Without this entry, a crash would queue the dispatch again: its batch stays in the journal until all entries

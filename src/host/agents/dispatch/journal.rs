@@ -200,14 +200,14 @@ impl Journal {
             let path = entry.map_err(FileError::wrap("read", &self.0))?.path();
             match path.extension().and_then(OsStr::to_str) {
                 // An entry's own file is newer than its batch's file.
-                Some("json") => match read_entry::<JournalEntry>(&path) {
+                Some("json") => match read_journal_file::<JournalEntry>(&path) {
                     Some(entry) => {
                         by_id.insert(entry.id.clone(), entry);
                     }
                     None => unreadable.push(path),
                 },
                 Some("batch") => {
-                    for entry in read_entry::<Vec<JournalEntry>>(&path).into_iter().flatten() {
+                    for entry in read_journal_file::<Vec<JournalEntry>>(&path).into_iter().flatten() {
                         by_id.entry(entry.id.clone()).or_insert(entry);
                     }
                 }
@@ -259,16 +259,16 @@ fn modified_at(path: &Path) -> Timestamp {
     modified.ok().and_then(|at| Timestamp::try_from(at).ok()).unwrap_or_else(clock::now_ms)
 }
 
-fn read_entry<T: DeserializeOwned>(path: &Path) -> Option<T> {
+fn read_journal_file<T: DeserializeOwned>(path: &Path) -> Option<T> {
     let text = fsx::read_if_exists(path).unwrap_or_else(|error| {
         tracing::error!(error = %format_chain(&error), "cannot read a journal file; leaving it in place");
         None
     })?;
-    let entry = serde_json::from_slice(&text);
-    if entry.is_err() {
+    let parsed = serde_json::from_slice(&text);
+    if parsed.is_err() {
         tracing::warn!(path = %path.display(), "invalid file in the dispatch journal; leaving it in place");
     }
-    entry.ok()
+    parsed.ok()
 }
 
 #[cfg(test)]

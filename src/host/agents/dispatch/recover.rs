@@ -34,8 +34,8 @@ impl Dispatcher {
         }
         // Requests are accepted only after this: a repeated request for a dispatch that has not been restored would run
         // it again.
-        let (unfinished, recorded_interactions) = loop {
-            match self.read_unfinished().await {
+        let (journaled, recorded_interactions) = loop {
+            match self.read_journal().await {
                 Ok(previous) => break previous,
                 Err(_) => tracing::error!("cannot restore the previous process's dispatches; retrying"),
             }
@@ -43,8 +43,8 @@ impl Dispatcher {
                 return;
             }
         };
-        tokio::spawn(report_ends_to_watcher(self.watcher_socket.clone(), started_ids(&unfinished)));
-        self.restore(unfinished, &recorded_interactions);
+        tokio::spawn(report_ends_to_watcher(self.watcher_socket.clone(), started_ids(&journaled)));
+        self.restore(journaled, &recorded_interactions);
         self.recovered.cancel();
         self.start_ready();
         while stop.run_until_cancelled(tokio::time::sleep(MAINTENANCE_INTERVAL)).await.is_some() {
@@ -57,33 +57,33 @@ impl Dispatcher {
     ///
     /// # Errors
     /// The journal or the records cannot be read; the failure is logged.
-    async fn read_unfinished(&self) -> Result<(Vec<JournalEntry>, BTreeMap<String, Interaction>), Problem> {
+    async fn read_journal(&self) -> Result<(Vec<JournalEntry>, BTreeMap<String, Interaction>), Problem> {
         let (journal, kernel) = (self.journal.clone(), Arc::clone(&self.kernel));
         run_blocking(move || {
-            let unfinished = journal.read()?;
-            let ids: BTreeSet<String> = unfinished
+            let journaled = journal.read()?;
+            let ids: BTreeSet<String> = journaled
                 .iter()
                 .flat_map(|entry| [Some(&entry.id), entry.batch.as_ref().map(|b| &b.id)])
                 .flatten()
                 .cloned()
                 .collect();
             // Journal files can be weeks old, so the search reaches back to the oldest dispatch.
-            let recorded_interactions = match unfinished.first() {
+            let recorded_interactions = match journaled.first() {
                 Some(oldest) => kernel.find_interactions(&ids, Some(oldest.accepted_at))?,
                 None => BTreeMap::new(),
             };
-            Ok::<_, PageError>((unfinished, recorded_interactions))
+            Ok::<_, PageError>((journaled, recorded_interactions))
         })
         .await
     }
 
     fn restore(
         self: &Arc<Self>,
-        unfinished: Vec<JournalEntry>,
+        journaled: Vec<JournalEntry>,
         recorded_interactions: &BTreeMap<String, Interaction>,
     ) {
         let (recorded, unfinished): (Vec<JournalEntry>, Vec<JournalEntry>) =
-            unfinished.into_iter().partition(|entry| recorded_interactions.contains_key(&entry.id));
+            journaled.into_iter().partition(|entry| recorded_interactions.contains_key(&entry.id));
         let batches = self.restore_batches(&unfinished, recorded_interactions);
         for entry in recorded {
             let mut table = self.lock();
@@ -227,8 +227,8 @@ impl DispatchTable {
 }
 
 /// Returns the IDs of the dispatches whose agents were started.
-fn started_ids(unfinished: &[JournalEntry]) -> Vec<String> {
-    unfinished
+fn started_ids(journaled: &[JournalEntry]) -> Vec<String> {
+    journaled
         .iter()
         .filter(|entry| entry.started_at.is_some() || entry.ended.is_some())
         .map(|entry| entry.id.clone())

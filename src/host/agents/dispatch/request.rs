@@ -209,7 +209,7 @@ impl DispatchRequest {
                 None
             }
             (true, false) => {
-                let prompt = fields.text("prompt", MAX_PROMPT_CHARS)?;
+                let prompt = fields.required_text("prompt", MAX_PROMPT_CHARS)?;
                 let own_fields = options.to_json(&prompt);
                 options.into_entry(fields, prompt, settings).map(|entry| (vec![entry], own_fields))
             }
@@ -231,7 +231,7 @@ impl DispatchRequest {
         let (mut entries, mut all) = (Vec::new(), vec![options.to_json("")]);
         let count = items.len();
         for mut entry in items {
-            let prompt = entry.text("prompt", MAX_PROMPT_CHARS);
+            let prompt = entry.required_text("prompt", MAX_PROMPT_CHARS);
             let own_options = EntryOptions::read(&mut entry);
             all.push(own_options.to_json(prompt.as_deref().unwrap_or_default()));
             let options = own_options.with_defaults(options);

@@ -47,7 +47,9 @@ impl DispatchTable {
             _ => true,
         };
         match &dispatch.batch {
-            Some(batch) => batch.has_ended() && (is_over_hard_limits || batch.entries.iter().all(is_durable)),
+            Some(batch) => {
+                batch.has_ended() && (is_over_hard_limits || batch.entry_ids.iter().all(is_durable))
+            }
             None => is_over_hard_limits || dispatch.is_durable(),
         }
     }
@@ -65,7 +67,7 @@ impl DispatchTable {
         self.ended.retain(|other| !is_evicted(other));
         self.targets.remove(dispatch.id());
         if let Some(batch) = &dispatch.batch {
-            for id in batch.entries.iter().chain([&batch.id]) {
+            for id in batch.entry_ids.iter().chain([&batch.id]) {
                 self.targets.remove(id);
             }
         }
@@ -106,7 +108,7 @@ mod tests {
             error: None,
             batch: batch.is_some(),
             batch_id: batch.map(|batch| batch.id.clone()),
-            batch_size: batch.map(|batch| batch.entries.len()),
+            batch_size: batch.map(|batch| batch.entry_ids.len()),
             fingerprint: None,
         }
     }

@@ -40,7 +40,7 @@ const SPAWN_TOOLS: [&str; 4] = ["Agent", "Task", "spawn_agent", "task"];
 enum EndReason {
     Cancelled,
     Deadline,
-    Stopped,
+    Shutdown,
     Paused,
 }
 
@@ -284,7 +284,7 @@ impl<'a> GatewayRun<'a> {
         } else if self.context.pause.is_cancelled() {
             Some(EndReason::Paused)
         } else {
-            self.context.stop.is_cancelled().then_some(EndReason::Stopped)
+            self.context.stop.is_cancelled().then_some(EndReason::Shutdown)
         };
         if let Some(reason) = early_end {
             let error = Some(self.early_end_error(reason));
@@ -343,9 +343,10 @@ impl<'a> GatewayRun<'a> {
                 let seconds = self.dispatch.accepted.entry.deadline_seconds;
                 ("DeadlineExceeded", format!("the agent was stopped at the deadline of {seconds} s"))
             }
-            EndReason::Stopped => ("Interrupted", "the agent was stopped: the gateway shut down".to_owned()),
+            EndReason::Shutdown => ("Interrupted", "the agent was stopped: the gateway shut down".to_owned()),
             EndReason::Paused => {
-                let message = "the agent was stopped: this machine's writers are stopped for a final backup";
+                let message =
+                    "the agent was stopped: a final backup is being taken before this machine is replaced";
                 ("Interrupted", message.to_owned())
             }
         };
@@ -382,7 +383,7 @@ impl<'a> GatewayRun<'a> {
             let end_requested = async {
                 tokio::select! {
                     () = self.dispatch.cancel.cancelled() => EndReason::Cancelled,
-                    () = self.context.stop.cancelled() => EndReason::Stopped,
+                    () = self.context.stop.cancelled() => EndReason::Shutdown,
                     () = self.context.pause.cancelled() => EndReason::Paused,
                     () = tokio::time::sleep_until(self.deadline) => EndReason::Deadline,
                 }

@@ -95,7 +95,7 @@ pub struct Batch {
     pub id: String,
     pub fingerprint: String,
     /// The IDs of its dispatches.
-    pub entries: Vec<String>,
+    pub entry_ids: Vec<String>,
     pub log: EventLog,
     /// Cancelled when the batch has been written to the journal, or the write has failed.
     pub journaled: CancellationToken,
@@ -259,7 +259,7 @@ impl Dispatch {
         if let Some(batch) = &self.batch
             && batch.remaining.fetch_sub(1, Ordering::AcqRel) == 1
         {
-            batch.log.push("done", &json!({ "batchId": batch.id, "entries": batch.entries.len() }), true);
+            batch.log.push("done", &json!({ "batchId": batch.id, "entries": batch.entry_ids.len() }), true);
         }
     }
 
@@ -309,19 +309,19 @@ impl Dispatch {
 
 impl Batch {
     /// Creates a batch in which `remaining` entries have not ended yet.
-    pub fn new(id: String, fingerprint: String, entries: Vec<String>, remaining: usize) -> Arc<Self> {
-        Self::with_log(id, fingerprint, entries, remaining, EventLog::default())
+    pub fn new(id: String, fingerprint: String, entry_ids: Vec<String>, remaining: usize) -> Arc<Self> {
+        Self::with_log(id, fingerprint, entry_ids, remaining, EventLog::default())
     }
 
     fn with_log(
         id: String,
         fingerprint: String,
-        entries: Vec<String>,
+        entry_ids: Vec<String>,
         remaining: usize,
         log: EventLog,
     ) -> Arc<Self> {
         let (journaled, remaining) = (CancellationToken::new(), AtomicUsize::new(remaining));
-        Arc::new(Self { id, fingerprint, entries, log, journaled, remaining })
+        Arc::new(Self { id, fingerprint, entry_ids, log, journaled, remaining })
     }
 
     /// Restores a batch from the records of its entries. Some entries may have no record, such as refused ones.

@@ -42,7 +42,7 @@ fn find_descendants(root: i32) -> Vec<Pid> {
 }
 
 /// Reaps adopted processes that have ended, except the agent: the caller waits for it.
-pub fn reap(agent: u32) {
+pub fn reap_orphans(agent: u32) {
     let flags = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
     while let Ok(status) = waitid(Id::All, flags) {
         match status.pid() {

@@ -248,7 +248,7 @@ impl AgentRun {
                     send_signal(pid, Signal::SIGINT);
                     next_signal = Some((Signal::SIGTERM, tokio::time::Instant::now() + INTERRUPT_GRACE));
                 }
-                _ = reap.tick() => process_tree::reap(pid),
+                _ = reap.tick() => process_tree::reap_orphans(pid),
                 signal = signal_due => if signal == Signal::SIGTERM {
                     send_signal(pid, signal);
                     next_signal = Some((Signal::SIGKILL, tokio::time::Instant::now() + TERMINATE_GRACE));

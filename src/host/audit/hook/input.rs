@@ -127,12 +127,13 @@ impl HookInput {
     }
 
     fn detect_actor<'a>(&self, installed_for: &'a str) -> &'a str {
-        let by_path = |part: &str| self.transcript_path.as_deref().is_some_and(|path| path.contains(part));
+        let is_transcript_in =
+            |dir: &str| self.transcript_path.as_deref().is_some_and(|path| path.contains(dir));
         if !installed_for.is_empty() {
             installed_for
-        } else if self.turn_id.is_some() || by_path("/.codex/") {
+        } else if self.turn_id.is_some() || is_transcript_in("/.codex/") {
             "codex"
-        } else if by_path("/.claude/") || env_var("CLAUDECODE").is_some() {
+        } else if is_transcript_in("/.claude/") || env_var("CLAUDECODE").is_some() {
             "claude-code"
         } else {
             "agent"

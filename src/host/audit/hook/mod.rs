@@ -107,7 +107,7 @@ type SharedMessage = Arc<Mutex<Option<Message>>>;
 fn process_age() -> Duration {
     let Ok(stat) = ProcessStat::current() else { return Duration::ZERO };
     let now = clock_gettime(ClockId::CLOCK_BOOTTIME).map_or(Duration::ZERO, Duration::from);
-    now.saturating_sub(Duration::from_millis(stat.started * 1000 / TICKS_PER_SECOND))
+    now.saturating_sub(Duration::from_millis(stat.start_ticks * 1000 / TICKS_PER_SECOND))
 }
 
 /// Runs the hook in a separate thread, so that it can be abandoned at the deadline.
@@ -122,7 +122,7 @@ fn run_hook(actor: String) {
     let thread_shared = Arc::clone(&shared);
     let started = std::thread::Builder::new().spawn(move || {
         // After a timeout, there is no receiver.
-        let _ = sender.send(report_call(&layout, &actor, deadline, &thread_shared));
+        let _ = sender.send(report_event(&layout, &actor, deadline, &thread_shared));
     });
     let failure = match started {
         Err(_) => Some(GapReason::Undelivered),
@@ -141,7 +141,12 @@ fn run_hook(actor: String) {
 }
 
 /// Parses the hook's input and sends it to the watcher. Returns the reason if that failed.
-fn report_call(layout: &Layout, actor: &str, deadline: Instant, shared: &SharedMessage) -> Option<GapReason> {
+fn report_event(
+    layout: &Layout,
+    actor: &str,
+    deadline: Instant,
+    shared: &SharedMessage,
+) -> Option<GapReason> {
     let input = match HookInput::read(std::io::stdin().lock()) {
         Ok(Some(input)) => input,
         // The event is not reported to the watcher.

@@ -1,4 +1,4 @@
-//! Decides which peers may report on a tool call. Performs no I/O.
+//! Identifies tool calls, decides which peers may report on them, and sanitizes their names. Performs no I/O.
 
 use std::collections::VecDeque;
 

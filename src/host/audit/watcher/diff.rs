@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 
-use super::tree::{FileId, FileState, Inode, Name, NodeKind, Paths, Tree, TreeEntry, join_path};
+use super::tree::{FileId, FileState, Inode, Name, NodeKind, PathMap, Tree, TreeEntry, join_path};
 use crate::records::entry::FileOperation;
 
 /// Maximum number of names with events; beyond that, the whole tree is checked.
@@ -132,7 +132,7 @@ pub struct TreeChanges {
 
 /// Updates the tree and returns its changes.
 pub fn update_tree(tree: &mut Tree, dirty: &DirtySet, probe: &mut impl FsProbe) -> TreeChanges {
-    let (mut before, mut after, mut removed_folders) = (Paths::new(), Paths::new(), Vec::new());
+    let (mut before, mut after, mut removed_folders) = (PathMap::new(), PathMap::new(), Vec::new());
     if dirty.is_everything_dirty {
         let root = tree.root();
         for name in tree.names(root) {
@@ -183,7 +183,7 @@ fn remove_dirty(
     tree: &mut Tree,
     dirty: &DirtySet,
     probe: &mut impl FsProbe,
-    before: &mut Paths<TreeEntry>,
+    before: &mut PathMap<TreeEntry>,
     removed_folders: &mut Vec<Inode>,
 ) -> Vec<FoundName> {
     let mut found = Vec::new();
@@ -221,7 +221,7 @@ fn remove_dirty(
 
 /// Fills an empty tree.
 pub fn fill(tree: &mut Tree, probe: &mut impl FsProbe) {
-    let (mut before, mut removed_folders, root) = (Paths::new(), Vec::new(), tree.root());
+    let (mut before, mut removed_folders, root) = (PathMap::new(), Vec::new(), tree.root());
     let mut walk = TreeWalk { tree, probe, before: &mut before, removed_folders: &mut removed_folders };
     walk.add_contents(root, Vec::new(), &mut |_, _| {});
 }
@@ -230,7 +230,7 @@ pub fn fill(tree: &mut Tree, probe: &mut impl FsProbe) {
 struct TreeWalk<'a, S> {
     tree: &'a mut Tree,
     probe: &'a mut S,
-    before: &'a mut Paths<TreeEntry>,
+    before: &'a mut PathMap<TreeEntry>,
     removed_folders: &'a mut Vec<Inode>,
 }
 
@@ -267,7 +267,7 @@ impl<S: FsProbe> TreeWalk<'_, S> {
 struct HardLinkedFiles(HashMap<FileId, (bool, bool)>);
 
 impl HardLinkedFiles {
-    fn collect(before: &Paths<TreeEntry>, after: &Paths<TreeEntry>, dirty: &DirtySet) -> Self {
+    fn collect(before: &PathMap<TreeEntry>, after: &PathMap<TreeEntry>, dirty: &DirtySet) -> Self {
         let is_hard_linked =
             |entry: &&TreeEntry| entry.state.has_other_names && entry.state.kind == NodeKind::File;
         let entries = before.values().chain(after.values()).filter(is_hard_linked);
@@ -291,8 +291,8 @@ impl HardLinkedFiles {
 }
 
 fn compare_paths(
-    before: &Paths<TreeEntry>,
-    after: &Paths<TreeEntry>,
+    before: &PathMap<TreeEntry>,
+    after: &PathMap<TreeEntry>,
     dirty: &DirtySet,
     hard_linked: &HardLinkedFiles,
 ) -> Vec<Change> {
@@ -352,7 +352,7 @@ fn is_written_or_replaced(old: FileState, new: FileState, marks: Marks) -> bool 
 fn compare_other_names(
     tree: &mut Tree,
     probe: &mut impl FsProbe,
-    after: &Paths<TreeEntry>,
+    after: &PathMap<TreeEntry>,
     hard_linked: &HardLinkedFiles,
 ) -> Vec<Change> {
     if hard_linked.0.is_empty() {

@@ -1,9 +1,9 @@
 //! Watches the home directory: opens its folders, and reads their events with inotify(7).
 //!
 //! The kernel queues an event before the system call that caused it returns. Draining the queue therefore yields all
-//! changes so far, which separates one tool call from the next. The `notify` crate is unsuitable: it also
-//! watches for opened files, so that a search through the home directory fills the queue, and it identifies folders by
-//! path, which rename(2) changes.
+//! changes so far, which separates one tool call from the next. The `notify` crate is unsuitable: it also subscribes to
+//! open events, so that a search through the home directory fills the queue, and it identifies folders by path, which
+//! rename(2) changes.
 //!
 //! Folders are opened below the home directory without following symbolic links and without crossing mounts.
 
@@ -54,18 +54,17 @@ impl HomeWatcher {
     /// # Errors
     /// The home directory cannot be opened or watched, or openat2(2) is not permitted.
     pub fn open(home: &Path) -> Result<Self, FileError> {
-        let cannot = |action: &'static str| move |errno: Errno| FileError::wrap(action, home)(errno.into());
+        let wrap = |action: &'static str| move |errno: Errno| FileError::wrap(action, home)(errno.into());
         let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
-        let folder = nix::fcntl::open(home, flags, Mode::empty()).map_err(cannot("open"))?;
-        let root = fstat(&folder).map_err(cannot("stat"))?.st_ino;
-        let inotify =
-            Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK).map_err(cannot("watch"))?;
+        let folder = nix::fcntl::open(home, flags, Mode::empty()).map_err(wrap("open"))?;
+        let root = fstat(&folder).map_err(wrap("stat"))?.st_ino;
+        let inotify = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK).map_err(wrap("watch"))?;
         let (folders, watches) = (HashMap::new(), HashMap::new());
         let watcher =
             Self { home: folder, root, inotify, folders, watches, is_at_watch_limit: false, event_count: 0 };
         // Check now that `openat2` is permitted: if a seccomp filter denied it, no folder could be opened, and the
         // audit would miss all changes.
-        watcher.open_below(b".").map_err(cannot("open folders of"))?;
+        watcher.open_below(b".").map_err(wrap("open folders of"))?;
         Ok(watcher)
     }
 

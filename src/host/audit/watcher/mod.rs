@@ -142,7 +142,7 @@ struct WatcherHandle {
 
 struct WatcherThread {
     handle: WatcherHandle,
-    /// Set after each request, and in each iteration of the thread.
+    /// Set in each iteration of the thread's loop, which processes at most one request, and before each tick.
     has_progressed: Arc<AtomicBool>,
     thread: std::thread::JoinHandle<()>,
     /// Resolves when the thread ends.

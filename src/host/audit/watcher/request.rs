@@ -18,7 +18,8 @@ pub struct HookRequest {
 
 pub enum Request {
     Hook(Box<HookRequest>),
-    /// Requests the changes since the reply with the token `saved`. If `saved` is `None`, anything may have changed.
+    /// Requests the changes since the reply with the token `saved`. If `saved` is `None`, the reply states that
+    /// anything may have changed.
     Changes {
         saved: Option<String>,
         reply: oneshot::Sender<ChangesReply>,

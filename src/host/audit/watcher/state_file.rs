@@ -16,7 +16,7 @@ pub struct WatcherState {
 /// Replaces the file, without a sync.
 ///
 /// # Errors
-/// If the file cannot be written.
+/// The file cannot be written.
 pub fn save_state(file: &Path, state: &WatcherState) -> std::io::Result<()> {
     let new = file.with_extension("new");
     std::fs::write(&new, serde_json::to_vec(state)?)?;

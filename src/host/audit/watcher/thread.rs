@@ -453,7 +453,7 @@ impl Watcher {
     }
 
     fn record_gap(&self, why: GapReason, calls: usize, since: Timestamp) {
-        tracing::warn!(?why, calls, "gap recorded in the file audit");
+        tracing::warn!(%why, calls, "gap recorded in the file audit");
         let gap = Gap { lost: calls as u64, since, why: Some(why) };
         // The writer reports a dropped line as a gap.
         let _ = self.records.append(LogFile::Audit, &GapLine { version: 1, timestamp: clock::now_ms(), gap });

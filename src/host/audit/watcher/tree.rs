@@ -53,7 +53,7 @@ struct Folder {
 }
 
 /// Values by path below the root, whose own path is empty.
-pub type Paths<T> = BTreeMap<Vec<u8>, T>;
+pub type PathMap<T> = BTreeMap<Vec<u8>, T>;
 
 #[derive(Debug)]
 pub struct Tree {
@@ -155,7 +155,7 @@ impl Tree {
         folder: Inode,
         name: &[u8],
         path: Vec<u8>,
-        before: &mut Paths<TreeEntry>,
+        before: &mut PathMap<TreeEntry>,
         removed_folders: &mut Vec<Inode>,
     ) {
         let Some(state) = self.folders.get_mut(&folder).and_then(|folder| folder.entries.remove(name)) else {
@@ -266,7 +266,7 @@ mod tests {
         assert_eq!(names(&mut tree, 11), [(1, "a".to_owned())]);
         tree.refresh(1, b"c", file(11));
         assert_eq!(names(&mut tree, 11), [(1, "a".to_owned()), (1, "c".to_owned())]);
-        let (mut before, mut removed_folders) = (Paths::new(), Vec::new());
+        let (mut before, mut removed_folders) = (PathMap::new(), Vec::new());
         tree.remove(1, b"sub", b"sub".to_vec(), &mut before, &mut removed_folders);
         assert_eq!(names(&mut tree, 10), []);
     }

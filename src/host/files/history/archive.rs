@@ -59,8 +59,10 @@ pub fn stream_archive(history: History, entry: Entry, name: OsString, format: Ar
         let channel = ChannelWriter { buffers: sender, is_failed: Arc::clone(&is_failed) };
         let output = BufWriter::with_capacity(BUFFER_BYTES, channel);
         let mut writer = match format {
-            ArchiveFormat::Tar => Writer::Tar(Box::new(tar::Builder::new(output)), HardLinkPaths::default()),
-            ArchiveFormat::Zip => Writer::Zip(Box::new(ZipWriter::new_stream(output))),
+            ArchiveFormat::Tar => {
+                ArchiveWriter::Tar(Box::new(tar::Builder::new(output)), HardLinkPaths::default())
+            }
+            ArchiveFormat::Zip => ArchiveWriter::Zip(Box::new(ZipWriter::new_stream(output))),
         };
         let written = match write_entries(&history, &entry, &name, &mut writer, &runtime) {
             Ok(()) => writer.finish(),
@@ -103,7 +105,7 @@ impl Write for ChannelWriter {
 }
 
 /// An archive that is being written.
-enum Writer<W: Write> {
+enum ArchiveWriter<W: Write> {
     /// [`HardLinkPaths`] holds the first path of each file with several hard links; later ones become links to it.
     Tar(Box<tar::Builder<W>>, HardLinkPaths),
     Zip(Box<ZipWriter<StreamWriter<W>>>),
@@ -113,7 +115,7 @@ fn write_entries<W: Write>(
     history: &History,
     entry: &Entry,
     name: &OsStr,
-    writer: &mut Writer<W>,
+    writer: &mut ArchiveWriter<W>,
     runtime: &Handle,
 ) -> io::Result<()> {
     // Storing the full path of each entry would take too much memory in deep directories.
@@ -150,7 +152,7 @@ fn write_entries<W: Write>(
     Ok(())
 }
 
-impl<W: Write> Writer<W> {
+impl<W: Write> ArchiveWriter<W> {
     fn add_directory(&mut self, path: &Path, entry: &Entry) -> io::Result<()> {
         match self {
             Self::Tar(tar, _) => {

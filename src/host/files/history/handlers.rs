@@ -60,7 +60,7 @@ pub async fn list_versions(
 ) -> Result<Json<FileVersions>, Problem> {
     let mut fields = Fields::from_query(query.as_deref().unwrap_or_default());
     let path: Option<HomePath> = fields.required("path");
-    let before = fields.time("before");
+    let before = fields.optional_time("before");
     let limit = fields.number_in_range("limit", 1..=MAX_VERSIONS, DEFAULT_VERSIONS);
     let path = fields.finish(path)?;
     let deadline = Instant::now() + MAX_SEARCH_DURATION;
@@ -80,13 +80,13 @@ pub async fn list_versions(
 }
 
 /// `GET /api/files/at`
-pub async fn list(
+pub async fn list_entries(
     State(settings): State<Arc<FilesSettings>>,
     RawQuery(query): RawQuery,
 ) -> Result<Json<FileListing>, Problem> {
     let mut fields = Fields::from_query(query.as_deref().unwrap_or_default());
     let path: Option<HomePath> = fields.optional("path");
-    let time = fields.time("time");
+    let time = fields.optional_time("time");
     let cursor = fields.number_in_range("cursor", 0..=usize::MAX, 0);
     let limit = fields.number_in_range("limit", 1..=MAX_ENTRIES, DEFAULT_ENTRIES);
     let path = fields.finish(Some(path.unwrap_or_else(HomePath::files)))?;
@@ -116,7 +116,7 @@ pub async fn download(
 ) -> Result<Response, Problem> {
     let mut fields = Fields::from_query(query.as_deref().unwrap_or_default());
     let path: Option<HomePath> = fields.required("path");
-    let time = fields.time("time");
+    let time = fields.optional_time("time");
     let format: Option<DownloadFormat> = fields.optional("format");
     let path = fields.finish(path)?;
     with_timeout(async {

@@ -63,7 +63,7 @@ async fn serve(settings: FilesSettings, connection: UnixStream) -> Result<(), Fa
         .or_exit(Exit::Internal)?;
     let router = Router::new()
         .route("/api/files/versions", get(handlers::list_versions))
-        .route("/api/files/at", get(handlers::list))
+        .route("/api/files/at", get(handlers::list_entries))
         .route("/api/files/download", get(handlers::download))
         .layer(axum::middleware::from_fn_with_state(Listener::Socket, observe::layer))
         .with_state(Arc::new(settings));

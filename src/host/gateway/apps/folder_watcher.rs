@@ -12,7 +12,7 @@ use notify::{RecommendedWatcher, RecursiveMode, Watcher};
 use tokio::sync::Notify;
 
 const DEBOUNCE_INTERVAL: Duration = Duration::from_millis(250);
-const MAX_DEBOUNCE: Duration = Duration::from_secs(2);
+const MAX_DEBOUNCE_DELAY: Duration = Duration::from_secs(2);
 
 /// Watches the apps folder. If file watching is unavailable, only periodic rescans find changes.
 pub struct FolderWatcher {
@@ -54,12 +54,12 @@ impl FolderWatcher {
     }
 
     /// Waits for a change, then until no further change has followed for [`DEBOUNCE_INTERVAL`], but at most for
-    /// [`MAX_DEBOUNCE`].
+    /// [`MAX_DEBOUNCE_DELAY`].
     pub async fn wait_for_change(&self) {
         self.changed.notified().await;
         let settled =
             async { while tokio::time::timeout(DEBOUNCE_INTERVAL, self.changed.notified()).await.is_ok() {} };
-        let _ = tokio::time::timeout(MAX_DEBOUNCE, settled).await;
+        let _ = tokio::time::timeout(MAX_DEBOUNCE_DELAY, settled).await;
     }
 }
 

@@ -152,7 +152,7 @@ pub fn path_in_app(path: &str) -> Option<PathBuf> {
 }
 
 /// Opens the file or, for a folder, its `index.html`. For a missing path without an extension, which the app's
-/// client-side router may handle, opens the app's first page.
+/// client-side router may handle, opens the app's front page.
 fn open_page(output: &DirFd, path: &Path) -> io::Result<(File, Metadata, PathBuf)> {
     let index = Path::new("index.html");
     let candidates = [

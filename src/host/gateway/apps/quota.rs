@@ -66,7 +66,7 @@ pub struct WriteSize {
     /// Rows with values in the body.
     pub rows: usize,
     /// Whether a filter selects the rows to change, so that their number is unknown in advance.
-    pub is_filtered_change: bool,
+    pub is_filtered_mutation: bool,
 }
 
 /// A write in flight. Its changed rows are counted on drop, even if it fails.
@@ -74,7 +74,7 @@ pub struct WriteSize {
 pub struct InFlightWrite<'q> {
     quotas: &'q Quotas,
     slug: &'q str,
-    quota: u64,
+    quota_bytes: u64,
     pub changed_rows: ChangedRows,
     /// Whether the write may have changed rows that `changed_rows` does not include.
     may_have_uncounted_rows: bool,
@@ -93,7 +93,7 @@ impl Drop for InFlightWrite<'_> {
         self.quotas.add_estimate(
             self.slug,
             rows.saturating_mul(self.quotas.row_bytes(self.slug)),
-            self.quota,
+            self.quota_bytes,
         );
         if self.may_have_uncounted_rows {
             self.quotas.measure_requested.notify_one();
@@ -202,21 +202,21 @@ impl Quotas {
         let saturating_u64 = |number: usize| u64::try_from(number).unwrap_or(u64::MAX);
         let rows = saturating_u64(size.rows).saturating_mul(ROW_OVERHEAD_BYTES);
         let bytes = saturating_u64(size.body_bytes).saturating_mul(STORAGE_FACTOR).saturating_add(rows);
-        let quota = self.quota_bytes(&self.recent_settings(load).storage, slug);
-        self.add_estimate(slug, bytes, quota);
+        let quota_bytes = self.quota_bytes(&self.recent_settings(load).storage, slug);
+        self.add_estimate(slug, bytes, quota_bytes);
         InFlightWrite {
             quotas: self,
             slug,
-            quota,
+            quota_bytes,
             changed_rows: ChangedRows::default(),
-            may_have_uncounted_rows: size.is_filtered_change,
+            may_have_uncounted_rows: size.is_filtered_mutation,
         }
     }
 
     /// Adds an estimate, and requests a measurement if the sum reaches the quota divided by
     /// [`UNMEASURED_SHARE_DIVISOR`].
-    fn add_estimate(&self, slug: &str, bytes: u64, quota: u64) {
-        if self.add_written(slug, bytes) >= quota / UNMEASURED_SHARE_DIVISOR {
+    fn add_estimate(&self, slug: &str, bytes: u64, quota_bytes: u64) {
+        if self.add_written(slug, bytes) >= quota_bytes / UNMEASURED_SHARE_DIVISOR {
             self.measure_requested.notify_one();
         }
     }
@@ -333,7 +333,7 @@ mod tests {
     #[tokio::test]
     async fn quota_counts_write_dropped_without_response() {
         let quotas = quotas(0, 0);
-        let size = WriteSize { body_bytes: 1000, rows: 1, is_filtered_change: false };
+        let size = WriteSize { body_bytes: 1000, rows: 1, is_filtered_mutation: false };
         drop(begin_write(&quotas, size));
         assert_eq!(quotas.written()["notes"], 2064);
         assert!(!is_measurement_requested(&quotas).await);
@@ -347,7 +347,7 @@ mod tests {
 
     #[tokio::test]
     async fn quota_counts_changed_rows_by_their_average_size() {
-        let size = WriteSize { body_bytes: 0, rows: 0, is_filtered_change: true };
+        let size = WriteSize { body_bytes: 0, rows: 0, is_filtered_mutation: true };
         for ((bytes, rows), expected) in
             [((0, 0), 256), ((300_000, 300), 1000), ((300_000, 3), 8192), ((300, 300), 256)]
         {
@@ -380,7 +380,7 @@ mod tests {
             drop(quotas.begin_write(
                 load,
                 "notes",
-                WriteSize { body_bytes: 1, rows: 1, is_filtered_change: false },
+                WriteSize { body_bytes: 1, rows: 1, is_filtered_mutation: false },
             ));
         }
         assert_eq!(loads.get(), 0, "recent settings were loaded again");

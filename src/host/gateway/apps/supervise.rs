@@ -282,7 +282,7 @@ impl Supervisor {
         identity?;
         database::prepare(client, self.context.epoch).await?;
         if self.budget.is_none() {
-            let connections = database::connection_budget(client).await?;
+            let connections = database::fetch_connection_budget(client).await?;
             self.budget = Some(ConnectionBudget::new(connections));
         }
         let stored = register::load_manifests(client).await?;

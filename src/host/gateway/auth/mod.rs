@@ -1,7 +1,7 @@
 //! Authentication: resolves the [`Principal`] of each request once.
 //!
-//! A presented token is decisive: an invalid one is rejected and never falls back to a weaker identity. The owner is
-//! determined by provisioning, never by anything in the request.
+//! A request with an invalid token is rejected; it never falls back to a weaker identity. The owner is determined by
+//! provisioning, never by anything in the request.
 
 mod admit;
 mod credential;

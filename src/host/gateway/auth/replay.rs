@@ -18,8 +18,10 @@ pub struct ReplayCache {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReplayCheck {
     Accepted,
-    /// The id was recorded before, or is empty or too long.
+    /// The id was recorded before.
     Replayed,
+    /// The id is empty or too long.
+    InvalidId,
     /// The cache is full of unexpired ids.
     Full,
 }
@@ -27,7 +29,10 @@ pub enum ReplayCheck {
 impl ReplayCache {
     /// Records `id`, which is valid until `expires_at`, at time `now`; both in Unix seconds.
     pub fn record(&mut self, id: &str, expires_at: i64, now: i64) -> ReplayCheck {
-        if id.is_empty() || id.len() > MAX_ID_BYTES || self.expires_at.contains_key(id) {
+        if id.is_empty() || id.len() > MAX_ID_BYTES {
+            return ReplayCheck::InvalidId;
+        }
+        if self.expires_at.contains_key(id) {
             return ReplayCheck::Replayed;
         }
         if self.expires_at.len() >= MAX_IDS {
@@ -50,8 +55,8 @@ mod tests {
         let mut cache = ReplayCache::default();
         assert_eq!(cache.record("a", 10, 0), ReplayCheck::Accepted);
         assert_eq!(cache.record("a", 10, 0), ReplayCheck::Replayed);
-        assert_eq!(cache.record("", 10, 0), ReplayCheck::Replayed);
-        assert_eq!(cache.record(&"x".repeat(129), 10, 0), ReplayCheck::Replayed);
+        assert_eq!(cache.record("", 10, 0), ReplayCheck::InvalidId);
+        assert_eq!(cache.record(&"x".repeat(129), 10, 0), ReplayCheck::InvalidId);
     }
 
     #[test]

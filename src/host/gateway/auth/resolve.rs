@@ -210,6 +210,7 @@ impl PrincipalResolver {
         match replay.record(id, claims.exp + LEEWAY_SECONDS, now.as_second()) {
             ReplayCheck::Accepted => Ok(()),
             ReplayCheck::Replayed => Err(AuthFailure::Replayed),
+            ReplayCheck::InvalidId => Err(AuthFailure::InvalidCredential),
             ReplayCheck::Full => Err(AuthFailure::ReplayCacheFull),
         }
     }

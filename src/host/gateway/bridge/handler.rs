@@ -111,9 +111,9 @@ fn begin_write<'b>(
     body_bytes: usize,
 ) -> Option<InFlightWrite<'b>> {
     let rows = plans.iter().map(Plan::inserted_rows).sum();
-    let is_filtered_change = plans.iter().any(Plan::is_filtered_change);
+    let is_filtered_mutation = plans.iter().any(Plan::is_filtered_mutation);
     let is_write = plans.iter().any(Plan::is_write);
-    let size = WriteSize { body_bytes, rows, is_filtered_change };
+    let size = WriteSize { body_bytes, rows, is_filtered_mutation };
     is_write.then(|| bridge.quotas.begin_write(|| bridge.kernel.settings(), slug, size))
 }
 

@@ -39,7 +39,7 @@ pub enum Plan<'t> {
     /// Counts rows.
     Count(Sql),
     Find(FindPlan<'t>),
-    Change(MutationPlan<'t>),
+    Mutation(MutationPlan<'t>),
 }
 
 /// A statement whose result rows have the values of all columns.
@@ -73,7 +73,7 @@ pub struct FindPlan<'t> {
 #[derive(Debug, PartialEq)]
 pub struct MutationPlan<'t> {
     pub sql: Sql,
-    /// With [`Returning::Rows`], the row of each change contains `TRUE`, followed by the values of these columns.
+    /// With [`Returning::Rows`], a changed row's result row has `TRUE`, followed by the values of these columns.
     pub columns: Vec<&'t Column>,
     pub target: MutationTarget,
     pub returning: Returning,
@@ -82,7 +82,7 @@ pub struct MutationPlan<'t> {
     pub max_affected: Option<i64>,
 }
 
-/// How a change selects its rows, which determines the response if none match.
+/// How a mutation selects its rows, which determines the response if none match.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MutationTarget {
     /// Selects by id; the response is 404 if there is no such row.
@@ -102,7 +102,7 @@ impl Plan<'_> {
                 std::iter::once(write).chain(fallback).map(|query| &query.sql).collect()
             }
             Self::Find(page) => std::iter::once(&page.rows).chain(&page.count).collect(),
-            Self::Change(change) => vec![&change.sql],
+            Self::Mutation(mutation) => vec![&mutation.sql],
         }
     }
 
@@ -114,7 +114,7 @@ impl Plan<'_> {
     pub fn returns_stored_rows(&self) -> bool {
         match self {
             Self::Get(_) | Self::Find(_) | Self::Upsert { .. } => true,
-            Self::Change(change) => change.returning == Returning::Rows,
+            Self::Mutation(mutation) => mutation.returning == Returning::Rows,
             Self::Insert(_) | Self::InsertMany(_) | Self::Count(_) => false,
         }
     }
@@ -124,13 +124,13 @@ impl Plan<'_> {
         match self {
             Self::Insert(_) | Self::Upsert { .. } => 1,
             Self::InsertMany(groups) => groups.iter().map(|group| group.rows.len()).sum(),
-            Self::Get(_) | Self::Count(_) | Self::Find(_) | Self::Change(_) => 0,
+            Self::Get(_) | Self::Count(_) | Self::Find(_) | Self::Mutation(_) => 0,
         }
     }
 
     /// Whether a filter selects the rows to change.
-    pub fn is_filtered_change(&self) -> bool {
-        matches!(self, Self::Change(change) if change.target == MutationTarget::Filter)
+    pub fn is_filtered_mutation(&self) -> bool {
+        matches!(self, Self::Mutation(mutation) if mutation.target == MutationTarget::Filter)
     }
 
     /// Whether the plan writes with several statements, which are atomic only in a transaction.
@@ -161,8 +161,8 @@ pub fn plan<'t>(
         Operation::Insert { data } => planner.insert(data),
         Operation::InsertMany { rows } => planner.insert_many(rows),
         Operation::Upsert { data, on_conflict, resolution } => planner.upsert(data, on_conflict, *resolution),
-        Operation::Update { change, data } => planner.update(change, data),
-        Operation::Delete { change } => planner.delete(change).map_err(single),
+        Operation::Update { mutation, data } => planner.update(mutation, data),
+        Operation::Delete { mutation } => planner.delete(mutation).map_err(single),
         Operation::Get { id } => planner.get(id).map_err(single),
         Operation::Count { filter } => {
             let filter = planner.parse_filter(*filter).map_err(single)?;

@@ -62,8 +62,8 @@ pub enum Operation<'a> {
     Find(FindRequest<'a>),
     Get { id: &'a RawValue },
     Count { filter: Option<&'a RawValue> },
-    Update { change: MutationRequest<'a>, data: &'a RawValue },
-    Delete { change: MutationRequest<'a> },
+    Update { mutation: MutationRequest<'a>, data: &'a RawValue },
+    Delete { mutation: MutationRequest<'a> },
 }
 
 impl Operation<'_> {
@@ -101,7 +101,7 @@ pub struct FindRequest<'a> {
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub enum CountMode {
     #[default]
-    No,
+    None,
     Exact,
 }
 
@@ -122,7 +122,7 @@ pub enum RowSelector<'a> {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Returning {
-    Number,
+    Count,
     Rows,
 }
 
@@ -258,10 +258,10 @@ impl<'a, 'w> ObjectReader<'a, 'w> {
             "get" => self.require("id").map(|id| Operation::Get { id }),
             "count" => Some(Operation::Count { filter: self.field("filter") }),
             "update" => {
-                let (data, change) = (self.require("data"), self.read_change());
-                Some(Operation::Update { data: data?, change: change? })
+                let (data, mutation) = (self.require("data"), self.read_mutation());
+                Some(Operation::Update { data: data?, mutation: mutation? })
             }
-            "delete" => Some(Operation::Delete { change: self.read_change()? }),
+            "delete" => Some(Operation::Delete { mutation: self.read_mutation()? }),
             _ => Some(Operation::Find(self.read_find())),
         };
         Some(TableCall { table: table?, operation: operation? })
@@ -277,7 +277,7 @@ impl<'a, 'w> ObjectReader<'a, 'w> {
         Some(Operation::Upsert { data: data?, on_conflict: on_conflict?, resolution })
     }
 
-    fn read_change(&mut self) -> Option<MutationRequest<'a>> {
+    fn read_mutation(&mut self) -> Option<MutationRequest<'a>> {
         let rows = match (self.field("id"), self.field("filter")) {
             (Some(id), None) => Some(RowSelector::Id(id)),
             (None, Some(filter)) => Some(RowSelector::Filter(filter)),
@@ -285,7 +285,7 @@ impl<'a, 'w> ObjectReader<'a, 'w> {
             (Some(_), Some(_)) => self.reject("filter", "must not be combined with id"),
         };
         let returning = match self.field("returning").map(RawValue::get) {
-            None | Some("false") => Some(Returning::Number),
+            None | Some("false") => Some(Returning::Count),
             Some("true") => Some(Returning::Rows),
             Some(_) => self.reject("returning", "must be true or false"),
         };
@@ -294,7 +294,7 @@ impl<'a, 'w> ObjectReader<'a, 'w> {
 
     fn read_find(&mut self) -> FindRequest<'a> {
         let count = match self.optional_text("count").as_deref() {
-            None => CountMode::No,
+            None => CountMode::None,
             Some("exact") => CountMode::Exact,
             Some(_) => self.reject("count", "must be \"exact\"").unwrap_or_default(),
         };

@@ -60,7 +60,7 @@ impl BridgeResponse {
 /// share one budget.
 #[derive(Debug)]
 pub struct ResponseBudget<'c> {
-    bytes: AtomicUsize,
+    remaining_bytes: AtomicUsize,
     has_unread_results: AtomicBool,
     changed_rows: &'c ChangedRows,
 }
@@ -68,7 +68,7 @@ pub struct ResponseBudget<'c> {
 impl<'c> ResponseBudget<'c> {
     pub fn new(changed_rows: &'c ChangedRows) -> Self {
         Self {
-            bytes: AtomicUsize::new(MAX_RESPONSE_BYTES),
+            remaining_bytes: AtomicUsize::new(MAX_RESPONSE_BYTES),
             has_unread_results: AtomicBool::new(false),
             changed_rows,
         }
@@ -76,7 +76,7 @@ impl<'c> ResponseBudget<'c> {
 
     /// The budget of a plan that bounds its own response.
     pub fn unlimited(changed_rows: &'c ChangedRows) -> Self {
-        Self { bytes: AtomicUsize::new(usize::MAX), ..Self::new(changed_rows) }
+        Self { remaining_bytes: AtomicUsize::new(usize::MAX), ..Self::new(changed_rows) }
     }
 
     /// Returns whether an operation was refused while its results, or those of later operations, may still have been
@@ -92,12 +92,12 @@ impl<'c> ResponseBudget<'c> {
     }
 
     fn has_room(&self) -> bool {
-        self.bytes.load(Ordering::Relaxed) > 0
+        self.remaining_bytes.load(Ordering::Relaxed) > 0
     }
 
     /// Reserves all of `bytes` or fails.
     fn reserve(&self, bytes: usize) -> Result<(), Problem> {
-        if bytes > self.bytes.load(Ordering::Relaxed) {
+        if bytes > self.remaining_bytes.load(Ordering::Relaxed) {
             return Err(self.refuse(problems::response_too_large()));
         }
         self.consume(bytes);
@@ -106,8 +106,8 @@ impl<'c> ResponseBudget<'c> {
 
     /// Consumes `bytes`, or the rest of the budget if less remains.
     fn consume(&self, bytes: usize) {
-        let remaining = self.bytes.load(Ordering::Relaxed);
-        self.bytes.store(remaining.saturating_sub(bytes), Ordering::Relaxed);
+        let remaining = self.remaining_bytes.load(Ordering::Relaxed);
+        self.remaining_bytes.store(remaining.saturating_sub(bytes), Ordering::Relaxed);
     }
 }
 
@@ -154,7 +154,7 @@ struct Executor<'c> {
 /// Executes a prepared plan. In a transaction, all statements are sent on the first poll.
 ///
 /// # Errors
-/// A statement fails, the connection is lost, the row does not exist, the change matches too many rows, a concurrent
+/// A statement fails, the connection is lost, the row does not exist, the mutation matches too many rows, a concurrent
 /// change prevents the upsert, no cursor can be created, or the response is too large.
 pub async fn execute(
     connection: &Connection,
@@ -188,8 +188,8 @@ pub async fn execute(
         (Plan::Find(page), [rows, count @ ..]) => {
             return executor.find_page(page, (rows, count.first()), mode, budget).await;
         }
-        (Plan::Change(change), [statement]) => {
-            return executor.apply_change(change, statement, budget).await;
+        (Plan::Mutation(mutation), [statement]) => {
+            return executor.apply_mutation(mutation, statement, budget).await;
         }
         _ => Err(problems::bridge_defect("statements do not match their plan")),
     }?;
@@ -360,25 +360,25 @@ impl Executor<'_> {
         Ok(page_buffer)
     }
 
-    async fn apply_change(
+    async fn apply_mutation(
         self,
-        change: &MutationPlan<'_>,
+        mutation: &MutationPlan<'_>,
         statement: &Statement,
         budget: &ResponseBudget<'_>,
     ) -> Result<BridgeResponse, Problem> {
         let to_problem = |error: tokio_postgres::Error| problems::from_database_error(&error, self.context);
-        let mut stream = pin!(self.send_query(statement, &change.sql).await.map_err(to_problem)?);
-        let first_column = usize::from(change.max_affected.is_some());
+        let mut stream = pin!(self.send_query(statement, &mutation.sql).await.map_err(to_problem)?);
+        let first_column = usize::from(mutation.max_affected.is_some());
         let (mut matched, mut affected, mut listed) = (0_i64, 0_i64, 0_usize);
         let mut rows = Vec::new();
         while let Some(row) = stream.try_next().await.map_err(to_problem)? {
-            if change.max_affected.is_some() {
+            if mutation.max_affected.is_some() {
                 matched = row.try_get(0).map_err(to_problem)?;
             }
-            match change.returning {
-                Returning::Number => affected = row.try_get(first_column).map_err(to_problem)?,
+            match mutation.returning {
+                Returning::Count => affected = row.try_get(first_column).map_err(to_problem)?,
                 Returning::Rows => {
-                    // If nothing is changed, a bounded change still returns one row, for the number of matched rows.
+                    // If nothing is changed, a bounded mutation still returns one row, for the number of matched rows.
                     if row.try_get::<_, Option<bool>>(first_column).map_err(to_problem)?.is_none() {
                         continue;
                     }
@@ -387,27 +387,27 @@ impl Executor<'_> {
                         if listed > 0 {
                             rows.push(b',');
                         }
-                        let format = RowFormat::for_write(first_column + 1, &change.columns);
+                        let format = RowFormat::for_write(first_column + 1, &mutation.columns);
                         budget.consume(self.write_row(&row, format, &mut rows)?);
                         listed += 1;
                     }
                 }
             }
         }
-        match change.max_affected {
+        match mutation.max_affected {
             Some(max) if matched > max => return Err(problems::too_many_rows(max)),
-            None if change.returning == Returning::Number => {
+            None if mutation.returning == Returning::Count => {
                 affected = stream.rows_affected().unwrap_or(0).try_into().unwrap_or(i64::MAX);
             }
             _ => {}
         }
         budget.changed_rows.add(affected.try_into().unwrap_or(0));
-        if affected == 0 && change.target == MutationTarget::Id {
+        if affected == 0 && mutation.target == MutationTarget::Id {
             return Err(row_not_found());
         }
         let mut body = Vec::with_capacity(rows.len() + 64);
         body.extend_from_slice(format!("{{\"data\":{{\"affected\":{affected}").as_bytes());
-        if change.returning == Returning::Rows {
+        if mutation.returning == Returning::Rows {
             body.extend_from_slice(b",\"rows\":[");
             body.extend_from_slice(&rows);
             body.push(b']');

@@ -67,11 +67,11 @@ fn write_object(row: &Row, format: RowFormat<'_>, out: &mut Vec<u8>) -> Result<(
     let max_length = out.len().saturating_add(max_bytes);
     for (index, column) in columns.iter().enumerate() {
         out.extend_from_slice(if index == 0 { b"{\"" } else { b",\"" });
-        // A name needs no escapes.
+        // A column's name needs no escaping.
         out.extend_from_slice(column.name.as_str().as_bytes());
         out.extend_from_slice(b"\":");
         match row.try_get::<_, Option<BinaryValue<'_>>>(first + index)? {
-            Some(BinaryValue(raw)) if fits(column.kind, raw, max_length.saturating_sub(out.len())) => {
+            Some(BinaryValue(raw)) if can_fit(column.kind, raw, max_length.saturating_sub(out.len())) => {
                 write_value(column.kind, raw, out);
             }
             Some(_) => return Err(RowError::TooLarge),
@@ -82,17 +82,17 @@ fn write_object(row: &Row, format: RowFormat<'_>, out: &mut Vec<u8>) -> Result<(
     if out.len() <= max_length { Ok(()) } else { Err(RowError::TooLarge) }
 }
 
-/// Whether the JSON of a value can fit into `room`. Escaped text and base64 can be much larger than the value, so they
-/// are measured exactly before they are written.
-fn fits(kind: ColumnType, raw: &[u8], room: usize) -> bool {
+/// Whether the JSON of a value can fit into `max_bytes`. Escaped text and base64 can be much larger than the value, so
+/// they are measured exactly before they are written.
+fn can_fit(kind: ColumnType, raw: &[u8], max_bytes: usize) -> bool {
     /// Length of the longest escape, such as `\u0001`.
     const MAX_ESCAPE_BYTES: usize = 6;
     match kind {
-        ColumnType::Bytea => raw.len().div_ceil(3) * 4 <= room,
-        ColumnType::Text if raw.len() > room / MAX_ESCAPE_BYTES => {
-            raw.iter().map(|byte| escaped_bytes(*byte)).sum::<usize>() <= room
+        ColumnType::Bytea => raw.len().div_ceil(3) * 4 <= max_bytes,
+        ColumnType::Text if raw.len() > max_bytes / MAX_ESCAPE_BYTES => {
+            raw.iter().map(|byte| escaped_bytes(*byte)).sum::<usize>() <= max_bytes
         }
-        _ => raw.len() <= room,
+        _ => raw.len() <= max_bytes,
     }
 }
 

@@ -98,8 +98,8 @@ impl Sql {
     }
 
     /// Adds a column's value as [`super::cursor::key_text`] reads it. The order keys are read for every row, although
-    /// only those of the last row become a cursor. The database therefore does not convert the types that are cheap to
-    /// format here.
+    /// only those of the last row become a cursor. The types that are cheap to format in the gateway are therefore not
+    /// converted to text by the database.
     pub fn push_order_key(&mut self, column: &Column) -> &mut Self {
         match column.kind {
             ColumnType::Integer | ColumnType::Bigint | ColumnType::Uuid | ColumnType::Timestamptz => {
@@ -174,8 +174,8 @@ impl Sql {
 
     /// Adds an expression that evaluates to `value`. If a row's text, jsonb and bytea values together exceed
     /// [`MAX_ROW_BYTES`], the whole statement instead fails with SQLSTATE 54000 before that row leaves the server.
-    /// Values of other types are short, except for a numeric, which has up to 147,000 characters. `push_value` adds a
-    /// column's value.
+    /// Values of other types are short, except for a numeric, which can have up to 147,000 characters. `push_value`
+    /// adds a column's value.
     fn push_size_check(
         &mut self,
         columns: &[&Column],

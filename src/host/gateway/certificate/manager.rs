@@ -69,8 +69,8 @@ struct Verification {
 struct PresentedChain {
     source: CertificateSource,
     chain: Chain,
-    /// The directory of the authority that issued the chain, if known.
-    directory: Option<String>,
+    /// The ACME directory of the authority that issued the chain, if known.
+    directory_url: Option<String>,
 }
 
 /// Prefix of the stored chain's first line, which names the ACME directory. PEM parsers ignore text outside
@@ -93,7 +93,7 @@ impl CertificateManager {
     ///
     /// # Errors
     /// The machine's self-signed certificate or the trusted roots cannot be read.
-    pub fn start(config: CertificateManagerConfig, identity: Identity) -> anyhow::Result<Self> {
+    pub fn new(config: CertificateManagerConfig, identity: Identity) -> anyhow::Result<Self> {
         let resolver = CertificateResolver::new(&identity)?;
         let self_signed = Chain::from_pem(identity.cert_pem.as_bytes())
             .context("cannot parse the self-signed certificate")?;
@@ -106,11 +106,11 @@ impl CertificateManager {
         let mut manager = Self {
             pin,
             resolver,
-            verifier: ChainVerifier::new(SSL_CERT_FILE.from_process().map(PathBuf::from))?,
+            verifier: ChainVerifier::new(SSL_CERT_FILE.env_value().map(PathBuf::from))?,
             presented: PresentedChain {
                 source: CertificateSource::SelfSigned,
                 chain: self_signed,
-                directory: None,
+                directory_url: None,
             },
             checked_file: None,
             requests,
@@ -181,9 +181,9 @@ impl CertificateManager {
             Ok(chain) => {
                 self.present(CertificateSource::Acme, chain);
                 let first_line = pem.split(|byte| *byte == b'\n').next().unwrap_or_default();
-                let directory =
+                let directory_url =
                     std::str::from_utf8(first_line).ok().and_then(|line| line.strip_prefix(DIRECTORY_PREFIX));
-                self.presented.directory = directory.map(str::to_owned);
+                self.presented.directory_url = directory_url.map(str::to_owned);
             }
             Err(error) => tracing::warn!("the stored certificate chain {error}; it is not used"),
         }
@@ -211,7 +211,7 @@ impl CertificateManager {
 
     fn present(&mut self, source: CertificateSource, chain: Chain) {
         self.resolver.present(chain.clone());
-        self.presented = PresentedChain { source, chain, directory: None };
+        self.presented = PresentedChain { source, chain, directory_url: None };
         self.last_verification = None;
     }
 
@@ -260,9 +260,9 @@ impl CertificateManager {
         }
     }
 
-    /// Whether the presented chain is trusted but this one is not, for instance because of a wrong directory or missing
-    /// intermediates. A chain that is not valid yet is verified as of the start of its validity: if this machine's
-    /// clock is behind, a new chain is not valid yet.
+    /// Whether the presented chain is trusted but this one is not, for instance because of a wrong ACME directory or
+    /// missing intermediates. A chain that is not valid yet is verified as of the start of its validity: if this
+    /// machine's clock is behind, a new chain is not valid yet.
     fn would_lose_trust(&self, chain: &Chain, name: &str) -> bool {
         let now = Timestamp::now();
         let is_trusted = |chain: &Chain, at| chain.verify(&self.verifier, name, at).is_ok();
@@ -287,7 +287,7 @@ impl CertificateManager {
             Ok((chain, pem)) => {
                 tracing::info!(name, until = %chain.not_after(), "certificate issued");
                 self.present(CertificateSource::Acme, chain);
-                self.presented.directory = Some(acme.directory_url.clone());
+                self.presented.directory_url = Some(acme.directory_url.clone());
                 self.requests.reset(self.config.initial_backoff);
                 // Even if the new certificate is already due for renewal, the next order must wait.
                 let delay = self.requests.next_delay();
@@ -325,10 +325,10 @@ impl CertificateManager {
 
     /// The time at which the next certificate is requested; `None` means now.
     fn next_attempt(&self, name: &str, acme: &AcmeSettings) -> Option<Timestamp> {
-        let PresentedChain { source, chain, directory } = &self.presented;
+        let PresentedChain { source, chain, directory_url } = &self.presented;
         // As of `not_before`, the check covers only the key and the name: an expired chain is renewed like any other.
         let matches_settings = *source == CertificateSource::Acme
-            && directory.as_ref().is_none_or(|issuer| *issuer == acme.directory_url)
+            && directory_url.as_ref().is_none_or(|url| *url == acme.directory_url)
             && chain.check(self.pin, name, chain.not_before()).is_ok();
         let machine = self.config.machine.unwrap_or_default().0;
         let renewal =
@@ -438,23 +438,23 @@ mod tests {
         svc_http::tls::generate_self_signed(&["svc-host".to_owned()]).unwrap()
     }
 
-    fn start(layout: &Layout, identity: Identity) -> CertificateManager {
+    fn create_manager(layout: &Layout, identity: Identity) -> CertificateManager {
         let config = CertificateManagerConfig {
             layout: layout.clone(),
             machine: None,
             file: None,
             initial_backoff: CHECK_INTERVAL,
         };
-        CertificateManager::start(config, identity).unwrap()
+        CertificateManager::new(config, identity).unwrap()
     }
 
     #[test]
-    fn start_ignores_stored_chain_for_different_key() {
+    fn new_ignores_stored_chain_for_different_key() {
         let root = tempfile::tempdir().unwrap();
         let layout = Layout::new(root.path());
         let source_after_start = |stored_pem: &str, identity: Identity| {
             fsx::write_atomic(&layout.tls_chain(), stored_pem.as_bytes(), 0o600).unwrap();
-            start(&layout, identity).presented.source
+            create_manager(&layout, identity).presented.source
         };
         let other_pem = create_identity().cert_pem;
         assert!(source_after_start(&other_pem, create_identity()) == CertificateSource::SelfSigned);
@@ -464,7 +464,7 @@ mod tests {
     }
 
     #[test]
-    fn start_restores_error_only_of_pending_request() {
+    fn new_restores_error_only_of_pending_request() {
         let root = tempfile::tempdir().unwrap();
         let layout = Layout::new(root.path());
         let now = Timestamp::now();
@@ -479,7 +479,7 @@ mod tests {
                 next_attempt_at: next_attempt_at.map(Into::into),
             };
             certificate::write(&layout, &recorded).unwrap();
-            start(&layout, create_identity()).error
+            create_manager(&layout, create_identity()).error
         };
         assert_eq!(error_after_start(Some(now)).as_deref(), Some("failed"));
         assert_eq!(error_after_start(None), None);

@@ -34,8 +34,8 @@ impl ConnectionBudget {
         self.permits.clone().try_acquire_owned().ok()
     }
 
-    /// Waits for a permit. While none is available, the pool with the most spare connections retires one at a time.
-    /// The result is never `None`, because the semaphore is never closed.
+    /// Waits for a permit. While none is available, connections are retired one at a time, each from the pool that then
+    /// has the most spare ones. The result is never `None`, because the semaphore is never closed.
     pub async fn acquire(&self) -> Option<ConnectionPermit> {
         if let Some(permit) = self.try_acquire() {
             return Some(permit);

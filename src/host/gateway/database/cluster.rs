@@ -1,6 +1,6 @@
 //! Prepares the database for apps: creates the `svc` schema, and revokes privileges from PUBLIC.
 //!
-//! Every statement is idempotent: all run at each start and after each restore.
+//! Every statement is idempotent, because all run at each start and after each restore.
 
 use tokio_postgres::Client;
 
@@ -67,7 +67,7 @@ pub async fn prepare(client: &mut Client, epoch: Epoch) -> Result<(), DatabaseEr
 ///
 /// # Errors
 /// The database is unreachable or rejects the query.
-pub async fn connection_budget(client: &Client) -> Result<usize, DatabaseError> {
+pub async fn fetch_connection_budget(client: &Client) -> Result<usize, DatabaseError> {
     let row = client
         .query_one(
             "SELECT current_setting('max_connections')::int

@@ -12,7 +12,7 @@ mod role;
 mod schema_lock;
 
 pub use budget::ConnectionBudget;
-pub use cluster::{connection_budget, prepare};
+pub use cluster::{fetch_connection_budget, prepare};
 pub use connect::{Database, DatabaseError};
 pub use connection::Connection;
 pub use lease::Lease;

@@ -100,7 +100,7 @@ pub async fn restore(
 ) -> Result<Response, Problem> {
     let mut fields = body::read_fields(&headers, body, DEFAULT_MAX_BODY_BYTES).await?;
     let path: Option<HomePath> = fields.required("path");
-    let time = fields.time("time");
+    let time = fields.optional_time("time");
     let into: Option<HomePath> = fields.optional("into");
     let replace = fields.boolean("replace").unwrap_or(false);
     let target = into.as_ref().or(path.as_ref());

@@ -31,7 +31,7 @@ use svc_http::openapi::{
     text, text_up_to, time,
 };
 use svc_http::problem::{Code, Problem};
-use svc_http::usage::MAX_SENDER_CHARS;
+use svc_http::usage::MAX_USER_ID_CHARS;
 
 /// Maximum length of a time zone name.
 const MAX_ZONE_CHARS: usize = 64;
@@ -44,7 +44,7 @@ pub async fn show(
     RawQuery(query): RawQuery,
 ) -> Result<Json<Value>, Problem> {
     let mut query = Fields::from_query(&query.unwrap_or_default());
-    let user = query.optional_text("userId", MAX_SENDER_CHARS);
+    let user = query.optional_text("userId", MAX_USER_ID_CHARS);
     let user = query.finish(Some(user))?;
     Ok(Json(limits_json(&kernel, &user.unwrap_or_else(|| default_sender_id(&resolver, &caller))).await?))
 }
@@ -79,8 +79,8 @@ fn period_json(settings: &OwnerSettings, spent: &Spending, period: Period, now: 
     let (limit, used) = (settings.limits.for_period(period), spent.in_period(period));
     let is_limited = limit > Dollars::ZERO;
     let resets_at = match period {
-        Period::Daily => settings.calendar.next_day(now),
-        Period::Monthly => settings.calendar.next_month(now),
+        Period::Daily => settings.calendar.start_of_next_day(now),
+        Period::Monthly => settings.calendar.start_of_next_month(now),
     };
     json!({
         "limit": limit,
@@ -102,7 +102,7 @@ struct LimitsChange {
     time_zone: Option<String>,
 }
 
-/// `PUT /api/limits`: changes `system/config.json`, and records the change in the audit log.
+/// `PUT /api/limits`: changes `system/config.json`, and records the change in `audit.jsonl`.
 pub async fn set(
     State(kernel): State<Arc<Kernel>>,
     State(resolver): State<Arc<PrincipalResolver>>,
@@ -240,7 +240,7 @@ pub static SHOW_LIMITS: Endpoint = Endpoint {
         parameters: &[Parameter {
             name: "userId",
             location: ParameterLocation::Query,
-            schema: || text_up_to(MAX_SENDER_CHARS),
+            schema: || text_up_to(MAX_USER_ID_CHARS),
             description: "The user or channel; the default is the owner.",
         }],
         body: None,

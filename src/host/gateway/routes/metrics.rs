@@ -22,7 +22,7 @@ use svc_host::agents::kernel::Kernel;
 use svc_host::files::checks::FileChecks;
 use svc_host::files::status::FilesStatus;
 use svc_host::records::backup::{BackupKind, Status};
-use svc_host::records::files::RecordKind;
+use svc_host::records::files::LogKind;
 use svc_host::records::page::{self, Verdict};
 use svc_host::snapshots::check_log::{CheckKind, CheckRecord};
 use svc_host::system::layout::Layout;
@@ -54,7 +54,7 @@ pub async fn render_metrics(
         set_backup_metrics(&layout.logs());
         set_check_metrics(&layout);
         set_file_metrics(&layout);
-        metrics.text()
+        metrics.render()
     });
     match rendered.await {
         Ok(text) => ([(header::CONTENT_TYPE, MEDIA_TYPE)], text).into_response(),
@@ -72,7 +72,7 @@ fn set_backup_metrics(logs: &Path) {
         key: Option<String>,
     }
     let mut runs: Vec<Run> = Vec::new();
-    let newest = page::read_newest(RecordKind::Backups, logs, None, MAX_SEARCHED_RUNS, |line| {
+    let newest = page::read_newest(LogKind::Backups, logs, None, MAX_SEARCHED_RUNS, |line| {
         let run = serde_json::from_str(line).ok().filter(|run: &Run| run.kind == BackupKind::Database);
         let verdict = if run.is_some() { Verdict::Take } else { Verdict::Skip };
         runs.extend(run);

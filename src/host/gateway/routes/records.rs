@@ -6,13 +6,13 @@ use http::{HeaderMap, Method};
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-use super::record_lines;
-use super::record_lines::{DEFAULT_LIMIT, LogView, MAX_FILTER_CHARS, MAX_LIMIT};
+use super::log_lines;
+use super::log_lines::{DEFAULT_LIMIT, LogView, MAX_FILTER_CHARS, MAX_LIMIT};
 use crate::auth::READERS;
 use crate::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
 use svc_host::agents::dispatch::Dispatcher;
 use svc_host::agents::kernel::Kernel;
-use svc_host::records::files::RecordKind;
+use svc_host::records::files::LogKind;
 use svc_http::openapi::{
     Content, DocumentedResponse, Operation, Parameter, ParameterLocation, array, boolean, count, nullable,
     number, object, one_of, schema_ref, text, text_matching, text_up_to, time,
@@ -52,18 +52,18 @@ const LIMIT: Parameter = Parameter {
 const CURSOR: Parameter = Parameter {
     name: "cursor",
     location: ParameterLocation::Query,
-    schema: || text_matching(POSITION_PATTERN),
+    schema: || text_matching(LINE_POSITION_PATTERN),
     description: "The `nextCursor` of the previous page.",
 };
 const LAST_EVENT_ID: Parameter = Parameter {
     name: "Last-Event-ID",
     location: ParameterLocation::Header,
-    schema: || text_matching(POSITIONS_PATTERN),
+    schema: || text_matching(TAIL_POSITION_PATTERN),
     description: "Resumes after this event.",
 };
-const POSITION_PATTERN: &str = "^(0|[1-9][0-9]{0,18})(-(0|[1-9][0-9]{0,18})){2}$";
+const LINE_POSITION_PATTERN: &str = "^(0|[1-9][0-9]{0,18})(-(0|[1-9][0-9]{0,18})){2}$";
 /// An empty string, or the one or two positions of a `TailPosition`.
-const POSITIONS_PATTERN: &str =
+const TAIL_POSITION_PATTERN: &str =
     "^((0|[1-9][0-9]{0,18})(-(0|[1-9][0-9]{0,18})){2}(_(0|[1-9][0-9]{0,18})(-(0|[1-9][0-9]{0,18})){2})?)?$";
 
 const EVENTS: DocumentedResponse = DocumentedResponse {
@@ -97,7 +97,7 @@ macro_rules! log_routes {
             State(kernel): State<Arc<Kernel>>,
             RawQuery(query): RawQuery,
         ) -> Result<Response, Problem> {
-            record_lines::list(&kernel, &$view, query.as_deref()).await
+            log_lines::list(&kernel, &$view, query.as_deref()).await
         }
 
         pub static $follow: Endpoint = Endpoint {
@@ -122,7 +122,7 @@ macro_rules! log_routes {
             RawQuery(query): RawQuery,
         ) -> Result<Response, Problem> {
             let closing = dispatcher.closed.clone();
-            record_lines::follow(&kernel, &$view, &headers, query.as_deref(), closing).await
+            log_lines::follow(&kernel, &$view, &headers, query.as_deref(), closing).await
         }
     };
 }
@@ -131,7 +131,7 @@ const OUTCOMES: [&str; 2] = ["success", "error"];
 const BACKUP_KINDS: [&str; 2] = ["database", "files"];
 
 static INTERACTIONS_VIEW: LogView = LogView {
-    kind: RecordKind::Interactions,
+    kind: LogKind::Interactions,
     member: "interactions",
     exact_members: &["id", "senderId", "conversationId", "model", "agentName", "status", "batchId"],
     values: &[("status", &OUTCOMES)],
@@ -140,7 +140,7 @@ static INTERACTIONS_VIEW: LogView = LogView {
     is_text: false,
 };
 static AUDIT_VIEW: LogView = LogView {
-    kind: RecordKind::Audit,
+    kind: LogKind::Audit,
     member: "entries",
     exact_members: &["op", "actor", "agentName"],
     values: &[],
@@ -149,7 +149,7 @@ static AUDIT_VIEW: LogView = LogView {
     is_text: false,
 };
 static ACTIVITY_VIEW: LogView = LogView {
-    kind: RecordKind::Activity,
+    kind: LogKind::Activity,
     member: "lines",
     exact_members: &[],
     values: &[],
@@ -158,7 +158,7 @@ static ACTIVITY_VIEW: LogView = LogView {
     is_text: true,
 };
 static STORAGE_VIEW: LogView = LogView {
-    kind: RecordKind::Storage,
+    kind: LogKind::Storage,
     member: "days",
     exact_members: &[],
     values: &[],
@@ -167,7 +167,7 @@ static STORAGE_VIEW: LogView = LogView {
     is_text: false,
 };
 static BACKUPS_VIEW: LogView = LogView {
-    kind: RecordKind::Backups,
+    kind: LogKind::Backups,
     member: "backups",
     exact_members: &["kind", "status"],
     values: &[("kind", &BACKUP_KINDS), ("status", &OUTCOMES)],

@@ -64,7 +64,7 @@ fn describe_state(layout: &Layout) -> Result<Value, FileError> {
 pub async fn open(State(layout): State<Layout>, headers: HeaderMap, body: Body) -> Result<Response, Problem> {
     let mut fields = body::read_fields(&headers, body, DEFAULT_MAX_BODY_BYTES).await?;
     let key: Option<SnapshotKey> = fields.optional("key");
-    let at = fields.time("at");
+    let at = fields.optional_time("at");
     if key.is_some() && at.is_some() {
         fields.add_error("at", "must not be combined with key");
     }

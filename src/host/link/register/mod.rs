@@ -123,7 +123,7 @@ impl RegisterConfig {
         // On a machine, the variable is in root's `update.env`, which this user cannot read. It is needed only if no
         // release is installed.
         let configured = env.optional::<String>(&vars::SVC_BUNDLE_SHA256);
-        let version = config::image_version(env);
+        let version = config::read_image_version(env);
         let gateway_timeout = Duration::from_secs(env.or_default(&vars::REGISTER_GATEWAY_DEADLINE_SECONDS));
         let platform_timeout = Duration::from_secs(env.or_default(&vars::REGISTER_PLATFORM_DEADLINE_SECONDS));
         // The installed release is registered, even if user-data names a different one.

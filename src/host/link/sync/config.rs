@@ -45,7 +45,7 @@ impl SyncConfig {
         let platform = PlatformAccess::read(&mut env, &layout);
         let store = HostStoreAccess::read(&mut env, &layout);
         let database = DatabaseUrl::read(&mut env);
-        let image_version = config::image_version(&mut env);
+        let image_version = config::read_image_version(&mut env);
         let listen = env.or_default(&vars::GATEWAY_LISTEN);
         let heartbeat_interval = read_seconds(&mut env, &vars::HEARTBEAT_SECONDS);
         let meta_interval = read_seconds(&mut env, &vars::VPS_META_SECONDS);

@@ -131,8 +131,8 @@ cannot be repaired: the damaged files are left out, damaged directories are rest
 activity.log name the first 20. The machine then saves files again. The new snapshots do not contain what was left out, as if it had \
 been deleted; the previous machine's last snapshot, which does, is kept until it is 90 days old.\n\n--give-up restores nothing: the machine keeps its current files and saves them again. The previous machine's last \
 snapshot is kept until it is 90 days old: files in it can be restored one by one.\n\nExample: svc-sync-agent restore-home --retry\n\n\
-Exit codes: 0 restored, or nothing to restore; 65 the backup is damaged and --retry is set, the disk is too small, or there is no \
-failed restore to abandon, or an interrupted one must be completed with --retry; 69 the store or the platform is unreachable; 75 another restore is still running; \
+Exit codes: 0 restored, or nothing to restore; 65 the backup is damaged (with --retry), the disk is too small, there is no \
+failed restore to abandon, or an interrupted restore must be completed with --retry; 69 the store or the platform is unreachable; 75 another restore is still running; \
 77 the platform refused to send the key; 78 a setting is invalid."
     )]
     RestoreHome {

@@ -153,7 +153,7 @@ impl AppendFile {
         self.rewind_to_line();
         let missing = match self.format {
             LineFormat::Json => jsonl::repair_tail(&mut file)?,
-            LineFormat::Text => missing_newline(&file, stamp.length)?,
+            LineFormat::Text => find_missing_newline(&file, stamp.length)?,
         };
         file.write_all(missing)?;
         let stamp = FileStamp::of_file(&file)?;
@@ -202,7 +202,7 @@ pub fn replace_if_unchanged(path: &Path, replacement: &Path, expected: FileStamp
 }
 
 /// Returns a newline if the file does not end with one; otherwise an empty slice.
-fn missing_newline(file: &File, length: u64) -> io::Result<&'static [u8]> {
+fn find_missing_newline(file: &File, length: u64) -> io::Result<&'static [u8]> {
     let mut last_byte = [b'\n'];
     if length > 0 {
         file.read_exact_at(&mut last_byte, length - 1)?;

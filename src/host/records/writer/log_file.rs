@@ -1,16 +1,16 @@
-//! The log files that the writer appends to, and their limits in the queue.
+//! The log files that the writer appends to, and the limits of their queues.
 
 use jiff::civil::Date;
 
 use super::file::LineFormat;
-use crate::records::record_file_names::{ACTIVITY, AUDIT, INTERACTIONS};
+use crate::records::log_file_names::{ACTIVITY, AUDIT, INTERACTIONS};
 
 /// Number of queued bytes at which they are written immediately, without waiting for the next interval.
 pub const BATCH_BYTES: usize = 256 << 10;
 /// Maximum number of bytes that have been accepted but not yet written.
 pub const MAX_QUEUED_BYTES: usize = 16 << 20;
 
-/// A log file, or a series of dated or rotated ones, that the writer appends to.
+/// A log file that the writer appends to. For `Audit` and `Activity`, the current file, which a rotation renames.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum LogFile {
     /// The interactions attributed to one day.
@@ -23,8 +23,8 @@ pub enum LogFile {
 }
 
 impl LogFile {
-    /// Returns the maximum number of queued bytes of this log file's lines. Log files that any program can flood
-    /// leave room for those that are billed.
+    /// Returns the maximum number of queued bytes of this log file's lines. Lines that any program can cause in
+    /// large numbers leave room for interactions and usage.
     pub fn max_queued_bytes(self) -> usize {
         match self {
             Self::Audit | Self::Activity => MAX_QUEUED_BYTES / 4,

@@ -1,5 +1,5 @@
-//! The queue of accepted lines that have not yet been written. It is bounded, preserves the order of each log file's
-//! lines, and reuses its buffers.
+//! The queues of accepted lines that have not yet been written, one for each log file. They are bounded, preserve the
+//! order of lines, and reuse their buffers.
 
 use std::path::PathBuf;
 use std::sync::mpsc::SyncSender;
@@ -52,8 +52,9 @@ pub struct Replacement {
     pub reply: SyncSender<std::io::Result<bool>>,
 }
 
+/// The line queues of all log files, and the progress of the writing thread and of flushes.
 #[derive(Default)]
-pub struct RecordQueue {
+pub struct LineQueues {
     /// There are few log files, so a linear search suffices.
     queues: Vec<(LogFile, LineQueue)>,
     bytes: usize,
@@ -75,7 +76,7 @@ pub struct RecordQueue {
     pub failed_syncs: u64,
 }
 
-impl RecordQueue {
+impl LineQueues {
     /// Queues a line. Returns whether the thread must be woken.
     ///
     /// # Errors

@@ -116,7 +116,7 @@ fn rejected_lines_are_counted_and_reported_as_a_gap() {
         accepted as usize * 10_000 <= MAX_QUEUED_BYTES / 4
             && records.unwritten_bytes() <= MAX_QUEUED_BYTES / 4
     );
-    // Billed records still have room.
+    // Interactions and usage still have room.
     let day: Date = "2026-11-22".parse().unwrap();
     records.append(LogFile::Interactions(day), &json!({"n": 1})).unwrap();
     records.append(LogFile::Usage, &json!({"n": 1})).unwrap();

@@ -28,7 +28,7 @@ pub const FAILPOINTS: &[&str] =
 
 #[derive(Debug, thiserror::Error)]
 enum DatabaseDrillError {
-    #[error("the snapshot {key} is unusable: {why}")]
+    #[error("{key} is not usable: {why}")]
     Damaged { key: String, why: String },
     #[error("the object store could not be read")]
     Store(#[source] StoreError),

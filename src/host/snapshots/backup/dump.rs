@@ -160,7 +160,7 @@ async fn dump_to_sink(
     snapshot: &str,
     sink: &mut impl Sink,
 ) -> Result<VerifiedDump, DumpError> {
-    let start = |source| DumpCheckError::Start { tool: "pg_dump", source };
+    let start_error = |source| DumpCheckError::Start { tool: "pg_dump", source };
     let BackupSettings { tools, server, .. } = settings;
     let compression = tools.choose_compression(settings.compression).await;
     if compression != settings.compression {
@@ -170,7 +170,7 @@ async fn dump_to_sink(
         );
     }
     let mut dump = tools.dump(server, snapshot, compression);
-    let mut dump = dump.stdout(std::process::Stdio::piped()).spawn().map_err(start)?;
+    let mut dump = dump.stdout(std::process::Stdio::piped()).spawn().map_err(start_error)?;
     let reader = DumpCheck::start(tools)?;
     let stdout = dump.stdout.take().ok_or(DumpError::NoOutput)?;
     postgres_tools::enlarge_pipe(&stdout);

@@ -208,7 +208,7 @@ pub async fn attempt(
                 key = progress.key,
                 size = record.size_bytes,
                 ms = record.duration_ms,
-                "backed up"
+                "backed up the database"
             );
             Ok(())
         }
@@ -310,7 +310,7 @@ fn keep_publishable(progress: &mut RunProgress, latest: Option<&SnapshotRef>) ->
     progress.unpublished.is_some()
 }
 
-/// Makes the stored snapshot the latest. Then removes the record of a held-back snapshot, and drops old databases.
+/// Makes the stored snapshot the latest. Then removes the record of a held-back snapshot, and drops replaced databases.
 async fn publish(settings: &BackupSettings, progress: &mut RunProgress) -> Result<(), BackupError> {
     progress.enter(Stage::Pointer);
     if let Some(stored) = &progress.unpublished {
@@ -324,13 +324,13 @@ async fn publish(settings: &BackupSettings, progress: &mut RunProgress) -> Resul
     HeldSnapshot::clear(&settings.layout)?;
 
     progress.enter(Stage::Done);
-    old_databases::drop_old_databases(&settings.server, settings.layout.root()).await;
+    old_databases::drop_replaced_databases(&settings.server, settings.layout.root()).await;
     failpoint::trigger("backup.cleaned")?;
     Ok(())
 }
 
-/// Refuses a database other than the one that the marker names: its snapshot would replace the owner's. Adopts the
-/// database if the marker names none. Returns the identity of the database.
+/// Refuses a database other than the one that the restore marker names: its snapshot would replace the owner's. Adopts
+/// the database if the marker names none. Returns the identity of the database.
 async fn check_database(settings: &BackupSettings) -> Result<Option<DatabaseIdentity>, BackupError> {
     let client = settings.server.connect(settings.server.database(), "svc-db-backup").await?;
     Ok(database_identity::check_or_adopt(&settings.layout, &client).await?)

@@ -48,7 +48,7 @@ impl ReplacedDatabase {
 /// Drops the replaced databases that are expired or empty and, while space is short, the oldest of the others. After an
 /// error (for example, because a database has open sessions) or a timeout, the next backup tries again. Neither fails
 /// the backup.
-pub async fn drop_old_databases(server: &PostgresServer, disk: &Path) {
+pub async fn drop_replaced_databases(server: &PostgresServer, disk: &Path) {
     match tokio::time::timeout(PASS_TIMEOUT, try_drop(server, disk)).await {
         Ok(Ok(())) => {}
         Ok(Err(error)) => {

@@ -1,4 +1,4 @@
-//! The record of a run: a line of `backup.jsonl`, and `last-backup.json` for the heartbeat and the gateway.
+//! The record of a run: a line of `backup.jsonl`. `last-backup.json` holds the last run's record.
 
 use jiff::Timestamp;
 use serde::Serialize;

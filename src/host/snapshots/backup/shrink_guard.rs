@@ -90,7 +90,7 @@ fn read_uptime() -> Duration {
 }
 
 /// Returns whether the previous snapshot is of the current database. A database that was restored, imported or adopted
-/// in between may legitimately be smaller, or empty.
+/// in between may legitimately be smaller, or empty. If an identity is unknown, the databases count as the same.
 pub fn is_same_database(previous: Option<&DatabaseIdentity>, current: Option<&DatabaseIdentity>) -> bool {
     match (previous, current) {
         (Some(previous), Some(current)) => previous.restore_id == current.restore_id,

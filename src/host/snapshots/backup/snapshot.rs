@@ -18,7 +18,7 @@ use svc_store::snapshot::{DatabaseFacts, DatabaseGrant, DatabaseSetting, TableCo
 
 const MAX_ATTEMPTS: u32 = 3;
 /// Maximum number of tables that one statement locks.
-const TABLES_PER_LOCK: usize = 200;
+const MAX_TABLES_PER_LOCK: usize = 200;
 /// Maximum wait for a table lock, in seconds.
 const LOCK_TIMEOUT_SECONDS: u32 = 60;
 
@@ -95,7 +95,7 @@ impl Snapshot {
             .await?;
         let size: i64 = row.try_get(2)?;
         let tables = row_counts::list_tables(&client).await?;
-        for chunk in tables.chunks(TABLES_PER_LOCK) {
+        for chunk in tables.chunks(MAX_TABLES_PER_LOCK) {
             client
                 .batch_execute(&format!("LOCK TABLE ONLY {} IN ACCESS SHARE MODE", chunk.join(", ONLY ")))
                 .await?;

@@ -22,7 +22,7 @@ pub enum VerifyObjectError {
     Missing { key: String },
     #[error("{key} has {found} bytes instead of {expected}")]
     WrongSize { key: String, expected: u64, found: u64 },
-    #[error("the SHA-256 of {key} differs from its sidecar")]
+    #[error("the SHA-256 of {key} differs from the one in its sidecar")]
     WrongDigest { key: String },
     #[error(transparent)]
     Reader(#[from] DumpCheckError),

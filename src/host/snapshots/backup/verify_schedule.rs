@@ -10,7 +10,7 @@ const DAY: SignedDuration = SignedDuration::from_hours(24);
 /// so the next run starts less than 24 hours after it.
 const MIN_READ_INTERVAL: SignedDuration = SignedDuration::from_hours(12);
 /// Maximum number of daily shares per run, to catch up after days without a run.
-const MAX_CATCH_UP_DAYS: usize = 3;
+const MAX_SHARES_PER_RUN: usize = 3;
 
 /// A snapshot and when it was last read in full, by its backup or by a later check.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -51,7 +51,7 @@ pub fn select_today(mut snapshots: Vec<LastRead>, now: Timestamp, within_days: u
     snapshots.sort_by(|a, b| (a.tried_at, &a.key).cmp(&(b.tried_at, &b.key)));
     let overdue_before = now - DAY * i32::try_from(within_days.max(1)).unwrap_or(i32::MAX);
     let overdue = snapshots.iter().filter(|snapshot| snapshot.read_at <= overdue_before).count();
-    let count = daily_share.max(overdue).min(daily_share.saturating_mul(MAX_CATCH_UP_DAYS));
+    let count = daily_share.max(overdue).min(daily_share.saturating_mul(MAX_SHARES_PER_RUN));
     let read_before = now - MIN_READ_INTERVAL;
     let candidates = snapshots.into_iter().filter(|snapshot| snapshot.read_at <= read_before);
     candidates.take(count).map(|snapshot| snapshot.key).collect()
@@ -93,7 +93,7 @@ mod tests {
             let taken: Vec<_> = (0..count).map(|n| (format!("{n:03}"), start)).collect();
             let now = start + DAY * idle_days;
             let today = select_today(list_last_reads(&taken, &BTreeMap::new(), &BTreeMap::new(), now), now, within);
-            prop_assert!(today.len() <= count.div_ceil(within as usize) * MAX_CATCH_UP_DAYS);
+            prop_assert!(today.len() <= count.div_ceil(within as usize) * MAX_SHARES_PER_RUN);
             prop_assert_eq!(today.is_empty(), idle_days < 1);
         }
     }

@@ -52,7 +52,7 @@ pub const FAILPOINTS: &[&str] = &[
 enum RestoreError {
     #[error("there is no snapshot, and SVC_RESTORE_MODE does not allow an empty start")]
     Absent,
-    #[error("the snapshot {key} is unusable: {why}")]
+    #[error("{key} is not usable: {why}")]
     Damaged { key: String, why: String },
     #[error(
         "the database {database} contains the owner's rows (in {table}), but no marker shows that it was \
@@ -157,7 +157,7 @@ pub async fn open(
 
 /// Adopts the existing database as this machine's, and writes the marker for it.
 pub async fn adopt(_lock: &Lock, settings: &RestoreSettings) -> Result<(), Failure> {
-    set_marker(settings, None).await.map_err(|error| Failure::new(error.exit(), error))
+    adopt_and_write_marker(settings, None).await.map_err(|error| Failure::new(error.exit(), error))
 }
 
 /// Finishes or undoes a swap that was interrupted while the gate was open, such as an import's. Does nothing if there
@@ -175,7 +175,7 @@ async fn finish_or_undo_swap(settings: &RestoreSettings) -> Result<(), RestoreEr
         staging::find_oid(&client, database).await.map_err(SwapError::from)? == Some(journal.scratch_oid);
     swap::open_databases(&client, database).await?;
     if was_swapped {
-        set_marker(settings, Some(&journal.key)).await?;
+        adopt_and_write_marker(settings, Some(&journal.key)).await?;
         request_backup(&settings.layout)?;
         tracing::warn!(key = journal.key, "finished an interrupted swap of databases");
     } else {
@@ -205,7 +205,7 @@ async fn restore(
                 OpenedWith::EmptyDatabase
             }
         };
-        set_marker(settings, None).await?;
+        adopt_and_write_marker(settings, None).await?;
         return Ok(opened_with);
     };
     failpoint::trigger("restore.named")?;
@@ -242,7 +242,7 @@ async fn restore(
     if chosen.is_some() {
         request_backup(&settings.layout)?;
     }
-    set_marker(settings, Some(&snapshot.key)).await?;
+    adopt_and_write_marker(settings, Some(&snapshot.key)).await?;
     remove_temporary_data(settings);
     tracing::info!(key = snapshot.key, "restored");
     Ok(OpenedWith::Snapshot(snapshot.key))
@@ -308,7 +308,7 @@ async fn wait_to_retry(backoff: &mut Backoff, error: StoreError) -> Result<(), R
     if !error.is_transient() {
         return Err(RestoreError::Store(error));
     }
-    tracing::warn!(error = %svc_http::problem::format_chain(&error), "the object store does not respond");
+    tracing::warn!(error = %format_chain(&error), "the object store does not respond");
     backoff.pause().await.map_err(|_| RestoreError::Store(error))
 }
 
@@ -376,7 +376,10 @@ async fn assign_restore_id(settings: &RestoreSettings, loaded: &ScratchDatabase)
 }
 
 /// Adopts the existing database and writes the marker for it.
-async fn set_marker(settings: &RestoreSettings, snapshot: Option<&str>) -> Result<(), RestoreError> {
+async fn adopt_and_write_marker(
+    settings: &RestoreSettings,
+    snapshot: Option<&str>,
+) -> Result<(), RestoreError> {
     let client = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE_DATABASE).await?;
     let identity = database_identity::adopt(&client, settings.context.server.database()).await?;
     fsx::remove_leftover_temp(&fsx::resolve_link(&settings.layout.restore_complete()))?;

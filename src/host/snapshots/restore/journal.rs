@@ -36,8 +36,8 @@ impl Journal {
         path(layout).exists()
     }
 
-    /// Returns `None` if there is no journal, or if it does not parse. In the second case, the swap has not begun, because it
-    /// begins only after the journal has been written completely.
+    /// Returns `None` if there is no journal, or if it does not parse. In the second case, the swap has not begun,
+    /// because it begins only after the journal has been written completely.
     ///
     /// # Errors
     /// [`FileError`] if the file exists and cannot be read.

@@ -10,6 +10,7 @@ use crate::system::postgres;
 use crate::system::postgres::{ConnectError, PostgresServer, quote_ident};
 use svc_base::applet::Exit;
 use svc_base::failpoint::{self, InjectedFailure};
+use svc_base::quantity::pluralize;
 use svc_http::problem::format_chain;
 
 /// How long to wait for terminated sessions to end.
@@ -22,7 +23,10 @@ pub enum SwapError {
     Connect(#[from] ConnectError),
     #[error("cannot inspect or swap the databases")]
     Query(#[from] Error),
-    #[error("{sessions} sessions of the database {database} did not end in time")]
+    #[error(
+        "{} of the database {database} did not end in time",
+        pluralize(sessions.unsigned_abs(), "session")
+    )]
     InUse { database: String, sessions: i64 },
     #[error(transparent)]
     Injected(#[from] InjectedFailure),

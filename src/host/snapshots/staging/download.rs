@@ -23,7 +23,7 @@ use svc_store::snapshot::Sidecar;
 pub const FREE_SPACE_MARGIN_BYTES: u64 = 64 << 20;
 /// Assumed ratio of the database's size to the compressed dump's, if the sidecar does not state the database's size.
 const DEFAULT_EXPANSION_FACTOR: u64 = 6;
-const FETCH_PHASE: &str = "fetching the snapshot";
+const DOWNLOAD_PHASE: &str = "downloading the snapshot";
 
 /// Why there is no dump to load.
 #[derive(Debug, thiserror::Error)]
@@ -116,8 +116,8 @@ fn plan_streaming(
         return Err(DownloadError::NoSpace { path: dir.to_owned(), needed, free });
     }
     tracing::warn!(
-        free,
-        dump = snapshot.size_bytes,
+        free_bytes = free,
+        dump_bytes = snapshot.size_bytes,
         "the dump does not fit on disk alongside the database: streaming it from the object store"
     );
     Ok(Dump::InStore(Box::new(snapshot.clone())))
@@ -130,7 +130,7 @@ async fn download_rest(
     partial: &mut PartialFile,
     backoff: &mut Backoff,
 ) -> Result<(), DownloadError> {
-    context.progress.start_bytes_phase(FETCH_PHASE, Some(snapshot.size_bytes));
+    context.progress.start_bytes_phase(DOWNLOAD_PHASE, Some(snapshot.size_bytes));
     while partial.length() < snapshot.size_bytes {
         let previous_length = partial.length();
         match resume_download(context, snapshot, partial).await {
@@ -172,7 +172,7 @@ async fn resume_download(
     while let Some(chunk) = stream.next().await {
         let chunk = chunk.map_err(failed)?;
         tokio::task::block_in_place(|| partial.append(&chunk))?;
-        context.progress.report_bytes(FETCH_PHASE, partial.length(), Some(snapshot.size_bytes));
+        context.progress.report_bytes(DOWNLOAD_PHASE, partial.length(), Some(snapshot.size_bytes));
         failpoint::trigger("restore.downloading")?;
         if partial.length() > snapshot.size_bytes {
             return Err(DownloadError::WrongSize {
@@ -206,7 +206,7 @@ pub fn ensure_space_for_snapshot(
 /// # Errors
 /// [`DownloadError::NoSpace`] if there is less; [`DownloadError::File`] if the free space cannot be read.
 pub fn ensure_free_space(dir: &Path, needed: u64) -> Result<(), DownloadError> {
-    let free = fs4::available_space(dir).map_err(FileError::wrap("read free space of", dir))?;
+    let free = fs4::available_space(dir).map_err(FileError::wrap("read the free space of", dir))?;
     if free < needed {
         return Err(DownloadError::NoSpace { path: dir.to_owned(), needed, free });
     }

@@ -12,8 +12,9 @@ use svc_base::failpoint::InjectedFailure;
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
     #[error(
-        "{key} was taken with PostgreSQL {snapshot}, but this machine has PostgreSQL {server}, which cannot load it\n  next: \
-         recover with an image that has PostgreSQL {snapshot}, or restore an earlier snapshot with `svcctl recover USER --snapshot KEY`"
+        "{key} was taken with PostgreSQL {snapshot}, but this machine has PostgreSQL {server}, which \
+         cannot load it\n  next: recover with an image that has PostgreSQL {snapshot}, or restore an earlier \
+         snapshot with `svcctl recover USER --snapshot KEY`"
     )]
     NewerPostgres { key: String, snapshot: u32, server: i32 },
     #[error(transparent)]

@@ -134,7 +134,7 @@ async fn load(context: &RestoreContext, dump: &Dump, database: &str) -> Result<(
 }
 
 async fn load_file(context: &RestoreContext, dump: &Path, database: &str) -> Result<(), LoadError> {
-    run_restore(context.tools.load(&context.server, database, dump).map_err(LoadError::Start)?).await
+    run_pg_restore(context.tools.load(&context.server, database, dump).map_err(LoadError::Start)?).await
 }
 
 /// Runs `pg_restore` to completion.
@@ -142,7 +142,7 @@ async fn load_file(context: &RestoreContext, dump: &Path, database: &str) -> Res
 /// # Errors
 /// [`LoadError::Start`] if the tool cannot be run, [`LoadError::TimedOut`] after `LOAD_TIMEOUT`, or
 /// [`LoadError::Restore`], with the tool's error output, if the tool fails.
-pub async fn run_restore(mut command: tokio::process::Command) -> Result<(), LoadError> {
+pub async fn run_pg_restore(mut command: tokio::process::Command) -> Result<(), LoadError> {
     let mut child = command.spawn().map_err(LoadError::Start)?;
     let stderr = postgres_tools::read_stderr_tail(child.stderr.take());
     let result = tokio::time::timeout(LOAD_TIMEOUT, async { tokio::join!(child.wait(), stderr) }).await;

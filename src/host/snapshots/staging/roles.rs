@@ -107,10 +107,10 @@ impl RoleSetup<'_> {
                 .await?;
         }
         if role.superuser {
-            self.not_restored.push(format!("the role {} is not a SUPERUSER here", role.name));
+            self.not_restored.push(format!("the SUPERUSER attribute of the role {}", role.name));
         }
         if role.login && !role.name.starts_with(APP_PREFIX) {
-            self.not_restored.push(format!("the role {} has no LOGIN and no password here", role.name));
+            self.not_restored.push(format!("the LOGIN attribute and the password of the role {}", role.name));
         }
         Ok(())
     }

@@ -61,7 +61,7 @@ fn try_unpack(bytes: &[u8]) -> (tempfile::TempDir, Result<(), UnpackError>) {
 }
 
 #[test]
-fn unpack_restores_bundle() {
+fn unpack_extracts_bundle() {
     let mut program = file("./bin/svc", b"program");
     program.mode = 0o755;
     let entries = [

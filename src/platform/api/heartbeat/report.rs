@@ -128,12 +128,12 @@ fn read_trusted_keys(fields: &mut Fields) -> Option<TrustedKeyIds> {
 /// Reads the certificate that the host presents.
 fn read_certificate(fields: &mut Fields) -> Option<HostCertificate> {
     let mut inner = fields.optional_nested("certificate")?;
-    let host_name = inner.host_text("hostName");
+    let host_name = inner.optional_host_text("hostName");
     let source: Option<CertificateSource> = inner.required("source");
     let (issued_at, expires_at) = (inner.required_time("issuedAt"), inner.required_time("expiresAt"));
     let is_trusted = inner.boolean("isTrusted").unwrap_or(false);
-    let error = inner.host_text("error");
-    let next_attempt_at = inner.time("nextAttemptAt").map(Into::into);
+    let error = inner.optional_host_text("error");
+    let next_attempt_at = inner.optional_time("nextAttemptAt").map(Into::into);
     fields.close(inner);
     Some(HostCertificate {
         host_name,
@@ -150,16 +150,16 @@ fn read_certificate(fields: &mut Fields) -> Option<HostCertificate> {
 fn read_files(fields: &mut Fields) -> Option<FileBackupReport> {
     let mut inner = fields.optional_nested("files")?;
     let report = FileBackupReport {
-        saved_until: inner.time("savedUntil").map(Into::into),
-        changed_since: inner.time("changedSince").map(Into::into),
+        saved_until: inner.optional_time("savedUntil").map(Into::into),
+        changed_since: inner.optional_time("changedSince").map(Into::into),
         pending_bytes: inner.optional_number("pendingBytes"),
         files: inner.required_number("files").unwrap_or(0),
         bytes: inner.required_number("bytes").unwrap_or(0),
-        restored_as_of: inner.time("restoredAsOf").map(Into::into),
-        error: inner.host_text("error"),
-        verified_at: inner.time("verifiedAt").map(Into::into),
-        drilled_at: inner.time("drilledAt").map(Into::into),
-        damage: inner.host_text("damage"),
+        restored_as_of: inner.optional_time("restoredAsOf").map(Into::into),
+        error: inner.optional_host_text("error"),
+        verified_at: inner.optional_time("verifiedAt").map(Into::into),
+        drilled_at: inner.optional_time("drilledAt").map(Into::into),
+        damage: inner.optional_host_text("damage"),
     };
     fields.close(inner);
     Some(report)
@@ -174,7 +174,7 @@ fn read_registration(fields: &mut Fields) -> Option<HostRegistration> {
 }
 
 fn read_health(fields: &mut Fields) -> Option<ComponentHealth> {
-    let mut inner = fields.nested("health")?;
+    let mut inner = fields.required_nested("health")?;
     let gateway: Option<ComponentStatus> = inner.required("gateway");
     let database: Option<ComponentStatus> = inner.required("database");
     let code: Option<ComponentStatus> = inner.optional("code");
@@ -194,10 +194,10 @@ fn read_disk(fields: &mut Fields) -> Option<Disk> {
 fn read_last_backup(fields: &mut Fields) -> Option<(LastBackup, Option<Timestamp>)> {
     let mut inner = fields.optional_nested("lastBackup")?;
     let status: Option<Outcome> = inner.required("status");
-    let key = inner.host_text("key");
-    let (began_at, taken_at) = (inner.time("beganAt"), inner.time("takenAt"));
+    let key = inner.optional_host_text("key");
+    let (began_at, taken_at) = (inner.optional_time("beganAt"), inner.optional_time("takenAt"));
     let size_bytes = inner.optional_number("sizeBytes");
-    let error = inner.host_text("error");
+    let error = inner.optional_host_text("error");
     fields.close(inner);
     let status = status?;
     let report = LastBackup {
@@ -216,7 +216,7 @@ fn read_last_update(fields: &mut Fields) -> Option<LastUpdate> {
     let version: Option<ImageVersion> = inner.required("version");
     let outcome: Option<UpdateOutcome> = inner.required("outcome");
     let stage: Option<String> = inner.required("stage");
-    let error = inner.host_text("error");
+    let error = inner.optional_host_text("error");
     let at = inner.required_time("at");
     fields.close(inner);
     Some(LastUpdate {
@@ -241,10 +241,10 @@ fn read_check(checks: &mut Fields, kind: &str) -> Option<SnapshotCheck> {
     let mut inner = checks.optional_nested(kind)?;
     let status: Option<Outcome> = inner.required("status");
     let at = inner.required_time("at");
-    let key = inner.host_text("key");
+    let key = inner.optional_host_text("key");
     let damaged = inner.strings("damaged", MAX_DAMAGED_KEYS);
     let damaged: Vec<String> = damaged.iter().map(|key| untrusted_text::truncate_printable(key)).collect();
-    let error = inner.host_text("error");
+    let error = inner.optional_host_text("error");
     checks.close(inner);
     Some(SnapshotCheck { status: status?.into(), at: at?.into(), key, damaged, error })
 }

@@ -125,8 +125,8 @@ impl fmt::Display for ReportedFiles {
 }
 
 /// Finds the newest copy of a slot's data. The pointer names the database's snapshot; if the pointer is unreadable, the
-/// newest backup time reported by the slot's hosts is used instead. The state of the files comes from the machine's last
-/// heartbeat.
+/// newest backup time reported by the slot's hosts is used instead. The state of the files comes from the machine's
+/// last heartbeat.
 pub async fn find_newest_copy(leased: &LeasedOperation<'_>, machine: &MachineRow) -> NewestCopy {
     let files = ReportedFiles::from_machine(machine);
     NewestCopy { snapshot: find_newest_snapshot(leased, machine).await, files }

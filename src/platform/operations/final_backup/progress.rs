@@ -88,7 +88,7 @@ impl FinalBackupProgress {
     }
 
     /// Returns the delay before the next call to a host that is stopping its writers or taking its backup.
-    pub fn next_poll(&self, now: Timestamp) -> Duration {
+    pub fn next_poll_delay(&self, now: Timestamp) -> Duration {
         poll_interval(now.duration_since(self.started_at.unwrap_or(now)), MAX_POLL_INTERVAL)
     }
 
@@ -171,13 +171,15 @@ impl FinalBackupProgress {
         self.stopping_since.is_some_and(|since| now.duration_since(since) >= limit)
     }
 
-    /// Returns whether the time limit for a final backup has passed. The host's reports do not extend it.
+    /// Returns whether the time limit for a final backup has passed since `started_at`, which is set to `now` if it is
+    /// not set. The host's reports do not extend the limit.
     pub fn check_overdue(&mut self, leased: &LeasedOperation<'_>, now: Timestamp) -> bool {
         let since = *self.started_at.get_or_insert(now);
         now.duration_since(since) >= signed_duration(leased.platform.config.timing.final_backup_limit)
     }
 
-    /// Returns whether there has been no progress for the stall timeout.
+    /// Returns whether there has been no progress for the stall timeout since `progress_at`, which is set to `now` if
+    /// it is not set.
     pub fn check_stalled(&mut self, leased: &LeasedOperation<'_>, now: Timestamp) -> bool {
         let since = *self.progress_at.get_or_insert(now);
         now.duration_since(since) >= signed_duration(leased.platform.config.timing.final_backup_stall_timeout)

@@ -53,7 +53,7 @@ impl HaProxy {
         let combined = server_dir.join("front.pem");
         fs::write(&combined, fs::read_to_string(&pem.cert)? + &fs::read_to_string(&pem.key)?)?;
         let address = SocketAddr::from(([127, 0, 0, 1], net::free_port()?));
-        let ca = upstreams.trusted.display();
+        let ca = upstreams.trusted_cert.display();
         let backend = |name: &str, target: SocketAddr| {
             format!(
                 "backend {name}\n  http-reuse always\n  server one {target} ssl verify required ca-file {ca} \

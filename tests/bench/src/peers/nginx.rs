@@ -56,7 +56,7 @@ pub struct Upstreams<'a> {
     pub upstream: SocketAddr,
     /// The target for upgrades.
     pub websocket: SocketAddr,
-    pub trusted: &'a Path,
+    pub trusted_cert: &'a Path,
 }
 
 impl Nginx {
@@ -86,7 +86,7 @@ impl Nginx {
             "proxy_http_version 1.1; proxy_set_header Host $host; proxy_set_header Cookie \"\"; \
              proxy_ssl_verify on; proxy_ssl_trusted_certificate {}; proxy_ssl_name localhost; \
              proxy_ssl_protocols TLSv1.2 TLSv1.3; proxy_max_temp_file_size 0; proxy_request_buffering off;",
-            upstreams.trusted.display()
+            upstreams.trusted_cert.display()
         );
         writeln!(
             locations,

@@ -13,15 +13,15 @@ pub fn measure_tps(server: &PgServer, database: &str, sql: &str, clients: u32, s
     let dir = tempfile::tempdir()?;
     let script = dir.path().join("statement.sql");
     fs::write(&script, format!("{sql}\n"))?;
-    let mut command = server.binaries().client("pgbench");
+    let mut command = server.binaries().client_command("pgbench");
     command.env("PGPASSWORD", server.password());
     command.args(["--host", "127.0.0.1", "--port", &server.port().to_string(), "--username", "postgres"]);
     command.args(["--protocol", "prepared", "--no-vacuum", "--client", &clients.to_string()]);
     command.args(["--jobs", "1", "--time", &seconds.to_string(), "--file"]).arg(&script).arg(database);
-    tps(&child::run(command, Duration::from_secs(u64::from(seconds) + 30))?)
+    parse_tps(&child::run(command, Duration::from_secs(u64::from(seconds) + 30))?)
 }
 
-fn tps(output: &str) -> Result<f64> {
+fn parse_tps(output: &str) -> Result<f64> {
     let line = output.lines().find_map(|line| line.strip_prefix("tps = "));
     let number = line.and_then(|line| line.split_whitespace().next());
     number
@@ -36,7 +36,7 @@ mod tests {
     fn tps_is_parsed_from_output() {
         let output = "number of failed transactions: 0 (0.000%)\ninitial connection time = 9.1 ms\n\
             tps = 13835.250000 (without initial connection time)\n";
-        assert_eq!(super::tps(output).expect("the output has a tps line"), 13835.25);
-        assert!(super::tps("pgbench: error: connection refused").is_err());
+        assert_eq!(super::parse_tps(output).expect("the output has a tps line"), 13835.25);
+        assert!(super::parse_tps("pgbench: error: connection refused").is_err());
     }
 }

@@ -37,9 +37,9 @@ impl Rclone {
         Ok(rclone)
     }
 
-    /// Returns `rclone sync FROM TO`, in which `:s3:` is the store. Checksums are ignored, because the store's ETags
-    /// are not MD5 hashes.
-    pub fn sync(&self, store: &S3Server, from: &str, to: &str) -> Command {
+    /// Returns the command `rclone sync FROM TO`, in which `:s3:` is the store. Checksums are ignored, because the
+    /// store's ETags are not MD5 hashes.
+    pub fn sync_command(&self, store: &S3Server, from: &str, to: &str) -> Command {
         let mut command = Command::new(&self.program);
         command
             .args([

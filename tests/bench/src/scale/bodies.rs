@@ -21,21 +21,21 @@ const TIMEOUT: Duration = Duration::from_secs(120);
 pub async fn measure(round: &Round<'_>, tally: &mut Tally) -> Result<()> {
     let machine = round.new_machine("bodies").await?;
     machine.install_app("large", &json!({}))?;
-    let file = std::fs::File::create(machine.app_output("large")?.join("file.bin"))?;
+    let file = std::fs::File::create(machine.create_output_dir("large")?.join("file.bin"))?;
     file.set_len(BODY_BYTES)?;
-    upstream::serve(&machine.owner_socket("shell.sock")?)?;
+    upstream::serve(&machine.owner_socket_path("shell.sock")?)?;
     let gateway = machine.start(&round.options.svc)?;
     gateway.wait_until_ready(&machine, 1).await?;
     let client = client()?;
     // The first request opens the connection that later ones reuse.
     let warm_up = client.get(format!("https://{}/apps/large/", gateway.address));
-    warm_up.header("x-svc-proof", machine.proof()).send().await?;
+    warm_up.header("x-svc-proof", machine.sign_proof()).send().await?;
 
     let pid = gateway.process.pid();
     reset_peak_memory(pid)?;
     let (before, started) = (memory_mib(pid)?, Instant::now());
     let url = format!("https://{}/apps/large/file.bin", gateway.address);
-    let request = client.get(url).header("x-svc-proof", machine.proof()).timeout(TIMEOUT);
+    let request = client.get(url).header("x-svc-proof", machine.sign_proof()).timeout(TIMEOUT);
     let mut response = request.send().await?.error_for_status()?;
     let mut received = 0;
     while let Some(chunk) = response.chunk().await? {
@@ -50,7 +50,7 @@ pub async fn measure(round: &Round<'_>, tally: &mut Tally) -> Result<()> {
     let body = vec![0_u8; CHUNK_BYTES];
     let chunks = (0..BODY_BYTES / CHUNK_BYTES as u64).map(move |_| Ok::<_, std::io::Error>(body.clone()));
     let request = client.post(format!("https://{}/upload", gateway.address));
-    let request = request.header("x-svc-proof", machine.proof()).header("content-length", BODY_BYTES);
+    let request = request.header("x-svc-proof", machine.sign_proof()).header("content-length", BODY_BYTES);
     let body = reqwest::Body::wrap_stream(futures_util::stream::iter(chunks));
     let response = request.timeout(TIMEOUT).body(body).send().await?;
     ensure!(

@@ -1,4 +1,4 @@
-//! Ten thousand event streams, and almost as many WebSockets to the shell.
+//! Benchmarks ten thousand event streams, and almost as many WebSockets to the shell.
 
 use std::time::{Duration, Instant};
 
@@ -46,7 +46,7 @@ pub async fn measure_streams(round: &Round<'_>, tally: &mut Tally) -> Result<()>
     let (events, mut received) = mpsc::unbounded_channel();
     let mut streams = open_streams(&gateway, &machine, &events).await?;
     tokio::time::sleep(SETTLE_DELAY).await;
-    add(tally, STREAM_MEMORY, memory_per_listener(&gateway, memory_before, STREAMS)?);
+    add(tally, STREAM_MEMORY, memory_kib_per_listener(&gateway, memory_before, STREAMS)?);
 
     let cpu_before = cpu_time(gateway.process.pid())?;
     tokio::time::sleep(IDLE_PERIOD).await;
@@ -75,7 +75,7 @@ pub async fn measure_streams(round: &Round<'_>, tally: &mut Tally) -> Result<()>
 }
 
 /// Returns the growth of the gateway's memory per listener, in KiB.
-fn memory_per_listener(gateway: &Gateway, before_mib: f64, listeners: usize) -> Result<f64> {
+fn memory_kib_per_listener(gateway: &Gateway, before_mib: f64, listeners: usize) -> Result<f64> {
     Ok((memory_mib(gateway.process.pid())? - before_mib) * 1024.0 / listeners as f64)
 }
 
@@ -87,7 +87,7 @@ async fn open_streams(
 ) -> Result<JoinSet<()>> {
     let (client, mut streams) = (client()?, JoinSet::new());
     for first in (0..STREAMS).step_by(MAX_CONCURRENT_OPENS) {
-        let proof = machine.proof();
+        let proof = machine.sign_proof();
         let mut opening = JoinSet::new();
         for number in first..STREAMS.min(first + MAX_CONCURRENT_OPENS) {
             let url = format!("https://{}/api/bridge/changes?app=app{}", gateway.address, number % APPS);
@@ -120,13 +120,13 @@ fn contains(chunk: &[u8], text: &[u8]) -> bool {
 
 pub async fn measure_sockets(round: &Round<'_>, tally: &mut Tally) -> Result<()> {
     let machine = round.new_machine("sockets").await?;
-    upstream::serve(&machine.owner_socket("shell.sock")?)?;
+    upstream::serve(&machine.owner_socket_path("shell.sock")?)?;
     let gateway = machine.start(&round.options.svc)?;
     gateway.wait_until_ready(&machine, 0).await?;
     let memory_before = memory_mib(gateway.process.pid())?;
     let mut sockets = open_sockets(&gateway, &machine).await?;
     tokio::time::sleep(SETTLE_DELAY).await;
-    add(tally, SOCKET_MEMORY, memory_per_listener(&gateway, memory_before, SOCKETS)?);
+    add(tally, SOCKET_MEMORY, memory_kib_per_listener(&gateway, memory_before, SOCKETS)?);
 
     let (message, mut echo) = (message(), [0; MESSAGE_BYTES + 2]);
     let mut times = Vec::with_capacity(MESSAGES);
@@ -145,7 +145,7 @@ pub async fn measure_sockets(round: &Round<'_>, tally: &mut Tally) -> Result<()>
 async fn open_sockets(gateway: &Gateway, machine: &Machine) -> Result<Vec<reqwest::Upgraded>> {
     let (client, mut sockets) = (client()?, Vec::with_capacity(SOCKETS));
     for first in (0..SOCKETS).step_by(MAX_CONCURRENT_OPENS) {
-        let proof = machine.proof();
+        let proof = machine.sign_proof();
         let mut opening = JoinSet::new();
         for _ in first..SOCKETS.min(first + MAX_CONCURRENT_OPENS) {
             let request = client.get(format!("https://{}/ws", gateway.address)).headers(

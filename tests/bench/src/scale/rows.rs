@@ -1,4 +1,5 @@
-//! A table of ten million rows: a find by index, a page in the middle, and counts, through the bridge and as SQL.
+//! Benchmarks queries on a table of ten million rows: a find by index, a page in the middle, and counts, through the
+//! bridge and as SQL.
 
 use std::time::Instant;
 

@@ -1,4 +1,4 @@
-//! Builds the first-party apps and the shell with `scripts/build-default-apps.mjs`, and checks the result.
+//! Builds the default apps and the shell with `scripts/build-default-apps.mjs`, and checks the result.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn first_party_apps_are_vite_apps_built_into_dist() {
+    fn default_apps_are_vite_apps_built_into_dist() {
         let mut slugs = Vec::new();
         for entry in fs::read_dir(project_dir().join("apps")).unwrap() {
             let dir = entry.unwrap().path();

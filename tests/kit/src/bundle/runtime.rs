@@ -129,7 +129,7 @@ fn install_build_packages() -> Result<()> {
     if missing.is_empty() {
         Ok(())
     } else {
-        apt::install(&missing, "code-server's native modules need packages")
+        apt::install(&missing, "build dependencies of code-server's native modules are missing")
     }
 }
 
@@ -195,7 +195,7 @@ pub fn add_client_tools(parts: &mut Vec<BundlePart>) -> Result<()> {
 /// # Errors
 /// Fails if a file cannot be copied, or if the copied `pg_dump` does not run.
 pub fn copy_client_tools(postgres: &PgBinaries, into: &Path) -> Result<BundlePart> {
-    let install = postgres.dir().parent().context("PostgreSQL's programs are not in an installation")?;
+    let install = postgres.dir().parent().context("the directory of PostgreSQL's programs has no parent")?;
     let (name, package) = (install.file_name(), install.parent());
     let (name, package) = name.zip(package).context("PostgreSQL's programs are not in a package")?;
     let package_name = package.file_name().context("the package's path has no file name")?;

@@ -216,20 +216,26 @@ fn run_doctor(chroot: &Chroot) -> Result<String> {
     chroot.run(&["sh", "-c", "svcctl doctor platform --json 2>&1 || true"])
 }
 
-/// Starts the unit's command, waits until the platform is ready, and stops it with SIGTERM.
+/// Starts the unit's command, checks the running platform, and stops it with SIGTERM.
 async fn run_platform(chroot: &Chroot, url: &str, log: &Path, stack: &Stack) -> Result<()> {
     let unit = fs::read_to_string(chroot.path("usr/lib/systemd/system/svc-platform.service"))?;
     let line = unit.lines().find_map(|line| line.strip_prefix("ExecStart=")).context("no ExecStart")?;
     let args: Vec<&str> = line.split(' ').collect();
     let mut process = chroot.spawn(SERVICE_USER, &args, log)?;
-    let ready = wait_until_ready(chroot, &mut process, url, stack).await;
+    let checked = check_running_platform(chroot, &mut process, url, stack).await;
     let stopped = stop(&mut process);
     child::unregister(process.id());
-    ready.with_context(|| fs::read_to_string(log).unwrap_or_default())?;
+    checked.with_context(|| fs::read_to_string(log).unwrap_or_default())?;
     stopped.with_context(|| fs::read_to_string(log).unwrap_or_default())
 }
 
-async fn wait_until_ready(chroot: &Chroot, process: &mut Child, url: &str, stack: &Stack) -> Result<()> {
+/// Waits until the platform is ready, and checks its environment, its user, its probe and `svcctl doctor`'s report.
+async fn check_running_platform(
+    chroot: &Chroot,
+    process: &mut Child,
+    url: &str,
+    stack: &Stack,
+) -> Result<()> {
     let client = reqwest::Client::builder().timeout(Duration::from_secs(5)).no_proxy().build()?;
     let deadline = Instant::now() + START_TIMEOUT;
     let body = loop {
@@ -320,7 +326,7 @@ fn check_host_package(chroot: &Chroot, packages: &[PathBuf; 2]) -> Result<()> {
     for path in owner_files {
         ensure!(
             fs::read_to_string(chroot.path(path))? == "the owner's",
-            "/{path} was deleted with the package"
+            "/{path} was changed by the upgrade or the purge"
         );
     }
     check_removed(chroot, "svc-host")

@@ -1,4 +1,5 @@
-//! The bill of materials, CycloneDX 1.5: crates that are linked into the binary, Rust's standard library, and glibc.
+//! The software bill of materials (SBOM), CycloneDX 1.5: the crates linked into the binary, Rust's standard library,
+//! and glibc.
 //!
 //! cargo-cyclonedx is not used: it includes the features of the whole workspace, writes a new serial number and time on
 //! each run, and omits the statically linked C library.

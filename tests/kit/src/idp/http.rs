@@ -64,7 +64,7 @@ async fn mint_by_query(
     Query(query): Query<MintQuery>,
 ) -> Result<String, (StatusCode, &'static str)> {
     let mut options = MintOptions { azp: query.azp, ..MintOptions::default() };
-    options.ttl = query.ttl.unwrap_or(options.ttl);
+    options.ttl_seconds = query.ttl.unwrap_or(options.ttl_seconds);
     options.aud = query.aud.map(Value::from).or(options.aud);
     if let Some(name) = query.alg {
         options.alg =

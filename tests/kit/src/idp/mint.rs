@@ -12,9 +12,9 @@ use super::keys::{Alg, KeySet};
 #[derive(Clone, Debug)]
 pub struct MintOptions {
     /// Seconds from now to `exp`; negative for an expired token.
-    pub ttl: i64,
+    pub ttl_seconds: i64,
     /// Seconds from now to `nbf` and `iat`; positive for a token that is not valid yet.
-    pub nbf: i64,
+    pub nbf_offset_seconds: i64,
     /// Overrides the issuer.
     pub iss: Option<String>,
     /// `None` omits `aud`.
@@ -31,8 +31,8 @@ pub struct MintOptions {
 impl Default for MintOptions {
     fn default() -> Self {
         Self {
-            ttl: 300,
-            nbf: -1,
+            ttl_seconds: 300,
+            nbf_offset_seconds: -1,
             iss: None,
             aud: Some(Idp::AUDIENCE.into()),
             azp: None,
@@ -120,9 +120,9 @@ fn build_claims(issuer: &str, sub: &str, options: &MintOptions) -> Value {
         "iss": options.iss.as_deref().unwrap_or(issuer),
         "sub": sub,
         "sid": format!("sess_{}", uuid::Uuid::new_v4().simple()),
-        "iat": now + options.nbf,
-        "nbf": now + options.nbf,
-        "exp": now + options.ttl,
+        "iat": now + options.nbf_offset_seconds,
+        "nbf": now + options.nbf_offset_seconds,
+        "exp": now + options.ttl_seconds,
     });
     if let Some(claims) = claims.as_object_mut() {
         let optional = [("aud", options.aud.clone()), ("azp", options.azp.clone().map(Value::from))];

@@ -6,9 +6,9 @@
 //! let idp = Idp::start()?;
 //! let environment = idp.env(); // IDP_ISSUER, IDP_AUDIENCE, IDP_JWKS_URL
 //! let session = idp.mint("user_1", &MintOptions::default());
-//! let expired = idp.mint("user_1", &MintOptions { ttl: -60, ..MintOptions::default() });
+//! let expired = idp.mint("user_1", &MintOptions { ttl_seconds: -60, ..MintOptions::default() });
 //! let forged = idp.mint("user_1", &MintOptions { flaw: Some(Flaw::BadSignature), ..MintOptions::default() });
-//! idp.rotate(kit::idp::OldKeys::Withdrawn); // tokens minted earlier no longer verify
+//! idp.rotate(kit::idp::OldKeys::Withdrawn)?; // tokens minted earlier no longer verify
 //! # Ok(()) }
 //! ```
 //!
@@ -104,7 +104,7 @@ impl Idp {
     }
 
     /// Returns the number of JWKS requests, regardless of their responses.
-    pub fn jwks_fetches(&self) -> usize {
+    pub fn jwks_fetch_count(&self) -> usize {
         self.state.jwks_fetches.load(Ordering::SeqCst)
     }
 

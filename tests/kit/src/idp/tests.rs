@@ -64,7 +64,7 @@ async fn tokens_verify_with_published_keys() -> Result<()> {
         let now = jiff::Timestamp::now().as_second();
         assert!(claims["exp"].as_i64() > Some(now + 290) && claims["nbf"].as_i64() <= Some(now), "{claims}");
     }
-    assert_eq!(idp.jwks_fetches(), 3);
+    assert_eq!(idp.jwks_fetch_count(), 3);
     Ok(())
 }
 
@@ -90,8 +90,8 @@ async fn flawed_tokens_do_not_verify() -> Result<()> {
 async fn mint_applies_claim_overrides() -> Result<()> {
     let idp = Idp::start()?;
     let mut options = MintOptions {
-        ttl: -60,
-        nbf: -120,
+        ttl_seconds: -60,
+        nbf_offset_seconds: -120,
         iss: Some("https://other".into()),
         aud: None,
         ..MintOptions::default()
@@ -148,11 +148,11 @@ async fn jwks_errors_and_outages_can_be_simulated() -> Result<()> {
     assert!(get(&idp.jwks_url()).await.is_err());
     idp.set_jwks_status(200);
     get(&idp.jwks_url()).await?;
-    assert_eq!(idp.jwks_fetches(), 2);
+    assert_eq!(idp.jwks_fetch_count(), 2);
     idp.take_down();
     assert!(get(&idp.jwks_url()).await.is_err());
     idp.bring_up()?;
     get(&idp.jwks_url()).await?;
-    assert_eq!(idp.jwks_fetches(), 3);
+    assert_eq!(idp.jwks_fetch_count(), 3);
     Ok(())
 }

@@ -4,7 +4,7 @@
 //! # fn f(upstream: std::net::SocketAddr) -> anyhow::Result<()> {
 //! let proxy = kit::net::Proxy::start(upstream)?;
 //! let address_for_the_client = proxy.addr();
-//! proxy.reset_after(64 * 1024); // each connection is reset after 64 KiB of response
+//! proxy.reset_after_bytes(64 * 1024); // each connection is reset after 64 KiB of response
 //! proxy.heal();
 //! proxy.drop_connections();
 //! # Ok(()) }

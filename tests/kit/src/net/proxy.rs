@@ -28,7 +28,7 @@ struct Shared {
 #[derive(Clone, Copy, Default)]
 struct Faults {
     delay: Duration,
-    reset_after: Option<u64>,
+    reset_after_bytes: Option<u64>,
     is_silent: bool,
 }
 
@@ -47,7 +47,7 @@ impl Proxy {
     }
 
     /// Returns the number of connections accepted so far.
-    pub fn connections(&self) -> usize {
+    pub fn connection_count(&self) -> usize {
         self.shared.connections.load(Ordering::SeqCst)
     }
 
@@ -62,8 +62,8 @@ impl Proxy {
     }
 
     /// Resets each connection (RST) after this many bytes to the client.
-    pub fn reset_after(&self, bytes: u64) {
-        self.shared.change(|faults| faults.reset_after = Some(bytes));
+    pub fn reset_after_bytes(&self, bytes: u64) {
+        self.shared.change(|faults| faults.reset_after_bytes = Some(bytes));
     }
 
     /// Withholds all data without closing connections, to trigger timeouts.
@@ -110,7 +110,7 @@ async fn forward(client: TcpStream, shared: Arc<Shared>) {
     let ((from_client, to_client), (from_upstream, to_upstream)) =
         (client.into_split(), upstream.into_split());
     let up = copy(from_client, Sink(Some(to_upstream)), &shared, |_| None);
-    let down = copy(from_upstream, Sink(Some(to_client)), &shared, |faults| faults.reset_after);
+    let down = copy(from_upstream, Sink(Some(to_client)), &shared, |faults| faults.reset_after_bytes);
     // If one direction breaks, both end.
     tokio::try_join!(up, down).ok();
 }
@@ -219,11 +219,11 @@ mod tests {
         stream.read_to_end(&mut received).expect("the stream ends cleanly");
         writer.join().expect("the writer ends");
         assert!(received == expected, "received {} bytes", received.len());
-        assert_eq!(proxy.connections(), 1);
+        assert_eq!(proxy.connection_count(), 1);
     }
 
     #[test]
-    fn drop_connections_keeps_new_ones_working() {
+    fn drop_connections_resets_only_open_ones() {
         let proxy = Proxy::start(start_echo_server()).expect("the proxy starts");
         let mut stream = connect(&proxy);
         assert_eq!(round_trip(&mut stream, b"hi").expect("the data is echoed"), b"hi");
@@ -238,7 +238,7 @@ mod tests {
     #[test]
     fn reset_after_resets_at_byte_limit() {
         let proxy = Proxy::start(start_echo_server()).expect("the proxy starts");
-        proxy.reset_after(5);
+        proxy.reset_after_bytes(5);
         let mut stream = connect(&proxy);
         stream.write_all(b"123456789").expect("the data is sent");
         let mut received = Vec::new();

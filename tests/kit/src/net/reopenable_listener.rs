@@ -1,7 +1,7 @@
 //! A listener that can be closed, so that connections are refused, and reopened on the same port.
 //!
-//! When [`ReopenableListener::close`] or [`ReopenableListener::drop_connections`] returns, the affected tasks have ended
-//! and send no more data, unless they take longer than 10 seconds to end.
+//! When [`ReopenableListener::close`] or [`ReopenableListener::drop_connections`] returns, the affected tasks have
+//! ended and send no more data, unless they take longer than 10 seconds to end.
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -112,7 +112,7 @@ impl ReopenableListener {
             }
         };
         listener.set_nonblocking(true)?;
-        let _guard = runtime::servers().enter();
+        let _guard = runtime::handle().enter();
         TcpListener::from_std(listener)
     }
 }
@@ -133,7 +133,7 @@ async fn accept(listener: TcpListener, serve: Serve, connections: Arc<Mutex<Task
 impl Tasks {
     fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
         let (stop, alive, counted) = (self.stop.clone(), self.alive.clone(), Arc::clone(&self.counter));
-        runtime::servers().spawn(async move {
+        runtime::handle().spawn(async move {
             stop.run_until_cancelled_owned(task).await;
             drop((alive, counted));
         });

@@ -88,19 +88,19 @@ impl PgBinaries {
     }
 
     /// Returns a command for a client program (`psql`, `pg_dump`, …), run as the current user.
-    pub fn client(&self, program: &str) -> Command {
+    pub fn client_command(&self, program: &str) -> Command {
         Command::new(self.dir.join(program))
     }
 
     /// Returns a command for a server program. PostgreSQL refuses to run as root, so root runs it in a user namespace,
     /// in which root's files belong to another user id.
-    pub(super) fn server(&self, program: &str) -> Command {
+    pub(super) fn server_command(&self, program: &str) -> Command {
         let mut command = if nix::unistd::geteuid().is_root() {
             let mut unshare = Command::new("unshare");
             unshare.args(["--user", "--map-user=1000", "--map-group=1000", "--"]).arg(self.dir.join(program));
             unshare
         } else {
-            self.client(program)
+            self.client_command(program)
         };
         // The caller's PGHOST, PGDATA and locale must not affect the server.
         let path = std::env::var_os("PATH").unwrap_or_else(|| "/usr/bin:/bin".into());

@@ -26,7 +26,7 @@ pub(super) fn initdb(binaries: &PgBinaries, data: &Path, password: &str, options
     check_user_namespace()?;
     let password_file = tempfile::NamedTempFile::new()?;
     fs::write(&password_file, password)?;
-    let mut initdb: Command = binaries.server("initdb");
+    let mut initdb: Command = binaries.server_command("initdb");
     initdb.args(INITDB_OPTIONS).args(options).arg("--pgdata").arg(data);
     initdb.arg("--pwfile").arg(password_file.path());
     child::run(initdb, START_TIMEOUT).context("cannot create a PostgreSQL cluster")?;
@@ -98,7 +98,7 @@ fn copy_dir(from: &Path, to: &Path) -> Result<()> {
 fn set_system_identifier(data: &Path, identifier: u64) -> Result<()> {
     let path = data.join(CONTROL_FILE);
     let mut control = fs::read(&path)?;
-    let checksum_offset = checksum_position(&control).context("pg_control has no checksum")?;
+    let checksum_offset = find_checksum_offset(&control).context("pg_control has no checksum")?;
     control[..8].copy_from_slice(&identifier.to_ne_bytes());
     let checksum = crc32c(&control[..checksum_offset]);
     control[checksum_offset..checksum_offset + 4].copy_from_slice(&checksum.to_ne_bytes());
@@ -113,8 +113,8 @@ fn set_system_identifier(data: &Path, identifier: u64) -> Result<()> {
     Ok(())
 }
 
-/// Returns the position of the checksum, which covers everything before it and is followed by zeros only.
-fn checksum_position(control: &[u8]) -> Option<usize> {
+/// Returns the offset of the checksum, which covers everything before it and is followed by zeros only.
+fn find_checksum_offset(control: &[u8]) -> Option<usize> {
     let length = control.iter().rposition(|byte| *byte != 0)? + 1;
     let candidates =
         (length.saturating_sub(4)..=length).filter(|offset| offset % 4 == 0 && offset + 4 <= control.len());

@@ -1,5 +1,5 @@
 //! Copies the platform's tables within their own database, which is equivalent to a dump and restore. The signing
-//! keys and the installation's record are excluded.
+//! keys, the installation's record and the schema history are excluded.
 
 use anyhow::Result;
 use tokio_postgres::Client;
@@ -31,7 +31,7 @@ impl DatabaseCopy {
         execute_with_retry(client, &self.empty_sql).await
     }
 
-    /// Saves all tables and sequences, replacing any earlier copy.
+    /// Saves the tables and sequences, replacing any earlier copy.
     ///
     /// # Errors
     /// Fails on a database error.
@@ -62,7 +62,7 @@ impl DatabaseCopy {
     }
 }
 
-/// Saves a consistent snapshot of all tables.
+/// Saves a consistent snapshot of the tables.
 const SAVE_SQL: &str = "ROLLBACK; BEGIN ISOLATION LEVEL REPEATABLE READ; DROP SCHEMA IF EXISTS saved CASCADE; CREATE SCHEMA saved; DO $$ DECLARE name text; BEGIN
     FOR name IN SELECT tablename FROM pg_tables WHERE schemaname = 'public'
         AND tablename NOT IN ('signing_keys', 'installation', 'refinery_schema_history') LOOP

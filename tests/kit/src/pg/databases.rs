@@ -27,7 +27,7 @@ pub async fn process_server() -> Result<&'static PgServer> {
 ///
 /// # Errors
 /// Fails if the server cannot be started, or if the variable that names the run's server is malformed.
-pub async fn prepared_server() -> Result<PgConnectionInfo> {
+pub async fn template_server() -> Result<PgConnectionInfo> {
     match run_server::connection_info()? {
         Some(connection_info) => Ok(connection_info),
         None => Ok(process_server().await?.connection_info().clone()),
@@ -59,7 +59,7 @@ where
         let mut templates = TEMPLATES.lock().unwrap_or_else(PoisonError::into_inner);
         Arc::clone(templates.entry(key.to_owned()).or_default())
     };
-    let server = prepared_server().await?;
+    let server = template_server().await?;
     let name = template
         .get_or_try_init(|| async {
             run_server::drop_databases_of_ended_tests(&server).await?;

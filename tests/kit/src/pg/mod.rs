@@ -35,7 +35,7 @@ mod server;
 
 pub use admin::PgConnectionInfo;
 pub use binaries::PgBinaries;
-pub use databases::{TestDatabase, prepared_server, process_server, test_database, test_database_from};
+pub use databases::{TestDatabase, process_server, template_server, test_database, test_database_from};
 pub use run_server::RunServer;
 pub use server::{Durability, PgOptions, PgServer};
 

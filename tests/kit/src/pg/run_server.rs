@@ -10,7 +10,7 @@ use super::{PgBinaries, PgConnectionInfo, PgOptions, PgServer};
 use crate::fetch;
 
 /// Environment variable with the port and the superuser's password of the run's server: `PORT PASSWORD`.
-pub const CONNECTION_VARIABLE: &str = "SVC_TEST_POSTGRES";
+pub const CONNECTION_VAR: &str = "SVC_TEST_POSTGRES";
 /// Enough for the processes of all tests that run concurrently.
 const MAX_CONNECTIONS: &str = "400";
 
@@ -33,15 +33,15 @@ impl RunServer {
     /// Returns the variable that passes the server's port and password to the tests.
     pub fn variable(&self) -> (&'static str, String) {
         let PgConnectionInfo { port, password } = self.0.connection_info();
-        (CONNECTION_VARIABLE, format!("{port} {password}"))
+        (CONNECTION_VAR, format!("{port} {password}"))
     }
 }
 
 /// Returns the connection information for the run's server, if there is one.
 pub(super) fn connection_info() -> Result<Option<PgConnectionInfo>> {
-    let Ok(text) = std::env::var(CONNECTION_VARIABLE) else { return Ok(None) };
+    let Ok(text) = std::env::var(CONNECTION_VAR) else { return Ok(None) };
     let (port, password) =
-        text.split_once(' ').with_context(|| format!("{CONNECTION_VARIABLE} must be PORT PASSWORD"))?;
+        text.split_once(' ').with_context(|| format!("{CONNECTION_VAR} must be PORT PASSWORD"))?;
     Ok(Some(PgConnectionInfo { port: port.parse()?, password: password.to_owned() }))
 }
 

@@ -1,6 +1,6 @@
 //! A PostgreSQL server: its data directory, its process, its termination.
 //!
-//! All connections require a password, as on a customer's host; no connection uses `trust`.
+//! All connections require a password, as on an owner's machine; no connection uses `trust`.
 
 use std::fs::{self, File};
 use std::os::unix::process::CommandExt;
@@ -247,7 +247,7 @@ impl PgServer {
         let mut process = self.process.lock().unwrap_or_else(PoisonError::into_inner);
         ensure!(process.is_none(), "the server on port {} is already running", self.connection_info.port);
         let log = File::create(self.log_file())?;
-        let mut command = self.binaries.server("postgres");
+        let mut command = self.binaries.server_command("postgres");
         command.arg("-D").arg(&self.data_dir);
         command
             .arg("-c")

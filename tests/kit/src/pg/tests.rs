@@ -25,7 +25,7 @@ async fn server_is_version_16_and_requires_password() -> Result<()> {
     let socket = server.socket_dir().to_str().expect("the path is UTF-8");
     for host in ["127.0.0.1", socket] {
         let connect_with = |password: &str| {
-            let mut psql = server.binaries().client("psql");
+            let mut psql = server.binaries().client_command("psql");
             psql.args(["-h", host, "-p", &server.port().to_string(), "-U", "postgres", "-Atc", "SELECT 1"]);
             psql.arg("-w").env("PGPASSWORD", password);
             crate::child::run(psql, Duration::from_secs(30))

@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 /// A server type.
 #[derive(Debug, PartialEq)]
-pub struct CatalogType {
+pub struct ServerType {
     pub id: i64,
     pub name: &'static str,
     pub cores: u32,
@@ -19,12 +19,12 @@ const fn server_type(
     name: &'static str,
     (cores, memory_gb, disk_gb): (u32, u32, u32),
     monthly_cents: u32,
-) -> CatalogType {
-    CatalogType { id, name, cores, memory_gb, disk_gb, monthly_cents }
+) -> ServerType {
+    ServerType { id, name, cores, memory_gb, disk_gb, monthly_cents }
 }
 
 /// `cpx12` has a smaller disk than any plan's type, so that a resize to it is rejected.
-pub const TYPES: [CatalogType; 5] = [
+pub const SERVER_TYPES: [ServerType; 5] = [
     server_type(107, "cpx12", (1, 2, 40), 450),
     server_type(108, "cpx22", (2, 4, 80), 799),
     server_type(109, "cpx32", (4, 8, 160), 1399),
@@ -123,12 +123,12 @@ pub(super) fn find<E: Entry>(id_or_name: &str) -> Option<&'static E> {
     E::all().iter().find(|entry| entry.name() == id_or_name || id == Ok(entry.id()))
 }
 
-impl Entry for CatalogType {
+impl Entry for ServerType {
     const PLURAL: &'static str = "server_types";
     const SINGULAR: &'static str = "server_type";
 
     fn all() -> &'static [Self] {
-        &TYPES
+        &SERVER_TYPES
     }
 
     fn id(&self) -> i64 {
@@ -185,7 +185,7 @@ fn prices(european_cents: u32) -> Vec<Value> {
 
 /// Returns the price list, with server prices at `percent` of the catalog's prices.
 pub(super) fn pricing(percent: u32) -> Value {
-    let types: Vec<Value> = TYPES
+    let types: Vec<Value> = SERVER_TYPES
         .iter()
         .map(|server_type| {
             let prices = prices(server_type.monthly_cents * percent / 100);

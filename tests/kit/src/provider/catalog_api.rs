@@ -8,14 +8,14 @@ use axum::{Json, Router};
 use serde_json::{Value, json};
 
 use super::api::parse_id;
-use super::catalog::{self, CatalogType, Entry, Image, Location};
+use super::catalog::{self, Entry, Image, Location, ServerType};
 use super::error_response::ErrorResponse;
 use super::query::Query;
 
 pub(super) fn routes() -> Router {
     Router::new()
-        .route("/v1/server_types", get(list_entries::<CatalogType>))
-        .route("/v1/server_types/{id}", get(get_entry::<CatalogType>))
+        .route("/v1/server_types", get(list_entries::<ServerType>))
+        .route("/v1/server_types/{id}", get(get_entry::<ServerType>))
         .route("/v1/locations", get(list_entries::<Location>))
         .route("/v1/locations/{id}", get(get_entry::<Location>))
         .route("/v1/images", get(list_entries::<Image>))

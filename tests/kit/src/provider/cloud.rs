@@ -1,4 +1,4 @@
-//! The provider's behavior: the effects of calls on the inventory, and of actions on machines once they complete.
+//! The provider's behavior: the effects of calls on the inventory, and of completed actions on servers.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -8,7 +8,7 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use super::catalog::CatalogType;
+use super::catalog::ServerType;
 use super::error_response::ErrorResponse;
 use super::faults::FaultScript;
 use super::guest::Guests;
@@ -40,7 +40,7 @@ enum Effect {
     ShutDown,
     Reboot,
     Reset,
-    ChangeType { to: &'static CatalogType, grow_disk: bool },
+    ChangeType { to: &'static ServerType, grow_disk: bool },
     Protect(bool),
     NoOp,
 }
@@ -79,7 +79,7 @@ impl Cloud {
         outcome: Outcome,
     ) -> Result<(ServerRecord, Vec<ActionRecord>), ErrorResponse> {
         let (record, actions) = self.inventory().create(request)?;
-        self.guests.install(&record);
+        self.guests.create(&record);
         match actions.as_slice() {
             [created, started] => {
                 self.run_action(created.id, record.id, Effect::NoOp, Outcome::Success);
@@ -140,7 +140,7 @@ impl Cloud {
         outcome: Outcome,
     ) -> Result<ActionRecord, ErrorResponse> {
         let request: ChangeType = parse_body(body)?;
-        let Some(to) = request.server_type.find::<CatalogType>() else {
+        let Some(to) = request.server_type.find::<ServerType>() else {
             return Err(ErrorResponse::invalid("server_type", "server type not found"));
         };
         let reject =
@@ -186,7 +186,7 @@ impl Cloud {
                 Outcome::Failure => cloud.inventory().end_action(action, true),
             }
         };
-        crate::runtime::servers().spawn(work);
+        crate::runtime::handle().spawn(work);
     }
 
     async fn apply(self: &Arc<Self>, action: i64, server: i64, effect: Effect) {

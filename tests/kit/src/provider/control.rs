@@ -24,15 +24,15 @@ type ControlResult = Result<Json<Value>, ControlError>;
 pub(super) fn routes(cloud: Arc<Cloud>) -> Router {
     Router::new()
         .route("/_sim/servers", get(list_servers))
-        .route("/_sim/servers/{name}/kill", post(kill))
-        .route("/_sim/servers/{name}/vanish", post(vanish))
+        .route("/_sim/servers/{name}/kill", post(kill_server))
+        .route("/_sim/servers/{name}/vanish", post(lose_server))
         .route("/_sim/servers/{name}/obey-shutdown", post(set_obeys_shutdown))
         .route("/_sim/hosts", get(list_hosts))
         .route("/_sim/hosts/{name}", get(get_host))
         .route("/_sim/hosts/{name}/start-from-disk", post(start_from_disk))
         .route("/_sim/hosts/{name}/stop", post(stop_unlisted))
         .route("/_sim/hosts/{name}/start-database", post(start_database))
-        .route("/_sim/hosts/{name}/env", put(set_next_env))
+        .route("/_sim/hosts/{name}/env", put(set_next_start_env))
         .route("/_sim/hosts/{name}/units/{unit}/start", post(run_unit))
         .route("/_sim/hosts/{name}/units/{unit}/stop", post(stop_service))
         .route("/_sim/next-server-env", put(set_next_server_env))
@@ -58,16 +58,16 @@ impl IntoResponse for ControlError {
 }
 
 async fn list_servers(State(cloud): Shared) -> Json<Vec<ServerView>> {
-    Json(cloud.views())
+    Json(cloud.server_views())
 }
 
-async fn kill(State(cloud): Shared, Path(name): Path<String>) -> ControlResult {
-    cloud.kill(&name).await?;
+async fn kill_server(State(cloud): Shared, Path(name): Path<String>) -> ControlResult {
+    cloud.kill_server(&name).await?;
     Ok(Json(json!({})))
 }
 
-async fn vanish(State(cloud): Shared, Path(name): Path<String>) -> ControlResult {
-    cloud.vanish(&name).await?;
+async fn lose_server(State(cloud): Shared, Path(name): Path<String>) -> ControlResult {
+    cloud.lose_server(&name).await?;
     Ok(Json(json!({})))
 }
 
@@ -134,16 +134,16 @@ async fn run_unit(
 }
 
 async fn stop_service(State(cloud): Shared, Path((name, unit)): Path<(String, String)>) -> ControlResult {
-    cloud.guests.hosts()?.machine(&name)?.stop_service(&unit).await?;
+    cloud.guests.hosts()?.host(&name)?.stop_service(&unit).await?;
     Ok(Json(json!({})))
 }
 
-async fn set_next_env(
+async fn set_next_start_env(
     State(cloud): Shared,
     Path(name): Path<String>,
     Json(env): Json<BTreeMap<String, String>>,
 ) -> ControlResult {
-    cloud.guests.hosts()?.machine(&name)?.set_next_env(env.into_iter().collect());
+    cloud.guests.hosts()?.host(&name)?.set_next_start_env(env.into_iter().collect());
     Ok(Json(json!({})))
 }
 
@@ -151,7 +151,7 @@ async fn set_next_server_env(
     State(cloud): Shared,
     Json(env): Json<BTreeMap<String, String>>,
 ) -> ControlResult {
-    cloud.guests.hosts()?.set_next_create_env(env.into_iter().collect());
+    cloud.guests.hosts()?.set_next_server_env(env.into_iter().collect());
     Ok(Json(json!({})))
 }
 

@@ -20,13 +20,13 @@ pub(super) enum Guests {
 }
 
 impl Guests {
-    /// Provides the disk and user-data of a new server.
-    pub(super) fn install(&self, record: &ServerRecord) {
+    /// Creates the guest of a new server, powered off.
+    pub(super) fn create(&self, record: &ServerRecord) {
         match self {
             Self::RecordsOnly => {}
-            Self::Processes(hosts) => hosts.install(record),
+            Self::Processes(hosts) => hosts.create(record),
             Self::Machines(machines) => {
-                if let Err(error) = machines.install(record) {
+                if let Err(error) = machines.create(record) {
                     println!("      (the machine {} could not be created: {error:#})", record.name);
                 }
             }

@@ -9,7 +9,7 @@ use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
 use super::address::Addresses;
-use super::catalog::{self, CatalogType, Image, LOCATIONS, Location};
+use super::catalog::{self, Image, LOCATIONS, Location, ServerType};
 use super::error_response::ErrorResponse;
 use super::labels::{self, Labels};
 
@@ -44,7 +44,7 @@ pub(super) struct ServerRecord {
     pub(super) id: i64,
     pub(super) name: String,
     pub(super) power: Power,
-    pub(super) server_type: &'static CatalogType,
+    pub(super) server_type: &'static ServerType,
     pub(super) disk_gb: u32,
     pub(super) image: &'static Image,
     pub(super) location: &'static Location,
@@ -178,7 +178,7 @@ fn default_true() -> bool {
 
 /// The catalog entries that a request names.
 struct RequestedEntries {
-    server_type: &'static CatalogType,
+    server_type: &'static ServerType,
     image: &'static Image,
     location: &'static Location,
 }

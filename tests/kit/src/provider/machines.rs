@@ -9,9 +9,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::{Context, Result};
 
-use super::catalog::CatalogType;
+use super::catalog::ServerType;
 use super::inventory::ServerRecord;
-use crate::vm::{Accel, Image, Machine, MachineSpec, Size};
+use crate::vm::{Accel, Image, Machine, MachineSize, MachineSpec};
 
 /// Settings shared by all machines in a simulator.
 #[derive(Debug, Clone)]
@@ -20,8 +20,8 @@ pub struct MachineSettings {
     pub accel: Accel,
     /// Parent of the machines' directories.
     pub dir: PathBuf,
-    /// Socket directory; its path must be short.
-    pub sockets: PathBuf,
+    /// Its path must be short, because it contains Unix sockets.
+    pub socket_dir: PathBuf,
 }
 
 pub(super) struct Machines {
@@ -35,7 +35,7 @@ impl Machines {
         Self { settings, https_port, machines: Mutex::default() }
     }
 
-    pub(super) fn install(&self, record: &ServerRecord) -> Result<()> {
+    pub(super) fn create(&self, record: &ServerRecord) -> Result<()> {
         let mut machines = self.machines.lock().unwrap_or_else(PoisonError::into_inner);
         let machine = Machine::new(MachineSpec {
             name: &record.name,
@@ -44,7 +44,7 @@ impl Machines {
             address: record.ipv4,
             https_port: self.https_port,
             dir: self.settings.dir.join(&record.name),
-            qmp_socket: self.settings.sockets.join(format!("{}.qmp", record.id)),
+            qmp_socket: self.settings.socket_dir.join(format!("{}.qmp", record.id)),
             image: &self.settings.image,
             accel: self.settings.accel,
         })?;
@@ -76,8 +76,8 @@ impl Machines {
 
 /// Returns the type's cores, half of its memory and a fifth of its disk, with limits for large types, because a test
 /// runs several machines concurrently.
-fn scaled_size(server_type: &CatalogType) -> Size {
-    Size {
+fn scaled_size(server_type: &ServerType) -> MachineSize {
+    MachineSize {
         cores: server_type.cores.min(4),
         memory_mib: server_type.memory_gb.min(8) * 512,
         disk_gib: server_type.disk_gb.min(160) / 5,

@@ -75,7 +75,7 @@ pub struct Simulator {
 impl Simulator {
     pub async fn start(options: SimulatorOptions) -> Result<Self> {
         // Runs on the kit's own runtime, because a test may block its thread on a program that calls the simulator.
-        crate::runtime::servers().spawn(Self::start_on_this_runtime(options)).await?
+        crate::runtime::handle().spawn(Self::start_on_this_runtime(options)).await?
     }
 
     async fn start_on_this_runtime(options: SimulatorOptions) -> Result<Self> {
@@ -123,7 +123,7 @@ impl Simulator {
 
     /// The provider's current servers, oldest first.
     pub fn servers(&self) -> Vec<ServerView> {
-        self.cloud.views()
+        self.cloud.server_views()
     }
 
     pub fn server_by_name(&self, name: &str) -> Option<ServerView> {
@@ -143,7 +143,7 @@ impl Simulator {
         self.cloud.script().clear();
     }
 
-    /// Scripted faults that have not occurred yet.
+    /// Rules whose faults have not all occurred yet.
     pub fn pending_faults(&self) -> Vec<FaultRule> {
         self.cloud.script().pending()
     }
@@ -161,12 +161,12 @@ impl Simulator {
 
     /// Cuts the power to a server. The provider reports it as off.
     pub async fn kill_server(&self, name: &str) -> Result<()> {
-        self.cloud.kill(name).await
+        self.cloud.kill_server(name).await
     }
 
     /// Cuts the power to a server, and removes it from the provider. The disk is kept.
     pub async fn lose_server(&self, name: &str) -> Result<()> {
-        self.cloud.vanish(name).await
+        self.cloud.lose_server(name).await
     }
 
     /// Hides these servers from reads, while they keep running; an empty list makes all servers visible again.
@@ -215,7 +215,7 @@ impl Simulator {
 
     /// The directory that serves as the host's `/`.
     pub fn disk(&self, name: &str) -> Result<PathBuf> {
-        Ok(self.cloud.guests.hosts()?.machine(name)?.disk())
+        Ok(self.cloud.guests.hosts()?.host(name)?.disk())
     }
 
     /// Returns the output of a unit's processes, and the init's messages.
@@ -228,7 +228,7 @@ impl Simulator {
     /// Waits until the host's init has finished: the gateway is ready, and the machine is registered. Fails if the boot
     /// fails, the host is off, or the timeout expires.
     pub async fn wait_until_booted(&self, name: &str, timeout: Duration) -> Result<()> {
-        self.cloud.guests.hosts()?.machine(name)?.wait_until_booted(timeout).await
+        self.cloud.guests.hosts()?.host(name)?.wait_until_booted(timeout).await
     }
 
     /// Starts a vanished or deleted server from its disk, at its old address, without listing it at the provider.
@@ -260,7 +260,7 @@ impl Simulator {
 
     /// Stops a service like `systemctl stop`.
     pub async fn stop_service(&self, name: &str, service: &str) -> Result<()> {
-        self.cloud.guests.hosts()?.machine(name)?.stop_service(service).await
+        self.cloud.guests.hosts()?.host(name)?.stop_service(service).await
     }
 
     /// Starts only PostgreSQL on the disk of a host that is off; returns its database URL.
@@ -270,13 +270,13 @@ impl Simulator {
 
     /// Sets extra environment variables, such as `FAILPOINTS`, for all processes of the host's next start only.
     pub fn set_next_start_env(&self, name: &str, env: &[(&str, &str)]) -> Result<()> {
-        self.cloud.guests.hosts()?.machine(name)?.set_next_env(to_owned_env(env));
+        self.cloud.guests.hosts()?.host(name)?.set_next_start_env(to_owned_env(env));
         Ok(())
     }
 
     /// Like [`Self::set_next_start_env`], for the first start of the next server to be created.
     pub fn set_next_server_env(&self, env: &[(&str, &str)]) -> Result<()> {
-        self.cloud.guests.hosts()?.set_next_create_env(to_owned_env(env));
+        self.cloud.guests.hosts()?.set_next_server_env(to_owned_env(env));
         Ok(())
     }
 }

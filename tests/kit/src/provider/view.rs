@@ -42,7 +42,7 @@ pub struct HostView {
 }
 
 impl Cloud {
-    pub(super) fn views(&self) -> Vec<ServerView> {
+    pub(super) fn server_views(&self) -> Vec<ServerView> {
         let inventory = self.inventory();
         let view = |record: &ServerRecord| ServerView {
             id: record.id,
@@ -59,7 +59,7 @@ impl Cloud {
         inventory.servers.values().map(view).collect()
     }
 
-    pub(super) async fn kill(&self, name: &str) -> Result<()> {
+    pub(super) async fn kill_server(&self, name: &str) -> Result<()> {
         let id = self.find_id(name)?;
         self.guests.cut_power(name).await;
         self.set_power(id, Power::Off);
@@ -71,7 +71,7 @@ impl Cloud {
         Ok(())
     }
 
-    pub(super) async fn vanish(&self, name: &str) -> Result<()> {
+    pub(super) async fn lose_server(&self, name: &str) -> Result<()> {
         let id = self.find_id(name)?;
         self.inventory().remove(id);
         self.guests.cut_power(name).await;
@@ -87,21 +87,21 @@ impl Cloud {
     }
 
     pub(super) fn host_views(&self) -> Result<Vec<HostView>> {
-        let machines = self.guests.hosts()?.machines();
-        let view = |machine: Arc<super::host::ProcessHost>| HostView {
-            listed: self.find_id(&machine.name).is_ok(),
-            name: machine.name.clone(),
-            ipv4: machine.ipv4,
-            disk: machine.disk(),
-            boot: machine.boot_state(),
+        let hosts = self.guests.hosts()?.all();
+        let view = |host: Arc<super::host::ProcessHost>| HostView {
+            listed: self.find_id(&host.name).is_ok(),
+            name: host.name.clone(),
+            ipv4: host.ipv4,
+            disk: host.disk(),
+            boot: host.boot_state(),
         };
-        Ok(machines.into_iter().map(view).collect())
+        Ok(hosts.into_iter().map(view).collect())
     }
 
     pub(super) fn start_from_disk(&self, name: &str) -> Result<()> {
-        let machine = self.find_unlisted(name)?;
-        ensure!(machine.boot_state() == BootState::Off, "{name} is on");
-        machine.boot();
+        let host = self.find_unlisted(name)?;
+        ensure!(host.boot_state() == BootState::Off, "{name} is on");
+        host.boot();
         Ok(())
     }
 
@@ -111,8 +111,8 @@ impl Cloud {
     }
 
     pub(super) async fn start_database_only(&self, name: &str) -> Result<String> {
-        let machine = self.guests.hosts()?.machine(name)?;
-        crate::runtime::servers().spawn(async move { machine.start_database_only().await }).await?
+        let host = self.guests.hosts()?.host(name)?;
+        crate::runtime::handle().spawn(async move { host.start_database_only().await }).await?
     }
 
     pub(super) async fn run_unit(
@@ -122,16 +122,16 @@ impl Cloud {
         args: &[String],
         env: &[(String, String)],
     ) -> Result<Output> {
-        let machine = self.guests.hosts()?.machine(name)?;
+        let host = self.guests.hosts()?.host(name)?;
         let (unit, args, env) = (unit.to_owned(), args.to_vec(), env.to_vec());
-        crate::runtime::servers().spawn(async move { machine.run_unit(&unit, &args, &env).await }).await?
+        crate::runtime::handle().spawn(async move { host.run_unit(&unit, &args, &env).await }).await?
     }
 
-    /// Finds a machine that the provider does not list. Only the test controls its power.
+    /// Finds a host that the provider does not list. Only the test controls its power.
     fn find_unlisted(&self, name: &str) -> Result<Arc<super::host::ProcessHost>> {
-        let machine = self.guests.hosts()?.machine(name)?;
+        let host = self.guests.hosts()?.host(name)?;
         ensure!(self.find_id(name).is_err(), "the provider lists {name}: use its API");
-        Ok(machine)
+        Ok(host)
     }
 
     fn find_id(&self, name: &str) -> Result<i64> {

@@ -80,7 +80,7 @@ impl HttpLayer {
         fault: Option<Fault>,
     ) -> Result<Response<Body>, HttpError> {
         match fault {
-            Some(Fault::Disconnect) => return Err(connection_cut("refused")),
+            Some(Fault::Disconnect) => return Err(connection_cut("the request was dropped")),
             Some(Fault::Status(status)) => {
                 return drain_and_refuse(request, status, error_code(status)).await;
             }

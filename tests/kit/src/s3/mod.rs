@@ -12,8 +12,8 @@
 //! # Ok(()) }
 //! ```
 //!
-//! STS is available at the same endpoint: with [`S3Server::sts_env`] the platform issues sessions to hosts. Their
-//! policies are enforced for every key and action.
+//! STS is available at the same endpoint: with [`S3Server::sts_env`] the platform issues sessions to hosts. Each
+//! session's policy is enforced for every key and action.
 //!
 //! Where S3 and R2 differ, the server behaves like R2: the response to `If-Match` on a missing object is 412, and all
 //! parts of a multipart upload except the last must have the same size. Buckets are addressed by path. Objects are

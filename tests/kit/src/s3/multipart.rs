@@ -197,15 +197,15 @@ fn select_parts(upload: &Upload, completed: &[CompletedPart]) -> S3Result<Vec<Pa
     let Some((_, all_but_last)) = parts.split_last() else {
         return Err(s3_error!(MalformedXML, "an upload needs at least one part"));
     };
-    let first = all_but_last.first().map_or(MIN_PART_BYTES, |part| part.body.len());
-    if first < MIN_PART_BYTES {
+    let part_bytes = all_but_last.first().map_or(MIN_PART_BYTES, |part| part.body.len());
+    if part_bytes < MIN_PART_BYTES {
         return Err(s3_error!(
             EntityTooSmall,
-            "a part before the last has {first} bytes; the minimum is {MIN_PART_BYTES}"
+            "a part before the last has {part_bytes} bytes; the minimum is {MIN_PART_BYTES}"
         ));
     }
-    if all_but_last.iter().any(|part| part.body.len() != first)
-        || parts.last().is_some_and(|l| l.body.len() > first && parts.len() > 1)
+    if all_but_last.iter().any(|part| part.body.len() != part_bytes)
+        || parts.last().is_some_and(|last| last.body.len() > part_bytes && parts.len() > 1)
     {
         return Err(s3_error!(InvalidPart, "all parts except the last must have the same size"));
     }

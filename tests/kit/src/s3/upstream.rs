@@ -77,7 +77,7 @@ impl Upstream {
     /// Creates the bucket and waits until it accepts objects, because a server may reject them at first.
     pub(super) fn create_bucket(&self, name: &str) -> Result<()> {
         let deadline = Instant::now() + READY_TIMEOUT;
-        let is_ready = || {
+        let create_and_probe = || {
             let created = self.call(Method::PUT, name, Bytes::new())?.0;
             ensure!(
                 created.is_success() || created == StatusCode::CONFLICT,
@@ -87,7 +87,7 @@ impl Upstream {
             ensure!(put.is_success(), "cannot put an object: {put}");
             anyhow::Ok(())
         };
-        while let Err(error) = is_ready() {
+        while let Err(error) = create_and_probe() {
             ensure!(Instant::now() < deadline, "the bucket {name} is not ready: {error:#}");
             std::thread::sleep(Duration::from_millis(100));
         }
@@ -156,7 +156,7 @@ fn block_on_kit_runtime<T: Send + 'static>(
     work: impl Future<Output = Result<T>> + Send + 'static,
 ) -> Result<T> {
     let (sender, receiver) = mpsc::channel();
-    crate::runtime::servers().spawn(async move { sender.send(work.await) });
+    crate::runtime::handle().spawn(async move { sender.send(work.await) });
     receiver.recv().context("the call was cancelled")?
 }
 

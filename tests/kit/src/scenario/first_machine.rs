@@ -327,7 +327,7 @@ pub async fn resize(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
 async fn list_dump(stack: &Stack, dump: &[u8]) -> Result<String> {
     let file = stack.dir.join("backup.dump");
     tokio::fs::write(&file, dump).await?;
-    let mut list = stack.pg.client("pg_restore");
+    let mut list = stack.pg.client_command("pg_restore");
     list.arg("-l").arg(file);
     tokio::task::spawn_blocking(move || child::run(list, Duration::from_secs(60))).await?
 }

@@ -94,8 +94,8 @@ pub async fn run_inspected(
         _ = terminate.recv() => true,
         _ = interrupt.recv() => true,
     };
-    let is_expected =
-        options.defect.map(InjectedDefect::failing_step) == report.failed().map(|step| step.name.as_str());
+    let is_expected = options.defect.map(InjectedDefect::failing_step)
+        == report.failed_step().map(|step| step.name.as_str());
     if options.keep || (!is_interrupted && !report.ok && !is_expected) {
         println!("kept: {}", keep_dir(dir)?.display());
     }

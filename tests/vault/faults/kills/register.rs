@@ -37,11 +37,11 @@ type SharedRegistrations = Arc<Mutex<Registrations>>;
 
 async fn respond(State(registrations): State<SharedRegistrations>, body: String) -> Response {
     let mut state = registrations.lock().unwrap_or_else(PoisonError::into_inner);
-    let machine = serde_json::from_str::<Value>(&body).ok();
-    let machine =
-        machine.and_then(|body| Some(body.get("machineId")?.as_str()?.to_owned())).unwrap_or_default();
+    let parsed = serde_json::from_str::<Value>(&body).ok();
+    let machine_id =
+        parsed.and_then(|body| Some(body.get("machineId")?.as_str()?.to_owned())).unwrap_or_default();
     let entry =
-        state.accepted.entry(machine).or_insert_with(|| Registration { body: body.clone(), responses: 0 });
+        state.accepted.entry(machine_id).or_insert_with(|| Registration { body: body.clone(), responses: 0 });
     if entry.body != body {
         state.refused += 1;
         let problem = json!({"code": "registration_rejected", "detail": "The token has already been used."});

@@ -4,7 +4,7 @@
 use anyhow::{Context, Result, ensure};
 use kit::long_tests::Figures;
 
-use super::super::super::gate::{old_and_new_machines, reset};
+use super::super::super::gate::{old_and_new_machines, reset_machine};
 use super::super::super::machine::Machine;
 use super::super::snapshot_checker::SnapshotChecker;
 use super::{Killer, MIN_KILLS_LONG_RUN, MIN_KILLS_SHORT_RUN, assert_no_temporary_file};
@@ -27,13 +27,17 @@ enum DatabaseContent {
 const CONTENT_HASH_QUERY: &str = "SELECT (SELECT md5(string_agg(id::text, ',' ORDER BY id)) FROM kept) || \
      (SELECT md5(string_agg(md5(bytes), '' ORDER BY bytes)) FROM noise)";
 
-async fn tables(client: &tokio_postgres::Client) -> Result<Vec<String>> {
+async fn list_tables(client: &tokio_postgres::Client) -> Result<Vec<String>> {
     let query = "SELECT relname::text FROM pg_class WHERE relkind = 'r' AND relnamespace = 'public'::regnamespace \
                  ORDER BY 1";
     Ok(client.query(query, &[]).await?.iter().map(|row| row.get(0)).collect())
 }
 
-async fn database_content(machine: &Machine, database: &str, snapshot_hash: &str) -> Result<DatabaseContent> {
+async fn read_database_content(
+    machine: &Machine,
+    database: &str,
+    snapshot_hash: &str,
+) -> Result<DatabaseContent> {
     let admin = machine.postgres().connect("postgres").await?;
     let sql = "SELECT datallowconn FROM pg_database WHERE datname = $1";
     let Some(row) = admin.query_opt(sql, &[&database]).await? else {
@@ -44,7 +48,7 @@ async fn database_content(machine: &Machine, database: &str, snapshot_hash: &str
     }
     // The server may still be executing the last step of a killed run.
     let Ok(client) = machine.postgres().connect(database).await else { return Ok(DatabaseContent::Closed) };
-    let tables = tables(&client).await?;
+    let tables = list_tables(&client).await?;
     if tables == ["local"] {
         let rows = client.query("SELECT id FROM local", &[]).await?;
         let rows: Vec<i32> = rows.iter().map(|row| row.get(0)).collect();
@@ -77,7 +81,7 @@ impl Campaign {
     /// the old one, or closed for the swap.
     async fn check_state(&self) -> Result<()> {
         let has_marker = self.machine.has_marker();
-        let database_content = database_content(&self.machine, "svc", &self.snapshot_hash).await?;
+        let database_content = read_database_content(&self.machine, "svc", &self.snapshot_hash).await?;
         match (&database_content, has_marker) {
             (DatabaseContent::Snapshot, _) | (DatabaseContent::Old | DatabaseContent::Closed, false) => {
                 Ok(())
@@ -92,14 +96,14 @@ impl Campaign {
     async fn complete_restore(&mut self) -> Result<()> {
         let result = self.killer.complete_run(|| self.machine.spawn(&RESTORE, &[])).await?;
         ensure!(self.machine.has_marker(), "the gate is closed: {}", result.stderr);
-        let content = database_content(&self.machine, "svc", &self.snapshot_hash).await?;
+        let content = read_database_content(&self.machine, "svc", &self.snapshot_hash).await?;
         ensure!(content == DatabaseContent::Snapshot, "{content:?}\n{}", result.stderr);
         let mut old_count = 0;
         for name in self.machine.databases().await? {
             ensure!(!name.starts_with("svc_restore_"), "{name} remains");
             if name.starts_with("svc_before_") {
                 old_count += u32::from(
-                    database_content(&self.machine, &name, &self.snapshot_hash).await?
+                    read_database_content(&self.machine, &name, &self.snapshot_hash).await?
                         == DatabaseContent::Old,
                 );
             }
@@ -112,7 +116,7 @@ impl Campaign {
     }
 
     async fn run_round(&mut self) -> Result<()> {
-        reset(&self.machine).await?;
+        reset_machine(&self.machine).await?;
         self.check_state().await?;
         for _ in 0..self.killer.next_kill_count() {
             self.killer.kill_run(self.machine.spawn(&RESTORE, &[])?).await?;
@@ -158,18 +162,18 @@ async fn restores_survive_200_kills() -> Result<()> {
     run_campaign(MIN_KILLS_LONG_RUN, Killer::new_seed()).await
 }
 
-/// Tests [`database_content`] itself.
+/// Tests [`read_database_content`] itself.
 #[tokio::test]
 async fn unexpected_database_content_is_detected() -> Result<()> {
     let (_store, old, machine) = old_and_new_machines().await?;
     let snapshot_hash = read_content_hash(&old.client().await?).await?.context("the content is NULL")?;
-    assert_eq!(database_content(&machine, "svc", &snapshot_hash).await?, DatabaseContent::Old);
+    assert_eq!(read_database_content(&machine, "svc", &snapshot_hash).await?, DatabaseContent::Old);
     machine.run(&RESTORE)?.expect(0);
-    assert_eq!(database_content(&machine, "svc", &snapshot_hash).await?, DatabaseContent::Snapshot);
+    assert_eq!(read_database_content(&machine, "svc", &snapshot_hash).await?, DatabaseContent::Snapshot);
     let client = machine.client().await?;
     for change in ["UPDATE kept SET id = 0 WHERE id = 1", "CREATE TABLE more (id int)"] {
         client.batch_execute(change).await?;
-        let content = database_content(&machine, "svc", &snapshot_hash).await?;
+        let content = read_database_content(&machine, "svc", &snapshot_hash).await?;
         assert!(matches!(content, DatabaseContent::Other(_)), "{change}: {content:?}");
     }
     client
@@ -178,11 +182,14 @@ async fn unexpected_database_content_is_detected() -> Result<()> {
         )
         .await?;
     assert!(
-        matches!(database_content(&machine, "svc", &snapshot_hash).await?, DatabaseContent::Other(_)),
+        matches!(read_database_content(&machine, "svc", &snapshot_hash).await?, DatabaseContent::Other(_)),
         "a changed row in the old database was not detected"
     );
     assert!(
-        matches!(database_content(&machine, "svc_else", &snapshot_hash).await?, DatabaseContent::Other(_)),
+        matches!(
+            read_database_content(&machine, "svc_else", &snapshot_hash).await?,
+            DatabaseContent::Other(_)
+        ),
         "a missing database was not detected"
     );
     Ok(())

@@ -99,7 +99,7 @@ async fn store_faults_never_open_the_gate_on_a_partial_restore() -> Result<()> {
         checker.check().context(name)?;
         if exit == 0 {
             assert!(fixture.machine.has_marker() && is_restored(&fixture.machine).await?, "{name}");
-            gate::reset(&fixture.machine).await?;
+            gate::reset_machine(&fixture.machine).await?;
         } else {
             assert_untouched(&fixture.machine, name).await?;
         }

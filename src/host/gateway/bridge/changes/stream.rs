@@ -35,9 +35,9 @@ const DATABASE_TIMEOUT: Duration = Duration::from_secs(15);
 /// owner to those of one or all apps.
 ///
 /// # Errors
-/// 400 for an invalid query or `Last-Event-ID`, or if an agent with several apps names none; 403 if the app is not
-/// allowed; 404 if it does not exist; 410 if the changes after `Last-Event-ID` are no longer available; 503 if the
-/// database is unreachable or too many streams are open.
+/// 400 for an invalid query or `Last-Event-ID`, or if an agent with several apps names none; 403 if the caller may
+/// not use the app; 404 if it does not exist; 410 if the changes after `Last-Event-ID` are no longer available; 503 if
+/// the database is unreachable or too many streams are open.
 pub async fn stream_changes(
     State(bridge): State<Arc<Bridge>>,
     Extension(caller): Extension<Caller>,

@@ -98,20 +98,20 @@ fn filter() -> BoxedStrategy<Value> {
     .boxed()
 }
 
-/// The selector of a change, with `returning` and an optional `maxAffected`.
-fn change() -> BoxedStrategy<Value> {
+/// The selector of a mutation, with `returning` and an optional `maxAffected`.
+fn mutation() -> BoxedStrategy<Value> {
     let selector = prop_oneof![
         filter().prop_map(|filter| json!({ "filter": filter })),
         Just(json!({ "id": "0192d1f0-0000-7000-8000-0000deadbeef" })),
         value().prop_map(|id| json!({ "id": id })),
     ];
     (selector, proptest::option::of(0..2000_u32), any::<bool>())
-        .prop_map(|(mut change, max_affected, returning)| {
+        .prop_map(|(mut mutation, max_affected, returning)| {
             if let Some(max_affected) = max_affected {
-                change["maxAffected"] = max_affected.into();
+                mutation["maxAffected"] = max_affected.into();
             }
-            change["returning"] = returning.into();
-            change
+            mutation["returning"] = returning.into();
+            mutation
         })
         .boxed()
 }
@@ -142,11 +142,11 @@ fn write() -> BoxedStrategy<Value> {
                 with_action("upsert", json!({ "data": data, "onConflict": key, "resolution": resolution }))
             }
         ),
-        (data(), change()).prop_map(move |(data, mut change)| {
-            change["data"] = data;
-            with_action("update", change)
+        (data(), mutation()).prop_map(move |(data, mut mutation)| {
+            mutation["data"] = data;
+            with_action("update", mutation)
         }),
-        change().prop_map(move |change| with_action("delete", change)),
+        mutation().prop_map(move |mutation| with_action("delete", mutation)),
     ]
     .boxed()
 }

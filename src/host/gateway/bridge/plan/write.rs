@@ -15,7 +15,7 @@ use crate::bridge::value::{bind, expansion_bytes};
 use svc_http::problem::FieldError;
 
 const MAX_INSERT_ROWS: usize = 1000;
-/// Maximum number of rows that a change by filter returns.
+/// Maximum number of rows that a mutation by filter returns.
 const MAX_RETURNED_ROWS: i64 = 1000;
 /// Maximum number of bytes that the response to an `insertMany` may add to the values in the request, as estimated from
 /// the names of all columns and the digits of expanded numbers.
@@ -158,45 +158,45 @@ impl<'t> TablePlanner<'_, 't> {
 
     pub(super) fn update(
         &self,
-        change: &MutationRequest<'_>,
+        mutation: &MutationRequest<'_>,
         data: &RawValue,
     ) -> Result<Plan<'t>, FieldErrors> {
         let values = self.parse_values(data, "/data", RowState::Existing)?;
         if values.is_empty() {
             return Err(vec![field_error("/data", "must have at least one column")]);
         }
-        self.plan_change(MutationKind::Update(values), change).map_err(|error| vec![error])
+        self.plan_mutation(MutationKind::Update(values), mutation).map_err(|error| vec![error])
     }
 
-    pub(super) fn delete(&self, change: &MutationRequest<'_>) -> Result<Plan<'t>, FieldError> {
-        self.plan_change(MutationKind::Delete, change)
+    pub(super) fn delete(&self, mutation: &MutationRequest<'_>) -> Result<Plan<'t>, FieldError> {
+        self.plan_mutation(MutationKind::Delete, mutation)
     }
 
-    fn plan_change(
+    fn plan_mutation(
         &self,
         kind: MutationKind<'t>,
-        change: &MutationRequest<'_>,
+        mutation: &MutationRequest<'_>,
     ) -> Result<Plan<'t>, FieldError> {
-        let (filter, target) = match change.rows {
+        let (filter, target) = match mutation.rows {
             RowSelector::Id(id) => (self.id_filter(id)?, MutationTarget::Id),
             RowSelector::Filter(raw) => (self.parse_filter(Some(raw))?, MutationTarget::Filter),
         };
         if filter.is_empty() {
             return Err(field_error("/filter", "must not be empty"));
         }
-        let returning = change.returning;
-        let max_affected = parse_max_affected(change.max_affected, target, returning)
+        let returning = mutation.returning;
+        let max_affected = parse_max_affected(mutation.max_affected, target, returning)
             .map_err(|message| field_error("/maxAffected", message))?;
         let sql = match max_affected {
             None => self.unbounded_sql(kind, &filter, returning),
             Some(max_affected) => self.bounded_sql(kind, &filter, returning, max_affected),
         };
-        Ok(Plan::Change(MutationPlan { sql, columns: self.all_columns(), target, returning, max_affected }))
+        Ok(Plan::Mutation(MutationPlan { sql, columns: self.all_columns(), target, returning, max_affected }))
     }
 
     fn unbounded_sql(&self, kind: MutationKind<'t>, filter: &Filter<'_>, returning: Returning) -> Sql {
         let mut sql = Sql::default();
-        self.push_change_head(&mut sql, kind, None);
+        self.push_mutation_head(&mut sql, kind, None);
         sql.push(" WHERE ");
         filter.write(&mut sql);
         if returning == Returning::Rows {
@@ -220,12 +220,12 @@ impl<'t> TablePlanner<'_, 't> {
         filter.write(&mut sql);
         sql.push(" LIMIT ").push_placeholder(Param::Int8(max_affected.saturating_add(1)));
         sql.push(" FOR UPDATE), \"done\" AS (");
-        self.push_change_head(&mut sql, kind, Some("\"hit\""));
+        self.push_mutation_head(&mut sql, kind, Some("\"hit\""));
         sql.push(" WHERE \"t\".\"id\" = \"hit\".\"id\" AND (SELECT count(*) FROM \"hit\") <= ");
         sql.push_placeholder(Param::Int8(max_affected)).push(" RETURNING ");
         let hits = "SELECT count(*) FROM \"hit\"";
         match returning {
-            Returning::Number => {
+            Returning::Count => {
                 sql.push("TRUE) SELECT (").push(hits).push("), (SELECT count(*) FROM \"done\")");
             }
             Returning::Rows => {
@@ -238,7 +238,7 @@ impl<'t> TablePlanner<'_, 't> {
     }
 
     /// Adds an update or delete up to its WHERE clause; `source` is a table to join.
-    fn push_change_head(&self, sql: &mut Sql, kind: MutationKind<'t>, source: Option<&'static str>) {
+    fn push_mutation_head(&self, sql: &mut Sql, kind: MutationKind<'t>, source: Option<&'static str>) {
         match kind {
             MutationKind::Update(values) => {
                 sql.push("UPDATE ");
@@ -275,7 +275,7 @@ impl<'t> TablePlanner<'_, 't> {
         sql
     }
 
-    /// Adds a generated id unless the client sent one. UUIDv7 follows time order, so the index grows at one end.
+    /// Adds a generated id unless the client sent one. UUIDv7 values are time-ordered, so the index grows at one end.
     fn with_id(&self, mut values: RowValues<'t>) -> RowValues<'t> {
         if let Some(id) = self.table.column("id").filter(|id| values.iter().all(|(c, _)| c != id)) {
             values.insert(0, (id, Param::Uuid(uuid::Uuid::now_v7())));
@@ -358,8 +358,8 @@ impl<'t> RowGroup<'t> {
     }
 }
 
-/// Returns the bound on the number of changed rows, if one is needed. A change by id changes at most one row, so only
-/// the bound 0 matters; a change by filter that returns rows always has a bound.
+/// Returns the bound on the number of changed rows, if one is needed. A mutation by id changes at most one row, so
+/// only the bound 0 matters; a mutation by filter that returns rows always has a bound.
 fn parse_max_affected(
     raw: Option<&RawValue>,
     target: MutationTarget,

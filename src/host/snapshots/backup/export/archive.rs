@@ -133,9 +133,9 @@ fn start_home_reader() -> std::io::Result<UnixStream> {
 
 /// Prints a summary to standard error, because standard output is the archive.
 fn print_summary(manifest: &Manifest, omitted: &[OmittedEntry]) {
-    let files = manifest.entries.iter().filter(|entry| entry.path.starts_with(HOME)).count();
+    let home_entries = manifest.entries.iter().filter(|entry| entry.path.starts_with(HOME)).count();
     let bytes: u64 = manifest.entries.iter().map(|entry| entry.size_bytes).sum();
-    eprintln!("exported the database and {files} entries of the home directory, {bytes} bytes");
+    eprintln!("exported the database and {home_entries} entries of the home directory, {bytes} bytes");
     for entry in omitted {
         eprintln!("  left out: {}: {}", archive::encode_path(&entry.path), entry.reason);
     }

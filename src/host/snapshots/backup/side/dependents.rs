@@ -1,9 +1,9 @@
 //! The dependents that were dropped with a table: other tables' foreign keys, views and extended statistics. They are
 //! recreated after the table. Other dependents, such as functions and policies, are only listed.
 //!
-//! Definitions come from the side database. If recreating the views together fails, each is recreated separately. A view
-//! that the current database rejects then affects only the tables whose policies or rules read it. Foreign keys and
-//! statistics are added in one transaction. A run that was killed can be repeated.
+//! Definitions come from the side database. If recreating the views together fails, each is recreated separately. A
+//! view that the current database rejects then affects only the tables whose policies or rules read it. Foreign keys
+//! and statistics are added in one transaction. A run that was killed can be repeated.
 
 use std::collections::BTreeSet;
 
@@ -283,8 +283,8 @@ impl Dependents {
     ///
     /// # Errors
     /// If the transaction that adds foreign keys and statistics cannot start or commit, or the connection fails. Those
-    /// foreign keys and statistics are then listed as not recreated. A statement that the server rejects is not an error:
-    /// its dependent is listed with the reason.
+    /// foreign keys and statistics are then listed as not recreated. A statement that the server rejects is not an
+    /// error: its dependent is listed with the reason.
     pub async fn recreate(
         &self,
         settings: &BackupSettings,

@@ -61,7 +61,7 @@ const GATEWAY_SCHEMA_PREFIX: &str = "svc.";
 enum SideError {
     #[error("there is no snapshot{}", .when)]
     NoSnapshot { when: String },
-    #[error("the snapshot is unusable: {0}")]
+    #[error("{0}")]
     Unusable(String),
     #[error("the object store could not be read")]
     Store(#[source] StoreError),

@@ -4,7 +4,7 @@ use super::catalog::ForeignKey;
 use crate::snapshots::side_database::CopyMode;
 use crate::system::postgres::quote_ident;
 
-/// A column of one database.
+/// A column of the table, in one of the two databases.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Column {
     pub name: String,

@@ -80,13 +80,13 @@ async fn create_schema(live: &Client, schema: &str, owner: &str) -> Result<(), R
 }
 
 async fn pipe_relations(settings: &BackupSettings, relations: &[&str]) -> Result<(), RecreateError> {
-    let start = |tool| move |source| DumpCheckError::Start { tool, source };
-    let mut dump = settings.tools.dump_tables(&settings.server, SIDE_DATABASE, relations);
-    let mut dump = dump.spawn().map_err(start("pg_dump"))?;
-    let mut load = settings.tools.load_stdin(&settings.server, settings.server.database());
-    let mut load = load.spawn().map_err(start("pg_restore"))?;
-    let dump_error = tokio::spawn(postgres_tools::read_stderr_tail(dump.stderr.take()));
-    let load_error = tokio::spawn(postgres_tools::read_stderr_tail(load.stderr.take()));
+    let start_error = |tool| move |source| DumpCheckError::Start { tool, source };
+    let mut dump = settings.tools.dump_relations(&settings.server, SIDE_DATABASE, relations);
+    let mut dump = dump.spawn().map_err(start_error("pg_dump"))?;
+    let mut load = settings.tools.load_in_transaction(&settings.server, settings.server.database());
+    let mut load = load.spawn().map_err(start_error("pg_restore"))?;
+    let dump_stderr = tokio::spawn(postgres_tools::read_stderr_tail(dump.stderr.take()));
+    let load_stderr = tokio::spawn(postgres_tools::read_stderr_tail(load.stderr.take()));
     let (from, to) = (dump.stdout.take(), load.stdin.take());
     let pipe = async {
         if let (Some(mut from), Some(mut to)) = (from, to) {
@@ -95,7 +95,9 @@ async fn pipe_relations(settings: &BackupSettings, relations: &[&str]) -> Result
         Ok(())
     };
     let pipe_result: std::io::Result<()> = pipe.await;
-    for (tool, child, error) in [("pg_dump", &mut dump, dump_error), ("pg_restore", &mut load, load_error)] {
+    for (tool, child, stderr_tail) in
+        [("pg_dump", &mut dump, dump_stderr), ("pg_restore", &mut load, load_stderr)]
+    {
         // If pg_restore failed, pg_dump reports only the broken pipe, so pg_restore's error takes precedence.
         if tool == "pg_dump" && pipe_result.is_err() {
             continue;
@@ -104,7 +106,8 @@ async fn pipe_relations(settings: &BackupSettings, relations: &[&str]) -> Result
         let timeout = if tool == "pg_dump" { dump_check::EXIT_TIMEOUT } else { staging::INDEX_BUILD_TIMEOUT };
         let status = dump_check::wait_for_exit(child, tool, timeout).await?;
         if !status.success() {
-            return Err(RecreateError::Failed { tool, status, stderr_tail: error.await.unwrap_or_default() });
+            let stderr_tail = stderr_tail.await.unwrap_or_default();
+            return Err(RecreateError::Failed { tool, status, stderr_tail });
         }
     }
     pipe_result.map_err(RecreateError::Pipe)

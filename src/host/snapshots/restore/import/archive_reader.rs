@@ -21,7 +21,7 @@ use crate::snapshots::archive::{
     MAX_TOTAL_NAME_BYTES, SIDECAR, SYSTEM,
 };
 use crate::system::tar_reader::EntryKind;
-use crate::system::tar_reader::{TarEntry, TarError, TarLimits, TarReader, name_digest, quote_path};
+use crate::system::tar_reader::{TarEntry, TarError, TarLimits, TarReader, hash_path, quote_path};
 use svc_base::applet::Exit;
 use svc_base::fsx::FileError;
 use svc_store::snapshot::Sidecar;
@@ -179,7 +179,7 @@ struct Pass<'a> {
     is_complete: bool,
     digests: Vec<EntryDigest>,
     home_entries: usize,
-    /// [`HOME`] and the directories that have been read, by [`name_digest`]. Only they may contain entries.
+    /// [`HOME`] and the directories that have been read, by [`hash_path`]. Only they may contain entries.
     directories: HashSet<u128>,
     /// Modes of extracted directories, set at the end because they might deny access.
     modes: Vec<(PathBuf, u32)>,
@@ -196,7 +196,7 @@ impl<'a> Pass<'a> {
             is_complete: false,
             digests: Vec::new(),
             home_entries: 0,
-            directories: [name_digest(Path::new(HOME))].into(),
+            directories: [hash_path(Path::new(HOME))].into(),
             modes: Vec::new(),
         }
     }
@@ -262,7 +262,7 @@ impl<'a> Pass<'a> {
         let is_plain = path.components().all(|part| matches!(part, Component::Normal(_)));
         let is_top_level = [ARCHIVE_INFO, DUMP, SIDECAR, MANIFEST].iter().any(|name| path == Path::new(name));
         let has_known_parent =
-            path.parent().is_some_and(|parent| self.directories.contains(&name_digest(parent)));
+            path.parent().is_some_and(|parent| self.directories.contains(&hash_path(parent)));
         if !is_plain || !(is_top_level || has_known_parent) {
             return Err(self.invalid(format!("{} is not a valid path in an archive", quote_path(path))));
         }
@@ -276,7 +276,7 @@ impl<'a> Pass<'a> {
             return Err(self.invalid(format!("{} has the wrong kind, {:?}", quote_path(path), entry.kind)));
         }
         if entry.kind == EntryKind::Directory {
-            self.directories.insert(name_digest(path));
+            self.directories.insert(hash_path(path));
         }
         Ok(())
     }
@@ -352,7 +352,7 @@ impl<'a> Pass<'a> {
                     .ok_or_else(|| {
                         self.invalid(format!("{} has an invalid modification time", quote_path(&entry.path)))
                     })?;
-                file.set_modified(modified).map_err(file_error("set the time of"))?;
+                file.set_modified(modified).map_err(file_error("set the modification time of"))?;
                 let permissions = fs::Permissions::from_mode(mode);
                 file.set_permissions(permissions).map_err(file_error("set the mode of"))?;
                 return Ok(manifest_entry);

@@ -10,13 +10,13 @@ use crate::snapshots::archive::{self, REPLACED_PREFIX, STAGING_PREFIX};
 use svc_base::fsx::{self, FileError};
 
 /// The working directories of an import: one for staged files, one for replaced files.
-pub struct Staging {
+pub struct ImportStaging {
     directory: PathBuf,
     staged: PathBuf,
     replaced: PathBuf,
 }
 
-impl Staging {
+impl ImportStaging {
     /// Returns the directories of the import `number`, under `directory`. They are not created yet.
     pub fn new(directory: &Path, number: i64) -> Self {
         Self {
@@ -173,7 +173,7 @@ mod tests {
     #[test]
     fn install_moves_read_only_directories_and_keeps_modes() {
         let home = tempfile::tempdir().unwrap();
-        let staging = Staging::new(home.path(), 7);
+        let staging = ImportStaging::new(home.path(), 7);
         create_read_only_directory(&staging.create().unwrap().join("go"));
         create_read_only_directory(&home.path().join("go"));
         let replaced = staging.install().unwrap().unwrap();

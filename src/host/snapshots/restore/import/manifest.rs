@@ -126,7 +126,10 @@ impl<'de> Visitor<'de> for EntriesVisitor<'_> {
                     let why = format!("the manifest lists {name} here, but the archive's entry differs");
                     return Err(serde::de::Error::custom(why));
                 }
-                None => return Err(serde::de::Error::custom(format!("the entry {name} is missing"))),
+                None => {
+                    let why = format!("the entry {name} is missing from the archive");
+                    return Err(serde::de::Error::custom(why));
+                }
             }
         }
         match digests.len() {
@@ -200,7 +203,7 @@ mod tests {
         for (other, why) in [
             (&larger[..], "but the archive's entry differs"),
             (&swapped, "but the archive's entry differs"),
-            (&longer, "\"home/c\" is missing"),
+            (&longer, "\"home/c\" is missing from the archive"),
             (&entries[..1], "missing from the manifest, at the end of the archive: 1"),
         ] {
             let refused = compare(manifest(other).as_bytes(), &digests).unwrap_err();

@@ -52,7 +52,7 @@ pub const FAILPOINTS: &[&str] = &[
     "import.inspected",
     "import.loaded",
     "import.swapped",
-    "import.placed",
+    "import.installed",
     "import.done",
 ];
 
@@ -85,13 +85,13 @@ impl ImportError {
 /// `TryAgain` if another import is in progress; `Refused` if the archive cannot be opened; `Internal` if the lock file
 /// cannot be opened or a step cannot be started; otherwise the failed step's exit code. Before the swap of the
 /// databases, a failure changes nothing.
-pub async fn run(layout: &Layout, name: &Path, options: ImportOptions) -> Result<(), Failure> {
+pub async fn run(layout: &Layout, archive_path: &Path, options: ImportOptions) -> Result<(), Failure> {
     let lock = Lock::acquire(&layout.import_lock()).map_err(|error| match error {
         LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!("another import is running")),
         error @ LockError::File(_) => Failure::new(Exit::Internal, error),
     })?;
-    let archive = open_archive(name).or_exit(Exit::Refused)?;
-    let run = ImportRun { layout, archive, name, options, number: clock::now_ms().as_millisecond() };
+    let archive = open_archive(archive_path).or_exit(Exit::Refused)?;
+    let run = ImportRun { layout, archive, archive_path, options, number: clock::now_ms().as_millisecond() };
     let mut is_swapped = false;
     let imported = run.import(&mut is_swapped).await;
     let imported = imported.map_err(|error| Failure::new(error.exit(), error));
@@ -120,8 +120,8 @@ fn open_archive(path: &Path) -> Result<File, io::Error> {
 struct ImportRun<'a> {
     layout: &'a Layout,
     archive: File,
-    /// The archive's path, for messages.
-    name: &'a Path,
+    /// For messages.
+    archive_path: &'a Path,
     options: ImportOptions,
     /// The number in the names of the import's directories.
     number: i64,
@@ -159,7 +159,7 @@ impl ImportRun<'_> {
         let user = if step.is_run_as_owner() { MachineUser::Owner } else { MachineUser::Gateway };
         let mut command = user::applet_command(self.layout, user, &["svc-restore", "import-step", name])
             .map_err(start_error)?;
-        command.args(["--number", &self.number.to_string(), "--archive"]).arg(self.name);
+        command.args(["--number", &self.number.to_string(), "--archive"]).arg(self.archive_path);
         command.args(self.options.to_arguments());
         command.stdin(self.archive.try_clone().map_err(start_error)?);
         let status = command.status().await.map_err(start_error)?;
@@ -169,7 +169,7 @@ impl ImportRun<'_> {
 
 /// Restarts the sync agent and the gateway, which sets the passwords of the database's roles when it starts.
 async fn restart_gateway(layout: &Layout) {
-    let Some(systemctl) = systemd::systemctl(layout) else {
+    let Some(systemctl) = systemd::find_systemctl(layout) else {
         print_line("next: restart svc-gateway");
         return;
     };

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use tokio_postgres::Client;
 
 use super::archive_reader::{ArchiveError, ExtractTarget, VerifiedArchive};
-use super::home::{self, Staging};
+use super::home::{self, ImportStaging};
 use super::options::ImportOptions;
 use super::pre_import_snapshot::{self, PreImportSnapshotError};
 use super::print_line;
@@ -47,8 +47,6 @@ pub enum Step {
     /// Replaces the database and the gateway's part of the home directory.
     Database,
     /// Installs the owner's staged files.
-    #[strum(serialize = "place")]
-    #[value(name = "place")]
     Install,
 }
 
@@ -85,8 +83,8 @@ enum StepError {
     #[error("this machine has been replaced (superseded.json)")]
     Superseded,
     #[error(
-        "the archive belongs to the user {archive}, but this machine belongs to {machine}\n  next: if this is intended, add \
-         `--from-another-user`"
+        "the archive belongs to the user {archive}, but this machine belongs to {machine}\n  next: if this \
+         is intended, add `--from-another-user`"
     )]
     OtherUser { archive: String, machine: String },
     #[error("cannot open the archive on standard input")]
@@ -188,27 +186,28 @@ fn check_archive(settings: &RestoreSettings, archive: &File, args: &StepArgs) ->
 
 fn read_archive(
     archive: &File,
-    name: &Path,
+    archive_path: &Path,
     extract: &ExtractTarget<'_>,
 ) -> Result<VerifiedArchive, ArchiveError> {
-    tokio::task::block_in_place(|| VerifiedArchive::read(archive, name, extract))
+    tokio::task::block_in_place(|| VerifiedArchive::read(archive, archive_path, extract))
 }
 
 /// Reads the archive and extracts a part of it, which must fit on the file system of `dir`: PostgreSQL and the gateway
 /// write to the same disk.
 fn extract_archive(
     archive: &File,
-    name: &Path,
+    archive_path: &Path,
     dir: &Path,
     extract: &ExtractTarget<'_>,
 ) -> Result<VerifiedArchive, StepError> {
-    let bytes = tokio::task::block_in_place(|| VerifiedArchive::required_disk_space(archive, name, extract))?;
+    let bytes =
+        tokio::task::block_in_place(|| VerifiedArchive::required_disk_space(archive, archive_path, extract))?;
     staging::ensure_free_space(dir, bytes.saturating_add(staging::FREE_SPACE_MARGIN_BYTES))?;
-    Ok(read_archive(archive, name, extract)?)
+    Ok(read_archive(archive, archive_path, extract)?)
 }
 
 fn stage_files(layout: &Layout, archive: &File, args: &StepArgs) -> Result<(), StepError> {
-    let staging = Staging::new(&layout.home(), args.number);
+    let staging = ImportStaging::new(&layout.home(), args.number);
     let staged = staging.create()?;
     extract_archive(archive, &args.archive, staged, &ExtractTarget::Home(staged))?;
     staging.ensure_replaceable()?;
@@ -218,9 +217,9 @@ fn stage_files(layout: &Layout, archive: &File, args: &StepArgs) -> Result<(), S
 }
 
 fn install_files(layout: &Layout, args: &StepArgs) -> Result<(), StepError> {
-    let staging = Staging::new(&layout.home(), args.number);
+    let staging = ImportStaging::new(&layout.home(), args.number);
     let replaced = tokio::task::block_in_place(|| staging.install())?;
-    failpoint::trigger("import.placed")?;
+    failpoint::trigger("import.installed")?;
     if let Some(replaced) = replaced {
         print_line(&format!("the replaced home files are in {}", replaced.display()));
     }
@@ -236,7 +235,7 @@ async fn replace_database(
     if !args.options.no_backup {
         pre_import_snapshot::take_snapshot(settings).await?;
     }
-    let system = Staging::new(&layout.home().join(SYSTEM), args.number);
+    let system = ImportStaging::new(&layout.home().join(SYSTEM), args.number);
     let dump = layout.restore_state().join("import.dump");
     // An earlier run may have left the file behind.
     fsx::remove_if_exists(&dump)?;
@@ -253,7 +252,7 @@ async fn load_and_swap(
     settings: &RestoreSettings,
     archive: &File,
     args: &StepArgs,
-    system: &Staging,
+    system: &ImportStaging,
     dump: &Path,
 ) -> Result<(), StepError> {
     let layout = &settings.layout;
@@ -292,7 +291,7 @@ async fn load_and_swap(
     RestoreMarker::new(Some(snapshot.key.clone()), identity).write(layout)?;
     drop(client);
     let installed = tokio::task::block_in_place(|| system.install());
-    // Even if the records were not installed, the database has been replaced.
+    // Even if the records and settings were not installed, the database has been replaced.
     gate::request_backup(layout)?;
     let replaced = installed?;
     staging::remove_dumps(&layout.restore_state())?;
@@ -301,7 +300,7 @@ async fn load_and_swap(
         loaded.number
     ));
     if let Some(replaced) = replaced {
-        print_line(&format!("the replaced records are in {}", replaced.display()));
+        print_line(&format!("the replaced records and settings are in {}", replaced.display()));
     }
     // Comes last: while there is a journal, the caller restarts the gateway after a failure.
     Ok(journal::remove(layout)?)

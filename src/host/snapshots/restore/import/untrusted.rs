@@ -238,7 +238,7 @@ impl ImportRole {
         create_extensions(context, scratch, selection).await?;
         let server = context.server.as_role(&self.name, self.password.expose_secret());
         let command = context.tools.load_listed(&server, &scratch.name, files.dump, files.list);
-        staging::run_restore(command).await?;
+        staging::run_pg_restore(command).await?;
         end_sessions(admin, &self.name).await?;
         reset_database(admin, &scratch.name).await?;
         failpoint::trigger("import.inspected")?;

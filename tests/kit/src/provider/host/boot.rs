@@ -73,7 +73,7 @@ pub(super) async fn boot(
     user_data: &str,
 ) -> Result<(), BootFailure> {
     // This failure is not reported: without user-data, the machine does not know its platform.
-    session.disk.first_boot(user_data).map_err(boot_failure("user-data"))?;
+    session.disk.apply_user_data(user_data).map_err(boot_failure("user-data"))?;
     systemctl::serve(session, settings);
     let Err(failure) = run_units(session, settings).await else {
         watch_requests(session, settings);
@@ -217,21 +217,21 @@ fn register_command_line(session: &PowerSession, settings: &HostSettings) -> [Pa
 /// Reports the boot stage to the platform; errors are ignored.
 async fn report_stage(session: &PowerSession, settings: &HostSettings, stage: &str) {
     let args = ["stage", stage].map(str::to_owned);
-    let program = register_command_line(session, settings);
-    session.run_oneshot("svc-register", &program, &args, &[], settings.unit_timeout).await.ok();
+    let command_line = register_command_line(session, settings);
+    session.run_oneshot("svc-register", &command_line, &args, &[], settings.unit_timeout).await.ok();
 }
 
 async fn report_failure(session: &PowerSession, settings: &HostSettings, failure: &BootFailure) {
     let message: String = format!("{:#}", failure.error).chars().take(1000).collect();
     let args = ["failure", "--stage", failure.stage, "--message", &message].map(str::to_owned);
-    let program = register_command_line(session, settings);
-    let result = session.run_oneshot("svc-register", &program, &args, &[], settings.unit_timeout).await;
+    let command_line = register_command_line(session, settings);
+    let result = session.run_oneshot("svc-register", &command_line, &args, &[], settings.unit_timeout).await;
     if let Err(error) = result.context("cannot report the boot failure") {
         session.disk.append_log("init", format!("{error:#}\n").as_bytes()).ok();
     }
 }
 
-/// Runs the path units: each request file starts its unit, which removes the file.
+/// Runs the path units: each watched file starts its unit, which removes the file.
 fn watch_requests(session: &Arc<PowerSession>, settings: &HostSettings) {
     for (paths, unit, args) in PATH_UNITS {
         let (task_session, settings) = (Arc::clone(session), settings.clone());
@@ -253,7 +253,7 @@ fn watch_requests(session: &Arc<PowerSession>, settings: &HostSettings) {
                     }
                 }
             },
-            crate::runtime::servers(),
+            crate::runtime::handle(),
         );
     }
 }

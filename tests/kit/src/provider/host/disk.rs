@@ -22,8 +22,8 @@ pub(super) struct DatabaseRecord {
 }
 
 impl Disk {
-    /// Performs cloud-init's part of the first boot, once per disk.
-    pub(super) fn first_boot(&self, user_data: &str) -> Result<()> {
+    /// Writes the user-data files, like cloud-init at the first boot. Does nothing on later boots.
+    pub(super) fn apply_user_data(&self, user_data: &str) -> Result<()> {
         let marker = self.root.join("var/lib/cloud/instance/boot-finished");
         if marker.exists() {
             return Ok(());

@@ -36,7 +36,7 @@ pub(in super::super) struct ProcessHost {
     https_port: u16,
     settings: Arc<HostSettings>,
     closed: Arc<AtomicBool>,
-    next_env: Mutex<Vec<(String, String)>>,
+    next_start_env: Mutex<Vec<(String, String)>>,
     session: Mutex<Option<Arc<PowerSession>>>,
     state: watch::Sender<BootState>,
 }
@@ -57,7 +57,7 @@ impl ProcessHost {
             https_port,
             settings,
             closed,
-            next_env: Mutex::default(),
+            next_start_env: Mutex::default(),
             session: Mutex::default(),
             state: watch::channel(BootState::Off).0,
         }
@@ -72,8 +72,8 @@ impl ProcessHost {
     }
 
     /// Sets extra environment variables for all processes in the next session only.
-    pub(in super::super) fn set_next_env(&self, env: Vec<(String, String)>) {
-        *self.next_env.lock().unwrap_or_else(PoisonError::into_inner) = env;
+    pub(in super::super) fn set_next_start_env(&self, env: Vec<(String, String)>) {
+        *self.next_start_env.lock().unwrap_or_else(PoisonError::into_inner) = env;
     }
 
     /// Powers on; the boot runs in the background. Does nothing if the machine is already on.
@@ -85,23 +85,23 @@ impl ProcessHost {
             return;
         };
         self.state.send_replace(BootState::Booting);
-        let machine = Arc::clone(self);
+        let host = Arc::clone(self);
         let tasks = session.tasks.clone();
         tasks.spawn_on(
             async move {
-                let result = boot::boot(&session, &machine.settings, &machine.user_data).await;
-                // A terminated session must not change the machine's state.
+                let result = boot::boot(&session, &host.settings, &host.user_data).await;
+                // A terminated session must not change the host's state.
                 if session.off.is_cancelled() || session.stopping.is_cancelled() {
                     return;
                 }
                 match result {
                     Ok(()) => {
-                        machine.state.send_replace(BootState::Up);
+                        host.state.send_replace(BootState::Up);
                     }
-                    Err(failure) => machine.set_failed(failure.stage, &failure.error),
+                    Err(failure) => host.set_failed(failure.stage, &failure.error),
                 }
             },
-            crate::runtime::servers(),
+            crate::runtime::handle(),
         );
     }
 
@@ -213,7 +213,7 @@ impl ProcessHost {
     }
 
     /// Returns the environment for a session's processes, which inherit nothing else from this process. Clears
-    /// `next_env`.
+    /// `next_start_env`.
     fn take_env(&self) -> Vec<(String, String)> {
         let pair = |name: &str, value: String| (name.to_owned(), value);
         let mut env = vec![
@@ -225,7 +225,7 @@ impl ProcessHost {
             env.extend(std::env::var(name).ok().map(|value| pair(name, value)));
         }
         env.extend(self.settings.extra_env.iter().cloned());
-        env.append(&mut self.next_env.lock().unwrap_or_else(PoisonError::into_inner));
+        env.append(&mut self.next_start_env.lock().unwrap_or_else(PoisonError::into_inner));
         env
     }
 

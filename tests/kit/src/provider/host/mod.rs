@@ -67,8 +67,8 @@ impl HostSettings {
 pub(super) struct Hosts {
     settings: Arc<HostSettings>,
     https_port: u16,
-    machines: Mutex<BTreeMap<String, Arc<ProcessHost>>>,
-    next_create_env: Mutex<Vec<(String, String)>>,
+    hosts: Mutex<BTreeMap<String, Arc<ProcessHost>>>,
+    next_server_env: Mutex<Vec<(String, String)>>,
     /// Set once the simulator is closed; no host can be powered on afterwards.
     closed: Arc<AtomicBool>,
 }
@@ -78,71 +78,71 @@ impl Hosts {
         Self {
             settings: Arc::new(settings),
             https_port,
-            machines: Mutex::default(),
-            next_create_env: Mutex::default(),
+            hosts: Mutex::default(),
+            next_server_env: Mutex::default(),
             closed: Arc::default(),
         }
     }
 
-    /// Creates a disk for a new server. An earlier server with this name keeps its disk, but is no longer reachable by
+    /// Creates a host for a new server. An earlier host with this name keeps its disk, but is no longer reachable by
     /// name.
-    pub(super) fn install(&self, record: &ServerRecord) {
+    pub(super) fn create(&self, record: &ServerRecord) {
         let root = (1..)
             .map(|nth| if nth == 1 { record.name.clone() } else { format!("{}.{nth}", record.name) })
             .map(|name| self.settings.root_dir.join(name))
             .find(|root| !root.exists())
             .expect("a free number exists");
         let (settings, closed) = (Arc::clone(&self.settings), Arc::clone(&self.closed));
-        let machine = Arc::new(ProcessHost::new(record, root, self.https_port, settings, closed));
-        let env = std::mem::take(&mut *self.next_create_env.lock().unwrap_or_else(PoisonError::into_inner));
-        machine.set_next_env(env);
-        self.machines.lock().unwrap_or_else(PoisonError::into_inner).insert(record.name.clone(), machine);
+        let host = Arc::new(ProcessHost::new(record, root, self.https_port, settings, closed));
+        let env = std::mem::take(&mut *self.next_server_env.lock().unwrap_or_else(PoisonError::into_inner));
+        host.set_next_start_env(env);
+        self.hosts.lock().unwrap_or_else(PoisonError::into_inner).insert(record.name.clone(), host);
     }
 
     /// Sets extra environment variables for the first start of the next server to be created.
-    pub(super) fn set_next_create_env(&self, env: Vec<(String, String)>) {
-        *self.next_create_env.lock().unwrap_or_else(PoisonError::into_inner) = env;
+    pub(super) fn set_next_server_env(&self, env: Vec<(String, String)>) {
+        *self.next_server_env.lock().unwrap_or_else(PoisonError::into_inner) = env;
     }
 
     pub(super) fn boot(&self, name: &str) {
-        if let Ok(machine) = self.machine(name) {
-            machine.boot();
+        if let Ok(host) = self.host(name) {
+            host.boot();
         }
     }
 
     pub(super) async fn cut_power(&self, name: &str) {
-        if let Ok(machine) = self.machine(name) {
-            machine.cut_power().await;
+        if let Ok(host) = self.host(name) {
+            host.cut_power().await;
         }
     }
 
     pub(super) async fn shut_down(&self, name: &str) {
-        if let Ok(machine) = self.machine(name) {
-            machine.shut_down().await;
+        if let Ok(host) = self.host(name) {
+            host.shut_down().await;
         }
     }
 
     /// Kills all processes on all hosts without waiting, and prevents new ones.
     pub(super) fn kill_all(&self) {
         self.closed.store(true, Ordering::SeqCst);
-        for machine in self.machines() {
-            machine.kill_processes();
+        for host in self.all() {
+            host.kill_processes();
         }
     }
 
     /// Like [`Self::kill_all`], but waits until all processes have ended.
     pub(super) async fn stop(&self) {
         self.closed.store(true, Ordering::SeqCst);
-        futures_util::future::join_all(self.machines().iter().map(|machine| machine.cut_power())).await;
+        futures_util::future::join_all(self.all().iter().map(|host| host.cut_power())).await;
     }
 
-    pub(super) fn machine(&self, name: &str) -> Result<Arc<ProcessHost>> {
-        let machines = self.machines.lock().unwrap_or_else(PoisonError::into_inner);
-        machines.get(name).cloned().with_context(|| format!("no server named {name} has been created"))
+    pub(super) fn host(&self, name: &str) -> Result<Arc<ProcessHost>> {
+        let hosts = self.hosts.lock().unwrap_or_else(PoisonError::into_inner);
+        hosts.get(name).cloned().with_context(|| format!("no server named {name} has been created"))
     }
 
-    pub(super) fn machines(&self) -> Vec<Arc<ProcessHost>> {
-        let machines = self.machines.lock().unwrap_or_else(PoisonError::into_inner);
-        machines.values().cloned().collect()
+    pub(super) fn all(&self) -> Vec<Arc<ProcessHost>> {
+        let hosts = self.hosts.lock().unwrap_or_else(PoisonError::into_inner);
+        hosts.values().cloned().collect()
     }
 }

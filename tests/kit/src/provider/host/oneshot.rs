@@ -2,26 +2,26 @@
 
 use std::io;
 use std::path::PathBuf;
-use std::process::{ExitStatus, Output as ProcessOutput};
+use std::process::{ExitStatus, Output};
 use std::time::Duration;
 
 use anyhow::{Result, bail};
 use nix::sys::signal::{Signal, killpg};
 use tokio::io::{AsyncRead, AsyncReadExt};
 
-use super::session::{Output, PowerSession};
+use super::session::{OutputDestination, PowerSession};
 
 impl PowerSession {
     /// Runs a unit to completion.
     pub(super) async fn run_oneshot(
         &self,
         unit: &str,
-        program: &[PathBuf],
+        command_line: &[PathBuf],
         args: &[String],
         extra_env: &[(String, String)],
         timeout: Duration,
-    ) -> Result<ProcessOutput> {
-        let mut running = self.spawn(unit, program, args, extra_env, Output::Pipe)?;
+    ) -> Result<Output> {
+        let mut running = self.spawn(unit, command_line, args, extra_env, OutputDestination::Pipe)?;
         let (stdout, stderr) = (running.child.stdout.take(), running.child.stderr.take());
         let (group, mut timed_out) = (running.group, false);
         let wait = async {
@@ -41,7 +41,7 @@ impl PowerSession {
         if timed_out {
             bail!("{unit} was still running after {timeout:?}");
         }
-        Ok(ProcessOutput { status, stdout, stderr })
+        Ok(Output { status, stdout, stderr })
     }
 }
 
@@ -54,7 +54,7 @@ async fn read_all(pipe: Option<impl AsyncRead + Unpin>) -> io::Result<Vec<u8>> {
 }
 
 /// Summarizes a oneshot's result in one line: its status and the last line of its error output.
-pub(super) fn summarize(finished: &ProcessOutput) -> String {
+pub(super) fn summarize(finished: &Output) -> String {
     let stderr = String::from_utf8_lossy(&finished.stderr);
     let last = stderr.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or_default();
     let last: String = last.chars().take(400).collect();

@@ -14,7 +14,7 @@ use tokio::net::UnixDatagram;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
-use super::session::{Output, PowerSession, RunningProcess};
+use super::session::{OutputDestination, PowerSession, RunningProcess};
 
 const RESTART_DELAY: Duration = Duration::from_millis(100);
 /// systemd's default limit: five starts in ten seconds.
@@ -77,7 +77,7 @@ impl Service {
                 task_session.disk.append_log(unit.name, format!("[init] {reason}\n").as_bytes()).ok();
                 state_sender.send_replace(ServiceState::Ended(reason));
             },
-            crate::runtime::servers(),
+            crate::runtime::handle(),
         );
         service
     }
@@ -155,7 +155,7 @@ async fn run_once(
     std::fs::remove_file(&path).ok();
     let socket = UnixDatagram::bind(&path).context("cannot bind the notify socket")?;
     let env = [("NOTIFY_SOCKET".to_owned(), path.display().to_string())];
-    let mut running = session.spawn(unit.name, &unit.command_line, &[], &env, Output::Log)?;
+    let mut running = session.spawn(unit.name, &unit.command_line, &[], &env, OutputDestination::Log)?;
 
     let ready_by = tokio::time::sleep(unit.ready_timeout);
     tokio::pin!(ready_by);

@@ -41,7 +41,7 @@ pub(super) struct PowerSession {
 
 /// The destination of a process's output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Output {
+pub(super) enum OutputDestination {
     Log,
     /// The caller reads the output, and logs it.
     Pipe,
@@ -77,22 +77,22 @@ impl PowerSession {
     pub(super) fn spawn(
         &self,
         unit: &str,
-        program: &[PathBuf],
+        command_line: &[PathBuf],
         args: &[String],
         extra_env: &[(String, String)],
-        output: Output,
+        output: OutputDestination,
     ) -> Result<RunningProcess> {
-        let (program, first_args) = program.split_first().context("no program")?;
+        let (program, first_args) = command_line.split_first().context("the command line is empty")?;
         let mut command = Command::new(program);
         command.args(first_args).args(args).current_dir(&self.disk.root).process_group(0);
         command.env_clear().envs(self.env.iter().cloned()).envs(extra_env.iter().cloned());
         command.stdin(Stdio::null()).kill_on_drop(true);
         match output {
-            Output::Log => {
+            OutputDestination::Log => {
                 let log = OpenOptions::new().create(true).append(true).open(self.disk.log_path(unit)?)?;
                 command.stdout(log.try_clone()?).stderr(log);
             }
-            Output::Pipe => {
+            OutputDestination::Pipe => {
                 command.stdout(Stdio::piped()).stderr(Stdio::piped());
             }
         }

@@ -1,9 +1,9 @@
 //! A simulated host's `systemctl`: a script that passes its arguments to this process in a file, and waits for the
 //! response.
 //!
-//! `restart` restarts one of the init's services. `show` reports the state of such a service, and every other unit as
-//! inactive. `start` runs a requested backup, and does nothing for a target. `daemon-reload` and `reset-failed` do
-//! nothing. All other requests fail as if the unit were not loaded.
+//! `restart` restarts one of the init process's services. `show` reports the state of such a service, and every other
+//! unit as inactive. `start` runs a requested backup, and does nothing for a target. `daemon-reload`, and
+//! `reset-failed` for one of the services, do nothing. All other requests fail as if the unit were not loaded.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -53,7 +53,7 @@ pub(super) fn serve(session: &Arc<PowerSession>, settings: &HostSettings) {
                     let (request_session, settings) = (Arc::clone(&session), settings.clone());
                     session.tasks.spawn_on(
                         async move { respond(&request_session, &settings, &request).await.unwrap_or_default() },
-                        crate::runtime::servers(),
+                        crate::runtime::handle(),
                     );
                 }
                 tokio::select! {
@@ -62,7 +62,7 @@ pub(super) fn serve(session: &Arc<PowerSession>, settings: &HostSettings) {
                 }
             }
         },
-        crate::runtime::servers(),
+        crate::runtime::handle(),
     );
 }
 
@@ -96,7 +96,7 @@ async fn execute(session: &Arc<PowerSession>, settings: &HostSettings, args: &st
             let (task_session, settings) = (Arc::clone(session), settings.clone());
             session.tasks.spawn_on(
                 async move { run_requested_backup(&task_session, &settings).await },
-                crate::runtime::servers(),
+                crate::runtime::handle(),
             );
             (0, String::new())
         }

@@ -1,4 +1,4 @@
-//! File names of dated records: `audit-2026-11-20.jsonl`, or `audit-2026-11-20.2.jsonl` if the first name was taken.
+//! File names of dated logs: `audit-2026-11-20.jsonl`, or `audit-2026-11-20.2.jsonl` if the first name was taken.
 
 use jiff::civil::Date;
 

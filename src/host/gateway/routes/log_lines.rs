@@ -1,4 +1,4 @@
-//! Serves the records: pages with the newest lines first, and streams of new lines.
+//! Serves the lines of the log files: pages with the newest lines first, and streams of new lines.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -18,7 +18,7 @@ use crate::bridge;
 use crate::events::{self, HEARTBEAT_INTERVAL, MAX_STREAM_DURATION, RETRY_DELAY_MS};
 use svc_base::error_chain::format_chain;
 use svc_host::agents::kernel::Kernel;
-use svc_host::records::files::{LinePosition, RecordKind, TailPosition};
+use svc_host::records::files::{LinePosition, LogKind, TailPosition};
 use svc_host::records::page::{self, PageError, Verdict};
 use svc_host::records::tail::Tail;
 use svc_http::fields::Fields;
@@ -37,7 +37,7 @@ const MAX_DISORDER_HOURS: i64 = 50;
 
 /// A log and its filters.
 pub struct LogView {
-    pub kind: RecordKind,
+    pub kind: LogKind,
     /// The response member that contains the lines.
     pub member: &'static str,
     /// Line members that must equal the filter with the same name. In an ambiguous audit entry, they are lists, which
@@ -81,8 +81,8 @@ impl LogFilter {
                 .path_member
                 .and_then(|name| Some((name, text(name)?.trim_end_matches('/').to_owned()))),
             contains: view.is_text.then(|| text("contains")).flatten(),
-            since: query.time("since"),
-            until: query.time("until"),
+            since: query.optional_time("since"),
+            until: query.optional_time("until"),
         }
     }
 
@@ -303,7 +303,7 @@ mod tests {
     use super::*;
 
     const VIEW: LogView = LogView {
-        kind: RecordKind::Audit,
+        kind: LogKind::Audit,
         member: "entries",
         exact_members: &["op", "agentName"],
         values: &[],
@@ -369,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn unknown_value_of_a_filter_is_an_error() {
+    fn filter_rejects_unknown_value() {
         let view = LogView { values: &[("op", &["create", "write"])], ..VIEW };
         for (query, is_valid) in [("op=write", true), ("op=bogus", false), ("agentName=any", true)] {
             let mut fields = Fields::from_query(query);
@@ -394,7 +394,7 @@ mod tests {
     #[test]
     fn text_line_has_timestamp_and_text() {
         let view = LogView {
-            kind: RecordKind::Activity,
+            kind: LogKind::Activity,
             member: "entries",
             exact_members: &[],
             values: &[],
