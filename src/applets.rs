@@ -44,7 +44,7 @@ pub static APPLETS: &[Applet] = &[
     },
     Applet {
         name: "svc-heartbeat",
-        about: "rotates and expires the machine's records, and measures its storage",
+        about: "rotates and expires the machine's log files, and measures its storage",
         command: host::retention::command,
         run: host::retention::run,
     },

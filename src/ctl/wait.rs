@@ -293,7 +293,7 @@ impl SlotHolder {
 struct ProgressReporter {
     progress: Progress,
     state: String,
-    /// The sequence number of the last printed log line.
+    /// The highest sequence number of the log lines seen so far.
     last_seq: u64,
     printed_stages: usize,
     /// The last printed boot progress, in tens of percent.
@@ -317,10 +317,10 @@ impl ProgressReporter {
         self.has_reported_error = false;
         let mut lines: Vec<(&str, String)> = Vec::new();
         if let Some(operation) = operation {
-            let (entries, last) = operation::lines_after(operation, self.last_seq);
-            let entries = entries.into_iter().filter(|entry| operation::should_show(entry));
-            lines.extend(entries.map(|entry| {
-                (entry.at.as_str(), operation::format_log_line(self.progress.view(), operation, entry))
+            let (log_lines, last) = operation::lines_after(operation, self.last_seq);
+            let log_lines = log_lines.into_iter().filter(|line| operation::should_show(line));
+            lines.extend(log_lines.map(|line| {
+                (line.at.as_str(), operation::format_log_line(self.progress.view(), operation, line))
             }));
             self.last_seq = last;
         }

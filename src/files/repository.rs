@@ -95,7 +95,7 @@ impl ObjectKind {
 pub struct Repository {
     pub(crate) bucket: Bucket,
     root: Path,
-    repo_key: RepositoryKey,
+    repository_key: RepositoryKey,
     pub(crate) key: EncryptionKey,
     pub(crate) polynomial: Polynomial,
     cache: Cache,
@@ -117,15 +117,15 @@ impl Repository {
         let Some(sealed) = bucket.get(&root.clone().join("config"), MAX_OBJECT_BYTES).await? else {
             return Ok(None);
         };
-        let (repo_key, key) = (key.clone(), key.derive_master_key());
+        let (repository_key, key) = (key.clone(), key.derive_master_key());
         let plain = key.decrypt(&sealed.value).ok_or(FilesError::WrongKey)?;
         let config: Config =
             serde_json::from_slice(&plain).map_err(|error| FilesError::corrupt("config", &error))?;
         if config.version != VERSION {
             return Err(FilesError::UnsupportedVersion(config.version));
         }
-        let polynomial = config.polynomial;
-        Ok(Some(Self { bucket, root, repo_key, key, polynomial, cache, outage_timeout: Duration::ZERO }))
+        let (polynomial, outage_timeout) = (config.polynomial, Duration::ZERO);
+        Ok(Some(Self { bucket, root, repository_key, key, polynomial, cache, outage_timeout }))
     }
 
     /// Opens the repository, and creates it if there is none. If another process creates it at the same time, both use
@@ -174,7 +174,7 @@ impl Repository {
                 content => content?,
             };
             let name = meta.location.filename().and_then(|name| name.parse::<Id>().ok());
-            let opens = |text: &[u8]| name == Some(Id::of(text)) && self.repo_key.opens_key_file(text);
+            let opens = |text: &[u8]| name == Some(Id::of(text)) && self.repository_key.opens_key_file(text);
             if content.is_some_and(|content| opens(&content.value)) {
                 return Ok(());
             }
@@ -343,7 +343,7 @@ impl Repository {
     /// # Errors
     /// If the store fails; [`FilesError::Corrupt`] if a snapshot is damaged.
     pub async fn list_snapshots(&self) -> Result<Vec<(Id, Snapshot)>, FilesError> {
-        let snapshots = self.list_with_upload_times().await?;
+        let snapshots = self.list_snapshot_uploads().await?;
         Ok(snapshots.into_iter().map(|(id, snapshot, _)| (id, snapshot)).collect())
     }
 
@@ -376,7 +376,7 @@ impl Repository {
     }
 
     /// Like [`Self::list_snapshots`], but also returns the upload times, by the store's clock.
-    pub(crate) async fn list_with_upload_times(&self) -> Result<Vec<(Id, Snapshot, Timestamp)>, FilesError> {
+    pub(crate) async fn list_snapshot_uploads(&self) -> Result<Vec<(Id, Snapshot, Timestamp)>, FilesError> {
         let folder = self.root.clone().join(ObjectKind::Snapshot.folder());
         let uploads = self.list_uploads(&folder, |id| self.path(ObjectKind::Snapshot, id)).await?;
         let read = |(id, uploaded): (Id, Timestamp)| {

@@ -35,9 +35,10 @@ pub enum FilesKeyError {
         source: FilesError,
     },
     #[error(
-        "slot {0} has a repository, but the platform has no key that opens it: its database is older than the key, or the \
-         repository's configuration was replaced. A machine that still has the key sends it within a day, or immediately after \
-         `systemctl restart svc-files`; otherwise restore a newer copy of the database or of the configuration"
+        "slot {0} has a repository, but the platform has no key that opens it: its database was restored from a copy older \
+         than the key, or the repository's configuration was replaced. A machine that still has the key sends it within a day, \
+         or immediately after `systemctl restart svc-files`; otherwise restore a newer copy of the database or of the \
+         configuration"
     )]
     Lost(String),
     #[error(

@@ -210,9 +210,9 @@ pub(super) fn time_in(key: &str) -> Option<Timestamp> {
     format!("{date}T{}Z", time.replace('-', ":")).parse().ok()
 }
 
-/// Whether the time and epoch of a record match its key. In a key that does not have the format of [`snapshot_key`],
-/// only an epoch at the end is compared.
-pub(super) fn matches_record(key: &str, taken_at: Timestamp, epoch: Epoch) -> bool {
+/// Whether the time and epoch in a sidecar match the snapshot's key. In a key that does not have the format of
+/// [`snapshot_key`], only an epoch at the end is compared.
+pub(super) fn matches_sidecar(key: &str, taken_at: Timestamp, epoch: Epoch) -> bool {
     if parse_time_and_epoch(key).is_some() {
         return snapshot_key(taken_at, epoch) == key;
     }
@@ -318,15 +318,15 @@ mod tests {
     }
 
     #[test]
-    fn matches_record_compares_time_and_epoch() {
+    fn matches_sidecar_compares_time_and_epoch() {
         let taken_at: Timestamp = "2026-01-02T03:04:05.678Z".parse().unwrap();
         let key = snapshot_key(taken_at, Epoch(7));
-        assert!(matches_record(&key, taken_at, Epoch(7)));
-        assert!(!matches_record(&key, taken_at, Epoch(8)));
-        assert!(!matches_record(&key, Timestamp::UNIX_EPOCH, Epoch(7)));
-        assert!(matches_record("system/db/snapshots/3-7.dump", taken_at, Epoch(7)));
-        assert!(!matches_record("system/db/snapshots/2026-11-24Tx-1.dump", taken_at, Epoch(900)));
-        assert!(matches_record("system/db/snapshots/x.dump", taken_at, Epoch(7)));
+        assert!(matches_sidecar(&key, taken_at, Epoch(7)));
+        assert!(!matches_sidecar(&key, taken_at, Epoch(8)));
+        assert!(!matches_sidecar(&key, Timestamp::UNIX_EPOCH, Epoch(7)));
+        assert!(matches_sidecar("system/db/snapshots/3-7.dump", taken_at, Epoch(7)));
+        assert!(!matches_sidecar("system/db/snapshots/2026-11-24Tx-1.dump", taken_at, Epoch(900)));
+        assert!(matches_sidecar("system/db/snapshots/x.dump", taken_at, Epoch(7)));
     }
 
     #[test]

@@ -322,7 +322,7 @@ pub async fn load(bucket: &Bucket, slot: &SlotPrefix, key: &str) -> Result<Sidec
     if sidecar.version != FORMAT || sidecar.key != key {
         return Err(damaged("its sidecar has an unexpected format or key".to_owned()));
     }
-    if !key::matches_record(key, sidecar.taken_at, sidecar.epoch) {
+    if !key::matches_sidecar(key, sidecar.taken_at, sidecar.epoch) {
         return Err(damaged("the time or epoch in its sidecar differs from its key's".to_owned()));
     }
     // Downloads of the dump use the digest as a file name.

@@ -48,13 +48,13 @@ impl ListedSnapshot {
     /// Whether this is the sidecar of the snapshot with this key.
     fn matches_key(&self, key: &str) -> bool {
         let is_digest = bundle::parse_digest(&self.sha256).as_deref() == Some(&*self.sha256);
-        self.key == key && is_digest && key::matches_record(key, self.taken_at, self.epoch)
+        self.key == key && is_digest && key::matches_sidecar(key, self.taken_at, self.epoch)
     }
 }
 
-/// A page of sidecars in descending order by key, and therefore by time.
+/// A page of snapshots in descending order by key, and therefore by time.
 pub struct SnapshotPage {
-    pub records: Vec<ListedSnapshot>,
+    pub snapshots: Vec<ListedSnapshot>,
     /// The key after which the next page begins; `None` on the last page.
     pub next: Option<String>,
 }
@@ -86,15 +86,15 @@ pub async fn list_page(
     let next = keys.last().filter(|_| has_more).cloned();
     let mut reads =
         stream::iter(keys).map(|key| read_or_skip(bucket, slot, key)).buffered(MAX_CONCURRENT_READS);
-    let (mut records, mut skipped_log) = (Vec::new(), SkippedLog::default());
+    let (mut snapshots, mut skipped_log) = (Vec::new(), SkippedLog::default());
     while let Some(read) = reads.try_next().await? {
         match read {
-            Ok(record) => records.extend(record),
+            Ok(snapshot) => snapshots.extend(snapshot),
             Err(skipped) => skipped_log.add(skipped),
         }
     }
     skipped_log.write_log();
-    Ok(SnapshotPage { records, next })
+    Ok(SnapshotPage { snapshots, next })
 }
 
 /// Reads the sidecar of one snapshot; `None` if it is missing, unreadable, or does not match its key.
@@ -104,12 +104,12 @@ pub async fn read_listed_snapshot(
     key: &str,
 ) -> Result<Option<ListedSnapshot>, StoreError> {
     let mut skipped_log = SkippedLog::default();
-    let record = read_or_skip(bucket, slot, key.to_owned()).await?.unwrap_or_else(|skipped| {
+    let snapshot = read_or_skip(bucket, slot, key.to_owned()).await?.unwrap_or_else(|skipped| {
         skipped_log.add(skipped);
         None
     });
     skipped_log.write_log();
-    Ok(record)
+    Ok(snapshot)
 }
 
 /// A skipped sidecar, with the reason.
@@ -369,7 +369,7 @@ mod tests {
         bucket.put(&object, sidecar_json(forged, &json!({"epoch": 900}))).await.unwrap();
         let all = PageWindow { before: None, latest: None, limit: 50 };
         let page = list_page(&bucket, &slot, all).await.unwrap();
-        let keys: Vec<_> = page.records.iter().map(|record| record.key.clone()).collect();
+        let keys: Vec<_> = page.snapshots.iter().map(|snapshot| snapshot.key.clone()).collect();
         assert_eq!(keys, [key_at(5), key_at(0)]);
         assert_eq!(read_listed_snapshot(&bucket, &slot, &key_at(1)).await.unwrap(), None);
         assert!(!list_keys(&bucket, &slot).await.unwrap().contains(&forged.to_owned()));

@@ -38,7 +38,7 @@ pub struct FilesPrunePlan {
     pub removed_snapshots: u64,
     /// Number of packs that would be marked for deletion, including those that would be rewritten.
     pub marked_packs: u64,
-    /// Unused bytes in all packs that could be marked, including packs that are left for later prunes.
+    /// Unused bytes in all packs that could be marked, including packs that are deferred to later prunes.
     pub reclaimable_bytes: u64,
     /// Number of packs that would be deleted, because their grace period has ended or no index lists them.
     pub deleted_packs: u64,

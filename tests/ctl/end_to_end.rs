@@ -206,7 +206,7 @@ async fn drill_damaged_snapshot(operator: &Operator) {
 /// Verifies a snapshot, downloads it over partial files of another snapshot and of this one, and checks that damage to
 /// the object is detected.
 async fn verify_and_download_snapshot(operator: &Operator, dir: &Path) {
-    let intact = ["system/db/snapshots/", "size and SHA-256 match the record"];
+    let intact = ["system/db/snapshots/", "size and SHA-256 match the sidecar"];
     assert_contains(&operator.run(0, &["backup", "verify", "ada"]).await, &intact);
     let verified = operator.json(&["backup", "verify", "ada"]).await;
     let key = verified["key"].as_str().unwrap();
@@ -241,7 +241,7 @@ async fn verify_and_download_snapshot(operator: &Operator, dir: &Path) {
     for content in [Vec::new(), dump[..dump.len() / 2].to_vec(), damaged] {
         operator.0.store.write(kit::scenario::BUCKET, &object, content);
         let printed = operator.run(65, &["backup", "verify", "ada", key]).await;
-        assert_contains(&printed, &["does not match its record", "next: run `svcctl backup now <machine>`"]);
+        assert_contains(&printed, &["does not match its sidecar", "next: run `svcctl backup now <machine>`"]);
     }
     let damaged_file = dir.join("damaged.dump");
     operator.run(65, &["backup", "download", "ada", "--output", damaged_file.to_str().unwrap()]).await;

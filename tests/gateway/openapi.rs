@@ -53,7 +53,9 @@ impl TestGateway {
         machine.add_app(&slug, &json!({ "notes": { "columns": columns, "unique": ["title"] } })).unwrap();
         machine.write(&format!("home/svc/home/apps/{slug}/dist/index.html"), "<h1>notes").unwrap();
         let host = machine.start().unwrap();
-        [ADMIN_TOKEN, "hunter2-s3cret"].into_iter().for_each(|s| contract::gateway().register_secret(s));
+        for secret in [ADMIN_TOKEN, "hunter2-s3cret"] {
+            contract::gateway().register_secret(secret);
+        }
         let gateway = Self { host, slug, idp, history: None };
         // Creates a finished dispatch, whose id the paths contain.
         let dispatched = gateway.dispatch(&json!({ "id": EXAMPLE_ID, "prompt": "do it" })).await;
@@ -334,11 +336,8 @@ async fn check_names(gateway: &TestGateway) {
         let request = |slug: &str| gateway.authorized_request(operation, &gateway.path_of(operation, slug));
         gateway.send(request("%ff")).await.assert_problem(400, "invalid_request");
         if operation.id == "getIcon" {
-            assert_eq!(
-                gateway.send(request("unknown")).await.status,
-                200,
-                "an icon must be generated for any name"
-            );
+            let response = gateway.send(request("unknown")).await;
+            assert_eq!(response.status, 200, "an icon must be generated for any name");
             continue;
         }
         for slug in ["unknown", "..%2f..", "%00", "NOTES"] {

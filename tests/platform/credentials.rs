@@ -201,7 +201,7 @@ async fn missing_object_in_own_slot_is_reported_as_missing() {
     let raw = bucket.raw().get(&Path::from("user_1/primary/system/none")).await.unwrap_err();
     assert!(
         matches!(raw, object_store::Error::PermissionDenied { .. }),
-        "S3 denies a read of a missing object: {raw:?}"
+        "the store must deny a read of a missing object, as S3 does: {raw:?}"
     );
     for name in ["none", "db/latest-but-not-quite", "db/snapshots/x.dump"] {
         let key = Path::from(format!("user_1/primary/system/{name}"));

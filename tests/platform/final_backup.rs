@@ -237,27 +237,25 @@ async fn abandoned_recovery_leaves_the_old_machine_running() {
     );
 }
 
+/// Returns a host's report of a failed backup, dated an hour ahead.
+fn failed_backup_report(overrides: &Value) -> Value {
+    let late = rfc3339_ms(jiff::Timestamp::now() + jiff::SignedDuration::from_hours(1));
+    let mut last = json!({"status": "error", "beganAt": late, "error": "a table is gone"});
+    last.as_object_mut().unwrap().extend(overrides.as_object().unwrap().clone());
+    json!({"running": false, "last": last})
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn failed_backup_is_retried_before_operation_waits() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "60")]);
     let old = start_host(&stack, &process).await;
     stack.store_snapshot("user_1");
-    let late = rfc3339_ms(jiff::Timestamp::now() + jiff::SignedDuration::from_hours(1));
-    old.behavior.lock().unwrap().backup_status =
-        json!({"running": false, "last": {"status": "error", "beganAt": late, "error": "no space left"}});
+    old.behavior.lock().unwrap().backup_status = failed_backup_report(&json!({"error": "no space left"}));
     let recovery = recover(&stack, &process, json!({})).await;
     let waiting = wait_for_question(&stack, &process, &recovery).await;
     assert!(waiting["question"]["detail"].as_str().unwrap().contains("no space left"), "{waiting}");
     assert_eq!(old.call_count("POST", BACKUP), 3);
-}
-
-/// Returns a host's report of a held-back snapshot, dated an hour ahead.
-fn held_back_report(overrides: &Value) -> Value {
-    let late = rfc3339_ms(jiff::Timestamp::now() + jiff::SignedDuration::from_hours(1));
-    let mut last = json!({"status": "error", "beganAt": late, "error": "a table is gone"});
-    last.as_object_mut().unwrap().extend(overrides.as_object().unwrap().clone());
-    json!({"running": false, "last": last})
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -268,7 +266,7 @@ async fn held_back_snapshot_waits_and_counts_after_acceptance() {
     stack.store_snapshot("user_1");
     let loss = "the table app_notes.notes with 400 rows is gone";
     old.behavior.lock().unwrap().backup_status =
-        held_back_report(&json!({"held": {"latest": "k", "loss": loss}}));
+        failed_backup_report(&json!({"held": {"latest": "k", "loss": loss}}));
     let recovery = recover(&stack, &process, json!({})).await;
     let waiting = wait_for_question(&stack, &process, &recovery).await;
     let taken_at = now_text();
@@ -320,7 +318,7 @@ async fn older_host_with_a_held_back_snapshot_gets_no_retries() {
     stack.store_snapshot("user_1");
     let error =
         "the database holds 3 rows instead of 400\n  next: `svc-db-backup accept`, if the loss is intended";
-    old.behavior.lock().unwrap().backup_status = held_back_report(&json!({"error": error}));
+    old.behavior.lock().unwrap().backup_status = failed_backup_report(&json!({"error": error}));
     let recovery = recover(&stack, &process, json!({})).await;
     let waiting = wait_for_question(&stack, &process, &recovery).await;
     assert_eq!(waiting["question"]["code"], "last_backup_held_back", "{waiting}");

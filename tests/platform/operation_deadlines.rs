@@ -36,7 +36,7 @@ async fn failure_age_starts_at_first_consecutive_failure() {
     let age = "UPDATE operations SET failing_since = failing_since - interval '2 hours'";
 
     advance(&session, id, owner, 1, None).await;
-    assert!(failure_age().await < HOUR, "the duration must not include the step's earlier time");
+    assert!(failure_age().await < HOUR, "the failure age must not include the step's earlier time");
     session.execute(age, &[]).await.unwrap();
     advance(&session, id, owner, 2, None).await;
     assert!(failure_age().await > HOUR);

@@ -112,7 +112,7 @@ fn victim() {
     println!("done");
 }
 
-/// A records directory whose writer is killed repeatedly, and the observed results.
+/// A directory of log files whose writer is killed repeatedly, and the observed results.
 struct KillTest {
     layout: Layout,
     dispatches: u64,

@@ -452,9 +452,8 @@ async fn user_can_choose_slot_of_browser_session() -> Result<()> {
     let form = form.header("content-type", "application/x-www-form-urlencoded").body("slot=primary");
     assert_eq!(send(form).await.status, StatusCode::SEE_OTHER);
     assert_eq!(get_with_cookie(&router, APP_HOST, "/", &cookie).await.status, StatusCode::OK);
-    let page =
-        send(router.get(APP_HOST, "/_svc/slots").header("cookie", &cookie).header("accept", "text/html"))
-            .await;
+    let request = router.get(APP_HOST, "/_svc/slots").header("cookie", &cookie).header("accept", "text/html");
+    let page = send(request).await;
     assert!(page.body.contains("value=\"studio\"") && page.body.contains("recovering"), "{}", page.body);
     Ok(())
 }

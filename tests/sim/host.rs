@@ -24,7 +24,7 @@ use super::rows::Rows;
 use super::store::{Store, StoreConnection};
 use super::violation::BrokenRule;
 
-/// The digest of the published bundle. It need not match, because no simulated host downloads the bundle.
+/// The digest of the published bundle. It need not match the bundle's content, because no simulated host downloads it.
 pub const BUNDLE_SHA256: &str = "5e884898da28047151d0e56f8dc6292773603d0d6aabbdd62a11ef721d1542d8";
 
 #[derive(Debug, Clone)]

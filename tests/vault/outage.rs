@@ -38,17 +38,17 @@ async fn outage_session_stores_snapshots_without_moving_pointer() -> Result<()> 
     assert_eq!(machine::pointer(&store).await?.as_ref(), Some(&before));
     let (bucket, slot) = (machine::bucket(&store)?, slot());
     let window = snapshots::PageWindow { before: None, latest: None, limit: 10 };
-    let records = snapshots::list_page(&bucket, &slot, window).await?.records;
-    assert_eq!(records.len(), 2, "the snapshot from the outage must be complete");
+    let snapshots = snapshots::list_page(&bucket, &slot, window).await?.snapshots;
+    assert_eq!(snapshots.len(), 2, "the snapshot from the outage must be complete");
     let last: Value = serde_json::from_slice(&std::fs::read(machine.path("var/lib/svc/last-backup.json"))?)?;
-    assert_eq!((&last["stage"], &last["key"]), (&json!("pointer"), &json!(records[0].key)), "{last}");
+    assert_eq!((&last["stage"], &last["key"]), (&json!("pointer"), &json!(snapshots[0].key)), "{last}");
     // A verification needs a working session.
     machine.run(&["svc-db-backup", "verify", "--latest"])?.expect(69);
 
     platform.set_response(CredentialResponse::Issue);
     machine.run(&["svc-db-backup"])?.expect(0);
     let latest = svc::store::snapshot::find_latest(&bucket, &slot).await?;
-    assert!(latest.key > records[0].key, "the next run must create its own snapshot: {}", latest.key);
+    assert!(latest.key > snapshots[0].key, "the next run must create its own snapshot: {}", latest.key);
     Ok(())
 }
 

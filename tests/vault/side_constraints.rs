@@ -5,7 +5,7 @@ use anyhow::Result;
 use super::machine::{self, Machine};
 use super::side::run_side;
 
-const SCHEMA: &str = "
+const CREATE_TABLES: &str = "
     CREATE SCHEMA app_todo;
     CREATE TABLE app_todo.lists (id int PRIMARY KEY);
     CREATE TABLE app_todo.items (
@@ -18,7 +18,7 @@ const SCHEMA: &str = "
 
 async fn machine_with_side_database(store: &kit::s3::S3Server) -> Result<Machine> {
     let machine = Machine::in_use(store, 1).await?;
-    machine.client().await?.batch_execute(SCHEMA).await?;
+    machine.client().await?.batch_execute(CREATE_TABLES).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     run_side(&machine, &["open"])?.expect(0);
     Ok(machine)

@@ -104,9 +104,9 @@ Example: svcctl backup now ada --wait")]
     },
     /// Request a restore drill: a running machine restores its latest snapshot as a test
     #[command(
-        after_help = "The snapshot is restored into a separate database, compared with its record, and dropped. Machines \
+        after_help = "The snapshot is restored into a separate database, compared with its sidecar, and dropped. Machines \
 do this automatically every week. --wait waits until the machine has reported the result, and exits 65 if the restored \
-database does not match the record.\n\nExample: svcctl backup drill ada --wait"
+database does not match the sidecar.\n\nExample: svcctl backup drill ada --wait"
     )]
     Drill {
         /// A machine's id, its user's handle, or USER/SLOT
@@ -153,7 +153,7 @@ Example: svcctl backup download ada 2026-01-02T03-04-05.678Z-1.dump --output ada
         #[arg(long, short)]
         output: Option<PathBuf>,
     },
-    /// Download a whole snapshot and compare it with its record
+    /// Download a whole snapshot and compare it with its sidecar
     #[command(
         after_help = "The command downloads the bytes that a recovery would restore, and does not store them.\n\n\
 Example: svcctl backup verify ada"
@@ -310,7 +310,7 @@ pub enum PointerCommand {
         #[command(flatten)]
         slot: SlotTarget,
     },
-    /// Rebuild the pointer from the records of the slot's snapshots
+    /// Rebuild the pointer from the sidecars of the slot's snapshots
     #[command(
         after_help = "Use this for a pointer that is missing or unreadable, or that refers to an incomplete snapshot. A rebuild \
 never lowers the fence of a replaced machine. An unreadable pointer is kept in the audit log.\n\n\

@@ -18,7 +18,7 @@ use crate::interrupt;
 use crate::output::{Output, print};
 use crate::progress::Progress;
 use crate::show::View;
-use crate::show::backup::{details, list};
+use crate::show::backup::{details, downloaded, list};
 use crate::show::machine::waiting_operation;
 use crate::show::operation::HELD_BACK_CODE;
 use crate::wait;
@@ -44,16 +44,16 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Output) -> Resul
             let backup = dump::find_snapshot(api, &machine.machine_id, key.as_deref()).await?;
             let output = output.unwrap_or_else(|| PathBuf::from(backup.name()));
             dump::download(api, &machine.machine_id, &backup, &output).await?;
-            print_backup(out, &backup, json!({"file": output.display().to_string()}), |details| {
-                format!("{details}file    {}\n", output.display())
+            print_backup(out, &backup, json!({"file": output.display().to_string()}), |view| {
+                downloaded(view, &backup, &output)
             })
         }
         BackupCommand::Verify { machine, key } => {
             let machine = find_machine(api, &machine).await?;
             let backup = dump::find_snapshot(api, &machine.machine_id, key.as_deref()).await?;
             dump::verify(api, &machine.machine_id, &backup).await?;
-            print_backup(out, &backup, json!({"verified": true}), |details| {
-                format!("{details}size and SHA-256 match the record\n")
+            print_backup(out, &backup, json!({"verified": true}), |view| {
+                format!("{}size and SHA-256 match the sidecar\n", details(view, &backup))
             })
         }
         BackupCommand::Accept { machine, yes } => accept(api, &machine, yes, out).await,
@@ -238,10 +238,10 @@ fn print_backup(
     out: &Output,
     backup: &Backup,
     extra_members: Value,
-    text: impl FnOnce(String) -> String,
+    text: impl FnOnce(&View) -> String,
 ) -> Result<(), Failure> {
     if !out.is_json {
-        return print(&text(details(&View::for_stdout(), backup)));
+        return print(&text(&View::for_stdout()));
     }
     let mut body = json!({"key": backup.key, "sizeBytes": backup.size_bytes, "sha256": backup.sha256});
     if let (Some(members), Value::Object(extra_members)) = (body.as_object_mut(), extra_members) {

@@ -52,7 +52,7 @@ pub async fn find_snapshot(api: &ApiClient, machine: &str, key: Option<&str>) ->
     page.backups.into_iter().find(is_match).ok_or_else(not_found)
 }
 
-/// Reads a whole snapshot and compares it with its record.
+/// Reads a whole snapshot and compares it with its sidecar.
 ///
 /// # Errors
 /// [`Exit::Refused`] if it does not match, or the error of a failed download.
@@ -66,8 +66,8 @@ pub async fn verify(api: &ApiClient, machine: &str, backup: &Backup) -> Result<(
 /// to be from another snapshot.
 ///
 /// # Errors
-/// [`Exit::Refused`] if `output` already exists or the download does not match its record; [`Exit::Internal`] if a file
-/// cannot be read or written; or the error of a failed download. A failure leaves `output` unchanged.
+/// [`Exit::Refused`] if `output` already exists or the download does not match the sidecar; [`Exit::Internal`] if a
+/// file cannot be read or written; or the error of a failed download. A failure leaves `output` unchanged.
 pub async fn download(api: &ApiClient, machine: &str, backup: &Backup, output: &Path) -> Result<(), Failure> {
     if output.exists() {
         let error =
@@ -149,7 +149,7 @@ impl Sink {
             let before = self.length();
             let result = self.download_rest(api, machine, backup, &progress).await;
             let failure = match result {
-                // The response is complete; if the object is shorter than its record says, it is damaged.
+                // The response is complete; if the object is shorter than its sidecar says, it is damaged.
                 Ok(()) => return Ok(()),
                 Err(DownloadError::Permanent(failure)) => return Err(failure),
                 Err(DownloadError::Transient(failure)) => failure,
@@ -201,7 +201,7 @@ impl Sink {
             return Ok(());
         }
         let error = anyhow!(
-            "{} does not match its record: it has {} bytes and the SHA-256 {found}, but the record states {} bytes \
+            "{} does not match its sidecar: it has {} bytes and the SHA-256 {found}, but the sidecar states {} bytes \
              and {}\n  next: run `svcctl backup now <machine>` to take a new snapshot, or `svcctl backup list \
              <machine>` to find another one to recover from",
             backup.key,

@@ -100,21 +100,21 @@ pub fn format_question(operation: &Operation) -> Vec<String> {
 }
 
 /// Formats a log line as `  12.3 s  create_server  done`, with the time since the operation's start.
-pub fn format_log_line(view: &View, operation: &Operation, entry: &LogLine) -> String {
-    let outcome = entry.outcome.as_str();
-    let detail = entry.detail.as_deref().map(one_line).unwrap_or_default();
+pub fn format_log_line(view: &View, operation: &Operation, line: &LogLine) -> String {
+    let outcome = line.outcome.as_str();
+    let detail = line.detail.as_deref().map(one_line).unwrap_or_default();
     let parts = [
-        format_offset(operation, &entry.at),
-        entry.step.clone(),
+        format_offset(operation, &line.at),
+        line.step.clone(),
         view.paint(Color::for_state(outcome), outcome),
         view.paint(Some(Color::Faint), &detail),
-        format_repeats(operation, entry),
+        format_repeats(operation, line),
     ];
     parts.iter().filter(|part| !part.is_empty()).cloned().collect::<Vec<_>>().join("  ")
 }
 
-fn format_repeats(operation: &Operation, entry: &LogLine) -> String {
-    let repeated = entry.repeats.filter(|repeats| *repeats > 0).zip(entry.repeated_at.as_ref());
+fn format_repeats(operation: &Operation, line: &LogLine) -> String {
+    let repeated = line.repeats.filter(|repeats| *repeats > 0).zip(line.repeated_at.as_ref());
     repeated.map_or_else(String::new, |(repeats, last)| {
         format!(
             "(repeated {}, last at {})",
@@ -176,11 +176,11 @@ pub fn details(view: &View, o: &Operation) -> String {
     }
     let omitted = o.log_omitted.unwrap_or_default();
     if omitted > 0 {
-        let (noun, verb) = if omitted == 1 { ("entry", "is") } else { ("entries", "are") };
+        let (noun, verb) = if omitted == 1 { ("line", "is") } else { ("lines", "are") };
         text.push_str(&format!("({omitted} older {noun} {verb} not shown)\n"));
     }
-    for entry in o.log.iter().filter(|entry| should_show(entry)) {
-        text.push_str(&format!("{}\n", format_log_line(view, o, entry)));
+    for line in o.log.iter().filter(|line| should_show(line)) {
+        text.push_str(&format!("{}\n", format_log_line(view, o, line)));
     }
     text
 }

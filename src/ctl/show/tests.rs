@@ -106,20 +106,20 @@ fn running_operation_shows_its_log() {
 }
 
 #[test]
-fn repeated_and_omitted_log_entries_are_counted() {
+fn repeated_and_omitted_log_lines_are_counted() {
     let mut long = operation("delete", "running");
     long["log"][1]["repeats"] = 4319.into();
     long["log"][1]["repeatedAt"] = "2026-11-20T11:00:00.400Z".into();
     long["logOmitted"] = 7.into();
     let output = operation::details(&plain_view(), &from_json(long.clone()));
-    assert!(output.contains("(7 older entries are not shown)"), "{output}");
+    assert!(output.contains("(7 older lines are not shown)"), "{output}");
     assert!(output.contains("the provider is busy  (repeated 4319 times, last at 3600.4 s)"), "{output}");
 
     long["log"][1]["repeats"] = 1.into();
     long["logOmitted"] = 1.into();
     let output = operation::details(&plain_view(), &from_json(long));
     assert!(
-        output.contains("(1 older entry is not shown)") && output.contains("(repeated 1 time, last"),
+        output.contains("(1 older line is not shown)") && output.contains("(repeated 1 time, last"),
         "{output}"
     );
 }

@@ -96,7 +96,7 @@ pub struct PruneReport {
 /// error if the store fails.
 pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<PruneReport, FilesError> {
     // Snapshots are listed first, so that the index, which is read later, contains all of their blobs.
-    let snapshots = repository.list_with_upload_times().await?;
+    let snapshots = repository.list_snapshot_uploads().await?;
     let index = repository.load_index_to_prune().await?;
     let expired = select_expired(&snapshots, options);
     let kept = snapshots.iter().filter(|(id, ..)| !expired.contains(id)).map(|(id, kept, _)| (*id, kept));

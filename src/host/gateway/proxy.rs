@@ -95,7 +95,7 @@ pub async fn proxy_download(upstreams: &Upstreams, request: Request) -> Response
         Err(_) => {
             let detail = "Too many downloads are in progress; try again when one has ended.";
             let problem = Problem::new(Code::Unavailable, detail).retry_after(RETRY_AFTER_SECONDS);
-            unavailable_response(problem, wants_page(request.headers()))
+            unavailable_response(problem, accepts_html(request.headers()))
         }
     }
 }
@@ -106,7 +106,7 @@ async fn forward_to_history(
     request: Request,
     permit: impl Send + 'static,
 ) -> Response {
-    let wants_page = wants_page(request.headers());
+    let wants_page = accepts_html(request.headers());
     match send(&upstreams.history, request).await {
         Ok(response) => response.map(|body| end_stalled_body(body, HISTORY_STALL_TIMEOUT, permit)),
         Err(error) => error_response(HISTORY_NAME, &error, wants_page),
@@ -121,7 +121,7 @@ fn is_port_proxy_path(path: &str) -> bool {
 }
 
 async fn forward(upstream: &Proxy, name: &str, request: Request) -> Response {
-    let wants_page = wants_page(request.headers());
+    let wants_page = accepts_html(request.headers());
     match send(upstream, request).await {
         Ok(response) => response,
         Err(error) => error_response(name, &error, wants_page),
@@ -152,7 +152,7 @@ fn error_response(name: &str, error: &ProxyError, wants_page: bool) -> Response 
     )
 }
 
-fn wants_page(headers: &HeaderMap) -> bool {
+fn accepts_html(headers: &HeaderMap) -> bool {
     let accept = headers.get(header::ACCEPT).and_then(|accept| accept.to_str().ok());
     accept.is_some_and(|accept| accept.contains("text/html"))
 }

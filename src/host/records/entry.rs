@@ -175,6 +175,7 @@ pub struct Gap {
 
 /// The reason changes made by tool calls may be missing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, strum::Display)]
+#[cfg_attr(test, derive(strum::VariantArray))]
 #[serde(rename_all = "lowercase")]
 #[strum(serialize_all = "lowercase")]
 pub enum GapReason {
@@ -228,6 +229,13 @@ mod tests {
         });
         let entry: AuditEntry = serde_json::from_value(line.clone()).unwrap();
         assert_eq!(serde_json::to_value(&entry).unwrap(), line);
+    }
+
+    #[test]
+    fn gap_reasons_are_displayed_as_serialized() {
+        for reason in <GapReason as strum::VariantArray>::VARIANTS {
+            assert_eq!(serde_json::to_value(reason).unwrap(), reason.to_string());
+        }
     }
 
     #[test]

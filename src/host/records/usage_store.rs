@@ -79,7 +79,7 @@ impl RestoreMarker {
 
 impl UsageStore {
     /// Opens the store: reads its files, and removes the temporary file of an interrupted compaction. `seal_file` must
-    /// be outside the records directory.
+    /// be outside the directory of the log files.
     ///
     /// # Errors
     /// [`FileError`] if a log file exists and cannot be read, or the temporary file cannot be removed.

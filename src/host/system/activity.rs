@@ -1,4 +1,4 @@
-//! Appends single lines to `activity.log`, without the queue of `host::records::writer`, which the gateway and
+//! Appends single lines to `activity.log`, without the queues of `host::records::writer`, which the gateway and
 //! svc-watch use for most of their lines.
 //!
 //! Each line is one append to whichever file has this name at that time, so that no other writer's line is overwritten

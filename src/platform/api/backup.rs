@@ -167,15 +167,15 @@ async fn find_machine_holding_back_snapshot(
     target: MachineRow,
 ) -> Result<MachineRow, Problem> {
     let machine = find_predecessor(session, &target).await?.unwrap_or(target);
-    let mut is_decision_pending = false;
+    let mut is_held_back_decision_pending = false;
     if let Err(refusal) = ensure_running(&machine) {
         // An operation may be waiting for a decision about the final backup of a machine that is out of service.
         let operation = db::slot_operations::find_operation_needing_server(session, &machine).await?;
         let question = operation.and_then(|operation| operation.question);
         let question = question.filter(|_| machine.has_server()).ok_or(refusal)?;
-        is_decision_pending = question["code"] == final_backup::HELD_BACK;
+        is_held_back_decision_pending = question["code"] == final_backup::HELD_BACK;
     }
-    if is_decision_pending || reports_held_back_snapshot(&machine) {
+    if is_held_back_decision_pending || reports_held_back_snapshot(&machine) {
         return Ok(machine);
     }
     let detail = format!(

@@ -65,11 +65,11 @@ pub async fn handle(
         };
         let latest = pointer.and_then(|pointer| pointer.value.snapshot);
         let page = if only_latest {
-            let record = match &latest {
+            let snapshot = match &latest {
                 Some(latest) => snapshots::read_listed_snapshot(&platform.bucket, &slot, &latest.key).await?,
                 None => None,
             };
-            SnapshotPage { records: record.into_iter().collect(), next: None }
+            SnapshotPage { snapshots: snapshot.into_iter().collect(), next: None }
         } else {
             let taken_at = latest.as_ref().map(|latest| latest.taken_at);
             let window =
@@ -82,20 +82,21 @@ pub async fn handle(
         .await
         .map_err(|_| svc_store::problem::unavailable())??;
     let latest = latest.map(|latest| latest.key);
-    let backups = page.records.iter().map(|record| backup_resource(record, latest.as_deref())).collect();
+    let backups =
+        page.snapshots.iter().map(|snapshot| backup_resource(snapshot, latest.as_deref())).collect();
     Ok(Json(BackupPage { latest, backups, next_cursor: page.next }).into_response())
 }
 
-fn backup_resource(record: &ListedSnapshot, latest: Option<&str>) -> Backup {
+fn backup_resource(snapshot: &ListedSnapshot, latest: Option<&str>) -> Backup {
     Backup {
-        key: record.key.clone(),
-        size_bytes: record.size_bytes,
-        sha256: record.sha256.clone(),
-        taken_at: record.taken_at.into(),
-        verified_at: record.verified_at.into(),
-        epoch: record.epoch.0.into(),
-        machine_id: record.machine_id.into(),
-        latest: latest == Some(record.key.as_str()),
+        key: snapshot.key.clone(),
+        size_bytes: snapshot.size_bytes,
+        sha256: snapshot.sha256.clone(),
+        taken_at: snapshot.taken_at.into(),
+        verified_at: snapshot.verified_at.into(),
+        epoch: snapshot.epoch.0.into(),
+        machine_id: snapshot.machine_id.into(),
+        latest: latest == Some(snapshot.key.as_str()),
     }
 }
 

@@ -99,6 +99,6 @@ function countEntries({ entries, nextCursor }: Listing): string {
 }
 
 function describeAbsence(path: string, time: string | null): string {
-  if (time !== null) return "No backup was made at or before this time, or the last one lacks this folder.";
+  if (time !== null) return "The newest backup at or before this time does not contain this folder, or there is none.";
   return path === HOME ? "No files have been saved yet." : "This folder is not in the newest backup.";
 }

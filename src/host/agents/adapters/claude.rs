@@ -153,7 +153,8 @@ pub struct Claude {
     /// Input and output tokens of the main loop, from the same releases: the sum over the results so far.
     main_loop_tokens: (u64, u64),
     is_resumed: bool,
-    result: Option<CombinedResult>,
+    combined_result: Option<CombinedResult>,
+    /// Whether a result was printed. Stays true after `finish` has taken `combined_result`.
     has_result: bool,
     /// Input tokens per model message since the last result. For an interrupted run, no other usage is known: output
     /// tokens are reported only at the end.
@@ -184,7 +185,7 @@ impl Adapter for Claude {
     }
 
     fn finish(&mut self, at_ms: u64, exit: Exit, stderr_tail: &str) -> Outcome {
-        let error = match (self.result.take(), exit) {
+        let error = match (self.combined_result.take(), exit) {
             (Some(CombinedResult { error: None }), Exit::Code(0)) => None,
             (Some(CombinedResult { error: Some(error) }), _) => Some(error),
             _ => Some(exit_failure(exit, stderr_tail)),
@@ -292,8 +293,8 @@ impl Claude {
         if error.is_none() {
             self.run.text = text.or(self.run.text.take());
         }
-        let earlier_error = self.result.take().and_then(|result| result.error);
-        self.result = Some(CombinedResult { error: error.or(earlier_error) });
+        let earlier_error = self.combined_result.take().and_then(|result| result.error);
+        self.combined_result = Some(CombinedResult { error: error.or(earlier_error) });
     }
 }
 

@@ -463,7 +463,7 @@ impl Dispatcher {
         if !self.pause_token().is_cancelled() {
             return Ok(());
         }
-        let detail = "Dispatches are paused: a final backup is being taken before this machine is replaced.";
+        let detail = "Dispatches are paused: a final backup of this machine is being taken.";
         Err(Problem::new(Code::Unavailable, detail).retry_after(15))
     }
 

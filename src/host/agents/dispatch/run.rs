@@ -345,8 +345,7 @@ impl<'a> GatewayRun<'a> {
             }
             EndReason::Shutdown => ("Interrupted", "the agent was stopped: the gateway shut down".to_owned()),
             EndReason::Paused => {
-                let message =
-                    "the agent was stopped: a final backup is being taken before this machine is replaced";
+                let message = "the agent was stopped: a final backup of this machine is being taken";
                 ("Interrupted", message.to_owned())
             }
         };

@@ -96,8 +96,7 @@ fn readiness_schema() -> Value {
             ("database", one_of(&["ok", "failing"])),
             ("apps", one_of(&["ok", "waiting"])),
         ],
-        // The database's address and port, or `socket`; reported only on the Unix socket of the machine's own
-        // users.
+        // The database's address and port, or `socket`; reported only on the Unix socket of the machine's own users.
         &[("server", text())],
     )
 }

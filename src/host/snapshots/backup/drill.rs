@@ -108,7 +108,7 @@ pub async fn run(
     failpoint::trigger("drill.recorded").or_exit(Exit::Internal)?;
     let summary = result.map_err(|error| Failure::new(error.exit(), error))?;
     recorded.or_exit(Exit::Internal)?;
-    println!("{} was restored and matches its record: {summary}", check.key.unwrap_or_default());
+    println!("{} was restored and matches its sidecar: {summary}", check.key.unwrap_or_default());
     Ok(())
 }
 

@@ -10,10 +10,10 @@ use std::time::Instant;
 use jiff::Timestamp;
 
 use super::dump::{self, DumpError, VerifiedDump};
-use super::old_databases;
 use super::open_uploads;
 use super::progress_writer::{ProgressTracker, TrackedUpload};
 use super::record::{self, BackupRecord};
+use super::replaced_databases;
 use super::row_loss::{EmptiedDatabase, count_owner_rows};
 use super::settings::BackupSettings;
 use super::shrink_guard::{self, HeldBackError, Trigger};
@@ -324,7 +324,7 @@ async fn publish(settings: &BackupSettings, progress: &mut RunProgress) -> Resul
     HeldSnapshot::clear(&settings.layout)?;
 
     progress.enter(Stage::Done);
-    old_databases::drop_replaced_databases(&settings.server, settings.layout.root()).await;
+    replaced_databases::drop_replaced_databases(&settings.server, settings.layout.root()).await;
     failpoint::trigger("backup.cleaned")?;
     Ok(())
 }

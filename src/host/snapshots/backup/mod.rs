@@ -9,10 +9,10 @@ mod dump;
 pub mod dump_check;
 mod export;
 mod job;
-pub mod old_databases;
 pub mod open_uploads;
 pub mod progress_writer;
 mod record;
+pub mod replaced_databases;
 mod request;
 mod retry;
 pub mod row_loss;
@@ -96,7 +96,7 @@ enum Command {
     #[command(after_help = "Examples:\n  svc-db-backup verify\n  svc-db-backup verify --latest\n  \
                             svc-db-backup verify system/db/snapshots/2026-01-02T03-04-05.678Z-1.dump")]
     Verify(VerifyArgs),
-    /// Restore the latest snapshot into a scratch database, compare it with its record, and drop it
+    /// Restore the latest snapshot into a scratch database, compare it with its sidecar, and drop it
     Drill {
         /// Process the request file: wait for a running check, and remove the file when done
         #[arg(long)]

@@ -20,7 +20,7 @@ pub enum Stage {
     Sidecar,
     /// Moves the pointer, unless the snapshot is held back.
     Pointer,
-    /// The snapshot is the latest; old replaced databases are dropped.
+    /// The snapshot is the latest; replaced databases are dropped when due.
     Done,
 }
 

@@ -1,5 +1,5 @@
 //! Swaps databases: in one transaction, the owner's database is renamed to `svc_before_<n>`, and the scratch database
-//! takes over its name. The replaced database is kept until a later backup drops it (`backup/old_databases.rs`).
+//! takes over its name. The replaced database is kept until a later backup drops it (`backup/replaced_databases.rs`).
 
 use std::time::{Duration, Instant};
 

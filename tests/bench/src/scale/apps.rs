@@ -17,7 +17,7 @@ pub const MEMORY: &str = "50 apps: idle memory";
 pub const TOTAL_RATE: &str = "20 busy apps: finds/s in total";
 pub const FAIRNESS: &str = "20 busy apps: slowest to fastest app";
 pub const BUSY_P99: &str = "20 busy apps: p99 of the slowest";
-pub const QUIET_P99: &str = "find's p99 over 1 connection while another app has 64";
+pub const QUIET_P99: &str = "find's p99, 1 connection, with 64 of another app";
 
 const APPS: usize = 50;
 const BUSY_APPS: usize = 20;

@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn reset_after_resets_at_byte_limit() {
+    fn reset_after_bytes_resets_at_the_limit() {
         let proxy = Proxy::start(start_echo_server()).expect("the proxy starts");
         proxy.reset_after_bytes(5);
         let mut stream = connect(&proxy);

@@ -72,7 +72,7 @@ pub(super) async fn boot(
     settings: &HostSettings,
     user_data: &str,
 ) -> Result<(), BootFailure> {
-    // This failure is not reported: without user-data, the machine does not know its platform.
+    // This failure is not reported: without user-data, the host does not know its platform.
     session.disk.apply_user_data(user_data).map_err(boot_failure("user-data"))?;
     systemctl::serve(session, settings);
     let Err(failure) = run_units(session, settings).await else {
@@ -119,7 +119,7 @@ fn boot_failure(stage: &'static str) -> impl FnOnce(anyhow::Error) -> BootFailur
     move |error| BootFailure { stage, error }
 }
 
-/// Starts the machine's PostgreSQL. The first boot creates it, with its password and the empty database `svc`.
+/// Starts the host's PostgreSQL. The first boot creates it, with its password and the empty database `svc`.
 pub(super) async fn start_database(session: &PowerSession, settings: &HostSettings) -> Result<()> {
     let disk = &session.disk;
     let dir = disk.database_dir();

@@ -1,4 +1,4 @@
-//! A machine's disk: a directory that serves as `/`, with the init's state files.
+//! A host's disk: a directory that serves as `/`, with the init's state files.
 
 use std::fs;
 use std::io::Write;
@@ -14,7 +14,7 @@ pub(super) struct Disk {
     pub(super) root: PathBuf,
 }
 
-/// The port and password of the machine's database, which stay the same across starts.
+/// The port and password of the host's database, which stay the same across starts.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct DatabaseRecord {
     pub(super) port: u16,

@@ -76,7 +76,7 @@ impl ProcessHost {
         *self.next_start_env.lock().unwrap_or_else(PoisonError::into_inner) = env;
     }
 
-    /// Powers on; the boot runs in the background. Does nothing if the machine is already on.
+    /// Powers on; the boot runs in the background. Does nothing if the host is already on.
     pub(in super::super) fn boot(self: &Arc<Self>) {
         let Some(session) = self.power_on().unwrap_or_else(|error| {
             self.set_failed("power", &error);
@@ -105,13 +105,13 @@ impl ProcessHost {
         );
     }
 
-    /// Waits until the boot ends. Fails if the boot failed, the machine is off, or the timeout expires.
+    /// Waits until the boot ends. Fails if the boot failed, the host is off, or the timeout expires.
     pub(in super::super) async fn wait_until_booted(&self, timeout: Duration) -> Result<()> {
         let mut state = self.state.subscribe();
         let booted = tokio::time::timeout(timeout, state.wait_for(|state| *state != BootState::Booting));
         let state =
             booted.await.with_context(|| format!("{} is still booting after {timeout:?}", self.name))?;
-        match &*state.context("the machine was dropped")? {
+        match &*state.context("the host was dropped")? {
             BootState::Up => Ok(()),
             BootState::Failed { stage, message } => bail!("{}: boot failed at {stage}: {message}", self.name),
             BootState::Off | BootState::Booting => bail!("{} is off", self.name),
@@ -186,7 +186,7 @@ impl ProcessHost {
         Ok(())
     }
 
-    /// Starts only PostgreSQL if the machine is off. Returns the `svc` database's URL.
+    /// Starts only PostgreSQL if the host is off. Returns the `svc` database's URL.
     pub(in super::super) async fn start_database_only(&self) -> Result<String> {
         ensure!(self.disk.exists(), "{} has never been started", self.name);
         if let Some(session) = self.power_on()? {
@@ -196,7 +196,7 @@ impl ProcessHost {
                 return Err(error);
             }
         }
-        self.current_session()?.database_url().context("the machine is on, but its database is not running")
+        self.current_session()?.database_url().context("the host is on, but its database is not running")
     }
 
     /// Creates a session; returns `None` if there already is one.

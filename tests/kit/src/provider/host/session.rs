@@ -1,4 +1,4 @@
-//! A machine's processes while its power is on. None of them outlives the session.
+//! A host's processes while its power is on. None of them outlives the session.
 //!
 //! Every child leads a process group. Invariant: after [`PowerSession::cut_power`], none of the session's processes is
 //! running or can start.
@@ -98,7 +98,7 @@ impl PowerSession {
         }
         // Hold the lock, so that a concurrent power cut either kills the group or prevents the start.
         let mut groups = self.groups();
-        ensure!(!self.off.is_cancelled(), "the machine is off");
+        ensure!(!self.off.is_cancelled(), "the host is off");
         let child = command.spawn().with_context(|| format!("cannot start {}", program.display()))?;
         let pid = child.id().context("the process has already been reaped")?;
         child::kill_on_exit(pid, AtExit::KillGroup);
