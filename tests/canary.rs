@@ -46,7 +46,7 @@ async fn demo_leaks_no_secret() {
 async fn check_for_leaks(stack: &Stack, watch: &ProcessWatch) -> Result<()> {
     let mut detector = Detector::default();
     let mut responses = trigger_refusals(stack, &mut detector).await?;
-    let databases = register_secrets_of_stack(stack, &mut detector)?;
+    let databases = register_stack_secrets(stack, &mut detector)?;
     check_request_id(stack).await?;
 
     let leaks = scan_all(stack, &detector, watch, &responses, &databases)?;
@@ -122,7 +122,7 @@ async fn trigger_refusals(stack: &Stack, detector: &mut Detector) -> Result<Vec<
     detector.register("value of a row", ROW_VALUE);
     for _ in 0..2 {
         // The value is stored and then found by a filter, so it passes through every layer as data.
-        stack.web.insert(&owner, ROW_VALUE).await?;
+        stack.web.insert_note(&owner, ROW_VALUE).await?;
         let find =
             json!({"action": "find", "app": "notes", "table": "notes", "filter": {"title": ROW_VALUE}});
         stack.web.call_bridge(&owner, &find).await?;
@@ -170,7 +170,7 @@ async fn send_for_refusal(request: reqwest::RequestBuilder) -> Result<Option<Str
 }
 
 /// Registers every secret in the stack and on its hosts' disks, and returns the URLs of the running databases by name.
-fn register_secrets_of_stack(stack: &Stack, detector: &mut Detector) -> Result<BTreeMap<String, String>> {
+fn register_stack_secrets(stack: &Stack, detector: &mut Detector) -> Result<BTreeMap<String, String>> {
     detector.register("ADMIN_TOKEN", ADMIN_TOKEN);
     detector.register("PLATFORM_SECRET", &stack.secret);
     detector.register("PLATFORM_KEY", &stack.key);

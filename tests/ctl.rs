@@ -358,8 +358,8 @@ async fn deploy_without_id_uses_open_or_newest_rollout() {
     assert!(stderr(&output).contains("every running machine except ada, bob to"), "{}", stderr(&output));
     let output = platform.svcctl(&[&args[..], &["--yes"]].concat()).await;
     assert!(output.status.success(), "{}", stderr(&output));
-    let sent: Value = serde_json::from_str(&platform.requests()[0].body).unwrap();
-    assert_eq!(sent, json!({"imageVersion": "v2", "except": ["ada", "bob"]}));
+    let request_body: Value = serde_json::from_str(&platform.requests()[0].body).unwrap();
+    assert_eq!(request_body, json!({"imageVersion": "v2", "except": ["ada", "bob"]}));
     let platform = FakePlatform::start([page(&[open])]).await;
     let output = platform.svcctl(&["deploy", "list"]).await;
     let text = String::from_utf8_lossy(&output.stdout).into_owned();

@@ -79,23 +79,23 @@ impl Exposition {
 
     /// Checks that buckets are cumulative, and that the last one is `+Inf` and equals the count.
     fn check_histograms(&self) -> Result<()> {
-        let mut buckets: BTreeMap<String, Vec<(f64, f64)>> = BTreeMap::new();
+        let mut histograms: BTreeMap<String, Vec<(f64, f64)>> = BTreeMap::new();
         for (series, value) in self.samples.iter().filter(|(series, _)| series.contains("_bucket{")) {
             let (rest, bound) = series.rsplit_once("le=\"").context("a bucket without a bound")?;
             let bound = bound.trim_end_matches("\"}").replace("+Inf", "inf").parse()?;
-            buckets.entry(rest.trim_end_matches([',', '{']).to_owned()).or_default().push((bound, *value));
+            histograms.entry(rest.trim_end_matches([',', '{']).to_owned()).or_default().push((bound, *value));
         }
-        for (series, mut steps) in buckets {
-            steps.sort_by(|a, b| a.0.total_cmp(&b.0));
-            ensure!(steps.is_sorted_by(|a, b| a.1 <= b.1), "{series}: the buckets are not cumulative");
-            ensure!(steps.last().is_some_and(|last| last.0.is_infinite()), "{series}: no +Inf bucket");
+        for (series, mut buckets) in histograms {
+            buckets.sort_by(|a, b| a.0.total_cmp(&b.0));
+            ensure!(buckets.is_sorted_by(|a, b| a.1 <= b.1), "{series}: the buckets are not cumulative");
+            ensure!(buckets.last().is_some_and(|last| last.0.is_infinite()), "{series}: no +Inf bucket");
             let mut count = series.replacen("_bucket", "_count", 1);
             if count.contains('{') {
                 count.push('}');
             }
             let count = self.get(&count).with_context(|| format!("{series}: no {count}"))?;
             ensure!(
-                steps.last().is_some_and(|last| last.1 == count),
+                buckets.last().is_some_and(|last| last.1 == count),
                 "{series}: the last bucket differs from the count"
             );
         }

@@ -148,7 +148,8 @@ impl Machine {
         self.requests.lock().unwrap().clone()
     }
 
-    fn requests_to(&self, route: &str) -> Vec<String> {
+    /// Returns the bodies of the requests to a route with the registration token.
+    fn request_bodies(&self, route: &str) -> Vec<String> {
         let prefix = format!("POST /vps/{MACHINE}/{route} svcr_ ");
         self.requests().iter().filter_map(|line| line.strip_prefix(&prefix).map(str::to_owned)).collect()
     }
@@ -269,7 +270,10 @@ async fn user_data_boots_a_machine_to_its_target() {
     let machine = Machine::new(BundleResponse::Complete).await;
     assert_eq!(machine.boot().await, 0, "{}", machine.calls());
     let stages = ["bundle", "database", "restore", "gateway", "register"];
-    assert_eq!(machine.requests_to("boot-stage"), stages.map(|stage| format!("{{\"stage\":\"{stage}\"}}")));
+    assert_eq!(
+        machine.request_bodies("boot-stage"),
+        stages.map(|stage| format!("{{\"stage\":\"{stage}\"}}"))
+    );
     let fetched: Vec<_> = machine.requests().into_iter().filter(|line| line.starts_with("GET ")).collect();
     assert_eq!(
         fetched,
@@ -282,14 +286,14 @@ async fn user_data_boots_a_machine_to_its_target() {
     assert!(opt.join("bin/svc-gateway").exists() && !opt.join("bootstrap").exists() && machine.is_complete());
     let calls = machine.calls();
     // podman takes the file's values literally, including quotes.
-    let postgres = fs::read_to_string(opt.join("env/postgres.env")).unwrap();
-    let password = postgres.trim().strip_prefix("POSTGRES_PASSWORD=").unwrap();
+    let postgres_env = fs::read_to_string(opt.join("env/postgres.env")).unwrap();
+    let password = postgres_env.trim().strip_prefix("POSTGRES_PASSWORD=").unwrap();
     assert!(
         password.len() >= 32 && password.chars().all(|c| c.is_ascii_alphanumeric()),
         "the password is too short or needs quotes"
     );
-    let host = fs::read_to_string(opt.join("env/host.env")).unwrap();
-    assert!(host.contains(&format!(":{password}@127.0.0.1:5432/svc")) && !calls.contains(password));
+    let host_env = fs::read_to_string(opt.join("env/host.env")).unwrap();
+    assert!(host_env.contains(&format!(":{password}@127.0.0.1:5432/svc")) && !calls.contains(password));
     let line_of = |call: &str| {
         let index = calls.lines().position(|line| line.contains(call));
         index.unwrap_or_else(|| panic!("no {call} in {calls}"))
@@ -341,7 +345,7 @@ async fn transient_program_failure_is_retried() {
     systemctl("[ \"$*\" != 'enable svc.target' ] || exit 1");
     let exit_code = machine.boot().await;
     assert!(
-        exit_code != 0 && exit_code != 99 && machine.requests_to("boot-failure").is_empty(),
+        exit_code != 0 && exit_code != 99 && machine.request_bodies("boot-failure").is_empty(),
         "exit code {exit_code}"
     );
     systemctl("");
@@ -359,7 +363,7 @@ async fn interrupted_database_cluster_is_recreated() {
         99,
         "a boot whose database never responds must end with a permanent failure"
     );
-    assert!(machine.requests_to("boot-failure")[0].contains("\"stage\":\"database\""));
+    assert!(machine.request_bodies("boot-failure")[0].contains("\"stage\":\"database\""));
     machine.add_program("podman", "exit 0");
     fs::remove_file(machine.dir.path().join("calls")).unwrap();
     fs::write(machine.dir.path().join("svc-gateway.service.fails"), "no").unwrap();
@@ -377,7 +381,7 @@ async fn interrupted_database_cluster_is_recreated() {
 async fn bundle_with_wrong_digest_is_rejected_and_never_run() {
     let machine = Machine::new(BundleResponse::Flipped).await;
     assert_eq!(machine.boot().await, 99);
-    let failures = machine.requests_to("boot-failure");
+    let failures = machine.request_bodies("boot-failure");
     assert!(failures[0].contains("\"stage\":\"bundle\"") && failures[0].contains("SHA-256"), "{failures:?}");
     assert!(!machine.dir.path().join("opt/svc/bootstrap/bin").exists());
     assert!(machine.started_units().is_empty() && !machine.is_complete());
@@ -388,7 +392,7 @@ async fn failure_before_the_binary_exists_is_reported() {
     let machine = Machine::new(BundleResponse::Complete).await;
     machine.add_program("nft", "exit 1");
     assert_eq!(machine.boot().await, 99);
-    let failures = machine.requests_to("boot-failure");
+    let failures = machine.request_bodies("boot-failure");
     let report: serde_json::Value = serde_json::from_str(&failures[0]).unwrap();
     assert_eq!(report["stage"], "bundle");
     assert!(report["message"].as_str().unwrap().contains("network"), "{report}");
@@ -403,7 +407,7 @@ async fn failed_unit_is_reported_with_its_log_and_stops_the_boot() {
             .unwrap();
         assert_eq!(machine.boot().await, 99, "{stage}");
         let report: serde_json::Value =
-            serde_json::from_str(&machine.requests_to("boot-failure")[0]).unwrap();
+            serde_json::from_str(&machine.request_bodies("boot-failure")[0]).unwrap();
         assert_eq!(report["stage"], stage);
         assert_eq!(report["message"], format!("{}: the \"last\" words", UNITS[index]));
         assert_eq!(machine.started_units(), UNITS[..=index], "{stage}");
@@ -421,7 +425,7 @@ async fn failure_that_cannot_be_reported_exits_with_75() {
 
 /// The boot ends only if sending the same report again would not help.
 #[tokio::test]
-async fn boot_is_retried_until_the_platform_accepts_the_report() {
+async fn boot_is_retried_after_transient_report_failure() {
     let machine = Machine::new(BundleResponse::Complete).await;
     machine.add_program("nft", "exit 1");
     for (status, exit_code) in [(503, 75), (429, 75), (408, 75), (302, 75), (401, 99), (202, 99)] {
@@ -467,7 +471,7 @@ async fn interrupted_release_setup_is_completed() {
         assert_eq!(machine.boot().await, 0, "{point}: {}", machine.calls());
         let opt = machine.dir.path().join("opt/svc");
         assert!(machine.is_complete() && opt.join("app/apps").exists() && !opt.join("bootstrap").exists());
-        let fetched = machine.requests().iter().filter(|line| line.starts_with("GET ")).count();
-        assert_eq!(fetched, 1, "{point}: a complete download must be kept");
+        let download_count = machine.requests().iter().filter(|line| line.starts_with("GET ")).count();
+        assert_eq!(download_count, 1, "{point}: a complete download must be kept");
     }
 }

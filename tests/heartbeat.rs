@@ -13,8 +13,8 @@ use crate::vault::machine::{Machine, start_store};
 
 const LOGS: &str = "home/svc/home/system/logs";
 
-/// Writes a log file that was last modified this many days before `now`. A test reads the clock once, because it may
-/// run past midnight.
+/// Writes a log file that was last modified this many days before `now`. Each test reads the clock only once, because
+/// it may run past midnight.
 fn write_log_file(machine: &Machine, now: Timestamp, name: &str, days_ago: i32) -> Result<()> {
     let modified_at = now.checked_sub((24 * days_ago).hours())?;
     let path = machine.path(LOGS).join(name);

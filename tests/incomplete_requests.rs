@@ -12,7 +12,7 @@ use super::gateway::host::Machine;
 use super::platform::stack::Stack;
 
 const CONNECTIONS: usize = 1000;
-/// Slightly below the maximum size of a head.
+/// Slightly below `max_head_bytes` in `http::server`.
 const HEAD_BYTES: usize = 31 * 1024;
 /// The memory per connection that `http::server` assumes for the connection limit.
 const MAX_BYTES_PER_CONNECTION: u64 = 128 * 1024;

@@ -34,7 +34,7 @@ async fn start_simulator() -> Simulator {
 }
 
 fn adapter_with(simulator: &Simulator, token: &str, limits: CallLimits) -> Hetzner {
-    // Installed once per process; later tests reuse it.
+    // Only the first call in a process can install the crypto provider; later calls fail.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let client = client::build(Timeouts::CALL).unwrap();
     Hetzner::with_limits(client, simulator.base_url().parse().unwrap(), &SecretString::from(token), limits)
@@ -155,17 +155,17 @@ async fn taken_name_is_a_conflict_and_invalid_order_is_refused() {
     let simulator = start_simulator().await;
     let provider = adapter(&simulator);
     provider.create(&order("svc-1")).await.unwrap();
-    let kind = async |order: ServerOrder| provider.create(&order).await.unwrap_err().kind();
+    let error_kind = async |order: ServerOrder| provider.create(&order).await.unwrap_err().kind();
 
-    assert_eq!(kind(order("svc-1")).await, ErrorKind::Conflict);
+    assert_eq!(error_kind(order("svc-1")).await, ErrorKind::Conflict);
     assert_eq!(
-        kind(ServerOrder { server_type: server_type("cpx999"), ..order("b") }).await,
+        error_kind(ServerOrder { server_type: server_type("cpx999"), ..order("b") }).await,
         ErrorKind::Refused
     );
     let large = SecretString::from("x".repeat(32 * 1024 + 1));
-    assert_eq!(kind(ServerOrder { user_data: large, ..order("c") }).await, ErrorKind::Refused);
+    assert_eq!(error_kind(ServerOrder { user_data: large, ..order("c") }).await, ErrorKind::Refused);
     let labels = BTreeMap::from([("slot".to_owned(), "not a label".to_owned())]);
-    assert_eq!(kind(ServerOrder { labels, ..order("d") }).await, ErrorKind::Refused);
+    assert_eq!(error_kind(ServerOrder { labels, ..order("d") }).await, ErrorKind::Refused);
     assert_eq!(simulator.creations().len(), 1);
 }
 

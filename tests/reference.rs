@@ -24,7 +24,7 @@ mod variables;
 
 use std::fs;
 
-use files::{ProjectFile, files, format_violation, root};
+use files::{ProjectFile, format_violation, load_files, root};
 
 /// Variable set by `cargo xtask docs`.
 const REWRITE_VAR: &str = "SVC_WRITE_DOCS";
@@ -139,7 +139,7 @@ fn check_or_rewrite(pages: &[ProjectFile], sections: &[GeneratedSection]) {
 
 #[test]
 fn generated_sections_of_pages_are_current() {
-    let pages = files();
+    let pages = load_files();
     let mut sections = generated_sections();
     sections.push(stores::read_current_table(&pages));
     check_or_rewrite(&pages, &sections);
@@ -149,7 +149,7 @@ fn generated_sections_of_pages_are_current() {
 #[test]
 fn stores_table_is_current() {
     let Some(table) = stores::probe_all() else { return };
-    let pages = files();
+    let pages = load_files();
     let page =
         pages.iter().find(|page| page.path == "docs/operating/stores.md").expect("the page must exist");
     check_or_rewrite(std::slice::from_ref(page), &[table]);

@@ -127,8 +127,9 @@ fn build_root(units: &[Unit]) -> tempfile::TempDir {
     let mut programs: Vec<String> = PROGRAMS.map(str::to_owned).to_vec();
     for unit in units {
         fs::write(unit_dir.join(&unit.name), &unit.text).unwrap();
-        let run = unit.values("ExecStart").into_iter().filter_map(|line| line.split_whitespace().next());
-        programs.extend(run.map(|program| program.trim_start_matches('/').to_owned()));
+        let started_programs =
+            unit.values("ExecStart").into_iter().filter_map(|line| line.split_whitespace().next());
+        programs.extend(started_programs.map(|program| program.trim_start_matches('/').to_owned()));
     }
     for program in programs {
         let path = root.path().join(program);
@@ -252,7 +253,7 @@ fn failed_update_is_retried_each_minute_without_a_limit() {
     assert_eq!(update.values("StartLimitIntervalSec"), ["0"]);
 }
 
-/// Each retry of a backup that is held back would upload another snapshot.
+/// Each retry of a backup whose snapshot is held back would upload another snapshot.
 #[test]
 fn requested_backup_is_not_retried_after_permanent_failure() {
     let units = units();
@@ -311,8 +312,8 @@ fn backup_timer_starts_a_backup_each_hour() {
 
 #[test]
 fn database_is_the_only_container_with_a_local_volume() {
-    let joined = |unit: &Unit| Unit::from_text(&unit.name, &unit.text.replace("\\\n", ""));
-    let units: Vec<Unit> = units().iter().map(joined).collect();
+    let join_lines = |unit: &Unit| Unit::from_text(&unit.name, &unit.text.replace("\\\n", ""));
+    let units: Vec<Unit> = units().iter().map(join_lines).collect();
     let starts_container =
         |unit: &&Unit| unit.values("ExecStart").iter().any(|line| line.contains("podman run"));
     let names: Vec<&str> = units.iter().filter(starts_container).map(|unit| unit.name.as_str()).collect();

@@ -174,7 +174,7 @@ impl UserDataInput {
             last_update: None,
             checks: None,
             restore_snapshot: Some("system/db/snapshots/2026-11-21T05-28-32.385Z-1.dump".to_owned()),
-            restore_files: false,
+            should_restore_files: false,
             unrestored_snapshot: None,
             last_backup: None,
             proof_kids: Vec::new(),
@@ -191,7 +191,7 @@ impl UserDataInput {
             proven_at: None,
             final_backup_at: None,
             unsaved_since: None,
-            unsaved_files: false,
+            has_unsaved_files_only: false,
             discard_ordered_at: None,
             removal_abandoned_at: None,
             boot_progress: None,
@@ -333,10 +333,10 @@ fn check_with_cloud_init(text: &str) -> Result<(), String> {
     let file = dir.path().join("user-data");
     std::fs::write(&file, text).unwrap();
     let mut schema = checkers::cloud_init_schema().unwrap();
-    let printed = schema.arg("--config-file").arg(&file).output().unwrap();
-    let output = [printed.stdout, printed.stderr].concat();
-    let output = String::from_utf8_lossy(&output).into_owned();
-    if printed.status.success() && output.starts_with("Valid cloud-config") { Ok(()) } else { Err(output) }
+    let output = schema.arg("--config-file").arg(&file).output().unwrap();
+    let messages = [output.stdout, output.stderr].concat();
+    let messages = String::from_utf8_lossy(&messages).into_owned();
+    if output.status.success() && messages.starts_with("Valid cloud-config") { Ok(()) } else { Err(messages) }
 }
 
 #[tokio::test]
@@ -383,8 +383,8 @@ async fn nft_accepts_the_firewall_rules() {
     }
 }
 
-/// Runs the commands from docs/operating/network.md, "Admit only the platform to :443", with a file in place of
-/// `/etc/nftables.conf`.
+/// Runs the commands from docs/operating/network.md, "Admit only the platform to :443", with `dir` in place of `/etc`.
+/// Returns whether they succeeded, and their stderr.
 fn run_documented_commands(dir: &std::path::Path, admit: &str) -> Result<(bool, String)> {
     let page = include_str!("../docs/operating/network.md");
     let section = page.split("## Admit only the platform to :443").nth(1).unwrap();

@@ -20,7 +20,7 @@ pub struct Credentials {
 }
 
 impl Accounts {
-    /// Reads the files below the system's root directory.
+    /// Reads `etc/passwd` and `etc/group` below the system's root directory.
     pub fn load(root: &Path) -> Self {
         let read = |path| std::fs::read_to_string(root.join(path)).unwrap_or_default();
         Self { passwd: read("etc/passwd"), group: read("etc/group") }

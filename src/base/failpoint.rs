@@ -1,6 +1,6 @@
 //! Fail points for tests: `FAILPOINTS="name=return(kill)"` kills the process at the fail point `name` with SIGKILL,
 //! `name=2*off->return(kill)` kills it the third time, `name=sleep(500)` delays it by 500 ms, and `name=return(error)`
-//! makes the step fail. Each process counts separately.
+//! makes [`trigger`] return an error there. Each process counts separately.
 //!
 //! Dev builds contain fail points; `dist` builds do not.
 

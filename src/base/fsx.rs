@@ -1,7 +1,7 @@
 //! Crash-safe file operations: content is written to a temporary file, which is synced and then renamed or hard-linked
 //! to its final name; then the directory is synced.
 //!
-//! A reader sees either the old content or the new, never a mix, except after [`write_atomic_or_in_place`] on a full
+//! A reader sees either the old content or the new, never a mix, except with [`write_atomic_or_in_place`] on a full
 //! disk. All functions block; async callers use `spawn_blocking`.
 
 use std::fs::{self, File, OpenOptions};
@@ -97,11 +97,11 @@ fn write_and_publish(
 
 /// Removes temporary files for `path` that killed writers left behind. Running writers also have such files, so the
 /// caller must hold the lock that all writers take.
-pub fn remove_leftover_temp(path: &Path) -> Result<(), FileError> {
+pub fn remove_leftover_temps(path: &Path) -> Result<(), FileError> {
     remove_leftover_temps_in(parent(path), |name| name == file_name(path))
 }
 
-/// Like [`remove_leftover_temp`], for the temporary files of all files in `dir` whose names `is_target` accepts.
+/// Like [`remove_leftover_temps`], for the temporary files of all files in `dir` whose names `is_target` accepts.
 pub fn remove_leftover_temps_in(dir: &Path, is_target: impl Fn(&str) -> bool) -> Result<(), FileError> {
     let entries = match fs::read_dir(dir) {
         Ok(entries) => entries,
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn remove_leftover_temp_keeps_other_files() {
+    fn remove_leftover_temps_keeps_other_files() {
         let dir = tempfile::tempdir().unwrap();
         let names = |dir: &Path| {
             let mut names: Vec<_> = fs::read_dir(dir)
@@ -219,7 +219,7 @@ mod tests {
         for name in foreign.iter().chain(&[temp_name("ours"), temp_name("ours")]) {
             fs::write(dir.path().join(name), "").unwrap();
         }
-        remove_leftover_temp(&dir.path().join("ours")).unwrap();
+        remove_leftover_temps(&dir.path().join("ours")).unwrap();
         let mut expected = foreign.to_vec();
         expected.sort();
         assert_eq!(names(dir.path()), expected);

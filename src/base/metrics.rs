@@ -95,7 +95,7 @@ impl<const N: usize> Gauges<N> {
 
     /// Sets the gauge to the current Unix time.
     pub fn set_to_now(&self, values: [&'static str; N]) {
-        self.set(values, unix_now());
+        self.set(values, unix_now_seconds());
     }
 }
 
@@ -137,9 +137,9 @@ pub struct MetricsHandle(PrometheusHandle);
 /// # Errors
 /// If a recorder is already installed.
 pub fn install() -> anyhow::Result<MetricsHandle> {
-    let long_durations = [OPERATION_DURATION.0.name, OPERATION_STEP_DURATION.0.name];
+    let operation_metrics = [OPERATION_DURATION.0.name, OPERATION_STEP_DURATION.0.name];
     let mut builder = PrometheusBuilder::new().set_buckets(&CALL_BUCKETS)?;
-    for name in long_durations {
+    for name in operation_metrics {
         builder = builder.set_buckets_for_metric(Matcher::Full(name.to_owned()), &OPERATION_BUCKETS)?;
     }
     let recorder = builder.build_recorder();
@@ -181,12 +181,12 @@ fn measure_process() {
     if let (Some(pages), Some(page_size)) = (pages, page_size) {
         RESIDENT_MEMORY.set([], pages * page_size as f64);
     }
-    if let Ok(open) = std::fs::read_dir("/proc/self/fd") {
+    if let Ok(fds) = std::fs::read_dir("/proc/self/fd") {
         // One descriptor belongs to this listing itself.
-        OPEN_FDS.set([], open.count().saturating_sub(1) as f64);
+        OPEN_FDS.set([], fds.count().saturating_sub(1) as f64);
     }
 }
 
-fn unix_now() -> f64 {
+fn unix_now_seconds() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
 }

@@ -1,5 +1,5 @@
-//! Makes text from hosts safe to display. Anyone with access to a host can write such text, and operators read it in
-//! terminals and browsers.
+//! Makes untrusted text safe to display in terminals and browsers. Such text comes, for example, from hosts, archives
+//! and stored objects.
 
 use std::borrow::Cow;
 

@@ -1,4 +1,4 @@
-//! Declarations of environment variables. Each name, default and meaning is written once: readers take a [`Variable`]
+//! Declarations of environment variables. Each name, default and meaning is written once: code takes a [`Variable`]
 //! instead of a name, and `docs/reference/configuration.md` is generated from the same declarations.
 
 use std::ffi::OsString;

@@ -104,7 +104,7 @@ pub struct PublishResult {
     sha256: String,
     size_bytes: u64,
     outcome: PublishOutcome,
-    updates: UpdateSupport,
+    update_support: UpdateSupport,
     /// The manifest's keys, which hosts trust once they are healthy on this release.
     key_set: Option<KeySet>,
 }
@@ -131,7 +131,7 @@ impl PublishResult {
             "sha256": self.sha256,
             "sizeBytes": self.size_bytes,
             "alreadyPublished": self.outcome == PublishOutcome::AlreadyPublished,
-            "updatable": self.updates == UpdateSupport::Possible,
+            "updatable": self.update_support == UpdateSupport::Possible,
             "trustedKeys": self.key_set.as_ref().map(|set| json!({"sequence": set.sequence, "ids": set.keys.ids()})),
         })
     }
@@ -145,7 +145,7 @@ impl fmt::Display for PublishResult {
         };
         let key = key::bundle(&self.version, "");
         write!(f, "{outcome} {key}\n{}, sha256 {}", format_bytes(self.size_bytes), self.sha256)?;
-        if let UpdateSupport::Impossible(why) = &self.updates {
+        if let UpdateSupport::Impossible(why) = &self.update_support {
             return write!(f, "\nnew machines can install it, but hosts cannot update to it: {why}");
         }
         match &self.key_set {
@@ -229,10 +229,10 @@ async fn publish_with_keys(
     let context = BundleContext { version, sha256, size_bytes, keys: host_keys.keys.as_ref() };
     let companions = Companions::read(dir, &context).await?;
     let outcome = match read_digest(bucket, version).await? {
-        // If two processes published concurrently, the stored archive may be the other process's, so it is replaced.
         Some(stored) if stored == *sha256 && stored_archive::is_intact(bucket, &context).await? => {
             PublishOutcome::AlreadyPublished
         }
+        // Another process that published concurrently may have replaced the archive, so it is uploaded again.
         Some(stored) if stored == *sha256 => PublishOutcome::Published,
         Some(stored) => return Err(PublishError::VersionTaken { version: version.clone(), stored }),
         None => PublishOutcome::Published,
@@ -242,10 +242,10 @@ async fn publish_with_keys(
         PublishOutcome::Published => upload_and_publish(bucket, &archive, &companions, &context).await?,
         PublishOutcome::AlreadyPublished => companions.add_or_renew(bucket, &context).await?,
     }
-    let updates = companions::check_updates(bucket, &context).await?;
+    let update_support = companions::check_update_support(bucket, &context).await?;
     let key_set = companions.key_set();
     let (version, sha256) = (version.clone(), archive.sha256);
-    Ok(PublishResult { version, sha256, size_bytes, outcome, updates, key_set })
+    Ok(PublishResult { version, sha256, size_bytes, outcome, update_support, key_set })
 }
 
 /// Uploads the bundle and publishes it. Until its digest is written, another process may replace the archive with its
@@ -374,7 +374,7 @@ mod tests {
         assert!(read_digest(&bucket, &version).await.unwrap().is_some());
     }
 
-    fn key() -> SigningKey {
+    fn signing_key() -> SigningKey {
         SigningKey::from_pem(include_bytes!("../../tests/kit/src/bundle/ed25519-test-only.txt")).unwrap()
     }
 
@@ -391,7 +391,7 @@ mod tests {
             trusted_keys: None,
             removes: Vec::new(),
         };
-        let text = manifest.text().unwrap();
+        let text = manifest.render().unwrap();
         let path = |suffix: &str| dir.path().join(format!("{BUNDLE_FILE}{suffix}"));
         std::fs::write(path(".json"), &text).unwrap();
         if let Some(key) = key {
@@ -420,7 +420,7 @@ mod tests {
     async fn publish_adds_and_renews_the_signed_manifest() {
         let (bucket, version): (_, ImageVersion) = (bucket(), "1.0".parse().unwrap());
         let dir = write_bundle(b"one");
-        let keys = HostKeys::with_keys(&key().public_key_base64());
+        let keys = HostKeys::with_keys(&signing_key().public_key_base64());
         let publish = async || publish_with_keys(&bucket, dir.path(), &version, &keys).await;
         let read_expiry = async || {
             let signed = bundle::read_signed_manifest(&bucket, &version).await.unwrap().unwrap();
@@ -428,24 +428,27 @@ mod tests {
                 bundle::verify(&signed, keys.keys.as_ref().unwrap(), &version, Timestamp::now()).unwrap();
             verified.manifest().expires_at.to_string()
         };
-        assert!(publish().await.unwrap().updates != UpdateSupport::Possible);
+        assert!(publish().await.unwrap().update_support != UpdateSupport::Possible);
         write_manifest(&dir, b"one", "2125-01-01T00:00:00.000Z", None);
         let unsigned = publish().await.unwrap();
         assert_eq!(unsigned.outcome, PublishOutcome::AlreadyPublished);
-        assert_eq!(unsigned.updates, UpdateSupport::Impossible("its manifest is not signed".to_owned()));
-        write_manifest(&dir, b"one", "2125-01-01T00:00:00.000Z", Some(&key()));
+        assert_eq!(
+            unsigned.update_support,
+            UpdateSupport::Impossible("its manifest is not signed".to_owned())
+        );
+        write_manifest(&dir, b"one", "2125-01-01T00:00:00.000Z", Some(&signing_key()));
         let signed = publish().await.unwrap();
         assert_eq!(signed.outcome, PublishOutcome::AlreadyPublished);
-        assert_eq!(signed.updates, UpdateSupport::Possible);
+        assert_eq!(signed.update_support, UpdateSupport::Possible);
         assert_eq!(read_expiry().await, "2125-01-01T00:00:00Z");
 
-        write_manifest(&dir, b"one", "2126-01-01T00:00:00.000Z", Some(&key()));
+        write_manifest(&dir, b"one", "2126-01-01T00:00:00.000Z", Some(&signing_key()));
         let keyless =
             publish_with_keys(&bucket, dir.path(), &version, &HostKeys::default()).await.unwrap_err();
         assert!(keyless.to_string().contains("BUNDLE_PUBLIC_KEYS"), "{keyless}");
-        assert_eq!(publish().await.unwrap().updates, UpdateSupport::Possible);
+        assert_eq!(publish().await.unwrap().update_support, UpdateSupport::Possible);
         assert_eq!(read_expiry().await, "2126-01-01T00:00:00Z");
-        write_manifest(&dir, b"one", "2125-06-01T00:00:00.000Z", Some(&key()));
+        write_manifest(&dir, b"one", "2125-06-01T00:00:00.000Z", Some(&signing_key()));
         let shorter = publish().await.unwrap_err();
         assert!(matches!(shorter, PublishError::NoRenewal { .. }), "{shorter}");
         assert!(shorter.to_string().contains("until 2126-01-01"), "{shorter}");
@@ -453,25 +456,25 @@ mod tests {
 
         // A renewal that was interrupted between its two writes is completed.
         let old = bucket.get(&key::bundle(&version, ".json.sig"), 1 << 16).await.unwrap().unwrap().value;
-        write_manifest(&dir, b"one", "2127-01-01T00:00:00.000Z", Some(&key()));
+        write_manifest(&dir, b"one", "2127-01-01T00:00:00.000Z", Some(&signing_key()));
         publish().await.unwrap();
         bucket.put(&key::bundle(&version, ".json.sig"), old).await.unwrap();
-        assert_eq!(publish().await.unwrap().updates, UpdateSupport::Possible);
+        assert_eq!(publish().await.unwrap().update_support, UpdateSupport::Possible);
         assert_eq!(read_expiry().await, "2127-01-01T00:00:00Z");
     }
 
     #[tokio::test]
-    async fn updates_depend_on_the_stored_manifest() {
+    async fn update_support_depends_on_stored_manifest() {
         let (bucket, version): (_, ImageVersion) = (bucket(), "1.0".parse().unwrap());
         let dir = write_bundle(b"one");
-        let keys = HostKeys::with_keys(&key().public_key_base64());
-        write_manifest(&dir, b"one", "2125-01-01T00:00:00.000Z", Some(&key()));
+        let keys = HostKeys::with_keys(&signing_key().public_key_base64());
+        write_manifest(&dir, b"one", "2125-01-01T00:00:00.000Z", Some(&signing_key()));
         publish_with_keys(&bucket, dir.path(), &version, &keys).await.unwrap();
         // The same archive is published again from a build without a manifest.
         let bare = write_bundle(b"one");
         let again = publish_with_keys(&bucket, bare.path(), &version, &keys).await.unwrap();
         assert_eq!(again.outcome, PublishOutcome::AlreadyPublished);
-        assert_eq!(again.updates, UpdateSupport::Possible);
+        assert_eq!(again.update_support, UpdateSupport::Possible);
         let other_keys = HostKeys::with_keys("AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=");
         let untrusted = publish_with_keys(&bucket, bare.path(), &version, &other_keys).await.unwrap();
         assert!(untrusted.to_string().contains("not signed by a key that is trusted"), "{untrusted}");

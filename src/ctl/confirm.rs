@@ -6,26 +6,26 @@ use anyhow::anyhow;
 
 use svc_base::applet::{Exit, Failure};
 
-/// Whether the operator must confirm `what` on the terminal; `false` with `--yes`.
+/// Whether the operator must confirm the command's `effect` on the terminal; `false` with `--yes`.
 ///
 /// # Errors
 /// [`Exit::Usage`] if a confirmation is required and there is no terminal.
-pub fn is_required(what: &str, yes: bool) -> Result<bool, Failure> {
-    is_required_without(what, if yes { &[] } else { &["--yes"] })
+pub fn is_required(effect: &str, yes: bool) -> Result<bool, Failure> {
+    is_required_without(effect, if yes { &[] } else { &["--yes"] })
 }
 
 /// Whether the operator must confirm on the terminal because these options are missing; `false` if none is missing.
 ///
 /// # Errors
 /// [`Exit::Usage`] if a confirmation is required and there is no terminal.
-pub fn is_required_without(what: &str, missing_options: &[&str]) -> Result<bool, Failure> {
+pub fn is_required_without(effect: &str, missing_options: &[&str]) -> Result<bool, Failure> {
     if missing_options.is_empty() {
         return Ok(false);
     }
     if !io::stdin().is_terminal() || !io::stderr().is_terminal() {
         let options = missing_options.join(" and ");
         let error =
-            anyhow!("{what}\n  next: add {options} to confirm, because there is no terminal for a prompt");
+            anyhow!("{effect}\n  next: add {options} to confirm, because there is no terminal for a prompt");
         return Err(Failure::new(Exit::Usage, error));
     }
     Ok(true)
@@ -35,8 +35,8 @@ pub fn is_required_without(what: &str, missing_options: &[&str]) -> Result<bool,
 ///
 /// # Errors
 /// [`Exit::Refused`] if the input is anything else; [`Exit::Internal`] if the terminal cannot be read or written to.
-pub fn prompt(what: &str, expected: &str) -> Result<(), Failure> {
-    eprint!("{what}\nType {expected} to continue: ");
+pub fn prompt(message: &str, expected: &str) -> Result<(), Failure> {
+    eprint!("{message}\nType {expected} to continue: ");
     io::stderr().flush().map_err(anyhow::Error::from)?;
     let mut typed = String::new();
     io::stdin().lock().read_line(&mut typed).map_err(anyhow::Error::from)?;

@@ -67,7 +67,7 @@ pub fn read_secret(env: &mut Env, flag: &str, file: &Path) -> Option<SecretStrin
     }
 }
 
-/// Whether requests to this URL may carry a secret: HTTPS, or plain HTTP to this machine.
+/// Whether requests to this URL may carry a secret: HTTPS, or plain HTTP to a loopback host.
 pub fn can_carry_secret(base: &Url) -> bool {
     let is_loopback = match base.host() {
         Some(url::Host::Domain(name)) => name == "localhost" || name.ends_with(".localhost"),

@@ -27,7 +27,7 @@ use svc_wire::operator::WhoAmI;
 const PACKAGED_ENV_FILE: &str = "/etc/svc/platform.env";
 const CHECK_TIMEOUT: Duration = Duration::from_secs(45);
 /// A token with a shorter remaining lifetime causes a warning.
-const MIN_TOKEN_LIFETIME: SignedDuration = SignedDuration::from_hours(14 * 24);
+const MIN_REMAINING_TOKEN_LIFETIME: SignedDuration = SignedDuration::from_hours(14 * 24);
 
 pub async fn run(
     global: &GlobalOptions,
@@ -35,8 +35,8 @@ pub async fn run(
     local: LocalChecks,
     out: &Output,
 ) -> Result<(), Failure> {
-    let packaged = || Some(PathBuf::from(PACKAGED_ENV_FILE)).filter(|file| file.exists());
-    let env_file = platform_env_file(args.env_file).or_else(packaged);
+    let find_packaged_file = || Some(PathBuf::from(PACKAGED_ENV_FILE)).filter(|file| file.exists());
+    let env_file = platform_env_file(args.env_file).or_else(find_packaged_file);
     let subject = args.subject.unwrap_or_else(|| {
         let is_configured = env_file.is_some() || vars::PLATFORM_DATABASE_URL.env_value().is_some();
         match is_configured {
@@ -134,18 +134,18 @@ async fn check_readiness(api: &ApiClient) -> Findings {
             Ok(_) if status.is_success() => {
                 findings.ok("the platform is running and can reach its database and its store")
             }
-            Ok(ready) => {
-                let what = format!("the platform is running but not ready: {}", ready.describe());
+            Ok(readiness) => {
+                let what = format!("the platform is running but not ready: {}", readiness.describe());
                 findings.problem(what, next)
             }
-            Err(_) => findings.problem(foreign_response(status), FOREIGN_RESPONSE_ADVICE),
+            Err(_) => findings.problem(describe_foreign_response(status), FOREIGN_RESPONSE_ADVICE),
         },
         Err(error) => findings.problem(error.brief(), next),
     }
 }
 
 /// Describes a response from another server, such as a proxy.
-fn foreign_response(status: StatusCode) -> String {
+fn describe_foreign_response(status: StatusCode) -> String {
     format!("{status}: the response is not from the platform's API")
 }
 
@@ -163,10 +163,10 @@ async fn check_operator(api: &ApiClient) -> Findings {
                 operator.name,
                 show::operator::join_scopes(&operator.scopes, ", ")
             );
-            let expires: Option<Timestamp> = operator.expires_at.as_deref().and_then(|at| at.parse().ok());
-            let Some(expires) = expires else { return findings.ok(what) };
-            what.push_str(&format!("; the token expires {}", expires.strftime("%Y-%m-%d %H:%M UTC")));
-            if expires.duration_since(Timestamp::now()) < MIN_TOKEN_LIFETIME {
+            let expires_at: Option<Timestamp> = operator.expires_at.as_deref().and_then(|at| at.parse().ok());
+            let Some(expires_at) = expires_at else { return findings.ok(what) };
+            what.push_str(&format!("; the token expires {}", expires_at.strftime("%Y-%m-%d %H:%M UTC")));
+            if expires_at.duration_since(Timestamp::now()) < MIN_REMAINING_TOKEN_LIFETIME {
                 let next = format!("run `svcctl operator rotate {} --token-file FILE`", operator.name);
                 return findings.warning(what, next);
             }
@@ -201,13 +201,13 @@ async fn check_router(api: &ApiClient) -> Findings {
 /// Adds the finding for the router's response to `/readyz`.
 fn router_findings(status: StatusCode, body: &str, findings: Findings) -> Findings {
     let Ok(readiness) = serde_json::from_str::<RouterReadiness>(body) else {
-        return findings.problem(foreign_response(status), FOREIGN_RESPONSE_ADVICE);
+        return findings.problem(describe_foreign_response(status), FOREIGN_RESPONSE_ADVICE);
     };
     let Some(routes) = readiness.routes else {
         // An earlier release sends `ok` or `failing`. A proxy's JSON may also have a `status`, but with another value.
         return match readiness.status.parse::<ComponentStatus>() {
             Ok(_) => findings.skipped("the platform's release is too old to report the state of its routes"),
-            Err(_) => findings.problem(foreign_response(status), FOREIGN_RESPONSE_ADVICE),
+            Err(_) => findings.problem(describe_foreign_response(status), FOREIGN_RESPONSE_ADVICE),
         };
     };
     if routes == "current" {

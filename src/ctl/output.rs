@@ -12,16 +12,16 @@ pub struct Output {
 
 impl Output {
     /// # Errors
-    /// If `text` cannot parse the response, or standard output cannot be written to.
+    /// If `format_text` cannot parse the response, or standard output cannot be written to.
     pub fn print_response(
         &self,
         response: &ApiResponse,
-        text: impl FnOnce(&View) -> Result<String, CallError>,
+        format_text: impl FnOnce(&View) -> Result<String, CallError>,
     ) -> Result<(), Failure> {
         if self.is_json {
             print(&format!("{}\n", response.text.trim_end()))
         } else {
-            print(&text(&View::for_stdout())?)
+            print(&format_text(&View::for_stdout())?)
         }
     }
 }

@@ -35,8 +35,8 @@ impl Progress {
     /// Starts a progress bar for a transfer of `total` bytes.
     pub fn with_total_bytes(total: u64) -> Self {
         let progress = Self::start();
-        let bar = "{spinner} {bytes} of {total_bytes} {wide_bar} {binary_bytes_per_sec}, {eta} left";
-        if let (Some(spinner), Ok(style)) = (&progress.spinner, ProgressStyle::with_template(bar)) {
+        let template = "{spinner} {bytes} of {total_bytes} {wide_bar} {binary_bytes_per_sec}, {eta} left";
+        if let (Some(spinner), Ok(style)) = (&progress.spinner, ProgressStyle::with_template(template)) {
             spinner.set_length(total);
             spinner.set_style(style);
         }

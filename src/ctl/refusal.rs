@@ -166,7 +166,7 @@ fn state_advice(body: &Value) -> Option<&'static str> {
     })
 }
 
-/// Replaces the invalid fields in `detail` with the `svcctl` options that set them.
+/// Replaces the names of invalid fields in `detail` with the `svcctl` options that set them.
 fn replace_fields_with_options(detail: &str, body: &Value) -> String {
     let errors = body["errors"].as_array().into_iter().flatten();
     errors.filter_map(|error| error["pointer"].as_str()).fold(detail.to_owned(), |detail, pointer| {
@@ -453,9 +453,9 @@ mod tests {
     #[test]
     fn json_adds_exit_and_next_to_the_problem() {
         let failure = Failure::from(CallError::from(refusal(404, "bundle_not_found")));
-        let message = failure_json(&failure);
-        assert_eq!((&message["code"], &message["exit"]), (&"bundle_not_found".into(), &65.into()));
-        assert!(message["next"].as_str().unwrap().contains("bundle publish"), "{message}");
+        let body = failure_json(&failure);
+        assert_eq!((&body["code"], &body["exit"]), (&"bundle_not_found".into(), &65.into()));
+        assert!(body["next"].as_str().unwrap().contains("bundle publish"), "{body}");
         let local = failure_json(&Failure::new(Exit::TryAgain, anyhow::anyhow!("late\n  next: look")));
         assert_eq!(local, json!({"detail": "late", "code": null, "exit": 75, "next": "look"}));
     }

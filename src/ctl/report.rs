@@ -14,9 +14,9 @@ pub fn print(report: &Report, threshold: Level, out: &Output) -> Result<(), Fail
     } else {
         output::print(&show::report::show(&View::for_stdout(), report))?;
     }
-    let failed = report.count(Level::Problem)
+    let failure_count = report.count(Level::Problem)
         + if threshold == Level::Skipped { report.count(Level::Skipped) } else { 0 };
-    if failed == 0 {
+    if failure_count == 0 {
         return Ok(());
     }
     Err(Failure::new(Exit::Refused, anyhow!("{}: {}", report.subject, report.tally())))

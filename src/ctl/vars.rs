@@ -1,4 +1,4 @@
-//! Variables for `svcctl`.
+//! Environment variables for `svcctl`.
 
 svc_base::variables! {
     "svcctl", in "process environment", by ["svcctl"] {

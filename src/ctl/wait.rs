@@ -52,8 +52,8 @@ impl TimeLimit {
 /// Follows a machine's operation, or its status if there is no operation. Returns the last response with the machine.
 ///
 /// # Errors
-/// [`Exit::Unavailable`] if the goal is not reached; [`Exit::TryAgain`] if the operation does not end in time or is
-/// waiting for a decision; the error of a call, unless it is transient.
+/// [`Exit::Unavailable`] if the goal is not reached; [`Exit::TryAgain`] if the machine has not settled by the deadline,
+/// or if the operation is waiting for a decision; the error of a call, unless it is transient.
 pub async fn wait_until_settled(
     api: &ApiClient,
     machine_id: &str,
@@ -100,8 +100,8 @@ async fn follow(
         .ok_or_else(|| Failure::new(Exit::TryAgain, timeout_error(machine_id, operation_id, limit.timeout)))
 }
 
-/// Polls at growing intervals until there is a value; `None` if there is none before the timeout. A poll that is in
-/// progress at the timeout is cancelled, because its retries could take minutes.
+/// Polls at growing intervals until `poll` returns a value; `None` if it returns none before the timeout. A poll
+/// that is in progress at the timeout is cancelled, because its retries could take minutes.
 ///
 /// # Errors
 /// The first error from `poll`.
@@ -253,7 +253,7 @@ fn outcome_phrase(operation: &Operation) -> &str {
     }
 }
 
-/// The machine that holds the slot instead of the failed machine.
+/// The machine that holds the slot instead of the awaited machine.
 struct SlotHolder {
     machine: MachineDetail,
 }

@@ -41,7 +41,7 @@ pub struct AffectedPath {
     pub last: Timestamp,
 }
 
-/// Finds the files in all snapshots that need damaged blobs. A directory that several snapshots share is read only
+/// Finds the files that need damaged blobs, in all snapshots. A directory that several snapshots share is read only
 /// once.
 ///
 /// # Errors

@@ -1,4 +1,4 @@
-//! Runs blocking work outside the runtime's async threads.
+//! Runs blocking work outside the runtime's worker threads.
 
 use crate::error::FilesError;
 

@@ -21,12 +21,12 @@ pub(crate) const MAX_CHUNK_BYTES: usize = 8 << 20;
 const SPLIT_MASK: u64 = (1 << 20) - 1;
 const BUFFER_BYTES: usize = 256 << 10;
 
-/// Returns a random irreducible polynomial. Each repository has a different polynomial, so its chunk sizes do not
+/// Generates a random irreducible polynomial. Each repository has a different polynomial, so its chunk sizes do not
 /// reveal which known files it contains.
 ///
 /// # Errors
 /// If the system provides no random bytes.
-pub(crate) fn random_polynomial() -> Result<Polynomial, FilesError> {
+pub(crate) fn generate_polynomial() -> Result<Polynomial, FilesError> {
     loop {
         let mut bytes = [0; 8];
         fill_random(&mut bytes)?;
@@ -207,7 +207,7 @@ mod tests {
         for reducible in [0b101, 0b1001, 0b1111, 0b111_0100_0001] {
             assert!(!is_irreducible(reducible), "{reducible:b}");
         }
-        let polynomial = random_polynomial().unwrap();
+        let polynomial = generate_polynomial().unwrap();
         assert_eq!((polynomial.degree(), polynomial & 1), (53, 1));
     }
 

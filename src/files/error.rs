@@ -83,7 +83,8 @@ impl FilesError {
         matches!(self, Self::NoSpace { .. } | Self::NoInodes { .. })
     }
 
-    /// Converts the error to `NoSpace` if a write failed because other programs have filled the disk in the meantime.
+    /// Converts an I/O error to `NoSpace` if the disk is full: other programs may have filled it since the free space
+    /// was checked.
     pub(crate) fn or_no_space(self, needed: u64) -> Self {
         match self {
             Self::Io { source, .. } if source.kind() == std::io::ErrorKind::StorageFull => {

@@ -275,7 +275,7 @@ impl History {
         Ok(None)
     }
 
-    /// Returns a snapshot; `None` if it does not exist or is damaged.
+    /// Returns a snapshot; `None` if it does not exist, is damaged, or was not read.
     pub fn find_snapshot_by_id(&self, id: Id) -> Option<&(Id, Snapshot)> {
         self.snapshots.iter().find(|(other, _)| *other == id)
     }
@@ -406,7 +406,7 @@ impl History {
     }
 
     async fn read_tree(&self, id: Id) -> Result<Tree, FilesError> {
-        if let Some(tree) = self.repository.cached_tree(id)? {
+        if let Some(tree) = self.repository.read_cached_tree(id)? {
             return Ok(tree);
         }
         let json = self.read_blob(BlobType::Tree, id).await?;

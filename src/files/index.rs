@@ -176,7 +176,8 @@ impl KnownBlobs {
         }
     }
 
-    /// Must follow the last [`Self::load`]. `listed` is the number of blobs that the index lists.
+    /// Must follow the last [`Self::load`]. `listed` is the number of blobs that the index lists, or a higher number if
+    /// the packs have very few blobs each, because the number of packs is limited, too.
     pub(crate) fn finish_loading(&mut self, listed: usize) {
         self.listed = listed;
         for ids in [&mut self.data, &mut self.trees] {

@@ -37,7 +37,7 @@ struct IndexReadResult<T> {
 
 impl Repository {
     /// Reads the index, unless it lists more than `max_blobs` blobs. `add` is called with each file, without the packs
-    /// that earlier files list.
+    /// that earlier files list with the same marking.
     ///
     /// If pruning replaces files in the meantime, the index is read again.
     async fn read_index<T: Default>(
@@ -106,8 +106,8 @@ impl Repository {
         Ok((content, listed))
     }
 
-    /// Loads the blobs that are in the index, except those that are only in damaged packs. Also returns the ids of the
-    /// index files.
+    /// Loads the ids of the blobs that are in the index, except those that are only in packs that are damaged or marked
+    /// for deletion. Also returns the ids of the index files.
     pub(crate) async fn load_known_blobs(
         &self,
         damaged_packs: &HashSet<Id>,
@@ -122,7 +122,7 @@ impl Repository {
         Ok((known, files))
     }
 
-    /// Loads the blobs in packs that are not marked for deletion, or that were marked after `marked_after`.
+    /// Loads the ids of the blobs in packs that are not marked for deletion, or that were marked after `marked_after`.
     pub(crate) async fn load_retained_blobs(
         &self,
         marked_after: Timestamp,
@@ -138,7 +138,7 @@ impl Repository {
         Ok(known)
     }
 
-    /// Reads all index files. Each pack is returned only in the first file that lists it.
+    /// Reads all index files. Each pack is returned only in the first file that lists it with the same marking.
     pub(crate) async fn load_index(&self) -> Result<Vec<(Id, IndexFile)>, FilesError> {
         let add = |files: &mut Vec<_>, id: Id, file: IndexFile| files.push((id, file));
         Ok(self.read_index(MAX_INDEX_BLOBS, add).await?.content)

@@ -93,7 +93,7 @@ impl RepositoryKey {
     }
 
     /// Whether `restic` can open the repository with this key and a key file with this content.
-    pub(crate) fn opens_key_file(&self, content: &[u8]) -> bool {
+    pub(crate) fn can_open(&self, content: &[u8]) -> bool {
         let Ok(file) = serde_json::from_slice::<KeyFile>(content) else { return false };
         // Other parameters would let any writer of a key file choose how long this takes.
         let has_our_parameters =

@@ -6,7 +6,7 @@
 //! the configuration are named by their hash. A snapshot refers to the tree of the home directory at a point in time.
 //!
 //! [`save`], [`restore`], [`history`] and [`verify`] run on the host. [`prune`] deletes objects, so it runs only on the
-//! platform. `svc_store::files_pointer` names the latest snapshot.
+//! platform. The files pointer (`svc_store::files_pointer`) names the latest snapshot.
 
 pub mod affected;
 mod blocking;

@@ -152,7 +152,7 @@ impl Repository {
         let mut id = [0; Id::BYTES];
         fill_random(&mut id)?;
         let config =
-            Config { version: VERSION, id: Id::from_bytes(id), polynomial: chunker::random_polynomial()? };
+            Config { version: VERSION, id: Id::from_bytes(id), polynomial: chunker::generate_polynomial()? };
         let json = serde_json::to_vec(&config).map_err(|error| FilesError::encode("config", &error))?;
         let sealed = master.encrypt(&json)?;
         put_if_absent(&bucket, &root.clone().join("config"), sealed).await?;
@@ -174,8 +174,8 @@ impl Repository {
                 content => content?,
             };
             let name = meta.location.filename().and_then(|name| name.parse::<Id>().ok());
-            let opens = |text: &[u8]| name == Some(Id::of(text)) && self.repository_key.opens_key_file(text);
-            if content.is_some_and(|content| opens(&content.value)) {
+            let is_sound = |text: &[u8]| name == Some(Id::of(text)) && self.repository_key.can_open(text);
+            if content.is_some_and(|content| is_sound(&content.value)) {
                 return Ok(());
             }
         }
@@ -307,7 +307,7 @@ impl Repository {
     ///
     /// # Errors
     /// [`FilesError::Corrupt`] if the object with this id is not a valid tree.
-    pub(crate) fn cached_tree(&self, id: Id) -> Result<Option<Tree>, FilesError> {
+    pub(crate) fn read_cached_tree(&self, id: Id) -> Result<Option<Tree>, FilesError> {
         let Some(compressed) = self.cache.read_unverified("trees", id) else { return Ok(None) };
         let json = decompress(&compressed, MAX_JSON_BYTES).ok().filter(|json| Id::of(json) == id);
         json.map(|json| Tree::parse(id, &json)).transpose()
@@ -337,8 +337,7 @@ impl Repository {
         self.read_json(ObjectKind::Snapshot, id).await
     }
 
-    /// Reads all snapshots, newest first. Their paths, host and user names, and tags other than the machine's are left
-    /// out.
+    /// Reads all snapshots, newest first, without their paths, names, and tags other than the machine's.
     ///
     /// # Errors
     /// If the store fails; [`FilesError::Corrupt`] if a snapshot is damaged.

@@ -68,11 +68,11 @@ impl RetentionPolicy {
         let mut newest_first = others.to_vec();
         newest_first.sort_unstable_by_key(|(id, time)| Reverse((*time, *id)));
         let is_expired = |(id, time): (Id, Timestamp)| {
-            let newer = newest_first.partition_point(|(other, at)| (*at, *other) > (time, id));
+            let newer_count = newest_first.partition_point(|(other, at)| (*at, *other) > (time, id));
             let period = self.period(time, now);
             // Only the last snapshot of a period is kept: the one whose next newer snapshot is not in the same period.
-            let next_period = newest_first[..newer].last().and_then(|(_, at)| self.period(*at, now));
-            newer >= self.newest && (period.is_none() || next_period == period)
+            let next_period = newest_first[..newer_count].last().and_then(|(_, at)| self.period(*at, now));
+            newer_count >= self.newest && (period.is_none() || next_period == period)
         };
         candidates.iter().filter(|candidate| is_expired(**candidate)).map(|(id, _)| *id).collect()
     }
@@ -164,12 +164,12 @@ mod tests {
         let hours_ago = |hours: i64| now - SignedDuration::from_hours(hours);
         let all = snapshots([300, 200, 190, 100, 0].map(hours_ago));
         let machines = ["a", "a", "b", "b", "c"];
-        let taken = || machines.into_iter().zip(&all).map(|(machine, (id, time))| (machine, *id, *time));
+        let tagged = || machines.into_iter().zip(&all).map(|(machine, (id, time))| (machine, *id, *time));
         let policy = RetentionPolicy::default();
-        let kept = policy.select_last_of_machines(taken(), now);
+        let kept = policy.select_last_of_machines(tagged(), now);
         assert_eq!(kept, [1, 3, 4].map(|n: usize| all[n].0).into());
         let later = now + SignedDuration::from_hours(90 * 24 - 150);
-        assert_eq!(policy.select_last_of_machines(taken(), later), [3, 4].map(|n: usize| all[n].0).into());
+        assert_eq!(policy.select_last_of_machines(tagged(), later), [3, 4].map(|n: usize| all[n].0).into());
         let names: Vec<String> = (0..300).map(|n| format!("forged-{n}")).collect();
         let forged = names.iter().map(|name| (name.as_str(), Id::of(name.as_bytes()), now));
         assert_eq!(policy.select_last_of_machines(forged, now).len(), MAX_MACHINES);

@@ -109,7 +109,7 @@ pub struct Node {
     pub subtree: Option<Id>,
 }
 
-/// The device, inode and content of a file with several names. The inode does not suffice: a save of changes visits
+/// The device, inode and content of a file with several names. The inode does not suffice: an incremental save visits
 /// only some of a file's names, so the names in a snapshot may have different versions of its content.
 pub type HardLinkKey = (u64, u64, Id);
 
@@ -290,7 +290,7 @@ impl Tree {
     pub(crate) fn parse(id: Id, json: &[u8]) -> Result<Self, FilesError> {
         let corrupt = |why: &dyn std::fmt::Display| FilesError::corrupt(format!("tree {id}"), &why);
         let tree: Self = serde_json::from_slice(json).map_err(|error| corrupt(&error))?;
-        let invalid = |what: &str, name: &str| format!("{what} entry name {:?}", truncate_printable(name));
+        let invalid = |kind: &str, name: &str| format!("{kind} entry name {:?}", truncate_printable(name));
         let mut names = std::collections::HashSet::with_capacity(tree.nodes.len());
         for node in &tree.nodes {
             let name = node.file_name().ok_or_else(|| corrupt(&invalid("invalid", &node.name)))?;

@@ -46,7 +46,7 @@ impl<'a> TreeReader<'a> {
     /// If the store fails or lacks the pack; [`FilesError::Corrupt`] if the tree is not in the index, or if all its
     /// copies are damaged.
     pub(crate) async fn read(&mut self, id: Id) -> Result<Tree, FilesError> {
-        if let Some(tree) = self.repository.cached_tree(id)? {
+        if let Some(tree) = self.repository.read_cached_tree(id)? {
             return Ok(tree);
         }
         let json = self.read_json(id).await?;

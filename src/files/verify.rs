@@ -70,10 +70,10 @@ pub async fn find_unindexed_blob(
     latest: &Snapshot,
 ) -> Result<Option<FilesError>, FilesError> {
     let locations = uncached.load_locations().await?;
-    let error_if_missing = |blob_type, id: Id, what: &str| {
+    let error_if_missing = |blob_type, id: Id, kind: &str| {
         locations.find(blob_type, id).err()?;
         let why = "a part of the index is lost; `restic rebuild-index` restores it if the pack still exists";
-        Some(FilesError::corrupt(format!("{what} {id}"), &why))
+        Some(FilesError::corrupt(format!("{kind} {id}"), &why))
     };
     let mut trees = TreeReader::new(repository, &locations);
     let mut seen = HashSet::new();

@@ -34,7 +34,7 @@ impl AddressLimiter {
             return Some(AddressPermit { counted: None });
         }
         let address = client_network(address);
-        let mut counts = self.counts();
+        let mut counts = self.lock_counts();
         let count = counts.entry(address).or_insert(0);
         if *count >= self.max_per_address {
             return None;
@@ -43,7 +43,7 @@ impl AddressLimiter {
         Some(AddressPermit { counted: Some((self.clone(), address)) })
     }
 
-    fn counts(&self) -> MutexGuard<'_, HashMap<IpAddr, usize>> {
+    fn lock_counts(&self) -> MutexGuard<'_, HashMap<IpAddr, usize>> {
         self.counts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -51,7 +51,7 @@ impl AddressLimiter {
 impl Drop for AddressPermit {
     fn drop(&mut self) {
         let Some((limiter, address)) = &self.counted else { return };
-        let mut counts = limiter.counts();
+        let mut counts = limiter.lock_counts();
         if let Some(count) = counts.get_mut(address) {
             *count -= 1;
             if *count == 0 {
@@ -93,7 +93,7 @@ mod tests {
         let limiter = AddressLimiter::new(1, "192.0.2.0/24,2001:db8::/32".parse().unwrap());
         for exempt in ["192.0.2.1", "::ffff:192.0.2.1", "2001:db8::1", "127.0.0.1", "::1"] {
             let permits: Vec<_> = (0..5).map(|_| limiter.admit(address(exempt)).unwrap()).collect();
-            assert!(limiter.counts().is_empty(), "{exempt} was counted");
+            assert!(limiter.lock_counts().is_empty(), "{exempt} was counted");
             drop(permits);
         }
         let _other = limiter.admit(address("198.51.100.1")).unwrap();
@@ -107,6 +107,6 @@ mod tests {
         assert!(limiter.admit(address("2001:db8::2:3")).is_none());
         assert!(limiter.admit(address("2001:db8:0:1::1")).is_some());
         drop(first);
-        assert!(limiter.counts().is_empty(), "a closed connection still has an entry");
+        assert!(limiter.lock_counts().is_empty(), "a closed connection still has an entry");
     }
 }

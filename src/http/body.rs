@@ -66,8 +66,8 @@ impl BodyLimits {
 /// Returns whether the Content-Type names this media type, regardless of case and parameters.
 pub fn has_media_type(headers: &HeaderMap, media_type: &str) -> bool {
     let content_type = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
-    let named = content_type.and_then(|value| value.split(';').next());
-    named.is_some_and(|named| named.trim().eq_ignore_ascii_case(media_type))
+    let declared = content_type.and_then(|value| value.split(';').next());
+    declared.is_some_and(|declared| declared.trim().eq_ignore_ascii_case(media_type))
 }
 
 /// Returns whether a request's Content-Length is more than `max_bytes`. A body without a declared length is limited

@@ -32,8 +32,8 @@ impl BufferedRequest {
     /// Reads the body within size and time limits.
     ///
     /// # Errors
-    /// `request_too_large` if the body is larger than 64 KiB; `invalid_request` if it is not received completely in
-    /// time.
+    /// `request_too_large` if the body is larger than 64 KiB; `invalid_request` if it is not received completely within
+    /// the read timeout.
     pub async fn read(request: Request) -> Result<Self, Problem> {
         let (parts, mut body) = request.into_parts();
         let too_large = || {

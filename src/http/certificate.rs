@@ -200,7 +200,7 @@ impl CertificateResolver {
     }
 }
 
-/// Stops responding to the challenge when dropped.
+/// Dropping it ends the response to the challenge, even if a later call has replaced that response.
 pub struct ChallengeGuard(Arc<CertificateResolver>);
 
 impl Drop for ChallengeGuard {

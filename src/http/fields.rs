@@ -109,7 +109,8 @@ impl Fields {
         self.parse_text(name, &value)
     }
 
-    /// Parses a whole number in a query. Returns `default` if it is absent or invalid; an invalid number is an error.
+    /// Parses a whole number in a query. Returns `default` if it is absent, or, after recording an error, if it is
+    /// invalid.
     pub fn number_in_range(&mut self, name: &str, range: RangeInclusive<usize>, default: usize) -> usize {
         let Some(value) = self.take_value(name) else { return default };
         let number = value.as_str().and_then(|text| text.parse().ok()).filter(|n| range.contains(n));

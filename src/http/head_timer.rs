@@ -148,7 +148,7 @@ struct HeadSleep {
     sleep: Pin<Box<Sleep>>,
     first_byte: Arc<FirstByte>,
     head_timeout: Duration,
-    /// Whether `sleep` ends at the head timeout rather than the idle timeout.
+    /// Whether the head has started, so that the head timeout has been applied to `sleep`.
     has_head_started: bool,
 }
 

@@ -166,7 +166,8 @@ impl Drop for NamePermit<'_> {
     }
 }
 
-/// Peeks at the first TLS record, and returns it if it is complete in time and may be a validation's ClientHello.
+/// Peeks at the first TLS record, and returns it if it is complete within [`PEEK_TIMEOUT`] of its first byte and may be
+/// a validation's ClientHello.
 async fn peek_hello(stream: &TcpStream) -> Option<Vec<u8>> {
     // No buffer is allocated for a client that sends nothing.
     stream.readable().await.ok()?;

@@ -104,7 +104,7 @@ impl Signer {
     ///
     /// # Errors
     /// If the system random number generator fails.
-    pub fn generate() -> Result<Vec<u8>, ring::error::Unspecified> {
+    pub fn generate_pkcs8() -> Result<Vec<u8>, ring::error::Unspecified> {
         Ok(Ed25519KeyPair::generate_pkcs8(&SystemRandom::new())?.as_ref().to_vec())
     }
 
@@ -131,10 +131,10 @@ impl Signer {
 
     /// Signs any claims with this key, for the platform's other tokens.
     pub fn sign_json(&self, claims: &impl Serialize) -> String {
-        let body = B64.encode(serde_json::to_vec(claims).expect("claims serialize to JSON"));
-        let signed = format!("{}.{body}", self.header);
-        let signature = B64.encode(self.pair.sign(signed.as_bytes()));
-        format!("{signed}.{signature}")
+        let payload = B64.encode(serde_json::to_vec(claims).expect("claims serialize to JSON"));
+        let signing_input = format!("{}.{payload}", self.header);
+        let signature = B64.encode(self.pair.sign(signing_input.as_bytes()));
+        format!("{signing_input}.{signature}")
     }
 }
 
@@ -144,8 +144,8 @@ impl ProofKeys {
     /// # Errors
     /// If the token is malformed, its key is unknown, or its signature is invalid.
     pub fn verify_signature(&self, token: &str) -> Result<Vec<u8>, ProofError> {
-        let (signed, signature) = token.rsplit_once('.').ok_or(ProofError::Malformed)?;
-        let (header, body) = signed.split_once('.').ok_or(ProofError::Malformed)?;
+        let (signing_input, signature) = token.rsplit_once('.').ok_or(ProofError::Malformed)?;
+        let (header, payload) = signing_input.split_once('.').ok_or(ProofError::Malformed)?;
         let header = B64.decode(header).map_err(|_| ProofError::Malformed)?;
         let header: Header = serde_json::from_slice(&header).map_err(|_| ProofError::Malformed)?;
         if header.alg != "EdDSA" {
@@ -155,9 +155,9 @@ impl ProofKeys {
         let key = B64.decode(&key.x).map_err(|_| ProofError::UnknownKey)?;
         let signature = B64.decode(signature).map_err(|_| ProofError::Malformed)?;
         UnparsedPublicKey::new(&ED25519, key)
-            .verify(signed.as_bytes(), &signature)
+            .verify(signing_input.as_bytes(), &signature)
             .map_err(|_| ProofError::InvalidSignature)?;
-        B64.decode(body).map_err(|_| ProofError::Malformed)
+        B64.decode(payload).map_err(|_| ProofError::Malformed)
     }
 
     /// Verifies a proof for `machine` at `now`. For the route `internal`, the caller must also compare the proof's
@@ -166,8 +166,8 @@ impl ProofKeys {
     /// # Errors
     /// See [`ProofError`].
     pub fn verify(&self, token: &str, machine: MachineId, now: Timestamp) -> Result<Claims, ProofError> {
-        let body = self.verify_signature(token)?;
-        let claims: Claims = serde_json::from_slice(&body).map_err(|_| ProofError::Malformed)?;
+        let payload = self.verify_signature(token)?;
+        let claims: Claims = serde_json::from_slice(&payload).map_err(|_| ProofError::Malformed)?;
         if claims.iss != ISSUER || claims.exp.saturating_sub(claims.iat) > MAX_LIFETIME_SECONDS {
             return Err(ProofError::Malformed);
         }
@@ -189,7 +189,7 @@ mod tests {
     use super::*;
 
     fn signer(kid: &str) -> Signer {
-        Signer::from_pkcs8(kid, &Signer::generate().unwrap()).unwrap()
+        Signer::from_pkcs8(kid, &Signer::generate_pkcs8().unwrap()).unwrap()
     }
 
     fn claims(machine: MachineId, now: Timestamp) -> Claims {
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn verify_rejects_other_keys_bodies_and_algorithms() {
+    fn verify_rejects_other_keys_payloads_and_algorithms() {
         let (real, other, machine, now) = (signer("k1"), signer("k1"), MachineId::new(), Timestamp::now());
         let keys = ProofKeys { keys: vec![real.public_key()] };
         assert_eq!(

@@ -97,7 +97,7 @@ pub async fn serve(
     limits: ListenerLimits,
     stop: CancellationToken,
 ) {
-    accept(listener, tls, router, limits, stop, None).await;
+    serve_listener(listener, tls, router, limits, stop, None).await;
 }
 
 /// Like [`serve`], but runs each connection on one of `threads`, and passes ACME validations through if configured.
@@ -109,10 +109,10 @@ pub async fn serve_on(
     limits: ListenerLimits,
     stop: CancellationToken,
 ) {
-    accept(listener, tls, responder, limits, stop, Some(threads)).await;
+    serve_listener(listener, tls, responder, limits, stop, Some(threads)).await;
 }
 
-/// The threads of the router's public listener, and the ACME validations that it passes through.
+/// The threads of the router's public listener, and its passthrough for ACME validations.
 pub struct RouterThreads {
     pub shards: Shards,
     /// Used only if the listener has TLS.
@@ -130,7 +130,7 @@ fn enable_keepalive(listener: &TcpListener) -> nix::Result<()> {
     setsockopt(listener, sockopt::TcpKeepCount, &4)
 }
 
-async fn accept(
+async fn serve_listener(
     listener: TcpListener,
     tls: Option<Arc<rustls::ServerConfig>>,
     responder: impl Respond,
@@ -278,8 +278,8 @@ where
     builder.timer(timer).header_read_timeout(limits.idle_timeout).max_header_size(limits.max_head_bytes);
     // Extensions are inserted here, because a router layer would cost each request two allocations.
     let service = service_fn(move |request: Request<Incoming>| {
-        let body = |body: Incoming| if body.is_end_stream() { Body::empty() } else { Body::new(body) };
-        let mut request = request.map(body);
+        let into_body = |body: Incoming| if body.is_end_stream() { Body::empty() } else { Body::new(body) };
+        let mut request = request.map(into_body);
         request.extensions_mut().insert(ConnectInfo(extensions.peer));
         request.extensions_mut().insert(extensions.scheme);
         let responder = responder.clone();

@@ -50,22 +50,22 @@ macro_rules! uuid_id {
 }
 
 uuid_id!(
-    /// A machine, which holds a slot until it is replaced or deleted: a row in `user_machines`.
+    /// Identifies a machine: a row in `user_machines`, which holds a slot until it is replaced or deleted.
     MachineId
 );
 uuid_id!(
-    /// A rollout of a release to many machines.
+    /// Identifies a rollout of a release to many machines.
     RolloutId
 );
 uuid_id!(
-    /// A persisted operation on a machine.
+    /// Identifies a persisted operation on a machine.
     OperationId
 );
 uuid_id!(
-    /// An operator's token.
+    /// Identifies an operator's token.
     OperatorTokenId
 );
 uuid_id!(
-    /// An entry in the operators' audit log.
+    /// Identifies an entry in the operators' audit log.
     AuditId
 );

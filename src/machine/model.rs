@@ -58,28 +58,28 @@ pub struct MachineRow {
     /// Number of open proxied connections.
     pub connections: u32,
     /// Whether its host has registered.
-    pub registered: bool,
+    pub has_registered: bool,
     /// Whether its host has sent a healthy heartbeat since it registered.
-    pub proven: bool,
+    pub is_proven: bool,
     /// Whether its host has ever run. If so, the model may start it again from its old disk at any later time.
-    pub booted: bool,
+    pub has_booted: bool,
     /// The data on its disk.
     pub data: Data,
     /// Whether its writers are stopped.
-    pub quiesced: bool,
+    pub is_quiesced: bool,
     /// Whether it has written the pointer since it registered.
-    pub backed_up: bool,
+    pub has_backed_up: bool,
     /// The epoch that its host uses: the provisioned one, or a higher one from a heartbeat response.
     pub host_epoch: Epoch,
-    pub power_off_ordered: bool,
+    pub is_power_off_ordered: bool,
     /// Whether an operator abandoned the operation that would have powered its server on.
     pub may_stay_off: bool,
     /// Whether it left its slot without a final backup, and no operator accepted the loss.
-    pub unsaved: bool,
+    pub is_unsaved: bool,
     /// Whether an operator accepted the loss of its data outside snapshots.
-    pub loss_accepted: bool,
+    pub is_loss_accepted: bool,
     /// Whether the provider has confirmed that its server was deleted.
-    pub removed: bool,
+    pub is_removed: bool,
 }
 
 impl MachineRow {
@@ -89,7 +89,7 @@ impl MachineRow {
         while let State::Retired { previous } | State::Deleted { previous } = state {
             state = previous;
         }
-        self.removed || matches!(state, State::Failed { cause: FailureCause::ServerGone })
+        self.is_removed || matches!(state, State::Failed { cause: FailureCause::ServerGone })
     }
 }
 
@@ -160,18 +160,18 @@ impl LifecycleModel {
             slot,
             machine,
             connections: 0,
-            registered: false,
-            proven: false,
-            booted: false,
+            has_registered: false,
+            is_proven: false,
+            has_booted: false,
             data: Data::new(),
-            quiesced: false,
-            backed_up: false,
+            is_quiesced: false,
+            has_backed_up: false,
             host_epoch,
-            power_off_ordered: false,
+            is_power_off_ordered: false,
             may_stay_off: false,
-            unsaved: false,
-            loss_accepted: false,
-            removed: false,
+            is_unsaved: false,
+            is_loss_accepted: false,
+            is_removed: false,
         });
         self.operations.push(Operation::new(self.machines.len() - 1, OperationKind::Boot));
     }
@@ -212,7 +212,7 @@ impl LifecycleModel {
         let is_later = |other: &&MachineRow| {
             other.slot == row.slot
                 && other.machine.epoch > row.machine.epoch
-                && other.registered
+                && other.has_registered
                 && !other.is_server_known_gone()
         };
         matches!(event, Event::Reinstated { .. }) && !self.machines.iter().any(|other| is_later(&other))
@@ -233,8 +233,9 @@ impl LifecycleModel {
             Effect::CloseConnections => self.machines[id].connections = 0,
             Effect::ReinstatePredecessor => self.reinstate_predecessor(id),
             Effect::DeletePredecessor => {
-                if let Some(last) = self.find_last_registered(id).filter(|_| !self.machines[id].registered)
-                    && !self.machines[last].removed
+                let has_registered = self.machines[id].has_registered;
+                if let Some(last) = self.find_last_registered(id).filter(|_| !has_registered)
+                    && !self.machines[last].is_removed
                 {
                     self.apply(last, &Event::SuccessorDeleted);
                 }
@@ -253,7 +254,7 @@ impl LifecycleModel {
         let row = &self.machines[id];
         let is_earlier = |other: &usize| {
             let other = &self.machines[*other];
-            other.slot == row.slot && other.machine.epoch < row.machine.epoch && other.registered
+            other.slot == row.slot && other.machine.epoch < row.machine.epoch && other.has_registered
         };
         let mut earlier: Vec<usize> = (0..self.machines.len()).filter(is_earlier).collect();
         earlier.sort_by_key(|other| std::cmp::Reverse(self.machines[*other].machine.epoch));
@@ -274,7 +275,7 @@ impl LifecycleModel {
             if !row.is_server_known_gone() {
                 return is_retired.then_some(earlier);
             }
-            let has_newer_snapshot = row.backed_up && self.rules.respects_snapshots;
+            let has_newer_snapshot = row.has_backed_up && self.rules.respects_snapshots;
             if !self.rules.reinstates_older || !is_retired || has_newer_snapshot {
                 return None;
             }
@@ -292,7 +293,8 @@ impl LifecycleModel {
     /// Returns the slot to the machine.
     pub fn reinstate(&mut self, id: usize) {
         let epoch = self.highest_epoch(self.machines[id].slot).next();
-        let power = if self.machines[id].power_off_ordered { ServerPower::MaybeOff } else { ServerPower::On };
+        let may_be_off = self.machines[id].is_power_off_ordered;
+        let power = if may_be_off { ServerPower::MaybeOff } else { ServerPower::On };
         self.apply(id, &Event::Reinstated { epoch, power });
     }
 
@@ -305,7 +307,7 @@ impl LifecycleModel {
     /// Writes a row on the machine, as its owner or a program would, and acknowledges it.
     pub fn write(&mut self, id: usize) {
         let row = &mut self.machines[id];
-        if !row.registered || row.quiesced || !self.cloud.is_on(id) {
+        if !row.has_registered || row.is_quiesced || !self.cloud.is_on(id) {
             return;
         }
         row.data.insert(self.next_row);
@@ -320,7 +322,7 @@ impl LifecycleModel {
         let epoch = row.host_epoch.0;
         let pointer = &mut self.pointers[row.slot];
         // A host that is still restoring takes no backups: they start after the registration.
-        if !row.booted || !row.registered || pointer.fence_epoch > epoch {
+        if !row.has_booted || !row.has_registered || pointer.fence_epoch > epoch {
             return;
         }
         if pointer.writer_epoch > epoch {
@@ -328,7 +330,7 @@ impl LifecycleModel {
         }
         pointer.writer_epoch = epoch;
         pointer.data = row.data.clone();
-        self.machines[id].backed_up = true;
+        self.machines[id].has_backed_up = true;
     }
 
     /// Returns whether the machine has a server that is powered on.

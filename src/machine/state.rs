@@ -110,7 +110,7 @@ pub enum State {
     Retired {
         previous: Box<State>,
     },
-    /// Soft-deleted by an operator.
+    /// Soft-deleted; the row is kept, and the machine may be reinstated while its server is kept.
     Deleted {
         previous: Box<State>,
     },

@@ -236,7 +236,7 @@ pub async fn check_blocking(
         alarms::clear(client, alarm.as_str()).await?;
         return Ok(WorkPermission::Allowed);
     }
-    if !is_over_limit && alarms::get(client, alarm.as_str()).await?.is_none() {
+    if !is_over_limit && alarms::find_active(client, alarm.as_str()).await?.is_none() {
         return Ok(WorkPermission::Allowed);
     }
     let row = raise(client, alarm, detail).await?;
@@ -306,7 +306,7 @@ fn next_step(alarm: Alarm, released_until: Option<Timestamp>, unknown: &UnknownS
              last one at {}. A server that appears later is also held until it is released",
             format_time(last)
         ),
-        (Alarm::UnknownServers, None) => match unknown.last_deletion {
+        (Alarm::UnknownServers, None) => match unknown.last_grace_end {
             Some(last) => format!(
                 "{}. Already released: {} of them; the last of these is deleted at {}",
                 alarm.advice(),

@@ -11,8 +11,8 @@ use svc_wire::text::WireString;
 
 /// A certificate counts as expiring this long before it expires, unless it is short-lived.
 const EXPIRING_WITHIN_SECONDS: f64 = 14.0 * 86_400.0;
-/// A short-lived certificate counts as expiring when this fraction of its lifetime remains: half of the fraction at
-/// which renewal is due.
+/// A short-lived certificate counts as expiring when less than this fraction of its lifetime remains: half of the
+/// fraction at which renewal is due.
 const EXPIRING_FRACTION: f64 = 1.0 / 6.0;
 /// Maximum number of handles in each list; the counts include all machines.
 const MAX_HANDLES: usize = 20;

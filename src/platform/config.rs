@@ -38,7 +38,7 @@ pub struct PlatformConfig {
     pub router: ListenerConfig,
     pub routing: RouterConfig,
     pub database: tokio_postgres::Config,
-    /// The root keys. Host tokens are derived from them, and so is the key that encrypts signing keys.
+    /// The root keys. Host tokens are derived from them, and so is the key that seals all keys in the database.
     pub keys: PlatformKeys,
     /// The bearer token that has every scope.
     pub secret: SecretString,
@@ -178,8 +178,8 @@ pub struct Retention {
 pub struct KeyTiming {
     /// Age at which a key gets a successor.
     pub rotation_age: Duration,
-    /// How long an old key remains active after every host has acknowledged the new one. Also the age at which a new
-    /// app key starts to sign.
+    /// How long an old key remains active after every host that the rotation waits for has acknowledged the new one.
+    /// Also the age at which a new app key starts to sign.
     pub overlap: Duration,
     /// Time without a heartbeat after which rotation no longer waits for a host.
     pub max_heartbeat_gap: Duration,

@@ -45,7 +45,7 @@ pub struct Platform {
     pub installation: Uuid,
     pub keys: watch::Receiver<Arc<SigningSet>>,
     /// Tracks the age of this process's routes.
-    pub routes: Arc<RouteFreshness>,
+    pub route_freshness: Arc<RouteFreshness>,
     /// Wakes this process's runner before its next poll.
     pub runner_wake: Notify,
     /// Wakes this process's reconciler before its next pass.

@@ -216,7 +216,7 @@ fn to_kept_server(row: &KeptServerRow) -> wire::KeptServer {
         until: row.until.filter(|_| row.deleted_by.is_none()).map(Into::into),
         deleted_by: row.deleted_by.map(Into::into),
         unsaved_since: row.unsaved_since.map(Into::into),
-        unsaved_data: to_unsaved_data(row.unsaved_since, row.unsaved_files),
+        unsaved_data: to_unsaved_data(row.unsaved_since, row.has_unsaved_files_only),
         missing_since: row.missing_since.map(Into::into),
         removal_abandoned_at: row.removal_abandoned_at.map(Into::into),
     }
@@ -227,7 +227,7 @@ fn to_kept_server(row: &KeptServerRow) -> wire::KeptServer {
 fn unsaved_seconds(live: &MachineRow, newest: Option<&NewestSnapshot>, now: Timestamp) -> u64 {
     let since = match newest {
         Some(newest) if newest.machine == live.id => Some(newest.taken_at),
-        // The machine has written nothing before its registration, even if it restored a much older snapshot.
+        // A machine writes nothing before its registration, even if it restored a much older snapshot.
         Some(newest) => live.registered_at.map(|registered_at| {
             let own_backup_at = live.backup_taken_at.unwrap_or(registered_at);
             own_backup_at.min(newest.taken_at.max(registered_at))

@@ -58,8 +58,8 @@ impl From<DbError> for FilesKeyError {
 
 /// Returns the slot's key. Creates one if the slot has neither a key nor a repository.
 ///
-/// If the platform's database has no key, for example because it is older than the key, the key that the host offers is
-/// stored, unless the slot has a repository that this key does not open.
+/// If the platform's database has no key, for example because it was restored from a copy older than the key, the key
+/// that the host offers is stored, unless the slot has a repository that this key does not open.
 ///
 /// # Errors
 /// [`FilesKeyError`]; `Mismatch` if the slot has a repository that the stored key does not open. If no key is stored,

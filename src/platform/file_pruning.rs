@@ -179,7 +179,7 @@ fn log_report(user: &str, slot: &str, report: &PruneReport) {
 }
 
 /// Prunes a slot's repository or, with `is_dry_run`, reports what pruning would do. Returns an empty report if the slot
-/// has no key or no repository. The caller limits the time.
+/// has no key or no repository. The caller must apply a timeout.
 ///
 /// # Errors
 /// [`PruneError`], except `Timeout` and `Stopped`. Completed work is kept; the next run continues.
@@ -189,7 +189,7 @@ pub async fn prune_slot(
     slot: &Slot,
     is_dry_run: bool,
 ) -> Result<PruneReport, PruneError> {
-    let began = Instant::now();
+    let start = Instant::now();
     // Dry runs must not wait for the workers.
     let permits = if is_dry_run { &DRY_RUN_PERMITS } else { &PRUNE_PERMITS };
     let _permit = permits.acquire().await;
@@ -214,7 +214,7 @@ pub async fn prune_slot(
         grace_period: GRACE_PERIOD,
         now: Timestamp::now(),
         is_dry_run,
-        search_deadline: is_dry_run.then(|| began + DRY_RUN_SEARCH_TIMEOUT),
+        search_deadline: is_dry_run.then(|| start + DRY_RUN_SEARCH_TIMEOUT),
     };
     let report = prune(&repository, &options).await?;
     if !is_dry_run {

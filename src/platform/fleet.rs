@@ -28,7 +28,7 @@ const TOKEN_OVERDUE_SECONDS: f64 = 7.0 * 86_400.0;
 /// Maximum number of machines listed as needing attention; the total counts all.
 pub const MAX_LISTED_MACHINES: usize = 1000;
 
-/// A machine's health, as reported by its host.
+/// A machine's health, derived from its host's heartbeats.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Health {
     Healthy,

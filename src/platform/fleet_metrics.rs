@@ -14,9 +14,9 @@ use super::db::{self, Db, DbError};
 use super::operations::runnable_steps;
 use super::{certificates, fleet, former_machines};
 use svc_base::metrics::{
-    ALARMS, BACKUP_AGE, FILE_PRUNINGS_FAILED, FLEET_READ_AT, MACHINES, MACHINES_BY_CERTIFICATE,
-    MACHINES_BY_HEALTH, MACHINES_NEEDING_ATTENTION, OPERATIONS_IN_PROGRESS, OPERATIONS_OVERDUE,
-    OPERATIONS_UNSUPPORTED, POOL_CONNECTIONS, POOL_WAITING, PROVIDER_BUDGET, SLOTS_WITHOUT_BACKUP,
+    ALARMS, BACKUP_AGE, FLEET_READ_AT, MACHINES, MACHINES_BY_CERTIFICATE, MACHINES_BY_HEALTH,
+    MACHINES_NEEDING_ATTENTION, OPERATIONS_IN_PROGRESS, OPERATIONS_OVERDUE, OPERATIONS_UNSUPPORTED,
+    POOL_CONNECTIONS, POOL_WAITING, PROVIDER_BUDGET, SLOTS_WITH_FAILED_PRUNE, SLOTS_WITHOUT_BACKUP,
     intern_label,
 };
 use svc_http::problem::format_chain;
@@ -85,7 +85,7 @@ async fn collect_fleet_metrics(db: &Db, token_rotation: Duration, trust: &HostTr
     BACKUP_AGE.set(["max"], seconds_or_nan(summary.backups.max_age_seconds));
     BACKUP_AGE.set(["p50"], seconds_or_nan(summary.backups.p50_age_seconds));
     SLOTS_WITHOUT_BACKUP.set([], summary.backups.never as f64);
-    FILE_PRUNINGS_FAILED.set([], failed_prunes as f64);
+    SLOTS_WITH_FAILED_PRUNE.set([], failed_prunes as f64);
     for kind in OperationKind::ALL {
         let row = in_progress.iter().find(|(name, _)| name == kind.as_str());
         OPERATIONS_IN_PROGRESS.set([kind.as_str()], row.map_or(0.0, |(_, count)| *count as f64));

@@ -36,8 +36,8 @@ const WORKING_SESSION_TTL: Duration = Duration::from_secs(900);
 const MAX_OUTAGE_TTL: Duration = Duration::from_secs(7 * 24 * 3600);
 /// Timeout for requesting an outage session. A host waits 10 s for both sessions.
 const OUTAGE_SESSION_TIMEOUT: Duration = Duration::from_secs(3);
-/// Every role grants this lifetime; a longer lifetime may exceed the role's maximum.
-const COMMON_MAX_TTL: Duration = Duration::from_secs(3600);
+/// Fallback lifetime, which every role grants; a longer lifetime may exceed the role's maximum.
+const FALLBACK_SESSION_TTL: Duration = Duration::from_secs(3600);
 
 /// The setting `STORE_HOST_CREDENTIALS`.
 #[derive(Debug, Clone)]
@@ -124,7 +124,7 @@ fn read_sts_endpoint(env: &mut Env, s3: &S3Config) -> Option<Url> {
 pub enum SessionGrant {
     /// Only the working session.
     Working,
-    /// Also an outage session, if STS grants one in time.
+    /// Also an outage session, if STS grants one within `OUTAGE_SESSION_TIMEOUT`.
     WithOutage,
 }
 
@@ -151,7 +151,7 @@ impl SessionIssuer {
     }
 
     /// Requests a session that can store snapshots for the machine's epoch. Returns `None` if it would last no longer
-    /// than the working session, or if STS does not grant it in time.
+    /// than the working session, or if STS does not grant it within `OUTAGE_SESSION_TIMEOUT`.
     async fn request_outage_session(
         &self,
         bucket: &str,
@@ -187,14 +187,14 @@ impl SessionIssuer {
     ) -> Result<TemporaryCredentials, StsError> {
         match self.sts.assume_role(session_name, policy, ttl).await {
             Err(StsError::Refused { code, message, .. })
-                if ttl > COMMON_MAX_TTL && code == "ValidationError" =>
+                if ttl > FALLBACK_SESSION_TTL && code == "ValidationError" =>
             {
                 tracing::warn!(
                     message,
                     seconds = ttl.as_secs(),
                     "STS does not grant sessions that last STS_DURATION_SECONDS"
                 );
-                self.sts.assume_role(session_name, policy, COMMON_MAX_TTL).await
+                self.sts.assume_role(session_name, policy, FALLBACK_SESSION_TTL).await
             }
             result => result,
         }

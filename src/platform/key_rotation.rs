@@ -22,8 +22,8 @@ use svc_http::problem::format_chain;
 use svc_router::signed_lifetimes::MAX_SIGNED_LIFETIME;
 use svc_router::signing_set::SigningSet;
 
-const MAX_INTERVAL: Duration = Duration::from_secs(10);
-/// Maximum number of active keys per purpose. Hosts store at least as many.
+const MAX_CHECK_INTERVAL: Duration = Duration::from_secs(10);
+/// Maximum number of active keys per purpose. A heartbeat can acknowledge all of them (`MAX_PROOF_KIDS`).
 const MAX_KEYS: usize = 8;
 
 /// Rotates the keys, and refreshes the process's view of them, until `stop`. If the keys cannot be read, the process
@@ -36,7 +36,7 @@ pub async fn run(
     stop: CancellationToken,
 ) {
     let interval =
-        (timing.overlap.min(timing.rotation_age) / 4).clamp(Duration::from_millis(200), MAX_INTERVAL);
+        (timing.overlap.min(timing.rotation_age) / 4).clamp(Duration::from_millis(200), MAX_CHECK_INTERVAL);
     loop {
         tokio::select! {
             () = stop.cancelled() => return,
@@ -95,7 +95,7 @@ fn next_proof_step(
             Some(_) if hosts_without_newest > 0 => {
                 return RotationStep::Acknowledgement(Acknowledgement::Incomplete);
             }
-            Some(time) if time >= timing.overlap => return RotationStep::Retirement,
+            Some(duration) if duration >= timing.overlap => return RotationStep::Retirement,
             Some(_) | None => {}
         }
     }
@@ -133,7 +133,7 @@ async fn rotate_if_due(
     match due {
         RotationStep::Nothing => return Ok(()),
         RotationStep::Successor => {
-            let key = keys::generate(&tx, seal, purpose).await?;
+            let key = keys::create_signing_key(&tx, seal, purpose).await?;
             tracing::info!(kid = key.kid, "created a signing key");
         }
         RotationStep::Acknowledgement(acknowledgement) => {

@@ -109,8 +109,8 @@ impl Seal {
         let mut nonce = [0; NONCE_LEN];
         SystemRandom::new().fill(&mut nonce)?;
         let mut sealed = secret.to_vec();
-        let bound = Aad::from(kid.as_bytes());
-        self.key.seal_in_place_append_tag(Nonce::assume_unique_for_key(nonce), bound, &mut sealed)?;
+        let aad = Aad::from(kid.as_bytes());
+        self.key.seal_in_place_append_tag(Nonce::assume_unique_for_key(nonce), aad, &mut sealed)?;
         Ok([nonce.as_slice(), &sealed].concat())
     }
 
@@ -193,20 +193,20 @@ async fn load_or_create(db: &Db, seal: &Seal, purpose: &str) -> Result<Vec<db::k
     db::lock(&tx, SIGNING_KEYS_LOCK).await?;
     let mut stored = db::keys::list_active(&tx, purpose).await?;
     if stored.is_empty() {
-        stored.push(generate(&tx, seal, purpose).await?);
+        stored.push(create_signing_key(&tx, seal, purpose).await?);
     }
     db::commit(tx).await?;
     Ok(stored)
 }
 
-/// Creates a new key. The transaction must hold [`SIGNING_KEYS_LOCK`].
-pub async fn generate(
+/// Generates a key and stores it. The transaction must hold [`SIGNING_KEYS_LOCK`].
+pub async fn create_signing_key(
     tx: &deadpool_postgres::Transaction<'_>,
     seal: &Seal,
     purpose: &str,
 ) -> Result<db::keys::StoredKey, KeyError> {
     let kid = format!("{purpose}-{}", uuid::Uuid::now_v7().simple());
-    let pkcs8 = Signer::generate()?;
+    let pkcs8 = Signer::generate_pkcs8()?;
     let signer = Signer::from_pkcs8(&kid, &pkcs8).map_err(|_| KeyError::Corrupt { kid: kid.clone() })?;
     let sealed = seal.seal(&kid, &pkcs8)?;
     let key = db::keys::StoredKey { kid, public_key: signer.public_key().x, sealed, age: Duration::ZERO };

@@ -53,7 +53,7 @@ pub struct MachineRequest {
     /// The key of the snapshot to restore; `None` means the snapshot that the pointer names.
     pub restore_snapshot: Option<String>,
     /// Whether the machine restores the owner's files at its first boot.
-    pub restore_files: bool,
+    pub should_restore_files: bool,
 }
 
 /// Event data that the transition itself does not read.
@@ -97,7 +97,7 @@ pub async fn apply(
     event: &Event,
     context: EventContext<'_>,
 ) -> Result<Change, LifecycleError> {
-    let (next, effects) = match transition(&before.lifecycle(), event)? {
+    let (next, effects) = match transition(&before.to_lifecycle_machine(), event)? {
         Outcome::Unchanged => return Ok(Change::Unchanged),
         Outcome::Moved { next, effects } => (next, effects),
     };
@@ -223,7 +223,7 @@ async fn apply_effect(
         }
         Effect::ReinstatePredecessor => reinstate_predecessor(tx, mint, before, context).await?,
         Effect::DeletePredecessor => delete_predecessor(tx, mint, before, context).await?,
-        // Routers close the connections: a database trigger increments the row's change sequence, which they poll.
+        // Routers close the connections: they poll the row's change sequence, which a database trigger increments.
         Effect::CloseConnections => {}
     }
     Ok(None)
@@ -372,11 +372,11 @@ async fn insert_machine(
         image_version: request.image_version.clone(),
         bundle_sha256: request.bundle_sha256.clone(),
         https_port: request.https_port,
-        registration_token_hash: mint.hash(id, Purpose::Registration, Generation::FIRST),
-        upgrade_token_hash: mint.hash(id, Purpose::Upgrade, Generation::FIRST),
+        registration_token_hash: mint.token_hash(id, Purpose::Registration, Generation::FIRST),
+        upgrade_token_hash: mint.token_hash(id, Purpose::Upgrade, Generation::FIRST),
         preview_ttl: request.preview_ttl,
         restore_snapshot: request.restore_snapshot.clone(),
-        restore_files: request.restore_files,
+        should_restore_files: request.should_restore_files,
     };
     machine_changes::insert(tx, &machine).await?;
     Ok(create_operation(tx, id, kind, options).await?)

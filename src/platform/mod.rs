@@ -139,7 +139,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
 }
 
 async fn serve(config: PlatformConfig) -> Result<(), Failure> {
-    let scrape = metrics::install().or_exit(Exit::Internal)?;
+    let metrics_handle = metrics::install().or_exit(Exit::Internal)?;
     let host_store = HostStore::new(&config.store, &config.host_credentials).or_exit(Exit::Config)?;
     let host_store = host_store.with_host_endpoint(config.hosts.store_endpoint.as_ref());
     if host_store.shares_platform_credentials() {
@@ -153,7 +153,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     let bucket = config.store.open().or_exit(Exit::Config)?.with_call_timeout(STORE_CALL_TIMEOUT);
     refuse_unsafe_store(&bucket).await?;
     let stop = server::stop_on_signal().or_exit(Exit::Internal)?;
-    scrape.spawn_upkeep(stop.clone());
+    metrics_handle.spawn_upkeep(stop.clone());
     let api = bind(&config.api).await.or_exit(Exit::Unavailable)?;
     let public = bind(&config.router).await.or_exit(Exit::Unavailable)?;
     db::migrate::run(&config.database).await.or_exit(Exit::Unavailable)?;
@@ -177,7 +177,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     // A separate pool, because its connections run on the router's threads and end with them.
     let router_db = pool(config.connections.router)?;
     let freshness = Arc::new(RouteFreshness::new(config.routing.max_staleness));
-    let routes = RouterContext {
+    let router_context = RouterContext {
         pool: router_db.pool().clone(),
         database: config.database.clone(),
         config: config.routing.clone(),
@@ -206,7 +206,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
         report_db,
         clock,
         keys,
-        routes: freshness,
+        route_freshness: freshness,
         runner_wake: Notify::new(),
         reconciler_wake: Notify::new(),
         server_lookup_limiter: ServerLookupLimiter::new(config.timing.server_check_interval),
@@ -229,12 +229,13 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
         tasks.spawn(file_pruning::run(platform.clone()));
     }
     println!("listening api {}", api.url);
-    let control =
-        api::routes(platform.clone()).layer(Extension(scrape)).layer(Extension(OpenApi(&openapi::JSON)));
+    let control = api::routes(platform.clone())
+        .layer(Extension(metrics_handle))
+        .layer(Extension(OpenApi(&openapi::JSON)));
     let trusted_proxies = platform.config.rate_limits.trusted_proxies.clone();
     let limits = ListenerLimits { trusted_proxies, ..ListenerLimits::default() };
     tasks.spawn(server::serve(api.listener, api.tls, control, limits, stop.clone()));
-    let router = start_router(routes).or_exit(Exit::Internal)?;
+    let router = start_router(router_context).or_exit(Exit::Internal)?;
     println!("listening router {}", public.url);
     let trusted_proxies = platform.config.routing.trusted_proxies.clone();
     let limits = ListenerLimits { trusted_proxies, ..ListenerLimits::default() };
@@ -273,12 +274,12 @@ async fn admit(
     mint: &TokenMint,
 ) -> Result<ProcessKeys, Failure> {
     let (process, seal) = (
-        platform_key_rotation::current_process_keys(config.keys.ids(), &config.timing),
+        platform_key_rotation::create_process_keys(config.keys.ids(), &config.timing),
         Seal::from_keys(&config.keys),
     );
     // The check precedes every write to the database except the migrations: a process with outdated keys must leave
     // the data unchanged.
-    let is_checked = check_marker(marker::check(bucket, &process.ids).await.map(drop))?;
+    let is_checked = handle_marker_result(marker::check(bucket, &process.ids).await.map(drop))?;
     let max_gap = config.timing.keys.max_heartbeat_gap;
     match platform_key_rotation::admission::admit(db, &process, mint, &seal, max_gap).await {
         Ok(()) => {}
@@ -288,14 +289,14 @@ async fn admit(
         Err(error) => return Err(Failure::new(Exit::Config, error)),
     }
     if is_checked {
-        check_marker(marker::write(bucket, &process.ids).await)?;
+        handle_marker_result(marker::write(bucket, &process.ids).await)?;
     }
     Ok(process)
 }
 
 /// Rejects outdated keys and a corrupt marker; otherwise returns whether the check or write succeeded. If the store is
 /// unavailable, the process starts, and repeats the check while it is running ([`marker::write_until_stopped`]).
-fn check_marker(result: Result<(), MarkerError>) -> Result<bool, Failure> {
+fn handle_marker_result(result: Result<(), MarkerError>) -> Result<bool, Failure> {
     match result {
         Err(error) if error.is_refusal() => Err(Failure::new(Exit::Config, error)),
         Err(error) => {

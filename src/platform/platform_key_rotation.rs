@@ -40,8 +40,8 @@ pub const FAILPOINTS: &[&str] = &[
 
 /// Advisory lock that prevents processes from starting while a rotation is being completed.
 const PLATFORM_KEYS_LOCK: &str = "platform keys";
-/// A process whose row has not been renewed for this many leases counts as ended.
-const LEASES_UNTIL_ENDED: u32 = 4;
+/// The lifetime of a process's row is this multiple of the lease TTL.
+const ROW_TTL_FACTOR: u32 = 4;
 /// Maximum interval between rotation passes.
 const MAX_INTERVAL: Duration = Duration::from_secs(5);
 /// Task name under which processes claim their turn to run a pass. It says "change", an earlier term for a rotation,
@@ -71,13 +71,13 @@ pub enum PlatformKeyRotationError {
 }
 
 /// Creates the id by which other processes identify this process, and returns it with the process's key fingerprints.
-pub fn current_process_keys(ids: KeyIds, timing: &Timing) -> ProcessKeys {
+pub fn create_process_keys(ids: KeyIds, timing: &Timing) -> ProcessKeys {
     ProcessKeys { process: uuid::Uuid::now_v7(), ids, ttl: row_ttl(timing) }
 }
 
 /// Returns how long a process counts as running after its row was last renewed.
 pub fn row_ttl(timing: &Timing) -> Duration {
-    timing.lease_ttl * LEASES_UNTIL_ENDED
+    timing.lease_ttl * ROW_TTL_FACTOR
 }
 
 /// Returns the interval between renewals of a process's row, and between rotation passes.
@@ -98,7 +98,7 @@ pub async fn renew_process_row(db: Db, this_process: ProcessKeys) {
     }
 }
 
-/// Runs rotation passes until the platform stops. Without a previous key, only waits for the stop.
+/// Runs rotation passes until the platform stops. Without a previous key, there are no passes, and this only waits.
 pub async fn run_key_rotation(platform: Arc<Platform>, seal: Seal) {
     let this_process = &platform.process;
     if this_process.ids.previous.is_none() {
@@ -124,12 +124,12 @@ async fn run_pass(platform: &Platform, seal: &Seal) -> Result<(), PlatformKeyRot
     if is_done || !this_process.is_settled(&session).await? {
         return Ok(());
     }
-    // One process at a time, because each pass reads all remaining work.
+    // One pass per interval in the whole installation, because each pass reads all remaining work.
     if !db::tasks::claim_turn(&session, TASK_NAME, pass_interval(this_process) / 2).await? {
         return Ok(());
     }
     drop(session);
-    reseal_keys(platform, seal).await?;
+    reseal_signing_keys(platform, seal).await?;
     if !reseal_file_keys(platform, seal).await? {
         return Ok(());
     }
@@ -140,7 +140,7 @@ async fn run_pass(platform: &Platform, seal: &Seal) -> Result<(), PlatformKeyRot
 }
 
 /// Reseals all signing keys that only the previous key decrypts, in one transaction.
-async fn reseal_keys(platform: &Platform, seal: &Seal) -> Result<(), PlatformKeyRotationError> {
+async fn reseal_signing_keys(platform: &Platform, seal: &Seal) -> Result<(), PlatformKeyRotationError> {
     if list_sealed_with_previous(&platform.db.session().await?, seal).await?.is_empty() {
         return Ok(());
     }

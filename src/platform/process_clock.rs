@@ -80,9 +80,9 @@ impl ProcessClock {
 /// Computes the smallest skew that is consistent with the measurement: the database read its clock at some time during
 /// the round trip.
 fn compute_skew_ms(before: Timestamp, round_trip: Duration, database_time: Timestamp) -> i64 {
-    let ahead = before.as_millisecond() - database_time.as_millisecond();
-    let round_trip = i64::try_from(round_trip.as_millis()).unwrap_or(i64::MAX);
-    if ahead >= 0 { ahead } else { ahead.saturating_add(round_trip).min(0) }
+    let ahead_ms = before.as_millisecond() - database_time.as_millisecond();
+    let round_trip_ms = i64::try_from(round_trip.as_millis()).unwrap_or(i64::MAX);
+    if ahead_ms >= 0 { ahead_ms } else { ahead_ms.saturating_add(round_trip_ms).min(0) }
 }
 
 /// Compares the clocks until `stop`.

@@ -1,7 +1,7 @@
 //! Computes the monthly cost of a new machine's server from the provider's price list.
 //!
 //! A server is ordered with a public IPv4 address, but without volumes and without the provider's backups
-//! (`provider::hetzner`), so only the prices of the server and of the address apply.
+//! (`svc_provider::hetzner`), so only the prices of the server and of the address apply.
 
 use std::time::Duration;
 

@@ -142,7 +142,7 @@ impl TokenMint {
     }
 
     /// Returns the hash of the token that is derived from the current platform key.
-    pub fn hash(&self, machine: MachineId, purpose: Purpose, generation: Generation) -> Vec<u8> {
+    pub fn token_hash(&self, machine: MachineId, purpose: Purpose, generation: Generation) -> Vec<u8> {
         hash(self.token(machine, purpose, generation).expose_secret())
     }
 }
@@ -153,8 +153,9 @@ fn mac_key(platform_key: &SecretSlice<u8>) -> hmac::Key {
 
 fn token(key: &hmac::Key, machine: MachineId, purpose: Purpose, generation: Generation) -> SecretString {
     let mac = hex::encode(hmac::sign(key, token_subject(machine, purpose, generation).as_bytes()));
-    let number = if generation == Generation::FIRST { String::new() } else { format!("{}_", generation.0) };
-    format!("{}{}_{number}{mac}", purpose.prefix(), machine.0.simple()).into()
+    let generation_part =
+        if generation == Generation::FIRST { String::new() } else { format!("{}_", generation.0) };
+    format!("{}{}_{generation_part}{mac}", purpose.prefix(), machine.0.simple()).into()
 }
 
 fn operator_token(key: &hmac::Key, id: OperatorTokenId) -> SecretString {
@@ -232,7 +233,7 @@ mod tests {
         let (machine, other) = (MachineId::new(), MachineId::new());
         let first = Generation::FIRST;
         let token = mint(1).token(machine, Purpose::Registration, first);
-        let stored = mint(1).hash(machine, Purpose::Registration, first);
+        let stored = mint(1).token_hash(machine, Purpose::Registration, first);
         assert!(matches_hash(token.expose_secret(), &stored));
         let claimed = parse_claim(token.expose_secret(), Purpose::Registration);
         assert_eq!(claimed, Some(TokenClaim { machine, generation: first }));
@@ -276,7 +277,7 @@ mod tests {
             new_token.expose_secret(),
             mint(2).token(machine, Purpose::Upgrade, Generation(4)).expose_secret()
         );
-        let stored = mint(1).hash(machine, Purpose::Registration, first);
+        let stored = mint(1).token_hash(machine, Purpose::Registration, first);
         let again = both.first_token(machine, Purpose::Registration, &stored);
         assert!(matches_hash(again.expose_secret(), &stored), "user-data is unchanged");
         let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &"main".parse().unwrap());

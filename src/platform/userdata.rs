@@ -84,7 +84,7 @@ pub fn render(
     let fixed = FIXED_FILES.iter().map(|(path, mode, content)| {
         let content = strip_comments(content);
         if *path == FIREWALL {
-            file(path, mode, &firewall_rules(&content, &hosts.egress))
+            file(path, mode, &restrict_gateway_access(&content, &hosts.egress))
         } else {
             file(path, mode, &content)
         }
@@ -103,7 +103,7 @@ pub fn render(
 
 /// Changes the firewall rules so that only these networks can reach the gateway. Without networks, the rules are
 /// unchanged.
-fn firewall_rules(rules: &str, egress: &Networks) -> String {
+fn restrict_gateway_access(rules: &str, egress: &Networks) -> String {
     if egress.is_empty() {
         return rules.to_owned();
     }
@@ -188,7 +188,7 @@ fn boot_env(machine: &MachineRow, mint: &TokenMint, expects_files: bool) -> Stri
     if let Some(key) = &machine.restore_snapshot {
         text.push_str(&format_env_line("SVC_RESTORE_SNAPSHOT", key));
     }
-    if !machine.restore_files {
+    if !machine.should_restore_files {
         text.push_str(&format_env_line("SVC_RESTORE_FILES", "false"));
     } else if expects_files {
         text.push_str(&format_env_line("SVC_EXPECT_FILES", "true"));
@@ -232,8 +232,8 @@ mod tests {
 
     #[test]
     fn firewall_admits_only_listed_networks_to_gateway() {
-        assert_eq!(firewall_rules(RULES, &Networks::default()), RULES);
-        let rules = |list: &str| firewall_rules(RULES, &list.parse().unwrap());
+        assert_eq!(restrict_gateway_access(RULES, &Networks::default()), RULES);
+        let rules = |list: &str| restrict_gateway_access(RULES, &list.parse().unwrap());
         assert!(RULES.contains(SERVED_PORTS_RULE), "the rule to replace exists");
         let both = rules("203.0.113.0/24,198.51.100.7,2001:db8::/32,203.0.113.9");
         assert!(!both.contains(SERVED_PORTS_RULE), "{both}");

@@ -26,9 +26,9 @@ pub struct ObservedBudget {
     pub remaining: f64,
     pub capacity: f64,
     /// A lower bound on the refill rate, in calls per second; `None` if too few calls were used to compute it.
-    pub per_second: Option<f64>,
+    pub refill_per_second: Option<f64>,
     /// When the response arrived.
-    pub at: Instant,
+    pub received_at: Instant,
 }
 
 /// The number of granted calls. If it is 0, `wait` is the delay before the next request.

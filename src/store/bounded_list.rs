@@ -11,12 +11,12 @@ use serde::{Deserialize, Deserializer};
 ///
 /// # Errors
 /// If the value is not a list, an element is invalid, or the list has more than `MAX` elements.
-pub(super) fn deserialize_at_most<'de, D, T, const MAX: usize>(from: D) -> Result<Vec<T>, D::Error>
+pub(super) fn deserialize_at_most<'de, D, T, const MAX: usize>(deserializer: D) -> Result<Vec<T>, D::Error>
 where
     D: Deserializer<'de>,
     T: Deserialize<'de>,
 {
-    from.deserialize_seq(BoundedVisitor::<T, MAX>(PhantomData))
+    deserializer.deserialize_seq(BoundedVisitor::<T, MAX>(PhantomData))
 }
 
 /// Like [`deserialize_at_most`], but returns `None` for `null`.
@@ -24,20 +24,20 @@ where
 /// # Errors
 /// Same as [`deserialize_at_most`], except that `null` is accepted.
 pub(super) fn deserialize_optional_at_most<'de, D, T, const MAX: usize>(
-    from: D,
+    deserializer: D,
 ) -> Result<Option<Vec<T>>, D::Error>
 where
     D: Deserializer<'de>,
     T: Deserialize<'de>,
 {
-    Ok(Option::<BoundedList<T, MAX>>::deserialize(from)?.map(|list| list.0))
+    Ok(Option::<BoundedList<T, MAX>>::deserialize(deserializer)?.map(|list| list.0))
 }
 
 struct BoundedList<T, const MAX: usize>(Vec<T>);
 
 impl<'de, T: Deserialize<'de>, const MAX: usize> Deserialize<'de> for BoundedList<T, MAX> {
-    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        deserialize_at_most::<D, T, MAX>(from).map(Self)
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserialize_at_most::<D, T, MAX>(deserializer).map(Self)
     }
 }
 

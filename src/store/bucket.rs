@@ -116,8 +116,8 @@ impl StoreError {
 /// Whether an error message means that a snapshot pointer is unreadable or unsound. Matches the text, because hosts
 /// report errors only as text.
 pub fn is_unusable_pointer(error: &str) -> bool {
-    let is_unreadable = error.match_indices(CORRUPT_MESSAGE).any(|(end, _)| {
-        let key = error[..end].rsplit(char::is_whitespace).next().unwrap_or_default();
+    let is_unreadable = error.match_indices(CORRUPT_MESSAGE).any(|(key_end, _)| {
+        let key = error[..key_end].rsplit(char::is_whitespace).next().unwrap_or_default();
         key.ends_with(POINTER_SUFFIX) || key.contains(POINTER_LOG_FOLDER)
     });
     is_unreadable || pointer::is_unsound(error)
@@ -442,7 +442,7 @@ mod tests {
         let text = format!(r#"{{"version":"{}\u001b[31m"}}"#, "x".repeat(1 << 19));
         bucket.put(&key, text).await.unwrap();
         let error = bucket.get_json::<Pointer>(&key).await.unwrap_err();
-        assert!(!is_unusable_pointer(&error.to_string()), "took another object for a pointer");
+        assert!(!is_unusable_pointer(&error.to_string()), "mistook another object for a pointer");
         let StoreError::Corrupt { why, .. } = &error else { panic!("{error}") };
         assert!(why.chars().count() <= MAX_CHARS, "{} characters", why.chars().count());
         assert!(!why.contains('\u{1b}'));

@@ -142,7 +142,7 @@ impl Manifest {
         }
     }
 
-    /// Checks that the manifest is signed by a key in the key set that it contains. Succeeds if it contains none.
+    /// Checks that the manifest is signed by a key in the key set that it contains. Succeeds if it contains no key set.
     pub fn check_key_set(&self, signed: &SignedManifest) -> Result<(), ManifestError> {
         self.trusted_keys.as_ref().map_or(Ok(()), |set| set.check_signed_by_own_key(signed))
     }
@@ -201,7 +201,7 @@ pub fn verify(
     expected: &ImageVersion,
     now: Timestamp,
 ) -> Result<VerifiedManifest, ManifestError> {
-    keys.check(&signed.manifest, &signed.signature)?;
+    keys.verify_signatures(&signed.manifest, &signed.signature)?;
     let manifest = Manifest::parse(&signed.manifest)?;
     manifest.check_version(expected)?;
     if manifest.expires_at <= now {

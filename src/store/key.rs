@@ -177,11 +177,11 @@ impl std::str::FromStr for SnapshotCursor {
 
 /// Returns a snapshot's key: `system/db/snapshots/<YYYY-MM-DDTHH-MM-SS.mmmZ>-<epoch>.dump`, relative to the slot.
 pub fn snapshot_key(taken_at: Timestamp, epoch: Epoch) -> String {
-    format!("system/db/snapshots/{}-{epoch}.dump", snapshot_name_at(taken_at))
+    format!("system/db/snapshots/{}-{epoch}.dump", snapshot_name_prefix(taken_at))
 }
 
 /// Returns the name prefix of snapshots taken at this time; later snapshots' names sort after it.
-pub fn snapshot_name_at(taken_at: Timestamp) -> String {
+pub fn snapshot_name_prefix(taken_at: Timestamp) -> String {
     svc_base::clock::rfc3339_ms(taken_at).replace(':', "-")
 }
 
@@ -202,7 +202,7 @@ pub fn epoch_of(key: &str) -> Option<Epoch> {
     parse_time_and_epoch(key).map(|(_, epoch)| epoch)
 }
 
-/// Returns the time at the beginning of a key or cursor.
+/// Returns the time at the beginning of the name in a key or cursor.
 pub(super) fn time_in(key: &str) -> Option<Timestamp> {
     let name = key.strip_prefix("system/db/snapshots/")?;
     let (date, rest) = name.split_once('T')?;

@@ -42,7 +42,7 @@ impl HttpService for ListFilter {
         };
         tracing::warn!(
             first = %one_line(&truncate_printable(&filtered.first)),
-            count = filtered.removed,
+            count = filtered.removed_count,
             "a listing contains invalid names, which svc did not write; they are ignored"
         );
         parts.headers.remove(CONTENT_LENGTH);
@@ -66,7 +66,7 @@ async fn read_page(body: HttpResponseBody) -> Result<Bytes, HttpError> {
 /// A page of a listing without its invalid names.
 struct FilteredPage {
     page: Vec<u8>,
-    removed: usize,
+    removed_count: usize,
     /// The first removed name.
     first: String,
 }
@@ -76,7 +76,7 @@ struct FilteredPage {
 fn remove_invalid_names(page: &[u8]) -> Option<FilteredPage> {
     let mut reader = Reader::from_reader(page);
     let (mut output, mut copied) = (Vec::new(), 0);
-    let (mut removed, mut first) = (0, None);
+    let (mut removed_count, mut first) = (0, None);
     loop {
         // Unlike `buffer_position`, this includes a byte order mark.
         let start = page.len() - reader.get_ref().len();
@@ -87,7 +87,7 @@ fn remove_invalid_names(page: &[u8]) -> Option<FilteredPage> {
                 if let Some(name) = find_invalid_name(&page[start..end]) {
                     output.extend_from_slice(&page[copied..start]);
                     copied = end;
-                    removed += 1;
+                    removed_count += 1;
                     first.get_or_insert(name);
                 }
             }
@@ -97,7 +97,7 @@ fn remove_invalid_names(page: &[u8]) -> Option<FilteredPage> {
     }
     let first = first?;
     output.extend_from_slice(&page[copied..]);
-    Some(FilteredPage { page: output, removed, first })
+    Some(FilteredPage { page: output, removed_count, first })
 }
 
 /// A `Contents` element, which has a key, or a `CommonPrefixes` element, which has a prefix. Both fields are lists, so
@@ -154,7 +154,7 @@ mod tests {
         let mixed: Vec<&str> = valid.iter().zip(invalid).flat_map(|(valid, bad)| [bad, *valid]).collect();
         let filtered = remove_invalid_names(page_of(&mixed).as_bytes()).unwrap();
         assert_eq!(String::from_utf8(filtered.page).unwrap(), page_of(&valid[..invalid.len()]));
-        assert_eq!((filtered.removed, filtered.first.as_str()), (3, "u//&"));
+        assert_eq!((filtered.removed_count, filtered.first.as_str()), (3, "u//&"));
     }
 
     #[test]
@@ -178,7 +178,7 @@ mod tests {
                 let filtered = remove_invalid_names(page.as_bytes()).expect(invalid);
                 let rest = String::from_utf8(filtered.page).unwrap();
                 assert_eq!(rest.trim_start_matches('\u{feff}'), page_of(&["u/a", "u/d/"]), "{invalid}");
-                assert_eq!(filtered.removed, 1, "{invalid}");
+                assert_eq!(filtered.removed_count, 1, "{invalid}");
             }
         }
         let not_utf8: Vec<u8> =
@@ -203,12 +203,12 @@ mod tests {
     async fn call_changes_only_listings_with_invalid_names() {
         let (listing, object) = ("http://store/b?list-type=2&prefix=u%2F", "http://store/b/u/a");
         let (valid, mixed) = (page_of(&["u/a"]), page_of(&["u/a", "u//a"]));
-        for (uri, sent, expected) in
+        for (uri, original, expected) in
             [(listing, &valid, &valid), (listing, &mixed, &valid), (object, &mixed, &mixed)]
         {
-            let layer = ListFilter { inner: HttpClient::new(FixedResponse(sent.clone())) };
+            let layer = ListFilter { inner: HttpClient::new(FixedResponse(original.clone())) };
             let response = layer.call(empty_request(Method::GET, uri)).await.unwrap();
-            assert_eq!(response.headers().contains_key(CONTENT_LENGTH), sent == expected, "{uri}");
+            assert_eq!(response.headers().contains_key(CONTENT_LENGTH), original == expected, "{uri}");
             assert_eq!(response.into_body().bytes().await.unwrap(), expected.as_bytes(), "{uri}");
         }
     }

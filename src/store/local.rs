@@ -23,7 +23,7 @@ pub(super) const OBJECTS_DIR: &str = "objects";
 #[derive(Debug)]
 pub(super) struct LocalStore {
     inner: LocalFileSystem,
-    lock: PathBuf,
+    lock_path: PathBuf,
 }
 
 impl LocalStore {
@@ -31,12 +31,12 @@ impl LocalStore {
     pub(super) fn open(dir: &FilePath) -> anyhow::Result<Self> {
         let objects = dir.join(OBJECTS_DIR);
         std::fs::create_dir_all(&objects)?;
-        Ok(Self { inner: LocalFileSystem::new_with_prefix(objects)?, lock: dir.join("lock") })
+        Ok(Self { inner: LocalFileSystem::new_with_prefix(objects)?, lock_path: dir.join("lock") })
     }
 
     /// Takes the lock, which is held until the file is dropped or the process ends.
     async fn lock(&self) -> Result<File> {
-        let path = self.lock.clone();
+        let path = self.lock_path.clone();
         let locked = tokio::task::spawn_blocking(move || {
             let file = File::options().create(true).append(true).open(path)?;
             file.lock()?;

@@ -41,7 +41,7 @@ impl MultipartUploads {
             key: key.clone(),
             id,
             started_parts: 0,
-            uploaded: Arc::default(),
+            uploaded_parts: Arc::default(),
         };
         Ok((Box::new(upload), open))
     }
@@ -62,7 +62,7 @@ struct UploadInProgress {
     key: Path,
     id: MultipartId,
     started_parts: usize,
-    uploaded: Arc<Mutex<BTreeMap<usize, PartId>>>,
+    uploaded_parts: Arc<Mutex<BTreeMap<usize, PartId>>>,
 }
 
 #[async_trait]
@@ -71,17 +71,17 @@ impl MultipartUpload for UploadInProgress {
         let index = self.started_parts;
         self.started_parts += 1;
         let (store, key, id) = (self.store.clone(), self.key.clone(), self.id.clone());
-        let uploaded = Arc::clone(&self.uploaded);
+        let uploaded_parts = Arc::clone(&self.uploaded_parts);
         Box::pin(async move {
             let part = store.0.put_part(&key, &id, index, data).await?;
-            uploaded.lock().unwrap_or_else(PoisonError::into_inner).insert(index, part);
+            uploaded_parts.lock().unwrap_or_else(PoisonError::into_inner).insert(index, part);
             Ok(())
         })
     }
 
     async fn complete(&mut self) -> Result<PutResult> {
         let parts: Vec<PartId> =
-            self.uploaded.lock().unwrap_or_else(PoisonError::into_inner).values().cloned().collect();
+            self.uploaded_parts.lock().unwrap_or_else(PoisonError::into_inner).values().cloned().collect();
         if parts.len() < self.started_parts {
             let source = format!("only {} of {} parts were uploaded", parts.len(), self.started_parts).into();
             return Err(Error::Generic { store: "multipart", source });

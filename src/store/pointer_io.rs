@@ -28,7 +28,7 @@ const MAX_CONCURRENT_READS: usize = 16;
 /// Maximum number of attempts to write if other writers interfere.
 const MAX_ATTEMPTS: u32 = 16;
 
-/// The reason the pointer was not moved.
+/// The reason the pointer was not written.
 #[derive(Debug, thiserror::Error)]
 pub enum PointerError {
     #[error(transparent)]
@@ -157,8 +157,8 @@ async fn read_latest<S: PointedSnapshot>(
     Ok(latest)
 }
 
-/// Reads the newest log entry if it is so far below `latest` that no writer can have claimed the `seq` of `latest`: any
-/// holder of the slot's store credentials can write that object.
+/// Reads the newest log entry if it is so far below `latest` that no writer can have claimed the `seq` of `latest`. Any
+/// holder of the slot's store credentials can write such a `latest`.
 async fn read_log_far_below<S: PointedSnapshot>(
     bucket: &Bucket,
     paths: &PointerPaths,

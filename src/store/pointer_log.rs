@@ -15,13 +15,14 @@ use super::bucket::{Bucket, StoreError};
 use super::key::PointerPaths;
 use super::pointer::{MAX_SEQ, MAX_SEQ_AHEAD};
 
-/// Maximum number of names to read from one listing. Under the protocol, at most one entry is ahead of `latest`.
+/// Maximum number of names that [`find_highest_listed`] reads. Under the protocol, at most one entry is ahead of
+/// `latest`.
 const MAX_LISTED_NAMES: usize = 64;
 /// Maximum number of names that [`list_entries`] reads. The log of the files' pointer has a few thousand entries.
 const MAX_LISTED_ENTRIES: usize = 20_000;
 /// Maximum number of non-entry names to skip before the first entry, if the start of the log is unknown.
 const MAX_SKIPPED_NAMES: usize = 10_000;
-/// Maximum number of listings, for a log with gaps.
+/// Maximum number of listings that [`find_newest_entry`] starts in a log with gaps.
 const MAX_LISTINGS: u32 = 8;
 /// Maximum number of names that a rebuild skips above the `seq` that it would claim: a hundred listing pages, or the
 /// entries of more than ten years of hourly backups.
@@ -147,7 +148,7 @@ pub(super) async fn find_first_seq(bucket: &Bucket, paths: &PointerPaths) -> Res
     Ok(find_first_listed(bucket, paths, MAX_SEQ - 1).await?.map_or(0, |(seq, _)| seq))
 }
 
-/// Finds the first entry above 0. Skips at most [`MAX_SKIPPED_NAMES`] names that are not entries.
+/// Finds the first entry with a `seq` from 1 to `limit`. Skips at most [`MAX_SKIPPED_NAMES`] other names.
 async fn find_first_listed(
     bucket: &Bucket,
     paths: &PointerPaths,

@@ -1,7 +1,7 @@
 //! Rebuilds a pointer that is missing, unreadable or unsound from the snapshots' sidecars.
 //!
-//! Invariants: the fence and `seq` are never lowered, unless they are implausible; the new pointer names a snapshot
-//! whose object and sidecar exist and agree; a concurrent write is never overwritten.
+//! Invariants: the fence and `seq` are never lowered, unless they are implausible; the new pointer names no snapshot,
+//! or one whose object and sidecar exist and agree; a concurrent write is never overwritten.
 
 mod pointer_inputs;
 mod resume;
@@ -445,8 +445,9 @@ mod tests {
             forge(&bucket, &name, epoch).await;
             let key: SnapshotKey = format!("system/db/snapshots/{name}").parse().unwrap();
             let inspected = inspect(&bucket, &slot(), record(), RebuildTarget::Snapshot(&key)).await;
-            let text = inspected.err().map(|error| error.to_string());
-            assert_eq!(text.as_ref().is_some_and(|text| text.contains("far above")), is_refused, "{text:?}");
+            let message = inspected.err().map(|error| error.to_string());
+            let is_implausible = message.as_ref().is_some_and(|message| message.contains("far above"));
+            assert_eq!(is_implausible, is_refused, "{message:?}");
         }
     }
 

@@ -1,5 +1,5 @@
 //! IAM session policies for machines. They allow reading, writing and listing the machine's own slot, but not deleting
-//! objects or, if the store can enforce it, overwriting snapshots.
+//! objects or, if the store can enforce it, overwriting those that hosts write only once.
 //!
 //! An outage session stays valid after the platform has given the slot to another machine. It can write only snapshots
 //! of one epoch whose names begin with the date of one of the session's days (see [`outage_policy`] for an exception),
@@ -8,7 +8,7 @@
 use jiff::{SignedDuration, Timestamp};
 use serde_json::{Value, json};
 
-use super::key::{SlotPrefix, snapshot_name_at};
+use super::key::{SlotPrefix, snapshot_name_prefix};
 use svc_machine::epoch::Epoch;
 
 /// Maximum difference between a host's clock and the platform's. Stores reject requests with a larger skew.
@@ -23,7 +23,7 @@ const MAX_DAYS: usize = 9;
 /// of the file backup.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SnapshotWrites {
-    /// The store allows it. Hosts never overwrite snapshots, but stolen credentials could be used to do so.
+    /// The store allows it. Hosts never overwrite these objects, but stolen credentials could be used to do so.
     Overwritable,
     /// The store rejects it: these objects can only be created with `If-None-Match`. `s3:if-none-match` and
     /// `s3:ObjectCreationOperation` are AWS condition keys that other stores may not support.
@@ -84,9 +84,9 @@ impl SessionWindow {
     }
 }
 
-/// Returns the name prefix of this day's snapshots, such as `2026-11-24T`.
+/// Returns the name prefix of snapshots taken on the day of `time`, such as `2026-11-24T`.
 fn day_prefix(time: Timestamp) -> String {
-    snapshot_name_at(time).split_inclusive('T').next().unwrap_or_default().to_owned()
+    snapshot_name_prefix(time).split_inclusive('T').next().unwrap_or_default().to_owned()
 }
 
 /// Returns the days' longest common prefix. The days are in order, so the first and the last determine it.
@@ -151,8 +151,8 @@ fn render_outage_policy(
     render_document(&statements)
 }
 
-/// Denies writes without `If-None-Match`. Uploads of parts are exempt, because they have no condition and create no
-/// object.
+/// Returns the statement that denies writes without `If-None-Match`. Uploads of parts are exempt, because they have no
+/// condition and create no object.
 fn deny_overwrites(resources: &[String]) -> Value {
     json!({
         "Effect": "Deny",

@@ -211,7 +211,7 @@ pub enum SnapshotUnusable {
     Store(StoreError),
 }
 
-/// Loads the pointer's snapshot, and checks that its object and sidecar exist and match. The restore verifies the
+/// Finds the pointer's snapshot, and checks that its object and sidecar exist and match. The restore verifies the
 /// content.
 ///
 /// # Errors

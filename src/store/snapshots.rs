@@ -163,7 +163,7 @@ async fn list_newest_keys(
     let mut keys = Vec::new();
     loop {
         let start = Some(range).filter(|range| *range < MAX_TIME_RANGE && !has_no_time);
-        let start = start.and_then(|range| from.checked_sub(range).ok()).map(key::snapshot_name_at);
+        let start = start.and_then(|range| from.checked_sub(range).ok()).map(key::snapshot_name_prefix);
         let remaining = count - keys.len();
         keys.extend(list_last_keys(bucket, slot, start.as_deref(), end.as_deref(), remaining).await?);
         if keys.len() >= count || start.is_none() {
@@ -171,7 +171,7 @@ async fn list_newest_keys(
         }
         end = end.into_iter().chain(start).min();
         let older = latest.take().filter(|_| keys.is_empty());
-        match older.filter(|latest| Some(key::snapshot_name_at(*latest)) < end) {
+        match older.filter(|latest| Some(key::snapshot_name_prefix(*latest)) < end) {
             Some(latest) => (from, range) = (latest, initial_range),
             None => range *= RANGE_GROWTH_FACTOR,
         }

@@ -34,19 +34,19 @@ pub(super) struct UploadTimeout {
 #[async_trait]
 impl HttpService for UploadTimeout {
     async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
-        let size = request.body().content_length();
+        let body_bytes = request.body().content_length();
         // The POST that completes an upload can have a larger body, but must also have the short idle timeout while its
         // response is read.
-        if size <= MAX_SMALL_BODY_BYTES || request.method() != Method::PUT {
+        if body_bytes <= MAX_SMALL_BODY_BYTES || request.method() != Method::PUT {
             return self.others.execute(request).await;
         }
-        let response = tokio::time::timeout(upload_timeout(size), self.uploads.execute(request)).await;
+        let response = tokio::time::timeout(upload_timeout(body_bytes), self.uploads.execute(request)).await;
         response.unwrap_or_else(|elapsed| Err(HttpError::new(HttpErrorKind::Timeout, elapsed)))
     }
 }
 
-fn upload_timeout(size: usize) -> Duration {
-    let seconds = size as u64 * MAX_CONCURRENT_UPLOADS / MIN_BYTES_PER_SECOND;
+fn upload_timeout(body_bytes: usize) -> Duration {
+    let seconds = body_bytes as u64 * MAX_CONCURRENT_UPLOADS / MIN_BYTES_PER_SECOND;
     Timeouts::DOWNLOAD.idle + Duration::from_secs(seconds)
 }
 
@@ -56,10 +56,10 @@ mod tests {
 
     /// A store that never responds.
     #[derive(Debug)]
-    struct SilentServer;
+    struct SilentStore;
 
     #[async_trait]
-    impl HttpService for SilentServer {
+    impl HttpService for SilentStore {
         async fn call(&self, _: HttpRequest) -> Result<HttpResponse, HttpError> {
             std::future::pending().await
         }
@@ -68,7 +68,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn upload_without_response_ends_after_its_timeout() {
         let layer =
-            UploadTimeout { uploads: HttpClient::new(SilentServer), others: HttpClient::new(SilentServer) };
+            UploadTimeout { uploads: HttpClient::new(SilentStore), others: HttpClient::new(SilentStore) };
         for (mib, seconds) in [(1, 130), (5, 533), (16, 1640), (20, 2043)] {
             let started = tokio::time::Instant::now();
             let mut request = HttpRequest::new(vec![0_u8; mib << 20].into());

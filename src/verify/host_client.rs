@@ -79,13 +79,13 @@ impl HostClient {
         Ok(Self { client, base, credential: Credential::None, max_body_bytes: MAX_BODY_BYTES })
     }
 
-    /// Connects to the host directly, with the platform's client, which verifies the host's key.
+    /// Creates a client that calls the host directly. `client` verifies the host's key.
     pub fn direct(client: reqwest::Client, base: Url, credential: Credential) -> Self {
         Self { client, base, credential, max_body_bytes: MAX_PLATFORM_BODY_BYTES }
     }
 
-    /// Connects through the router. `token` is the identity provider's session JWT, or the value of a browser's
-    /// `svc_session` cookie.
+    /// Creates a client that calls the host through the router. `token` is the identity provider's session JWT, or the
+    /// value of a browser's `svc_session` cookie.
     pub fn through_router(base: Url, token: &SecretString) -> anyhow::Result<Self> {
         let token = token.expose_secret();
         let is_session = token.starts_with("svcs_");

@@ -1,4 +1,4 @@
-//! Checks the served shell: reads its page and all scripts that the page can load, without running them.
+//! Checks the served shell: reads its page and all scripts and styles that the page can load, without running them.
 
 use std::collections::{HashSet, VecDeque};
 use std::time::Duration;
@@ -231,7 +231,7 @@ mod tests {
         assert_eq!((result, queue.len()), (Ok(()), MAX_REFERENCES));
         assert!(
             queue_files(&base, &base, &names[1..], false, &mut seen, &mut queue).is_ok(),
-            "queued names do not count again"
+            "counted queued names again"
         );
         assert!(queue_files(&base, &base, &names, false, &mut seen, &mut queue).is_err());
         assert_eq!((seen.len(), queue.len()), (MAX_REFERENCES, MAX_REFERENCES));

@@ -56,7 +56,7 @@ pub struct OperatorList {
     pub operators: Vec<Operator>,
 }
 
-/// An operator and the id of a newly issued token. This part is stored; the token itself is not.
+/// An operator and the id of a newly issued token. This part of the response is stored for replays; the token is not.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]

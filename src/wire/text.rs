@@ -302,8 +302,8 @@ mod tests {
 
     #[test]
     fn wire_string_accepts_values_from_a_newer_release() {
-        let read: WireString<Color> = serde_json::from_str(r#""ultraviolet""#).unwrap();
-        assert_eq!(read.as_str(), "ultraviolet");
+        let parsed: WireString<Color> = serde_json::from_str(r#""ultraviolet""#).unwrap();
+        assert_eq!(parsed.as_str(), "ultraviolet");
         assert!("ultraviolet".parse::<Color>().is_err());
     }
 

@@ -68,7 +68,7 @@ mod tests {
 
     #[test]
     fn whole_amounts_are_integers() {
-        let text = |cost| {
+        let serialize_report = |cost| {
             let report = UsageReport {
                 total_cost: cost,
                 total_tokens_in: 1,
@@ -78,7 +78,7 @@ mod tests {
             };
             serde_json::to_string(&report).unwrap()
         };
-        assert!(text(2.0).starts_with(r#"{"totalCost":2,"totalTokensIn":1"#));
-        assert!(text(0.25).starts_with(r#"{"totalCost":0.25,"#));
+        assert!(serialize_report(2.0).starts_with(r#"{"totalCost":2,"totalTokensIn":1"#));
+        assert!(serialize_report(0.25).starts_with(r#"{"totalCost":0.25,"#));
     }
 }

@@ -77,9 +77,9 @@ fn late_hook_is_counted_once() -> Result<()> {
     Ok(())
 }
 
-/// A forged line in the late-hook file does not suppress the gap for a call whose start was not reported.
+/// A forged line in the file of undelivered hooks does not suppress the gap for a call whose start was not reported.
 #[test]
-fn planted_hook_report_does_not_suppress_a_gap() -> Result<()> {
+fn forged_late_hook_does_not_suppress_a_gap() -> Result<()> {
     let home = AuditedHome::new()?;
     let late = json!({ "version": 1, "at": "2026-11-23T00:00:00.000Z", "why": "late", "message": {
         "version": 1, "phase": "post", "sentAt": "2026-11-23T00:00:00.000Z", "sessionId": "other",
@@ -164,7 +164,7 @@ fn calls_missed_by_hooks_are_recorded_as_gap() -> Result<()> {
     let home = AuditedHome::new()?;
     let call = home.begin_command(ADA)?;
     home.end_command(ADA, &call)?;
-    let mut seen = SeenCalls { has_hook_ids: true, ..SeenCalls::default() };
+    let mut seen = SeenCalls { has_shared_call_ids: true, ..SeenCalls::default() };
     [call.as_str(), "toolu_without_hook_1", "toolu_without_hook_2"].iter().for_each(|call| seen.add(call));
     home.send_to_watcher(&Message::dispatch_end("ada", seen))?;
     let gap = home.wait_for_line("a gap", |line| line["gap"]["why"] == "unseen")?;

@@ -21,7 +21,7 @@ use sha2::{Digest, Sha256};
 use svc::host::audit::protocol;
 use svc::host::audit::protocol::{Message, Process};
 
-const RECORD_TIMEOUT: Duration = Duration::from_secs(60);
+const WATCHER_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// An agent in a separate session. Unless its name starts with `terminal`, it runs for a dispatch with that name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -79,6 +79,7 @@ pub type Entries = Vec<Value>;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PathState {
     Folder,
+    /// The SHA-256 of the file's contents.
     File(Vec<u8>),
     Link(PathBuf),
     Other,
@@ -135,7 +136,7 @@ impl AuditedHome {
         command.env("NOTIFY_SOCKET", &notify);
         command.env("FAILPOINTS", format!("{long_timeout}{}", self.failpoints));
         let mut watcher = OwnedChild::spawn(command.stdout(log.try_clone()?).stderr(log))?;
-        let (deadline, mut buffer) = (Instant::now() + RECORD_TIMEOUT, [0_u8; 1024]);
+        let (deadline, mut buffer) = (Instant::now() + WATCHER_TIMEOUT, [0_u8; 1024]);
         loop {
             if let Ok(size) = socket.recv(&mut buffer)
                 && String::from_utf8_lossy(&buffer[..size]).contains("READY=1")
@@ -220,7 +221,7 @@ impl AuditedHome {
     pub fn terminate_watcher(&mut self) -> Result<()> {
         let Some(mut watcher) = self.watcher.take() else { return Ok(()) };
         watcher.signal(Signal::SIGTERM)?;
-        let status = watcher.wait(RECORD_TIMEOUT);
+        let status = watcher.wait(WATCHER_TIMEOUT);
         ensure!(status.is_some_and(|status| status.success()), "{status:?}: {}", self.watcher_log());
         Ok(())
     }
@@ -248,20 +249,20 @@ impl AuditedHome {
     }
 
     /// Runs the hook as an agent's program does, and checks its output and exit code. Returns its duration. Unless
-    /// `has_normal_hook_timeout`, the hook's timeout is extended, so that it gets the watcher's response.
-    pub fn run_hook(&self, agent: Agent, text: &[u8]) -> Result<Duration> {
-        let (input, printed) = (self.path("hook.json"), self.path("hook.txt"));
-        fs::write(&input, text)?;
+    /// `has_normal_hook_timeout` is set, the hook's timeout is extended, so that it receives the watcher's response.
+    pub fn run_hook(&self, agent: Agent, input: &[u8]) -> Result<Duration> {
+        let (input_file, output_file) = (self.path("hook.json"), self.path("hook.txt"));
+        fs::write(&input_file, input)?;
         let failpoints =
             if self.has_normal_hook_timeout { "" } else { "FAILPOINTS='hook.long_timeout=return(error)' " };
         let hook = concat!(env!("CARGO_BIN_EXE_svc"), " svc-hook claude-code");
-        let line = format!("{failpoints}{hook} <{} >{} 2>&1", input.display(), printed.display());
+        let line = format!("{failpoints}{hook} <{} >{} 2>&1", input_file.display(), output_file.display());
         let (code, duration) = self.with_process(agent, |process| {
             let start = Instant::now();
             Ok((process.run(&line)?, start.elapsed()))
         })?;
-        let printed = fs::read_to_string(printed)?;
-        ensure!(code == "0" && printed.is_empty(), "the hook exited with {code} and printed {printed:?}");
+        let output = fs::read_to_string(output_file)?;
+        ensure!(code == "0" && output.is_empty(), "the hook exited with {code} and printed {output:?}");
         Ok(duration)
     }
 
@@ -277,13 +278,13 @@ impl AuditedHome {
         self.run_hook(agent, message.to_string().as_bytes())
     }
 
-    fn next_call(&self) -> String {
+    fn next_call_id(&self) -> String {
         format!("toolu_{}", self.calls.fetch_add(1, Ordering::Relaxed))
     }
 
     /// Begins a command and returns its call id.
     pub fn begin_command(&self, agent: Agent) -> Result<String> {
-        let call = self.next_call();
+        let call = self.next_call_id();
         self.run_hook_event(
             agent,
             "PreToolUse",
@@ -323,21 +324,21 @@ impl AuditedHome {
         path: &str,
         action: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
-        let call = self.next_call();
+        let call = self.next_call_id();
         let input = json!({ "tool_name": "Write", "tool_input": { "file_path": path, "content": "SECRET" } });
         self.run_hook_event(agent, "PreToolUse", &call, input.clone())?;
         action()?;
         self.run_hook_event(agent, "PostToolUse", &call, input).map(drop)
     }
 
-    /// Returns the entries since the previous call. Writes a marker first, whose entry proves that the audit log is
-    /// complete.
+    /// Returns the entries since the previous call. First reports the write of a marker file: the marker's entry proves
+    /// that the audit log contains all earlier changes.
     pub fn take_entries(&self) -> Result<Entries> {
         let marker = format!("apps/marker-{}", self.calls.fetch_add(1, Ordering::Relaxed));
         let path = self.dir().join(&marker).display().to_string();
         let input = json!({ "tool_name": "Write", "tool_input": { "file_path": path } });
         self.run_hook_event(Agent("marker"), "PostToolUse", &marker, input)?;
-        let deadline = Instant::now() + RECORD_TIMEOUT;
+        let deadline = Instant::now() + WATCHER_TIMEOUT;
         loop {
             let lines = self.lines()?;
             if let Some(marker_index) = lines.iter().position(|line| line["path"] == *marker) {
@@ -359,7 +360,7 @@ impl AuditedHome {
 
     /// Waits until a line in the audit log satisfies the condition.
     pub fn wait_for_line(&self, description: &str, matches: impl Fn(&Value) -> bool) -> Result<Value> {
-        let deadline = Instant::now() + RECORD_TIMEOUT;
+        let deadline = Instant::now() + WATCHER_TIMEOUT;
         loop {
             if let Some(found) = self.lines()?.into_iter().find(|line| matches(line)) {
                 return Ok(found);

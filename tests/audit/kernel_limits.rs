@@ -84,9 +84,9 @@ fn messages_without_waiting_senders_share_a_scan() -> Result<()> {
     for _ in 0..40 {
         UnixStream::connect(home.path("run/svc/watch/watch.sock"))?.write_all(&line)?;
     }
-    let sent = Instant::now();
+    let started = Instant::now();
     while home.send_to_watcher(&message).is_err() {
-        ensure!(sent.elapsed() < Duration::from_secs(8), "each message waits for its own scan");
+        ensure!(started.elapsed() < Duration::from_secs(8), "each message waits for its own scan");
     }
     Ok(())
 }

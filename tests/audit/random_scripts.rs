@@ -23,7 +23,7 @@ impl ScriptGenerator {
     }
 
     fn pick<'a>(&mut self, choices: &[&'a str]) -> &'a str {
-        choices[usize::try_from(self.next_below(choices.len() as u64)).expect("an index of a slice")]
+        choices[usize::try_from(self.next_below(choices.len() as u64)).expect("an index into a slice")]
     }
 
     fn pick_folder(&mut self) -> String {
@@ -145,8 +145,8 @@ fn run_scripts(seed: u64, count: u64, failpoints: &'static str) -> Result<Figure
 type Operations = std::collections::BTreeMap<Vec<u8>, String>;
 
 fn describe_difference(actual: &Operations, expected: &Operations) -> String {
-    let only_in = |operations: &Operations, compared: &Operations| -> Vec<String> {
-        let unmatched = operations.iter().filter(|(path, op)| compared.get(*path) != Some(op));
+    let only_in = |operations: &Operations, other: &Operations| -> Vec<String> {
+        let unmatched = operations.iter().filter(|(path, op)| other.get(*path) != Some(op));
         unmatched.map(|(path, op)| format!("{op} {}", String::from_utf8_lossy(path))).collect()
     };
     format!("unexpected: {:#?}\nmissing: {:#?}", only_in(actual, expected), only_in(expected, actual))
@@ -161,7 +161,7 @@ fn seed() -> Result<u64> {
 }
 
 #[test]
-fn audit_log_matches_changes_of_random_scripts() -> Result<()> {
+fn audit_log_matches_random_scripts() -> Result<()> {
     run_scripts(seed()?, 40, "").map(drop)
 }
 

@@ -35,8 +35,9 @@ pub fn read_logs(dir: &Path) -> Result<BTreeMap<String, String>> {
 fn is_log(path: &Path) -> bool {
     let is_in_log_dir =
         path.components().any(|part| ["log", "logs"].iter().any(|name| part.as_os_str() == *name));
-    let has_log_extension =
-        path.extension().is_some_and(|kind| ["log", "jsonl", "err"].iter().any(|name| kind == *name));
+    let has_log_extension = path
+        .extension()
+        .is_some_and(|extension| ["log", "jsonl", "err"].iter().any(|name| extension == *name));
     is_in_log_dir || has_log_extension
 }
 
@@ -89,7 +90,7 @@ impl Drop for ProcessWatch {
 #[derive(Default)]
 struct Descendants {
     /// Whether each running process is a descendant. Only new processes are examined, because other tests run hundreds
-    /// at a time.
+    /// of processes at a time.
     processes: BTreeMap<u32, bool>,
 }
 

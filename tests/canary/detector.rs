@@ -32,15 +32,15 @@ impl Detector {
     pub fn register(&mut self, name: impl Into<String>, value: &str) {
         let name = name.into();
         assert!(value.len() >= MIN_SECRET_BYTES, "{name} is too short to search for");
-        let json = value.replace('/', "\\/");
-        let query: String = url_encode(value);
+        let json_escaped = value.replace('/', "\\/");
+        let url_encoded: String = url_encode(value);
         let mut encodings = vec![
             value.to_owned(),
             hex::encode(value),
             B64.encode(value).trim_end_matches('=').to_owned(),
             B64URL.encode(value),
-            json,
-            query,
+            json_escaped,
+            url_encoded,
         ];
         encodings.sort();
         encodings.dedup();
@@ -73,7 +73,8 @@ impl Detector {
     }
 }
 
-/// Finds signed JWTs, hosts' tokens, private keys, password verifiers, and URLs with a password.
+/// Finds signed JWTs, hosts' tokens, private keys, password verifiers, and URLs with a password. Returns the name,
+/// offset and size of each.
 fn find_secret_patterns(text: &str) -> Vec<(&'static str, usize, usize)> {
     let mut found = Vec::new();
     let is_token_char = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);

@@ -47,7 +47,7 @@ pub trait ApiUnderTest {
     /// Returns the value of a field or parameter that needs a specific one, null for a field to omit, or `None` if any
     /// valid sample value will do.
     fn required_value(&self, operation: &Operation, name: &str) -> Option<Value>;
-    /// Whether the query may contain unknown parameters, because a different site redirects the browser to the route.
+    /// Whether the query may contain unknown parameters, as on a route to which another site redirects the browser.
     fn allows_unknown_query(&self, _: &Operation) -> bool {
         false
     }

@@ -1,6 +1,6 @@
-//! Finds text that a response must not contain: secrets and internal details.
+//! Finds text that an error response or page must not contain: secrets and internal details.
 
-/// Lowercase substrings that no correct response contains.
+/// Lowercase substrings that no error response or page may contain.
 const FORBIDDEN_SUBSTRINGS: [&str; 34] = [
     "svcu_",
     "svcr_",
@@ -38,7 +38,7 @@ const FORBIDDEN_SUBSTRINGS: [&str; 34] = [
     "connection refused",
 ];
 
-/// Returns the first forbidden substring, secret or address that the response contains.
+/// Returns the first forbidden substring, secret or address that the text contains.
 pub fn find_leak(text: &str, secrets: &[String]) -> Option<String> {
     // An owner may see the path of the home directory.
     let lower = text.to_lowercase().replace("/home/svc/home", "").replace("/home/svc", "");

@@ -122,17 +122,17 @@ impl Contract {
         if *exchange.method == Method::HEAD {
             return;
         }
-        let Some(kinds) = response["content"].as_object() else {
+        let Some(contents) = response["content"].as_object() else {
             assert!(response_body.is_empty(), "undocumented body: {}", context());
             return;
         };
-        let content = kinds.get(media_type).or_else(|| kinds.get("*/*"));
+        let content = contents.get(media_type).or_else(|| contents.get("*/*"));
         // A file is served with its own media type.
-        let is_file = kinds.contains_key("application/octet-stream");
+        let is_file = contents.contains_key("application/octet-stream");
         if content.is_none() && !is_file {
             // A browser gets a page instead of an error response, and instead of JSON from the router's own routes.
             let has_page =
-                kinds.contains_key("application/problem+json") || exchange.path.starts_with("/_svc/");
+                contents.contains_key("application/problem+json") || exchange.path.starts_with("/_svc/");
             let is_page = media_type == "text/html" && has_page;
             assert!(is_page, "undocumented media type: {}", context());
             self.check_page(exchange);

@@ -30,13 +30,13 @@ struct Operator {
 impl Operator {
     async fn start(settings: &[(&str, &str)]) -> Self {
         let stack = Stack::start().await;
-        let fast = [
+        let defaults = [
             ("RESIZE_SHUTDOWN_SECONDS", "0"),
             ("LAST_BACKUP_DEADLINE_SECONDS", "1"),
             ("PREDECESSOR_KEEP_SECONDS", "86400"),
             ("DELETE_GRACE_SECONDS", "86400"),
         ];
-        let settings: Vec<_> = fast.iter().chain(settings).copied().collect();
+        let settings: Vec<_> = defaults.iter().chain(settings).copied().collect();
         let process = stack.start_platform_with(&settings);
         Self { stack, process, epochs: Mutex::default() }
     }
@@ -190,7 +190,7 @@ async fn machine_with_unreachable_host_can_be_undeleted_and_discarded() {
         &output,
         &["invalid_state", "No snapshot contains", &format!("`svcctl discard {id} --accept-loss`")],
     );
-    assert!(operator.has_server(id), "a refusal deletes nothing");
+    assert!(operator.has_server(id), "the rejected discard deleted the server");
 
     operator.run(0, &["discard", HANDLE, "--accept-loss", "--yes"]).await;
     operator.wait_for_server_deletion(id).await;

@@ -108,8 +108,8 @@ async fn accept_resolves_slot_to_its_machine() {
     deleted["copies"] = json!({"live": null, "newestSnapshotAt": null, "exposedSeconds": null, "kept": [
         {"machineId": MACHINE, "providerServerId": "1", "reason": "deleted", "until": null, "unsavedSince": null}]});
     let detail = || Reply::Json(200, deleted.clone());
-    let none = Reply::Json(200, json!({"machines": [], "nextCursor": null}));
-    let replies = [none, page(deleted.clone()), detail(), detail(), accepted()];
+    let empty_page = Reply::Json(200, json!({"machines": [], "nextCursor": null}));
+    let replies = [empty_page, page(deleted.clone()), detail(), detail(), accepted()];
     let platform = FakePlatform::start(replies).await;
     let output = platform.svcctl(&["backup", "accept", "ada", "--yes"]).await;
     assert!(output.status.success(), "{}", stderr(&output));
@@ -126,9 +126,9 @@ async fn undelete_names_a_server_that_is_being_deleted() {
     deleted["copies"] = json!({"live": null, "newestSnapshotAt": null, "exposedSeconds": null, "kept": [
         {"machineId": MACHINE, "providerServerId": "1", "reason": "deleted", "until": "2026-01-02T00:00:00.000Z",
          "unsavedSince": null}]});
-    let none = || Reply::Json(200, json!({"machines": [], "nextCursor": null}));
+    let empty_page = Reply::Json(200, json!({"machines": [], "nextCursor": null}));
     let page = Reply::Json(200, json!({"machines": [deleted.clone()], "nextCursor": null}));
-    let platform = FakePlatform::start([page, Reply::Json(200, deleted), none()]).await;
+    let platform = FakePlatform::start([page, Reply::Json(200, deleted), empty_page]).await;
     let output = platform.svcctl(&["undelete", "ada"]).await;
     assert_eq!(output.status.code(), Some(65));
     let text = stderr(&output);
@@ -404,7 +404,7 @@ async fn hanging_platform_is_distinguished_from_unreachable_one() {
     assert!(text.contains("cannot be reached") && text.contains("check PLATFORM_PUBLIC_URL"), "{text}");
 }
 
-fn issued(name: &str) -> Reply {
+fn issued_token(name: &str) -> Reply {
     let time = "2026-01-01T00:00:00.000Z";
     let operator = json!({"name": name, "scopes": ["read"], "state": "active", "expiresAt": time, "lastUsedAt": null,
         "createdAt": time, "createdBy": "operator", "previousTokenExpiresAt": null});
@@ -420,7 +420,7 @@ async fn operator_add_keeps_existing_file_and_reports_lost_token() {
     // The file name is so long that the temporary file cannot be created.
     let long = dir.path().join("b".repeat(240));
     let add = async |file: &std::path::Path| {
-        let platform = FakePlatform::start([issued("bob")]).await;
+        let platform = FakePlatform::start([issued_token("bob")]).await;
         let file = file.to_str().unwrap().to_owned();
         let output =
             platform.svcctl(&["operator", "add", "bob", "--scope", "read", "--token-file", &file]).await;
@@ -442,7 +442,7 @@ async fn operator_add_keeps_existing_file_and_reports_lost_token() {
         "{printed}"
     );
 
-    let platform = FakePlatform::start([issued("ada")]).await;
+    let platform = FakePlatform::start([issued_token("ada")]).await;
     let file = existing.to_str().unwrap();
     let output = platform.svcctl(&["operator", "rotate", "ada", "--token-file", file]).await;
     assert!(output.status.success(), "{}", stderr(&output));

@@ -106,7 +106,7 @@ impl Fleet {
             trusted_keys: None,
             removes: Vec::new(),
         };
-        let manifest = manifest.text().unwrap();
+        let manifest = manifest.render().unwrap();
         store.write(kit::scenario::BUCKET, &object(".json.sig"), key.signature_line(manifest.as_bytes()));
         store.write(kit::scenario::BUCKET, &object(".json"), manifest);
     }
@@ -158,7 +158,7 @@ impl Fleet {
 }
 
 /// Starts a server that responds to every request with success and this `Date` header.
-async fn server_with_date(date: &'static str) -> String {
+async fn start_server_with_date(date: &'static str) -> String {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
     tokio::spawn(async move {
@@ -226,7 +226,7 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
     unreachable.expect("platform", "problem", "cannot be reached");
     unreachable.expect("clock", "skipped", "cannot be reached");
     unreachable.expect("configuration", "problem", "differs between update.env and host.env");
-    let url = server_with_date("Thu, 01 Jan 2026 00:00:00 GMT").await;
+    let url = start_server_with_date("Thu, 01 Jan 2026 00:00:00 GMT").await;
     let ahead = fleet.check_with(host, |text| Some(set_variable(text, "PLATFORM_INTERNAL_URL", &url))).await;
     ahead.expect("clock", "problem", "ahead of the platform's");
 
@@ -264,10 +264,10 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
             r#"{{"version":"demo-2","outcome":"{how}","stage":"health","error":"not ready","at":"2026-01-01T00:00:00.000Z"}}"#
         )
     };
-    let last = "var/lib/svc/update/last.json";
-    let rolled_back = fleet.check_with(last, |_| Some(outcome("rolled_back"))).await;
+    let last_update_file = "var/lib/svc/update/last.json";
+    let rolled_back = fleet.check_with(last_update_file, |_| Some(outcome("rolled_back"))).await;
     rolled_back.expect("update", "warning", "ended with outcome rolled_back in stage health: not ready");
-    let failed = fleet.check_with(last, |_| Some(outcome("failed"))).await;
+    let failed = fleet.check_with(last_update_file, |_| Some(outcome("failed"))).await;
     failed.expect("update", "problem", "with outcome failed");
 
     let static_keys = fleet
@@ -315,14 +315,17 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
     // The agent must not report these results, because the platform would mistake one of them for the result of the
     // backup requested below.
     fleet.stack.provider.stop_service(&fleet.server_name(), "svc-sync-agent").await.unwrap();
-    let last = "var/lib/svc/last-backup.json";
-    fleet.check_with(last, |_| Some(backup("success", old))).await.expect("backup", "problem", "min old");
-    let failed = fleet.check_with(last, |_| Some(backup("error", ""))).await;
+    let last_backup_file = "var/lib/svc/last-backup.json";
+    fleet
+        .check_with(last_backup_file, |_| Some(backup("success", old)))
+        .await
+        .expect("backup", "problem", "min old");
+    let failed = fleet.check_with(last_backup_file, |_| Some(backup("error", ""))).await;
     failed.expect("backup", "problem", "the store refused");
     fleet.stack.provider.run_unit(&fleet.server_name(), "svc-sync-agent", &[]).await.unwrap();
     fleet.stack.svcctl(&["backup", "now", "ada", "--wait=120"]).await.unwrap().ensure_success().unwrap();
     // The pointer moves before the host writes the result.
-    let result = || async { Ok(fs::metadata(fleet.disk.join(last))?) };
+    let result = || async { Ok(fs::metadata(fleet.disk.join(last_backup_file))?) };
     eventually("the backup result is written", Duration::from_secs(30), result).await.unwrap();
     fleet.check_host().await.expect("backup", "ok", "0 min old");
     fleet.stack.provider.stop_service(&fleet.server_name(), "svc-gateway").await.unwrap();

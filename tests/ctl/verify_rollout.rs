@@ -46,8 +46,8 @@ impl Fleet {
 
     async fn verify_from_outside(&self, token: &str) -> Report {
         let env = [("SVC_SESSION_TOKEN".to_owned(), token.to_owned())];
-        let port = self.stack.router_url();
-        let port = port.rsplit(':').next().unwrap();
+        let router_url = self.stack.router_url();
+        let port = router_url.rsplit(':').next().unwrap();
         let url = format!("http://{}:{port}", self.stack.transport.app_host());
         run_report(&self.stack.svc, &["verify-rollout", "--app-url", &url], &env).await
     }
@@ -86,24 +86,19 @@ async fn release_is_verified_on_the_host_and_from_outside() {
     assert_eq!((on_host.code, outside.code), (Some(0), Some(0)));
 
     shell.serve(&[("assets/lazy.js", "fetch(\"https://placeholder-idp.invalid/v1/client\")")]).await;
-    expect_on_host_and_outside(
-        &fleet,
-        "placeholder-host",
-        "/assets/lazy.js contains placeholder-idp.invalid",
-    )
-    .await;
+    expect_problem(&fleet, "placeholder-host", "/assets/lazy.js contains placeholder-idp.invalid").await;
     let key = format!("export const k=\"{}\"", kit::bundle::apps::test_key("idp.example.com"));
     shell.serve(&[("assets/lazy.js", &key)]).await;
-    expect_on_host_and_outside(&fleet, "placeholder-host", "/assets/lazy.js contains idp.example.com").await;
+    expect_problem(&fleet, "placeholder-host", "/assets/lazy.js contains idp.example.com").await;
     let key = format!("export const k=\"{}\"", kit::bundle::apps::test_key("idp.svc.test"));
     shell.serve(&[("assets/lazy.js", &key)]).await;
     fleet.verify_on_host(&[]).await.expect("placeholder-host", "ok", "neither the page nor its chunks");
     shell.serve(&[("assets/vendor.js", "fetch(new URL('api/canvas?fresh=1',base))")]).await;
-    expect_on_host_and_outside(&fleet, "legacy-canvas", "/assets/vendor.js contains api/canvas").await;
+    expect_problem(&fleet, "legacy-canvas", "/assets/vendor.js contains api/canvas").await;
     let script = "<script src=\"/assets/main.js\"></script>";
     let window_gestures = format!("<meta name=\"svc-canvas-gestures\" content=\"window\">{script}");
     shell.serve(&[("index.html", &window_gestures)]).await;
-    expect_on_host_and_outside(&fleet, "canvas-gestures", "window").await;
+    expect_problem(&fleet, "canvas-gestures", "window").await;
     shell.serve(&[("index.html", script)]).await;
     let unmarked = fleet.verify_on_host(&[]).await;
     unmarked.expect("canvas-gestures", "skipped", "verify it in a browser");
@@ -115,9 +110,9 @@ async fn release_is_verified_on_the_host_and_from_outside() {
     );
     let styles = "<link rel=\"stylesheet\" href=\"/assets/main.css\">";
     shell.serve(&[("index.html", styles), ("assets/main.css", "p{}")]).await;
-    expect_on_host_and_outside(&fleet, "shell", "the page refers to no script").await;
+    expect_problem(&fleet, "shell", "the page refers to no script").await;
     shell.serve(&[("index.html", "<script src=\"/assets/gone.js\"></script>")]).await;
-    expect_on_host_and_outside(&fleet, "shell", "/assets/gone.js returned 404").await;
+    expect_problem(&fleet, "shell", "/assets/gone.js returned 404").await;
     shell.serve(&[]).await;
 
     // The settings name a different database than the one that the running gateway uses.
@@ -189,7 +184,8 @@ async fn rollout_waits_for_operator_if_release_fails_checks() {
     fleet.stack.stop().await;
 }
 
-async fn expect_on_host_and_outside(fleet: &Fleet, check: &str, part: &str) {
+/// Expects a problem both on the host and from outside.
+async fn expect_problem(fleet: &Fleet, check: &str, part: &str) {
     fleet.verify_on_host(&[]).await.expect(check, "problem", part);
     fleet.verify_from_outside(&fleet.stack.owner_token()).await.expect(check, "problem", part);
 }

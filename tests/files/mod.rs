@@ -267,10 +267,14 @@ async fn repeated_restore_can_leave_out_damaged_files() -> Result<()> {
     assert!(!next.home().join("home/notes").exists());
     let skip = ["svc-sync-agent", "restore-home", "--retry", "--skip-damaged"];
     let restored = next.machine.run(&skip)?.expect(0);
-    let lost = "/home/svc/home/projects/large";
-    assert!(restored.stdout.contains(lost), "{}", restored.stdout);
+    let lost_path = "/home/svc/home/projects/large";
+    assert!(restored.stdout.contains(lost_path), "{}", restored.stdout);
     let outcome = next.read_outcome()?;
-    assert_eq!((&outcome["damaged"], &outcome["damagedPaths"][0]), (&1.into(), &lost.into()), "{outcome}");
+    assert_eq!(
+        (&outcome["damaged"], &outcome["damagedPaths"][0]),
+        (&1.into(), &lost_path.into()),
+        "{outcome}"
+    );
     assert!(outcome["error"].is_null(), "{outcome}");
     for path in ["home/projects/small", "home/notes"] {
         assert_eq!(fs::read_to_string(next.home().join(path))?, path);
@@ -310,8 +314,8 @@ async fn requested_save_replaces_what_the_store_has_lost() -> Result<()> {
     populate_home(&first)?;
     let _watcher = first.start_watcher()?;
     let _service = first.start_and_save().await?;
-    for lost in [&[""][..], &["snapshots/"], &["latest", "pointer-log/"], &["index/"]] {
-        for prefix in lost.iter().map(|folder| format!("{}/{folder}", slot().files())) {
+    for lost_paths in [&[""][..], &["snapshots/"], &["latest", "pointer-log/"], &["index/"]] {
+        for prefix in lost_paths.iter().map(|path| format!("{}/{path}", slot().files())) {
             let objects = store.objects(BUCKET, &prefix);
             let removed = objects.iter().filter(|object| store.remove(BUCKET, &object.key)).count();
             assert!(removed > 0 && removed == objects.len(), "{prefix}");
@@ -322,13 +326,14 @@ async fn requested_save_replaces_what_the_store_has_lost() -> Result<()> {
         let restored = next.home().join("home/projects/app/main.rs");
         assert!(
             restored.exists(),
-            "after the loss of {lost:?}, the save reported success with nothing in the store"
+            "after the loss of {lost_paths:?}, the save reported success with nothing in the store"
         );
     }
     Ok(())
 }
 
-/// Without the watcher, moves during a save are unknown, so a slow save is repeated before the pointer moves.
+/// Without the watcher, the service cannot detect moves during a save, so it repeats a slow save before it updates the
+/// pointer.
 #[tokio::test(flavor = "multi_thread")]
 async fn slow_save_without_watcher_includes_moved_files() -> Result<()> {
     let store = start_store()?;

@@ -233,7 +233,8 @@ async fn drill_waits_until_the_disk_has_space() -> Result<()> {
     Ok(())
 }
 
-/// systemd starts the program again for as long as the request exists, so an invalid configuration must remove it.
+/// systemd restarts the program while the request exists, so a run that rejects its configuration must remove the
+/// request.
 #[tokio::test(flavor = "multi_thread")]
 async fn invalid_configuration_removes_verification_request() -> Result<()> {
     let host = create_host(&start_store()?, &FilesPlatform::start().await?)?;

@@ -122,9 +122,9 @@ async fn restore_without_space_for_the_files_reports_its_code() -> Result<()> {
     let Some(disk) = SmallDisk::mount(next.home(), 1)? else { return Ok(()) };
     disk.limit_inodes(12)?;
     let failed = next.machine.run(&["svc-sync-agent", "restore-home"])?.expect(65);
-    let last = failed.stderr.lines().last().unwrap_or_default();
+    let last_line = failed.stderr.lines().last().unwrap_or_default();
     assert!(
-        last.contains("has room for only") && last.contains("(code files_no_space) "),
+        last_line.contains("has room for only") && last_line.contains("(code files_no_space) "),
         "{}",
         failed.stderr
     );

@@ -63,7 +63,7 @@ impl Target {
         })
     }
 
-    fn corpus(&self) -> Result<Vec<(PathBuf, Vec<u8>)>> {
+    fn read_corpus(&self) -> Result<Vec<(PathBuf, Vec<u8>)>> {
         let dir = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/corpus").join(self.name);
         let mut files = Vec::new();
         for entry in std::fs::read_dir(&dir).with_context(|| dir.display().to_string())? {
@@ -80,17 +80,17 @@ fn targets() -> Vec<Target> {
     parsers::targets().into_iter().chain([userdata::user_data()]).collect()
 }
 
-fn target(name: &str) -> Target {
+fn find_target(name: &str) -> Target {
     targets().into_iter().find(|target| target.name == name).expect("the target exists")
 }
 
 fn run_short(name: &str) {
-    let target = target(name);
+    let target = find_target(name);
     target.run_cases(target.cases).unwrap();
 }
 
 fn run_long(name: &str) -> Result<()> {
-    let target = target(name);
+    let target = find_target(name);
     let (start, mut fuzz_cases) = (Instant::now(), 0);
     let mut result = Ok(());
     while start.elapsed() < LONG_DURATION && result.is_ok() {
@@ -178,7 +178,7 @@ fn every_fuzz_target_is_documented() {
 fn regression_corpus_violates_no_rule() -> Result<()> {
     let mut violations = Vec::new();
     for target in targets() {
-        for (path, bytes) in target.corpus()? {
+        for (path, bytes) in target.read_corpus()? {
             violations
                 .extend((target.check_any)(&bytes).err().map(|rule| format!("{}: {rule}", path.display())));
         }

@@ -27,7 +27,7 @@ fn inputs() -> impl Strategy<Value = Vec<u8>> {
     let path = "[^\\x00-\\x1f]{0,24}";
     let text = || prop_oneof![3 => "[^\\pC]{0,40}", 1 => any::<String>()];
     (names, path, text(), text(), text(), 1..4_usize).prop_map(
-        |(names, path, token, issuer, digest, keys)| {
+        |(names, path, token, issuer, digest, key_count)| {
             let (user, handle, slot, version) = names;
             let input = UserDataInput {
                 user,
@@ -38,7 +38,7 @@ fn inputs() -> impl Strategy<Value = Vec<u8>> {
                 session_token: token,
                 issuer,
                 bundle_sha256: digest,
-                proof_keys: keys,
+                proof_keys: key_count,
                 ..UserDataInput::typical()
             };
             serde_json::to_vec(&input).expect("plain fields serialize to JSON")
@@ -102,13 +102,13 @@ fn check_document(input: &UserDataInput, text: &str) -> Result<(), String> {
     if files(&document) != files(&typical) {
         return Err(format!("the files are {:?}", files(&document)));
     }
-    let variables = variables(&document)?;
+    let variables = collect_variables(&document)?;
     // `HostSettings` checks whether the bundle's URL belongs to the platform and may receive the token.
     let names = |variables: &[(String, String)]| -> Vec<String> {
         let names = variables.iter().map(|(name, _)| name.clone());
         names.filter(|name| name != "SVC_HOST_BUNDLE_WITH_TOKEN").collect()
     };
-    let (actual, expected) = (names(&variables), names(&self::variables(&typical)?));
+    let (actual, expected) = (names(&variables), names(&collect_variables(&typical)?));
     if actual != expected {
         return Err(format!("the variables are {actual:?}"));
     }
@@ -129,7 +129,7 @@ fn check_document(input: &UserDataInput, text: &str) -> Result<(), String> {
 }
 
 /// Returns the variables of all env files, in order.
-fn variables(document: &Value) -> Result<Vec<(String, String)>, String> {
+fn collect_variables(document: &Value) -> Result<Vec<(String, String)>, String> {
     let mut variables = Vec::new();
     for file in document["write_files"].as_array().into_iter().flatten() {
         let (Some(path), Some(content)) = (file["path"].as_str(), file["content"].as_str()) else { continue };
@@ -140,7 +140,7 @@ fn variables(document: &Value) -> Result<Vec<(String, String)>, String> {
     Ok(variables)
 }
 
-/// A cloud-init parser process, reused for the thread's next case.
+/// A cloud-init parser process, which a thread reuses for all its cases.
 struct CloudInitParser {
     child: Child,
     stdin: ChildStdin,

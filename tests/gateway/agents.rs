@@ -156,7 +156,7 @@ async fn long_records_match_claude_code_actions() -> Result<()> {
     ensure!((usage["totalCost"].as_f64().context("no total cost")? - sum).abs() < 1e-9, "{usage}");
 
     let lines = read_audit(&host, "claude-code")?;
-    let changes: Vec<(&str, &str, &str)> = lines.iter().map(summarize).collect();
+    let changes: Vec<(&str, &str, &str)> = lines.iter().map(summarize_change).collect();
     assert_eq!(
         changes[..3],
         [("Write", "mkdir", "notes"), ("Write", "write", "notes/x"), ("Edit", "write", "notes/x")]
@@ -227,7 +227,7 @@ fn tool_outcomes(recorded: &Value) -> Vec<(&str, &str)> {
         .collect()
 }
 
-fn summarize(line: &Value) -> (&str, &str, &str) {
+fn summarize_change(line: &Value) -> (&str, &str, &str) {
     let text = |name: &str| line[name].as_str().unwrap_or_default();
     (text("tool"), text("op"), text("path"))
 }
@@ -270,7 +270,7 @@ async fn long_records_match_codex_actions() -> Result<()> {
     let expected = (tokens("tokensIn")? * 2.0 + tokens("tokensOut")? * 10.0) / 1e6;
     ensure!((recorded["cost"].as_f64().context("no cost")? - expected).abs() < 1e-9, "{recorded}");
     let lines = read_audit(&host, "codex")?;
-    let mut changes: Vec<(&str, &str, &str)> = lines.iter().map(summarize).collect();
+    let mut changes: Vec<(&str, &str, &str)> = lines.iter().map(summarize_change).collect();
     changes.sort_unstable();
     assert_eq!(
         changes,
@@ -302,8 +302,8 @@ fn token_counts(recorded: &Value) -> (u64, u64) {
     (tokens("tokensIn"), tokens("tokensOut"))
 }
 
-fn tokens_of_calls(count: u64) -> (u64, u64) {
-    (TOKENS_PER_CALL.0 * count, TOKENS_PER_CALL.1 * count)
+fn expected_token_counts(call_count: u64) -> (u64, u64) {
+    (TOKENS_PER_CALL.0 * call_count, TOKENS_PER_CALL.1 * call_count)
 }
 
 #[tokio::test]
@@ -313,20 +313,24 @@ async fn long_codex_usage_counts_subagents_and_cancelled_runs_once() -> Result<(
     let _runner = start_runner(&machine.path(""))?;
     let host = machine.start()?;
     let first = run_codex(&host, json!({ "id": "first", "prompt": "[[again]] go" })).await?;
-    assert_eq!((token_counts(&first), &first["status"]), (tokens_of_calls(1), &json!("success")), "{first}");
+    assert_eq!(
+        (token_counts(&first), &first["status"]),
+        (expected_token_counts(1), &json!("success")),
+        "{first}"
+    );
     // Usage from the thread's earlier run is not counted again.
     let thread = &first["conversationId"];
     let continued = json!({ "id": "more", "prompt": "[[again]] on", "conversationId": thread });
     let continued = run_codex(&host, continued).await?;
     assert_eq!(
         (token_counts(&continued), &continued["conversationId"]),
-        (tokens_of_calls(1), thread),
+        (expected_token_counts(1), thread),
         "{continued}"
     );
     let parent = run_codex(&host, json!({ "id": "parent", "prompt": "[[parent]] go" })).await?;
     assert_eq!(
         (token_counts(&parent), &parent["status"]),
-        (tokens_of_calls(3 + 2), &json!("success")),
+        (expected_token_counts(3 + 2), &json!("success")),
         "{parent}"
     );
     // A run is cancelled while its tool is running.
@@ -344,7 +348,7 @@ async fn long_codex_usage_counts_subagents_and_cancelled_runs_once() -> Result<(
     let slow = wait_until_recorded(&host, "slow").await?;
     assert_eq!(
         (token_counts(&slow), &slow["error"]["name"]),
-        (tokens_of_calls(1), &json!("Cancelled")),
+        (expected_token_counts(1), &json!("Cancelled")),
         "{slow}"
     );
     assert_eq!((&slow["model"], &slow["cost"]), (&json!("gpt-5.5"), &json!(0.014)));

@@ -113,18 +113,18 @@ async fn ranges_are_served_and_text_is_compressed() -> Result<()> {
     let host = machine.start()?;
     wait_until_served(&host, "media").await?;
 
-    let film_part =
+    let request_film =
         |range: &'static str| host.owner_request(Method::GET, "/apps/media/film.mp4").header("range", range);
-    let part = film_part("bytes=200000-349999").send().await?;
+    let part = request_film("bytes=200000-349999").send().await?;
     assert_eq!(part.status(), StatusCode::PARTIAL_CONTENT);
     assert_eq!(header(&part, "content-range"), "bytes 200000-349999/400000");
-    let tag = header(&part, "etag").to_owned();
+    let etag = header(&part, "etag").to_owned();
     assert!(part.text().await? == film[200_000..350_000]);
-    let tail = film_part("bytes=-5").header("if-range", &tag).send().await?;
+    let tail = request_film("bytes=-5").header("if-range", &etag).send().await?;
     assert_eq!(tail.text().await?, film[399_995..]);
-    let changed = film_part("bytes=-5").header("if-range", "\"another\"").send().await?;
+    let changed = request_film("bytes=-5").header("if-range", "\"another\"").send().await?;
     assert_eq!((changed.status(), changed.text().await?.len()), (StatusCode::OK, 400_000));
-    let out_of_range = film_part("bytes=400000-").send().await?;
+    let out_of_range = request_film("bytes=400000-").send().await?;
     assert_eq!(out_of_range.status(), StatusCode::RANGE_NOT_SATISFIABLE);
     let head = host.owner_request(Method::HEAD, "/apps/media/film.mp4").send().await?;
     assert_eq!(header(&head, "content-length"), "400000");
@@ -132,16 +132,16 @@ async fn ranges_are_served_and_text_is_compressed() -> Result<()> {
     let script = async |accepted: &str| {
         host.owner_request(Method::GET, "/apps/media/app.js").header("accept-encoding", accepted).send().await
     };
-    let (plain, packed) = (script("identity").await?, script("gzip").await?);
-    assert_eq!((header(&plain, "content-encoding"), header(&packed, "content-encoding")), ("", "gzip"));
-    assert_eq!((header(&plain, "vary"), header(&packed, "vary")), ("accept-encoding", "accept-encoding"));
-    assert_ne!(header(&plain, "etag"), header(&packed, "etag"));
-    assert!(packed.bytes().await?.len() < 1000);
+    let (plain, compressed) = (script("identity").await?, script("gzip").await?);
+    assert_eq!((header(&plain, "content-encoding"), header(&compressed, "content-encoding")), ("", "gzip"));
+    assert_eq!((header(&plain, "vary"), header(&compressed, "vary")), ("accept-encoding", "accept-encoding"));
+    assert_ne!(header(&plain, "etag"), header(&compressed, "etag"));
+    assert!(compressed.bytes().await?.len() < 1000);
     // A changed file is compressed again.
     host.machine.write(&file("app.js"), &"const text = 2;\n".repeat(1000))?;
-    let packed = script("gzip").await?.bytes().await?;
-    let mut unpacked = String::new();
-    std::io::Read::read_to_string(&mut flate2::read::GzDecoder::new(&*packed), &mut unpacked)?;
-    assert!(unpacked.starts_with("const text = 2;"), "{}", &unpacked[..20]);
+    let compressed = script("gzip").await?.bytes().await?;
+    let mut decompressed = String::new();
+    std::io::Read::read_to_string(&mut flate2::read::GzDecoder::new(&*compressed), &mut decompressed)?;
+    assert!(decompressed.starts_with("const text = 2;"), "{}", &decompressed[..20]);
     Ok(())
 }

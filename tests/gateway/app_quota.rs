@@ -56,8 +56,9 @@ async fn app_at_its_quota_cannot_add_rows() -> Result<()> {
     for slug in [&full, &other] {
         machine.add_app(slug, &json!({ "t": { "columns": { "a": "text" } } }))?;
     }
-    let quota = |bytes: u64| json!({ "theme": "dark", "storage": { "apps": { &full: bytes } } }).to_string();
-    machine.write(CONFIG, &quota(400_000))?;
+    let config_with_quota =
+        |bytes: u64| json!({ "theme": "dark", "storage": { "apps": { &full: bytes } } }).to_string();
+    machine.write(CONFIG, &config_with_quota(400_000))?;
     let host = machine.start()?;
     for slug in [&full, &other] {
         host.wait_until_registered(slug).await?;
@@ -93,7 +94,7 @@ async fn app_at_its_quota_cannot_add_rows() -> Result<()> {
     let (status, response) = query_as_app(&host, &full, &delete).await?;
     assert_eq!(status, StatusCode::OK, "{response}");
 
-    host.machine.write(CONFIG, &quota(100_000_000))?;
+    host.machine.write(CONFIG, &config_with_quota(100_000_000))?;
     assert_eq!(
         query_as_app(&host, &full, &insert_body(&full)).await?.0,
         StatusCode::CREATED,
@@ -102,20 +103,22 @@ async fn app_at_its_quota_cannot_add_rows() -> Result<()> {
     Ok(())
 }
 
-/// Returns a host with one app whose quota is `bytes`, once the app's size has been measured.
-async fn host_with_quota(database_url: &str, slug: &str, columns: &Value, bytes: u64) -> Result<Host> {
+/// Returns a host with one app whose quota is `quota_bytes`, once the app's size has been measured.
+async fn host_with_quota(database_url: &str, slug: &str, columns: &Value, quota_bytes: u64) -> Result<Host> {
     let machine = Machine::new(database_url)?;
     machine.add_app(slug, &json!({ "t": { "columns": columns } }))?;
-    machine.write(CONFIG, &json!({ "storage": { "apps": { slug: bytes } } }).to_string())?;
+    machine.write(CONFIG, &json!({ "storage": { "apps": { slug: quota_bytes } } }).to_string())?;
     let host = machine.start()?;
     host.wait_until_registered(slug).await?;
-    let measured = async {
+    let measurement = async {
         while fetch_storage(&host, slug).await?["databaseBytes"].is_null() {
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
         anyhow::Ok(())
     };
-    tokio::time::timeout(Duration::from_secs(20), measured).await.context("the size was not measured")??;
+    tokio::time::timeout(Duration::from_secs(20), measurement)
+        .await
+        .context("the size was not measured")??;
     Ok(host)
 }
 

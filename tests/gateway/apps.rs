@@ -344,9 +344,10 @@ async fn pages_are_sandboxed_and_stay_in_their_folder() -> Result<()> {
     let policy = header(&page, "content-security-policy");
     assert!(policy.starts_with("sandbox") && !policy.contains("allow-same-origin"), "{policy}");
     assert_eq!(header(&page, "content-type"), "text/html; charset=utf-8");
-    let tag = header(&page, "etag");
-    let again = host.owner_request(Method::GET, "/apps/site/").header("if-none-match", &tag).send().await?;
-    assert_eq!(again.status(), StatusCode::NOT_MODIFIED);
+    let etag = header(&page, "etag");
+    let revalidated =
+        host.owner_request(Method::GET, "/apps/site/").header("if-none-match", &etag).send().await?;
+    assert_eq!(revalidated.status(), StatusCode::NOT_MODIFIED);
     let deep = host.owner_request(Method::GET, "/apps/site/some/route").send().await?;
     assert_eq!((deep.status(), deep.text().await?.as_str()), (StatusCode::OK, "<h1>hello</h1>"));
     let script = host.owner_request(Method::GET, "/apps/site/app.js").send().await?;
@@ -376,9 +377,9 @@ fn raw_get(host: &Host, path: &str) -> Result<String> {
 #[tokio::test]
 async fn every_app_has_an_icon() -> Result<()> {
     let machine = Machine::new("postgres://postgres:x@127.0.0.1:1/svc")?;
-    let mut text = manifest("own", &json!({}));
-    text["icon"] = json!("icon.svg");
-    machine.write("home/svc/home/apps/own/svc.json", &text.to_string())?;
+    let mut own_manifest = manifest("own", &json!({}));
+    own_manifest["icon"] = json!("icon.svg");
+    machine.write("home/svc/home/apps/own/svc.json", &own_manifest.to_string())?;
     machine.write("home/svc/home/apps/own/icon.svg", "<svg/>")?;
     let host = machine.start()?;
     let icon = async |slug: &str| -> Result<(StatusCode, String)> {

@@ -239,8 +239,8 @@ async fn schemas_list_tables_and_columns() -> Result<()> {
     assert_eq!(all["data"][0]["app"], app.slug.as_str());
     let table = &all["data"][0]["tables"][0];
     assert_eq!(table["table"], "things");
-    let first = json!({ "column": "id", "type": "uuid", "builtIn": true, "nullable": false });
-    assert_eq!(table["columns"][0], first);
+    let id_column = json!({ "column": "id", "type": "uuid", "builtIn": true, "nullable": false });
+    assert_eq!(table["columns"][0], id_column);
     let by_query = app.host.query_data(&json!({ "action": "schemas", "app": app.slug })).await?;
     assert_eq!(by_query, all["data"]);
     Ok(())

@@ -82,8 +82,8 @@ async fn oversized_row_is_readable_with_fewer_columns() -> Result<()> {
         .await?;
     let schema = format!("app_{}", app.replace('-', "_"));
     let admin = database.connect().await?;
-    let set = |bytes: usize| format!("UPDATE {schema}.t SET a = repeat('x', {bytes})");
-    admin.batch_execute(&set(8 * 1024 * 1024)).await?;
+    let update_sql = |bytes: usize| format!("UPDATE {schema}.t SET a = repeat('x', {bytes})");
+    admin.batch_execute(&update_sql(8 * 1024 * 1024)).await?;
     for request in [
         json!({ "action": "get", "app": app, "table": "t", "id": row["id"] }),
         json!({ "action": "find", "app": app, "table": "t" }),
@@ -95,7 +95,7 @@ async fn oversized_row_is_readable_with_fewer_columns() -> Result<()> {
     let narrow = json!({ "action": "find", "app": app, "table": "t", "columns": ["id", "n"] });
     assert_eq!(host.query_data(&narrow).await?[0]["n"], 7);
     // An update that would create and return such a row is rejected.
-    admin.batch_execute(&set(7_900_000)).await?;
+    admin.batch_execute(&update_sql(7_900_000)).await?;
     let grow = json!({
         "action": "update", "app": app, "table": "t", "id": row["id"], "returning": true,
         "data": { "b": "y".repeat(900_000) },

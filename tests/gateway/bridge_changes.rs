@@ -16,7 +16,8 @@ const EVENT_TIMEOUT: Duration = Duration::from_secs(30);
 struct EventStream {
     response: reqwest::Response,
     text: String,
-    id: String,
+    /// The id of the last event or heartbeat.
+    last_id: String,
 }
 
 /// An event's name (`message` by default) and data.
@@ -26,7 +27,7 @@ impl EventStream {
     async fn open(request: reqwest::RequestBuilder) -> Result<Self> {
         let response = request.send().await?;
         ensure!(response.status() == StatusCode::OK, "{} {}", response.status(), response.text().await?);
-        let mut events = Self { response, text: String::new(), id: String::new() };
+        let mut events = Self { response, text: String::new(), last_id: String::new() };
         let (name, _) = events.next().await?;
         ensure!(name == "ready", "the stream begins with {name}");
         Ok(events)
@@ -53,7 +54,7 @@ impl EventStream {
             let block = self.next_block().await?;
             let field = |name: &str| block.lines().find_map(|line| line.strip_prefix(name));
             if let Some(id) = field("id: ") {
-                self.id = id.to_owned();
+                self.last_id = id.to_owned();
             }
             if let Some(data) = field("data: ") {
                 return Ok((field("event: ").unwrap_or("message").to_owned(), serde_json::from_str(data)?));
@@ -61,7 +62,7 @@ impl EventStream {
         }
     }
 
-    /// Returns the entries of the next change event: table, action and count.
+    /// Returns the next change event's entries, each as its table, action and number of ids (`?` if it lists no ids).
     async fn next_entries(&mut self) -> Result<Vec<String>> {
         let (_, data) = self.next().await?;
         let entries = data["changes"].as_array().cloned().unwrap_or_default();
@@ -95,7 +96,7 @@ async fn every_writers_changes_are_reported() -> Result<()> {
     assert_eq!(name, "message");
     let entry = json!({ "app": app.slug, "table": "things", "action": "insert", "ids": [row["id"]] });
     assert_eq!(data["changes"], json!([entry]), "{data}");
-    assert!(events.id.starts_with("1-"), "{}", events.id);
+    assert!(events.last_id.starts_with("1-"), "{}", events.last_id);
 
     app.query_data("insertMany", json!({ "rows": [{ "title": "b" }, { "title": "b" }, { "title": "c" }] }))
         .await?;
@@ -163,10 +164,10 @@ async fn late_commit_is_not_skipped() -> Result<()> {
 async fn listener_resumes_where_it_stopped() -> Result<()> {
     let app = TestApp::new().await?;
     let mut events = EventStream::open(changes_request(&app.host, "", None)).await?;
-    let start = events.id.clone();
+    let start = events.last_id.clone();
     app.insert(json!({ "title": "seen" })).await?;
     assert_eq!(events.next_entries().await?, ["things insert 1"]);
-    let last = events.id.clone();
+    let last = events.last_id.clone();
     drop(events);
     for n in 1..=45 {
         let rows = vec![json!({ "title": "missed" }); n];
@@ -181,20 +182,24 @@ async fn listener_resumes_where_it_stopped() -> Result<()> {
             assert_eq!(events.next_entries().await?, [format!("things insert {n}")]);
         }
     }
-    let code = async |id: &str| -> Result<(u16, Value)> {
+    let try_resume = async |id: &str| -> Result<(u16, Value)> {
         let response = changes_request(&app.host, "", Some(id)).send().await?;
         Ok((response.status().as_u16(), response.json::<Value>().await?["code"].take()))
     };
     let position = last.split_once('-').map(|(_, position)| position).unwrap_or_default();
     assert_eq!(
-        code(&format!("2-{position}")).await?,
+        try_resume(&format!("2-{position}")).await?,
         (410, json!("gone")),
         "a position in a different epoch must be gone"
     );
-    assert_eq!(code("1-1").await?, (410, json!("gone")), "a position before the first listener must be gone");
-    assert_eq!(code("1-9999999999").await?, (410, json!("gone")), "an unknown position must be gone");
+    assert_eq!(
+        try_resume("1-1").await?,
+        (410, json!("gone")),
+        "a position before the first listener must be gone"
+    );
+    assert_eq!(try_resume("1-9999999999").await?, (410, json!("gone")), "an unknown position must be gone");
     for bad in ["x", "1", "1-", "1-x"] {
-        assert_eq!(code(bad).await?, (400, json!("invalid_request")), "{bad}");
+        assert_eq!(try_resume(bad).await?, (400, json!("invalid_request")), "{bad}");
     }
     Ok(())
 }
@@ -203,7 +208,7 @@ async fn listener_resumes_where_it_stopped() -> Result<()> {
 async fn expired_position_is_rejected_as_gone() -> Result<()> {
     let app = TestApp::with_env(&[("BRIDGE_CHANGES_KEEP_SECONDS", "1")]).await?;
     let mut events = EventStream::open(changes_request(&app.host, "", None)).await?;
-    let start = events.id.clone();
+    let start = events.last_id.clone();
     app.insert(json!({ "title": "a" })).await?;
     events.next_entries().await?;
     let admin = app.database.connect().await?;
@@ -213,7 +218,7 @@ async fn expired_position_is_rejected_as_gone() -> Result<()> {
     app.host.wait_until("the outbox is empty", async || Ok(count_outbox_rows().await? == 0)).await?;
     let response = changes_request(&app.host, "", Some(&start)).send().await?;
     assert_eq!(response.status(), StatusCode::GONE);
-    let last = events.id.clone();
+    let last = events.last_id.clone();
     EventStream::open(changes_request(&app.host, "", Some(&last))).await?;
     app.insert(json!({ "title": "b" })).await?;
     assert_eq!(events.next_entries().await?, ["things insert 1"], "an active listener must miss nothing");
@@ -300,7 +305,7 @@ async fn stream_ends_when_unread_changes_were_deleted() -> Result<()> {
     app.insert(json!({ "title": "deleted" })).await?;
     let ended = events.next_entries().await;
     assert!(ended.as_ref().is_err_and(|error| error.to_string() == "the stream has ended"), "{ended:?}");
-    let resumed = changes_request(&app.host, "", Some(&events.id)).send().await?;
+    let resumed = changes_request(&app.host, "", Some(&events.last_id)).send().await?;
     assert_eq!(resumed.status(), StatusCode::GONE);
     Ok(())
 }
@@ -318,7 +323,7 @@ async fn stream_ends_if_new_apps_changes_were_not_recorded() -> Result<()> {
     app.insert(json!({ "title": "after it" })).await?;
     let ended = events.next_entries().await;
     assert!(ended.as_ref().is_err_and(|error| error.to_string() == "the stream has ended"), "{ended:?}");
-    let resumed = changes_request(&app.host, "", Some(&events.id)).send().await?;
+    let resumed = changes_request(&app.host, "", Some(&events.last_id)).send().await?;
     assert_eq!(resumed.status(), StatusCode::GONE);
     let mut events = EventStream::open(changes_request(&app.host, "", None)).await?;
     app.host.query_data(&insert).await?;
@@ -352,19 +357,19 @@ async fn app_receives_only_its_own_changes_even_to_new_tables() -> Result<()> {
     assert_eq!(all.next_entries().await?, ["things insert 1"]);
     assert_eq!(all.next_entries().await?, ["t insert 1"]);
     // The app's event ids reveal nothing about other writers, and are valid only for this app.
-    let position = filtered.id.trim_start_matches("1-");
+    let position = filtered.last_id.trim_start_matches("1-");
     assert!(
-        position.parse::<u64>().is_ok() && !app_events.id.contains(position),
+        position.parse::<u64>().is_ok() && !app_events.last_id.contains(position),
         "{} {}",
-        filtered.id,
-        app_events.id
+        filtered.last_id,
+        app_events.last_id
     );
-    let resumed = as_app(&other, "").header("last-event-id", &app_events.id).send().await?;
+    let resumed = as_app(&other, "").header("last-event-id", &app_events.last_id).send().await?;
     assert_eq!(resumed.status(), StatusCode::OK);
     for (slug, id, status) in [
-        (&other, &filtered.id, StatusCode::BAD_REQUEST),
-        (&app.slug, &app_events.id, StatusCode::BAD_REQUEST),
-        (&other, &app_events.id.replacen("1-", "2-", 1), StatusCode::GONE),
+        (&other, &filtered.last_id, StatusCode::BAD_REQUEST),
+        (&app.slug, &app_events.last_id, StatusCode::BAD_REQUEST),
+        (&other, &app_events.last_id.replacen("1-", "2-", 1), StatusCode::GONE),
     ] {
         assert_eq!(as_app(slug, "").header("last-event-id", id).send().await?.status(), status, "{id}");
     }
@@ -391,7 +396,7 @@ async fn outbox_is_discarded_after_restore() -> Result<()> {
     let mut events = EventStream::open(changes_request(&app.host, "", None)).await?;
     app.insert(json!({ "title": "a" })).await?;
     events.next_entries().await?;
-    let last = events.id.clone();
+    let last = events.last_id.clone();
     drop(events);
     app.insert(json!({ "title": "from the old epoch" })).await?;
     // A dump from a server with far higher transaction ids contains such a floor.
@@ -407,10 +412,10 @@ async fn outbox_is_discarded_after_restore() -> Result<()> {
     let response = changes_request(&app.host, "", Some(&same_position)).send().await?;
     assert_eq!(response.status(), StatusCode::GONE, "an old position must be gone under the new epoch");
     let mut events = EventStream::open(changes_request(&app.host, "", None)).await?;
-    assert!(events.id.starts_with("2-"), "{}", events.id);
+    assert!(events.last_id.starts_with("2-"), "{}", events.last_id);
     app.insert(json!({ "title": "b" })).await?;
     assert_eq!(events.next_entries().await?, ["things insert 1"]);
-    let last = events.id.clone();
+    let last = events.last_id.clone();
     EventStream::open(changes_request(&app.host, "", Some(&last))).await?;
     // An earlier version may have left the floors of another server in place.
     admin.execute("UPDATE svc.watched SET floor = 1000000000000", &[]).await?;

@@ -29,33 +29,40 @@ async fn host_with_notes() -> Result<(Host, String, TestDatabase)> {
 async fn query_checks_run_in_documented_order() -> Result<()> {
     let (host, slug, _database) = host_with_notes().await?;
     let path = "/api/bridge/query";
-    let code = async |request: reqwest::RequestBuilder| -> Result<(u16, String)> {
+    let send_request = async |request: reqwest::RequestBuilder| -> Result<(u16, String)> {
         let (status, problem) = send_json(request).await?;
         Ok((status.as_u16(), problem["code"].as_str().unwrap_or_default().to_owned()))
     };
     let refusal = |status: u16, code: &str| (status, code.to_owned());
-    assert_eq!(code(host.unsigned_request(Method::GET, path)).await?, refusal(405, "method_not_allowed"));
+    assert_eq!(
+        send_request(host.unsigned_request(Method::GET, path)).await?,
+        refusal(405, "method_not_allowed")
+    );
     let large = "x".repeat(1024 * 1024 + 1);
     assert_eq!(
-        code(host.unsigned_request(Method::POST, path).body(large.clone())).await?,
+        send_request(host.unsigned_request(Method::POST, path).body(large.clone())).await?,
         refusal(413, "request_too_large")
     );
     assert_eq!(
-        code(host.unsigned_request(Method::POST, path).body("{")).await?,
+        send_request(host.unsigned_request(Method::POST, path).body("{")).await?,
         refusal(401, "unauthorized")
     );
     let owner = || host.owner_request(Method::POST, path);
     let stream = futures_util::stream::iter(vec![Ok::<_, std::io::Error>(large)]);
     let streamed =
         owner().header("content-type", "application/json").body(reqwest::Body::wrap_stream(stream));
-    assert_eq!(code(streamed).await?, refusal(413, "request_too_large"), "a chunked body without a length");
-    assert_eq!(code(owner().body("{")).await?, refusal(415, "unsupported_media_type"));
+    assert_eq!(
+        send_request(streamed).await?,
+        refusal(413, "request_too_large"),
+        "a chunked body without a length"
+    );
+    assert_eq!(send_request(owner().body("{")).await?, refusal(415, "unsupported_media_type"));
     let json_body =
         |text: &'static str| owner().header("content-type", "application/json; charset=utf-8").body(text);
-    assert_eq!(code(json_body("{")).await?, refusal(400, "invalid_request"));
+    assert_eq!(send_request(json_body("{")).await?, refusal(400, "invalid_request"));
     let unknown = json!({ "action": "get", "app": "none", "table": "none", "id": "x", "extra": 1 });
     assert_eq!(
-        code(owner().json(&unknown)).await?,
+        send_request(owner().json(&unknown)).await?,
         refusal(400, "invalid_request"),
         "the schema must be checked before the lookup"
     );
@@ -63,10 +70,10 @@ async fn query_checks_run_in_documented_order() -> Result<()> {
         [("none", "notes"), (slug.as_str(), "none"), (slug.as_str(), "pg_class"), ("../x", "notes")]
     {
         let find = json!({ "action": "find", "app": app, "table": table });
-        assert_eq!(code(owner().json(&find)).await?, refusal(404, "not_found"), "{app} {table}");
+        assert_eq!(send_request(owner().json(&find)).await?, refusal(404, "not_found"), "{app} {table}");
     }
     let absent = json!({ "action": "get", "app": slug, "table": "notes", "id": "0192d1f0-0000-7000-8000-000000000000" });
-    assert_eq!(code(owner().json(&absent)).await?, refusal(404, "not_found"));
+    assert_eq!(send_request(owner().json(&absent)).await?, refusal(404, "not_found"));
     Ok(())
 }
 

@@ -8,8 +8,8 @@ use super::bridge::TestApp;
 
 const CANARY: &str = "s3cret-canary";
 
-/// Returns an app whose database rejects inserts with a five-character title. The title is the error's SQLSTATE, and
-/// its messages contain the value of `meta`.
+/// Returns an app whose database rejects inserts with a five-character title. The title becomes the error's SQLSTATE,
+/// and the error's messages contain the value of `meta`.
 async fn app_with_failing_inserts() -> Result<TestApp> {
     let app = TestApp::with_env(&[("RUST_LOG", "debug")]).await?;
     let admin = app.database.connect().await?;
@@ -57,15 +57,15 @@ async fn every_sqlstate_maps_to_status_without_its_message() -> Result<()> {
         ("42P01", 500, "internal", None, false),
         ("XX000", 500, "internal", None, false),
     ];
-    for (state, status, code, retryable, has_retry_after) in cases {
-        let body = app.body("insert", json!({ "data": { "title": state, "meta": { "v": CANARY } } }));
+    for (sqlstate, status, code, retryable, has_retry_after) in cases {
+        let body = app.body("insert", json!({ "data": { "title": sqlstate, "meta": { "v": CANARY } } }));
         let response = app.host.owner_request(Method::POST, "/api/bridge/query").json(&body).send().await?;
-        assert_eq!(response.headers().contains_key("retry-after"), has_retry_after, "{state}");
-        assert_eq!(response.status().as_u16(), status, "{state}");
+        assert_eq!(response.headers().contains_key("retry-after"), has_retry_after, "{sqlstate}");
+        assert_eq!(response.status().as_u16(), status, "{sqlstate}");
         let text = response.text().await?;
         let problem: Value = serde_json::from_str(&text)?;
-        assert_eq!(problem["code"], code, "{state} {problem}");
-        assert_eq!(problem.get("retryable").and_then(Value::as_bool), retryable, "{state} {problem}");
+        assert_eq!(problem["code"], code, "{sqlstate} {problem}");
+        assert_eq!(problem.get("retryable").and_then(Value::as_bool), retryable, "{sqlstate} {problem}");
         assert!(!text.contains("canary") && problem["requestId"].is_string(), "{text}");
     }
     assert_canary_not_logged(&app).await?;
@@ -100,7 +100,7 @@ async fn real_database_errors_quote_no_value() -> Result<()> {
     let second_row = app.insert(json!({ "title": "another", "size": 2 })).await?;
     let long = format!("{CANARY}{}", "x".repeat(60));
     let overflow = format!("1{}e140000", "0".repeat(3));
-    let forged = {
+    let forged_cursor = {
         use base64::Engine;
         let keys = json!({ "order": "size,id", "filter": "", "keys": [CANARY, CANARY] }).to_string();
         base64::engine::general_purpose::URL_SAFE_NO_PAD.encode(keys)
@@ -118,7 +118,7 @@ async fn real_database_errors_quote_no_value() -> Result<()> {
         (app.body("insert", json!({ "data": { "size": CANARY } })), 400),
         (app.body("insert", json!({ "data": { "at": CANARY } })), 400),
         (app.body("find", json!({ "filter": { "size": CANARY } })), 400),
-        (app.body("find", json!({ "orderBy": ["size"], "after": forged })), 400),
+        (app.body("find", json!({ "orderBy": ["size"], "after": forged_cursor })), 400),
         (app.body("upsert", json!({ "data": { "meta": CANARY }, "onConflict": ["meta"] })), 400),
         (app.body("get", json!({ "id": CANARY })), 400),
     ];

@@ -132,7 +132,7 @@ fn columns() -> Vec<(&'static str, BoxedStrategy<Pair>)> {
 /// A row with its values as text, because `serde_json` would round the last digit of a double.
 type RawRow = BTreeMap<String, Box<RawValue>>;
 
-async fn raw_rows(app: &TestApp, action: &str, fields: Value) -> Result<Vec<RawRow>> {
+async fn query_raw_rows(app: &TestApp, action: &str, fields: Value) -> Result<Vec<RawRow>> {
     let request = app.host.owner_request(Method::POST, "/api/bridge/query").json(&app.body(action, fields));
     let text = request.send().await?.error_for_status()?.text().await?;
     let response: BTreeMap<String, Box<RawValue>> = serde_json::from_str(&text)?;
@@ -174,7 +174,7 @@ async fn values_of_every_type_round_trip_and_match_filters() -> Result<()> {
             rows.push(Value::Object(row));
             expected.push(expected_row);
         }
-        let inserted = raw_rows(&app, "insertMany", json!({ "rows": rows })).await?;
+        let inserted = query_raw_rows(&app, "insertMany", json!({ "rows": rows })).await?;
         ensure!(inserted.len() == rows.len(), "{} rows instead of {}", inserted.len(), rows.len());
         for ((row, sent), expected) in inserted.iter().zip(&rows).zip(&expected) {
             check_row(row, sent, expected)?;
@@ -183,8 +183,8 @@ async fn values_of_every_type_round_trip_and_match_filters() -> Result<()> {
         let ids: Vec<Value> =
             inserted.iter().map(|row| Ok(serde_json::from_str(row["id"].get())?)).collect::<Result<_>>()?;
         let page = json!({ "filter": { "id": { "in": ids } }, "orderBy": ["id"], "limit": 50 });
-        let found = raw_rows(&app, "find", page).await?;
-        let got = raw_rows(&app, "get", json!({ "id": ids[0] })).await?;
+        let found = query_raw_rows(&app, "find", page).await?;
+        let got = query_raw_rows(&app, "get", json!({ "id": ids[0] })).await?;
         ensure!(found.len() == inserted.len() && got.len() == 1, "{} and {} rows", found.len(), got.len());
         for (read, written) in found.iter().zip(&inserted).chain(got.iter().zip(&inserted)) {
             for (name, value) in written {
@@ -195,7 +195,7 @@ async fn values_of_every_type_round_trip_and_match_filters() -> Result<()> {
         let (sent, expected_row) = (&rows[0], &expected[0]);
         let id: Value = serde_json::from_str(inserted[0]["id"].get())?;
         app.query_data("delete", json!({ "id": id })).await?;
-        let single = raw_rows(&app, "insert", json!({ "data": sent })).await?;
+        let single = query_raw_rows(&app, "insert", json!({ "data": sent })).await?;
         check_row(&single[0], sent, expected_row)?;
         let id: Value = serde_json::from_str(single[0]["id"].get())?;
         for name in expected_row.keys() {
@@ -265,7 +265,7 @@ async fn values_set_by_sql_match_row_to_json() -> Result<()> {
         let row: RawRow = serde_json::from_str(row.try_get(0)?)?;
         expected.insert(row["id"].get().to_owned(), row);
     }
-    let found = raw_rows(&app, "find", json!({ "orderBy": ["id"], "limit": 100 })).await?;
+    let found = query_raw_rows(&app, "find", json!({ "orderBy": ["id"], "limit": 100 })).await?;
     let delete = app.body("delete", json!({ "filter": { "id": { "isNull": false } }, "returning": true }));
     let request = app.host.owner_request(Method::POST, "/api/bridge/query").json(&delete);
     let text = request.send().await?.error_for_status()?.text().await?;

@@ -5,9 +5,9 @@ use serde_json::{Value, json};
 
 use super::bridge::TestApp;
 
-const ABSENT: &str = "0192d1f0-0000-7000-8000-000000000000";
+const ABSENT_ID: &str = "0192d1f0-0000-7000-8000-000000000000";
 
-fn list(rows: &Value) -> &[Value] {
+fn as_slice(rows: &Value) -> &[Value] {
     rows.as_array().map_or(&[], Vec::as_slice)
 }
 
@@ -24,14 +24,15 @@ async fn insert_many_returns_rows_in_request_order() -> Result<()> {
         { "title": "b" },
         { "title": "c", "size": null },
         { "title": "d", "big": "9223372036854775807", "done": true, "ratio": 0.5, "day": "2026-01-02",
-          "at": "2026-01-02T03:04:05Z", "ref": ABSENT },
+          "at": "2026-01-02T03:04:05Z", "ref": ABSENT_ID },
         { "title": "e" }
     ]);
     let (status, response) = app.query("insertMany", json!({ "rows": rows })).await?;
     assert_eq!(status, 201, "{response}");
-    let inserted: Vec<_> = list(&response["data"]).iter().map(|row| (&row["title"], &row["size"])).collect();
+    let inserted: Vec<_> =
+        as_slice(&response["data"]).iter().map(|row| (&row["title"], &row["size"])).collect();
     let expected = json!([["a", 1], ["b", 7], ["c", null], ["d", 7], ["e", 7]]);
-    let expected: Vec<_> = list(&expected).iter().map(|pair| (&pair[0], &pair[1])).collect();
+    let expected: Vec<_> = as_slice(&expected).iter().map(|pair| (&pair[0], &pair[1])).collect();
     assert_eq!(inserted, expected, "{response}");
     assert_eq!(response["data"][0]["price"], "1.50");
     assert_eq!(response["data"][3]["big"], "9223372036854775807");
@@ -39,9 +40,9 @@ async fn insert_many_returns_rows_in_request_order() -> Result<()> {
 
     let thousand: Vec<Value> = (0..1000).map(|n| json!({ "title": format!("n{n}"), "size": n })).collect();
     let inserted = app.query_data("insertMany", json!({ "rows": thousand })).await?;
-    assert_eq!(list(&inserted).len(), 1000);
+    assert_eq!(as_slice(&inserted).len(), 1000);
     assert!(
-        list(&inserted).iter().zip(0..).all(|(row, n)| row["size"] == json!(n)),
+        as_slice(&inserted).iter().zip(0..).all(|(row, n)| row["size"] == json!(n)),
         "the rows must be in request order"
     );
     Ok(())
@@ -50,8 +51,9 @@ async fn insert_many_returns_rows_in_request_order() -> Result<()> {
 #[tokio::test]
 async fn insert_many_with_a_bad_row_inserts_no_row() -> Result<()> {
     let app = TestApp::new().await?;
-    let taken = "0192d1f0-0000-7000-8000-000000000001";
-    let refused = json!([{ "title": "a", "ref": taken }, { "title": "b", "size": "x" }, { "nope": 1 }, 5]);
+    let duplicate_ref = "0192d1f0-0000-7000-8000-000000000001";
+    let refused =
+        json!([{ "title": "a", "ref": duplicate_ref }, { "title": "b", "size": "x" }, { "nope": 1 }, 5]);
     let (status, problem) = app.query("insertMany", json!({ "rows": refused })).await?;
     assert_eq!(status, 400);
     let text = problem["detail"].as_str().unwrap_or_default();
@@ -59,9 +61,10 @@ async fn insert_many_with_a_bad_row_inserts_no_row() -> Result<()> {
         assert!(text.contains(pointer), "{pointer} in {text}");
     }
     // The second request's rows have two sets of columns, so it needs a two-statement transaction.
-    for rows in
-        [json!([{ "ref": taken }, { "ref": taken }]), json!([{ "ref": taken }, { "ref": taken, "size": 1 }])]
-    {
+    for rows in [
+        json!([{ "ref": duplicate_ref }, { "ref": duplicate_ref }]),
+        json!([{ "ref": duplicate_ref }, { "ref": duplicate_ref, "size": 1 }]),
+    ] {
         let (status, problem) = app.query("insertMany", json!({ "rows": rows })).await?;
         assert_eq!((status, problem["code"].as_str()), (409, Some("conflict")), "{problem}");
         assert_eq!(app.count().await?, 0, "a row was inserted");
@@ -155,7 +158,7 @@ async fn update_changes_only_named_columns() -> Result<()> {
     assert_eq!(app.query_data("update", many).await?, json!({ "affected": 4 }));
     let none = json!({ "filter": { "title": "none" }, "data": { "done": true } });
     assert_eq!(app.query_data("update", none).await?, json!({ "affected": 0 }));
-    let absent = json!({ "id": ABSENT, "data": { "done": true } });
+    let absent = json!({ "id": ABSENT_ID, "data": { "done": true } });
     assert_eq!(app.query("update", absent).await?.0, 404);
     Ok(())
 }
@@ -180,7 +183,7 @@ async fn update_or_delete_beyond_its_limit_changes_nothing() -> Result<()> {
             fields["maxAffected"] = json!(2);
             let response = app.query_data(action, fields).await?;
             assert_eq!(response["affected"], 2, "{action} {response}");
-            assert_eq!(response.get("rows").map(|rows| list(rows).len()), returning.then_some(2));
+            assert_eq!(response.get("rows").map(|rows| as_slice(rows).len()), returning.then_some(2));
             app.query_data("delete", json!({ "filter": { "size": { "gte": 3 } } })).await?;
             for n in 3..5 {
                 app.insert(json!({ "title": "b", "size": n })).await?;

@@ -30,9 +30,9 @@ fn machine_listening_on(port: u16, roots: &std::path::Path) -> Result<(Machine, 
     machine.env.insert("SSL_CERT_FILE".into(), roots.display().to_string());
     machine.env.insert("ACME_RETRY_SECONDS".into(), "1".into());
     let name = format!("{}.{DOMAIN}", machine.id);
-    let sent = json!({"machineId": machine.id, "imageVersion": "v1", "bundleSha256": "ab".repeat(32),
+    let registration = json!({"machineId": machine.id, "imageVersion": "v1", "bundleSha256": "ab".repeat(32),
         "tlsSpkiSha256": "cd".repeat(32), "bootMs": 1});
-    let record = json!({"machineId": machine.id, "sent": sent.to_string(),
+    let record = json!({"machineId": machine.id, "sent": registration.to_string(),
         "registeredAt": "2026-11-21T11:05:00.000Z"});
     machine.write("var/lib/svc/register.json", &record.to_string())?;
     Ok((machine, name))
@@ -65,7 +65,7 @@ async fn wait_until_issued(host: &Host) -> Result<Value> {
 
 /// Returns the certificate that the gateway presents. The client verifies the pin and, with `roots`, the chain and
 /// name.
-async fn presented_certificate(
+async fn fetch_certificate(
     host: &Host,
     name: &str,
     roots: Option<&std::path::Path>,
@@ -116,7 +116,7 @@ async fn signing_request_has_machine_name_and_key() -> Result<()> {
     Ok(())
 }
 
-fn expiry(report: &Value) -> Timestamp {
+fn parse_expiry(report: &Value) -> Timestamp {
     report["expiresAt"].as_str().expect("the report has an expiry").parse().expect("the expiry is a time")
 }
 
@@ -127,10 +127,10 @@ async fn authority_issues_certificate_for_registered_key() -> Result<()> {
     let (machine, name) = machine_listening_on(port, &pebble.roots())?;
     let host = machine.start()?;
     assert!(
-        presented_certificate(&host, &name, Some(&pebble.roots())).await.is_err(),
+        fetch_certificate(&host, &name, Some(&pebble.roots())).await.is_err(),
         "the first certificate must be self-signed"
     );
-    let self_signed = presented_certificate(&host, &name, None).await?;
+    let self_signed = fetch_certificate(&host, &name, None).await?;
     let pin = read_pin(&host.machine)?;
     let delivered = tls_settings(&name, &pebble.directory_url());
     host.machine.write("var/lib/svc/tls/settings.json", &delivered.to_string())?;
@@ -141,9 +141,9 @@ async fn authority_issues_certificate_for_registered_key() -> Result<()> {
     );
     // Neither the process nor the key has changed; the client verifies that the key has this pin.
     assert_eq!(read_pin(&host.machine)?, pin);
-    let issued = presented_certificate(&host, &name, Some(&pebble.roots())).await?;
+    let issued = fetch_certificate(&host, &name, Some(&pebble.roots())).await?;
     assert_ne!(issued, self_signed);
-    let wrong_name = presented_certificate(&host, "another.example.test", Some(&pebble.roots())).await;
+    let wrong_name = fetch_certificate(&host, "another.example.test", Some(&pebble.roots())).await;
     assert!(wrong_name.unwrap_err().to_string().contains("not valid for name"), "the name must be verified");
     for file in ["chain.pem", "acme-account.json"] {
         let mode =
@@ -152,7 +152,7 @@ async fn authority_issues_certificate_for_registered_key() -> Result<()> {
     }
     // A restart needs no new certificate.
     let host = host.restart()?;
-    assert_eq!(presented_certificate(&host, &name, Some(&pebble.roots())).await?, issued);
+    assert_eq!(fetch_certificate(&host, &name, Some(&pebble.roots())).await?, issued);
     tokio::time::sleep(Duration::from_secs(3)).await;
     assert_eq!(pebble.issued_count(), 1, "{}", host.log());
     Ok(())
@@ -175,16 +175,16 @@ async fn renewal_keeps_key_and_survives_unreachable_authority() -> Result<()> {
         wait_until_reported(&host, "the renewal fails", |report| report["error"].is_string()).await?;
     assert_eq!(failed["expiresAt"], first["expiresAt"], "the presented certificate must be unchanged");
     assert!(failed["nextAttemptAt"].is_string(), "{failed}");
-    presented_certificate(&host, &name, Some(&pebble.roots())).await?;
+    fetch_certificate(&host, &name, Some(&pebble.roots())).await?;
     network.heal();
     let renewed = wait_until_reported(&host, "the certificate is renewed", |report| {
         report["error"].is_null() && report["expiresAt"] != first["expiresAt"]
     });
     let renewed = renewed.await?;
-    ensure!(expiry(&renewed) > expiry(&first), "{renewed}");
+    ensure!(parse_expiry(&renewed) > parse_expiry(&first), "{renewed}");
     // The client verifies that the key has this pin.
     assert_eq!(read_pin(&host.machine)?, pin);
-    presented_certificate(&host, &name, Some(&pebble.roots())).await?;
+    fetch_certificate(&host, &name, Some(&pebble.roots())).await?;
     Ok(())
 }
 
@@ -206,12 +206,11 @@ async fn changed_authority_setting_replaces_certificate() -> Result<()> {
     wait_until_issued(&host).await?;
     // The machine knows which authority issued its certificate even after a restart.
     let host = host.restart()?;
-    let from_first = presented_certificate(&host, &name, Some(&first.roots())).await?;
+    let from_first = fetch_certificate(&host, &name, Some(&first.roots())).await?;
     write_settings(&host.machine, &second)?;
-    let is_from_second =
-        async || Ok(presented_certificate(&host, &name, Some(&second.roots())).await.is_ok());
+    let is_from_second = async || Ok(fetch_certificate(&host, &name, Some(&second.roots())).await.is_ok());
     host.wait_until("the second authority's certificate is presented", is_from_second).await?;
-    assert_ne!(presented_certificate(&host, &name, None).await?, from_first);
+    assert_ne!(fetch_certificate(&host, &name, None).await?, from_first);
     assert_eq!((second.issued_count(), &read_report(&host.machine)["error"]), (1, &Value::Null));
     assert_eq!(first.issued_count(), 1);
     Ok(())
@@ -231,13 +230,13 @@ async fn unstorable_certificate_is_presented_and_not_ordered_again() -> Result<(
         wait_until_reported(&host, "the certificate cannot be stored", |report| report["error"].is_string())
             .await?;
     assert!(report["error"].as_str().unwrap_or_default().contains("cannot be stored"), "{report}");
-    presented_certificate(&host, &name, Some(&pebble.roots())).await?;
+    fetch_certificate(&host, &name, Some(&pebble.roots())).await?;
     tokio::time::sleep(Duration::from_secs(6)).await;
     assert_eq!(pebble.issued_count(), 1, "{}", host.log());
     std::fs::remove_dir_all(host.machine.path("var/lib/svc/tls/chain.pem"))?;
     wait_until_reported(&host, "the certificate is stored", |report| report["error"].is_null()).await?;
     let host = host.restart()?;
-    presented_certificate(&host, &name, Some(&pebble.roots())).await?;
+    fetch_certificate(&host, &name, Some(&pebble.roots())).await?;
     assert_eq!(pebble.issued_count(), 1, "{}", host.log());
     Ok(())
 }
@@ -259,14 +258,15 @@ async fn refused_order_is_reported_and_backoff_survives_restart() -> Result<()> 
     let next: Timestamp = report["nextAttemptAt"].as_str().context("no time")?.parse()?;
     let delay = next.duration_since(Timestamp::now()).as_secs();
     ensure!((500..=1300).contains(&delay), "delay of {delay} s");
-    presented_certificate(&host, &name, None).await?;
+    fetch_certificate(&host, &name, None).await?;
     // A restart continues the backoff.
-    let orders = pebble.log().matches("new-order").count() + pebble.log().matches("/order-plz").count();
+    let orders_before =
+        pebble.log().matches("new-order").count() + pebble.log().matches("/order-plz").count();
     let host = host.restart()?;
     tokio::time::sleep(Duration::from_secs(3)).await;
     assert_eq!(read_report(&host.machine)["nextAttemptAt"], report["nextAttemptAt"], "{}", host.log());
-    let after = pebble.log().matches("new-order").count() + pebble.log().matches("/order-plz").count();
-    assert_eq!(after, orders);
+    let orders_after = pebble.log().matches("new-order").count() + pebble.log().matches("/order-plz").count();
+    assert_eq!(orders_after, orders_before);
     Ok(())
 }
 
@@ -330,7 +330,7 @@ async fn lost_account_is_replaced() -> Result<()> {
     let host = host.restart()?;
     host.wait_until("the new authority issues a certificate", async || Ok(second.issued_count() == 1))
         .await?;
-    let is_presented = async || Ok(presented_certificate(&host, &name, Some(&second.roots())).await.is_ok());
+    let is_presented = async || Ok(fetch_certificate(&host, &name, Some(&second.roots())).await.is_ok());
     host.wait_until("the new authority's certificate is presented", is_presented).await?;
     Ok(())
 }
@@ -404,7 +404,7 @@ async fn certificate_file_is_reloaded_and_must_match_key() -> Result<()> {
     std::fs::write(&file, issue(&[&name], 24)?)?;
     let first = wait_until_reported(&host, "the file is used", |report| report["source"] == "file").await?;
     assert_eq!((&first["isTrusted"], &first["error"]), (&json!(true), &Value::Null));
-    let presented_first = presented_certificate(&host, &name, Some(&roots)).await?;
+    let presented_first = fetch_certificate(&host, &name, Some(&roots)).await?;
 
     for (content, reason) in [
         (ca.issue(&[&name])?.0, "a different key"),
@@ -418,7 +418,7 @@ async fn certificate_file_is_reloaded_and_must_match_key() -> Result<()> {
         });
         let refused = refused.await?;
         assert_eq!(refused["expiresAt"], first["expiresAt"]);
-        assert_eq!(presented_certificate(&host, &name, Some(&roots)).await?, presented_first, "{reason}");
+        assert_eq!(fetch_certificate(&host, &name, Some(&roots)).await?, presented_first, "{reason}");
     }
 
     std::fs::write(&file, issue(&[&name], 48)?)?;
@@ -426,6 +426,6 @@ async fn certificate_file_is_reloaded_and_must_match_key() -> Result<()> {
         report["error"].is_null() && report["expiresAt"] != first["expiresAt"]
     });
     later.await?;
-    assert_ne!(presented_certificate(&host, &name, Some(&roots)).await?, presented_first);
+    assert_ne!(fetch_certificate(&host, &name, Some(&roots)).await?, presented_first);
     Ok(())
 }

@@ -122,13 +122,13 @@ pub fn parse_events(text: &str) -> Vec<(String, Value)> {
     let field = |block: &str, name: &str| {
         block.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_default().to_owned()
     };
-    let parsed = |block| {
+    let parse_block = |block| {
         (
             field(block, "event: "),
             serde_json::from_str(&field(block, "data: ")).expect("the event's data is JSON"),
         )
     };
-    blocks.map(parsed).collect()
+    blocks.map(parse_block).collect()
 }
 
 pub async fn stream_dispatch(host: &Host, body: Value) -> Result<Vec<(String, Value)>> {
@@ -250,8 +250,8 @@ async fn dispatch_streams_its_events_and_is_recorded() -> Result<()> {
     assert_eq!(send_json(events_after(&format!("+{last}"))).await?.0, StatusCode::BAD_REQUEST);
     // After a restart, the dispatch is read from its record.
     let host = host.restart()?;
-    let (status, again) = request_dispatch(&host, body).await?;
-    assert_eq!((status.as_u16(), &again["dispatches"][0]["interaction"]), (202, &recorded));
+    let (status, repeated) = request_dispatch(&host, body).await?;
+    assert_eq!((status.as_u16(), &repeated["dispatches"][0]["interaction"]), (202, &recorded));
     let (status, refused) = request_dispatch(&host, json!({ "prompt": "another", "id": "one" })).await?;
     assert_eq!((status.as_u16(), &refused["code"]), (422, &json!("idempotency_mismatch")));
     let (_, resumed) = send_json(host.owner_request(Method::GET, "/api/dispatch/one/events")).await?;
@@ -352,8 +352,8 @@ async fn no_agent_process_outlives_its_dispatch() -> Result<()> {
     assert_eq!(usage["totalDispatches"], 5);
     // A client that resumes with an event number from the previous gateway still receives the result.
     let request = host.owner_request(Method::GET, "/api/dispatch/s3/events").header("last-event-id", "1");
-    let (_, again) = send_json(request).await?;
-    assert_eq!(event_kinds(&parse_events(again.as_str().unwrap_or_default())).last(), Some(&"result"));
+    let (_, resumed) = send_json(request).await?;
+    assert_eq!(event_kinds(&parse_events(resumed.as_str().unwrap_or_default())).last(), Some(&"result"));
     Ok(())
 }
 
@@ -372,8 +372,12 @@ async fn cost_limit_warns_then_refuses_new_dispatches() -> Result<()> {
     request_dispatch(&host, json!({ "prompt": "hold", "id": "held" })).await?;
     let request = host.owner_request(Method::POST, "/api/dispatch").json(&json!({ "prompt": "ok" }));
     let response = request.send().await?;
-    let retry: u64 = response.headers()["retry-after"].to_str()?.parse()?;
-    assert_eq!((response.status().as_u16(), (1..=10).contains(&retry)), (429, true), "{retry}");
+    let retry_after_seconds: u64 = response.headers()["retry-after"].to_str()?.parse()?;
+    assert_eq!(
+        (response.status().as_u16(), (1..=10).contains(&retry_after_seconds)),
+        (429, true),
+        "{retry_after_seconds}"
+    );
     let problem: Value = response.json().await?;
     assert_eq!(
         (&problem["code"], &problem["detail"], &problem["period"], &problem["spent"]),

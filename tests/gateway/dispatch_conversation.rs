@@ -1,4 +1,4 @@
-//! Tests conversations with agents whose environment moves the program's state to a different directory.
+//! Tests conversations with an agent whose environment variables move its state to a different directory.
 
 use anyhow::{Context, Result};
 use serde_json::json;

@@ -29,9 +29,9 @@ fn start_fake_watcher(socket: &Path) -> Result<Receiver<(String, String)>> {
                 continue;
             }
             let message: Value = serde_json::from_str(&line).unwrap_or_default();
-            let text = |name: &str| message[name].as_str().unwrap_or_default().to_owned();
+            let text_field = |name: &str| message[name].as_str().unwrap_or_default().to_owned();
             if stream.write_all(b"{\"heard\":true}\n").is_err()
-                || sender.send((text("phase"), text("dispatchId"))).is_err()
+                || sender.send((text_field("phase"), text_field("dispatchId"))).is_err()
             {
                 return;
             }
@@ -45,13 +45,14 @@ async fn restarted_gateway_reports_ended_dispatches_to_watcher() -> Result<()> {
     let (machine, _runner) =
         machine_with_runner(&json!({ "dispatch": { "defaultAgent": "coder", "concurrency": 1 } }))?;
     let messages = start_fake_watcher(&machine.path("run/svc/watch/watch.sock"))?;
-    let next = || messages.recv_timeout(Duration::from_secs(20)).context("no message from the gateway");
+    let next_message =
+        || messages.recv_timeout(Duration::from_secs(20)).context("no message from the gateway");
     let host = machine.start()?;
     request_dispatch(&host, json!({ "prompt": "hold", "id": "first" })).await?;
     request_dispatch(&host, json!({ "prompt": "ok", "id": "waits" })).await?;
-    assert_eq!(next()?, ("dispatchBegin".to_owned(), "first".to_owned()));
+    assert_eq!(next_message()?, ("dispatchBegin".to_owned(), "first".to_owned()));
     let host = host.restart()?;
-    let mut received = vec![next()?, next()?, next()?];
+    let mut received = vec![next_message()?, next_message()?, next_message()?];
     received.sort();
     let message = |phase: &str, id: &str| (phase.to_owned(), id.to_owned());
     let expected =

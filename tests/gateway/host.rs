@@ -49,7 +49,7 @@ pub fn unique_name(name: &str) -> String {
 }
 
 pub fn signer(kid: &str) -> Signer {
-    Signer::from_pkcs8(kid, &Signer::generate().expect("random bytes are available"))
+    Signer::from_pkcs8(kid, &Signer::generate_pkcs8().expect("random bytes are available"))
         .expect("the generated key is valid")
 }
 
@@ -79,8 +79,8 @@ impl Machine {
         Ok(svc::fsx::write_atomic(&self.path(relative), content.as_bytes(), 0o644)?)
     }
 
-    /// Binds a socket, to which the gateway connects, in the owner's runtime directory.
-    pub fn owner_socket(&self, name: &str) -> Result<UnixListener> {
+    /// Binds a socket in the owner's runtime directory for the gateway to connect to.
+    pub fn bind_owner_socket(&self, name: &str) -> Result<UnixListener> {
         let dir = self.path("run/svc/owner");
         std::fs::create_dir_all(&dir)?;
         Ok(UnixListener::bind(dir.join(name))?)
@@ -146,9 +146,9 @@ impl Machine {
         let mut buffer = [0_u8; 1024];
         let address = loop {
             if let Ok(size) = socket.recv(&mut buffer) {
-                let text = String::from_utf8_lossy(&buffer[..size]).into_owned();
-                let status = text.lines().find_map(|line| line.strip_prefix("STATUS=listening on "));
-                if let Some(address) = status.filter(|_| text.contains("READY=1")) {
+                let message = String::from_utf8_lossy(&buffer[..size]).into_owned();
+                let status = message.lines().find_map(|line| line.strip_prefix("STATUS=listening on "));
+                if let Some(address) = status.filter(|_| message.contains("READY=1")) {
                     break address.to_owned();
                 }
             }

@@ -80,9 +80,9 @@ async fn only_current_proof_for_machine_and_owner_is_accepted() -> Result<()> {
             host.unsigned_request(Method::GET, "/api/backups").header("x-svc-proof", proof).send().await?;
         assert_eq!(response.status(), StatusCode::UNAUTHORIZED, "{proof}");
     }
-    let twice =
+    let two_proofs =
         host.owner_request(Method::GET, "/api/backups").header("x-svc-proof", host.proof(Route::Shell));
-    assert_eq!(twice.send().await?.status(), StatusCode::UNAUTHORIZED, "two proofs");
+    assert_eq!(two_proofs.send().await?.status(), StatusCode::UNAUTHORIZED, "two proofs");
     Ok(())
 }
 
@@ -114,8 +114,8 @@ async fn invalid_token_never_falls_back_to_other_auth() -> Result<()> {
         get(&format!("authorization: Bearer {ADMIN_TOKEN}\nx-svc-proof: a.b.c\n"))?
             .starts_with("HTTP/1.1 401")
     );
-    let invalid_with_valid = host.owner_request(Method::GET, "/api/backups").bearer_auth("nonsense");
-    assert_eq!(invalid_with_valid.send().await?.status(), StatusCode::UNAUTHORIZED);
+    let invalid_token_with_proof = host.owner_request(Method::GET, "/api/backups").bearer_auth("nonsense");
+    assert_eq!(invalid_token_with_proof.send().await?.status(), StatusCode::UNAUTHORIZED);
     let only_admin_token = host.unsigned_request(Method::GET, "/api/backups").bearer_auth(ADMIN_TOKEN);
     assert_eq!(
         only_admin_token.send().await?.status(),
@@ -171,10 +171,10 @@ async fn gateway_starts_but_rejects_short_admin_token() -> Result<()> {
 #[tokio::test]
 async fn platform_can_read_only_usage_and_file_status() -> Result<()> {
     let host = Machine::new(UNREACHABLE_DATABASE)?.start()?;
-    let send = async |method: Method, path: &str, signed: &str| -> Result<StatusCode> {
+    let send = async |method: Method, path: &str, signed_path: &str| -> Result<StatusCode> {
         let mut claims = host.machine.claims(Route::Internal);
         claims.method = Some(method.to_string());
-        claims.path = Some(signed.to_owned());
+        claims.path = Some(signed_path.to_owned());
         claims.jti = Some(uuid::Uuid::new_v4().to_string());
         let proof = host.machine.signer.sign(&claims);
         Ok(host.unsigned_request(method, path).header("x-svc-proof", proof).send().await?.status())

@@ -74,8 +74,8 @@ async fn journal_lines_have_machine_and_request_fields() -> Result<()> {
         {
             entries.push(parse_entry(&buffer[..size])?);
         }
-        let listening = entries.iter().find_map(|entry: &Entry| Some(entry.get("ADDRESS")?[0].clone()));
-        if let (None, Some(address)) = (&probe, listening) {
+        let gateway_address = entries.iter().find_map(|entry: &Entry| Some(entry.get("ADDRESS")?[0].clone()));
+        if let (None, Some(address)) = (&probe, gateway_address) {
             let client = reqwest::Client::builder().tls_danger_accept_invalid_certs(true).build()?;
             let request = client.get(format!("https://{address}/readyz")).header("x-request-id", id);
             probe = Some(tokio::spawn(request.send()));

@@ -82,8 +82,9 @@ async fn absent_service_is_reported_as_page_or_problem() -> Result<()> {
     assert!(page.headers()["content-type"].to_str()?.starts_with("text/html"));
     let (status, problem) = send_json(host.owner_request(Method::GET, "/")).await?;
     assert_eq!((status, problem["code"].as_str()), (StatusCode::SERVICE_UNAVAILABLE, Some("unavailable")));
-    let code = host.unsigned_request(Method::GET, "/api/apps").header("x-svc-proof", host.proof(Route::Code));
-    let (status, problem) = send_json(code).await?;
+    let code_request =
+        host.unsigned_request(Method::GET, "/api/apps").header("x-svc-proof", host.proof(Route::Code));
+    let (status, problem) = send_json(code_request).await?;
     assert_eq!(
         status,
         StatusCode::SERVICE_UNAVAILABLE,
@@ -98,7 +99,7 @@ async fn shell_and_code_requests_are_forwarded_without_proof() -> Result<()> {
     for (name, route, path) in
         [("shell.sock", Route::Shell, "/some/page"), ("code.sock", Route::Code, "/api/apps")]
     {
-        let listener = host.machine.owner_socket(name)?;
+        let listener = host.machine.bind_owner_socket(name)?;
         let upstream = std::thread::spawn(move || -> std::io::Result<String> {
             let (mut stream, _) = listener.accept()?;
             let mut request = Vec::new();
@@ -124,7 +125,7 @@ async fn shell_and_code_requests_are_forwarded_without_proof() -> Result<()> {
 async fn websocket_is_proxied() -> Result<()> {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     let host = Machine::new(UNREACHABLE_DATABASE)?.start()?;
-    let listener = host.machine.owner_socket("code.sock")?;
+    let listener = host.machine.bind_owner_socket("code.sock")?;
     let upstream = std::thread::spawn(move || -> std::io::Result<()> {
         let (mut stream, _) = listener.accept()?;
         let (mut request, mut byte) = (Vec::new(), [0_u8; 1]);

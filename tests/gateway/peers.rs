@@ -34,8 +34,8 @@ fn host_with_two_users() -> Result<Option<Host>> {
     Ok(Some(machine.start()?))
 }
 
-/// Returns the status of a request sent over the gateway's socket by a process running as this user.
-fn request_as(uid: u32, socket: &Path, method: &str, path: &str, body: &str) -> Result<String> {
+/// Sends a request over the gateway's socket from a process that runs as this user, and returns the response's status.
+fn send_as_user(uid: u32, socket: &Path, method: &str, path: &str, body: &str) -> Result<String> {
     let mut command = Command::new("curl");
     command.args(["-sS", "--max-time", "20", "-o", "/dev/null", "-w", "%{http_code}"]);
     command.arg("--unix-socket").arg(socket).args(["-X", method, "-H", "content-type: application/json"]);
@@ -49,7 +49,7 @@ fn request_as(uid: u32, socket: &Path, method: &str, path: &str, body: &str) -> 
 async fn owner_process_cannot_raise_limits_or_start_dispatches() -> Result<()> {
     let Some(host) = host_with_two_users()? else { return Ok(()) };
     let socket = host.socket();
-    let status_as = |uid, method, path, body| request_as(uid, &socket, method, path, body);
+    let status_as = |uid, method, path, body| send_as_user(uid, &socket, method, path, body);
     for path in ["/api/usage", "/api/limits", "/api/apps", "/api/interactions", "/api/audit"] {
         assert_eq!(status_as(OWNER_UID, "GET", path, "")?, "200", "{path}");
     }

@@ -72,12 +72,12 @@ async fn inserts_are_refused_until_writers_resume() -> Result<()> {
         StatusCode::SERVICE_UNAVAILABLE,
         "a limit change must be refused, because it would be lost with this machine"
     );
-    let since = quiesce(&host, operation).await?["quiescedAt"].clone();
+    let quiesced_at = quiesce(&host, operation).await?["quiescedAt"].clone();
     // A crash changes neither the state nor its start time.
     let host = host.restart()?;
     host.wait_until_registered(&slug).await?;
     assert_eq!(host.query(&insert_body(&slug)).await?.0, StatusCode::SERVICE_UNAVAILABLE);
-    assert_eq!(quiesce(&host, operation).await?["quiescedAt"], since);
+    assert_eq!(quiesce(&host, operation).await?["quiescedAt"], quiesced_at);
     assert_eq!(
         resume(&host, OperationId::new()).await?,
         StatusCode::CONFLICT,

@@ -24,14 +24,14 @@ async fn set_limit(host: &Host, n: u32) -> Result<()> {
     Ok(())
 }
 
-fn is_logged(logs: &Path, n: u32) -> bool {
+fn is_limit_logged(logs: &Path, n: u32) -> bool {
     let text = fs::read(logs.join("activity.log")).unwrap_or_default();
     String::from_utf8_lossy(&text).contains(&format!("the daily cost limit is ${n}.00;"))
 }
 
 async fn wait_until_limit_logged(host: &Host, n: u32) -> Result<()> {
     let logs = host.machine.path(LOGS);
-    host.wait_until(&format!("limit {n} is logged"), async || Ok(is_logged(&logs, n))).await
+    host.wait_until(&format!("limit {n} is logged"), async || Ok(is_limit_logged(&logs, n))).await
 }
 
 async fn wait_for_stuck_metric(host: &Host, expected: f64) -> Result<()> {
@@ -113,8 +113,8 @@ async fn records_continue_after_rename_delete_or_truncate() -> Result<()> {
     assert_serves(&host).await
 }
 
-/// The gateway never follows a symbolic link. On a machine, it does not run as root, so it cannot write to a directory
-/// without permission.
+/// The gateway never follows a symbolic link. In production it does not run as root, so it cannot write to a directory
+/// without write permission.
 #[tokio::test]
 async fn unwritable_log_file_is_reported_and_retried() -> Result<()> {
     let machine = Machine::new(UNREACHABLE_DATABASE)?;

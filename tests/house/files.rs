@@ -38,8 +38,8 @@ pub fn root() -> PathBuf {
         .to_owned()
 }
 
-/// Returns all text files in the project.
-pub fn files() -> Vec<ProjectFile> {
+/// Reads all text files in the project.
+pub fn load_files() -> Vec<ProjectFile> {
     let mut files = Vec::new();
     walk(&root(), "", &mut files);
     assert!(files.iter().any(|file| file.path == "src/main.rs"), "no source files found");

@@ -60,11 +60,11 @@ async fn count_audit_rows(client: &Client, action: &str) -> (i64, i64) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn accepted_request_is_audited_if_the_database_then_fails() {
+async fn request_is_audited_if_the_database_then_fails() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let host = start_host(&stack, &process).await;
-    host.behavior.lock().unwrap().delay = Duration::from_secs(2);
+    host.behavior.lock().unwrap().response_delay = Duration::from_secs(2);
     let client = stack.database.connect().await.unwrap();
     let break_database = async {
         let is_called = || async { (host.call_count("POST", "/_svc/internal/backup") == 1).then_some(()) };
@@ -84,15 +84,15 @@ async fn request_is_audited_if_the_operator_disconnects() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let host = start_host(&stack, &process).await;
-    host.behavior.lock().unwrap().delay = Duration::from_secs(4);
+    host.behavior.lock().unwrap().response_delay = Duration::from_secs(4);
     let path = format!("/vps/{}/backup", host.guest.machine);
     let request = stack.request(&process, Method::POST, &path).bearer_auth(SECRET).json(&json!({}));
-    let sent = tokio::spawn(request.send());
+    let request_task = tokio::spawn(request.send());
     let is_called = || async { (host.call_count("POST", "/_svc/internal/backup") > 0).then_some(()) };
     stack.eventually("the host receives the request", is_called).await;
-    sent.abort();
-    let disconnected = sent.await;
-    assert!(disconnected.is_err_and(|error| error.is_cancelled()), "the response came before the disconnect");
+    request_task.abort();
+    let result = request_task.await;
+    assert!(result.is_err_and(|error| error.is_cancelled()), "the response came before the disconnect");
     let client = stack.database.connect().await.unwrap();
     let is_audited = || async { (count_audit_rows(&client, "backup").await == (1, 1)).then_some(()) };
     stack.eventually("the accepted request is audited", is_audited).await;
@@ -278,7 +278,7 @@ async fn snapshot_with_future_time_is_ignored() {
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
     let client = stack.database.connect().await.unwrap();
-    let stored_time = || async {
+    let load_stored_time = || async {
         let row = client.query_one("SELECT backup_taken_at FROM user_machines", &[]).await.unwrap();
         row.get::<_, Option<jiff::Timestamp>>(0).map(svc::clock::rfc3339_ms)
     };
@@ -289,25 +289,25 @@ async fn snapshot_with_future_time_is_ignored() {
     };
     let (future, past) = ("2099-01-02T03:04:05.678Z", "2026-01-02T03:04:05.678Z");
     assert_eq!(stack.send_heartbeat(&process, &guest, &beat(future)).await.status, 200);
-    assert_eq!(stored_time().await, None);
+    assert_eq!(load_stored_time().await, None);
     let record = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;
     assert_eq!(record["lastBackup"]["takenAt"], future, "the ignored snapshot must still be shown");
     assert!(stack.log().contains("ignored the time of the reported snapshot, which is in the future"));
     stack.send_heartbeat(&process, &guest, &beat(past)).await;
-    assert_eq!(stored_time().await.as_deref(), Some(past));
+    assert_eq!(load_stored_time().await.as_deref(), Some(past));
     stack.send_heartbeat(&process, &guest, &beat(future)).await;
-    assert_eq!(stored_time().await.as_deref(), Some(past));
+    assert_eq!(load_stored_time().await.as_deref(), Some(past));
     // A small difference is accepted as clock skew.
     let soon = svc::clock::rfc3339_ms(jiff::Timestamp::now() + jiff::SignedDuration::from_mins(2));
     stack.send_heartbeat(&process, &guest, &beat(&soon)).await;
-    assert_eq!(stored_time().await, Some(soon));
+    assert_eq!(load_stored_time().await, Some(soon));
     // A future time that an earlier release stored is replaced.
     client
         .execute("UPDATE user_machines SET backup_taken_at = now() + interval '9 years'", &[])
         .await
         .unwrap();
     stack.send_heartbeat(&process, &guest, &beat(past)).await;
-    assert_eq!(stored_time().await.as_deref(), Some(past));
+    assert_eq!(load_stored_time().await.as_deref(), Some(past));
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -26,13 +26,13 @@ async fn processes_share_provider_rate_limit_without_429() {
             stack.wait_until_ended(&processes[0], accepted["operationId"].as_str().unwrap()).await;
         assert_eq!(operation["state"], "succeeded", "{operation}\n{}", stack.log());
     }
-    let deleted = provisioned.iter().enumerate().map(|(n, accepted)| {
+    let deletions = provisioned.iter().enumerate().map(|(n, accepted)| {
         let path = format!("/vps/{}?acceptLoss=true", accepted["machineId"].as_str().unwrap());
         let process = &processes[n % 3];
         let stack = &stack;
         async move { stack.delete(process, &path).await }
     });
-    for deleted in join_all(deleted).await {
+    for deleted in join_all(deletions).await {
         stack.wait_until_ended(&processes[0], deleted.body["operationId"].as_str().unwrap()).await;
     }
     let calls = stack.provider.calls();
@@ -68,8 +68,8 @@ async fn rate_limit_hit_by_one_process_applies_to_all() {
     // A process that starts now has no calls reserved from before the refusal.
     let second = stack.start_platform_with(&quiet);
     stack.provision(&second, "user_3").await;
-    let provisioned = std::time::Instant::now();
-    while provisioned.elapsed() < std::time::Duration::from_millis(1500) {
+    let provisioned_at = std::time::Instant::now();
+    while provisioned_at.elapsed() < std::time::Duration::from_millis(1500) {
         let calls = stack.provider.calls().split_off(before);
         assert!(calls.is_empty(), "calls while the budget is exhausted: {calls:?}");
         tokio::time::sleep(std::time::Duration::from_millis(50)).await;

@@ -68,7 +68,7 @@ async fn host_domain_in_the_same_site_as_app_host_logs_a_warning() {
     let hosts = [("APP_HOST", "app.example.com"), ("CODE_HOST", "code.example.org:8443")];
     let sign_in = ("IDP_SIGN_IN_URL", "https://Login.Example.com/sign-in");
     let env_with_domain = |domain: &'static str| [hosts[0], hosts[1], sign_in, ("HOST_DOMAIN", domain)];
-    let findings = async |domain: &'static str| {
+    let find_same_site_problems = async |domain: &'static str| {
         let mut command = tokio::process::Command::new(env!("CARGO_BIN_EXE_svc"));
         command.args(["svcctl", "doctor", "platform", "--json"]).env_clear();
         command.envs(stack.settings()).envs(env_with_domain(domain)).kill_on_drop(true);
@@ -79,11 +79,11 @@ async fn host_domain_in_the_same_site_as_app_host_logs_a_warning() {
             findings.filter(|finding| finding["what"].as_str().unwrap().contains("the same site"));
         same_site.cloned().collect::<Vec<_>>()
     };
-    assert_eq!(findings("hosts.example.net").await, [] as [Value; 0]);
+    assert_eq!(find_same_site_problems("hosts.example.net").await, [] as [Value; 0]);
     drop(stack.start_platform_with(&env_with_domain("hosts.example.net")));
     assert!(!stack.log().contains("the same site"), "{}", stack.log());
 
-    let warnings = findings("hosts.example.com").await;
+    let warnings = find_same_site_problems("hosts.example.com").await;
     assert_eq!(
         (warnings.len(), &warnings[0]["check"], &warnings[0]["level"]),
         (1, &json!("configuration"), &json!("warning"))
@@ -125,15 +125,15 @@ async fn service_and_probe_read_settings_from_the_named_file() {
         probe.output().unwrap()
     };
     // The service is ready once its routes are loaded.
-    let mut ready = run_probe();
+    let mut probe_output = run_probe();
     for _ in 0..100 {
-        if ready.status.success() {
+        if probe_output.status.success() {
             break;
         }
         tokio::time::sleep(std::time::Duration::from_millis(100)).await;
-        ready = run_probe();
+        probe_output = run_probe();
     }
-    assert!(ready.status.success(), "{}", String::from_utf8_lossy(&ready.stderr));
+    assert!(probe_output.status.success(), "{}", String::from_utf8_lossy(&probe_output.stderr));
     drop(process);
     assert_eq!(run_probe().status.code(), Some(69));
 }

@@ -182,7 +182,7 @@ async fn quotes_share_provider_data_but_provision_reads_it_again() {
     stack.subscribe(&process, "user_1").await;
     let mut body = provision_body("user_1");
     (body["location"], body["fallbackLocations"]) = (json!("nbg1"), json!(["hel1"]));
-    let calls = || {
+    let count_calls = || {
         let count = |path: &str| stack.provider.call_count("GET", path);
         (count("/pricing"), count("/servers?page=1&per_page=1"), count("/locations"))
     };
@@ -192,18 +192,18 @@ async fn quotes_share_provider_data_but_provision_reads_it_again() {
             assert_eq!((quote.status, &quote.body["monthlyCost"]), (200, &json!(COST)), "{quote:?}");
         }
     }
-    assert_eq!(calls(), (1, 1, 2));
+    assert_eq!(count_calls(), (1, 1, 2));
 
     // The confirmed price is compared with the current one, which the next quote shows.
     stack.provider.set_price_percent(110);
     body["confirmedMonthlyCost"] = json!(COST);
     stack.post(&process, PROVISION, &body).await.assert_problem(409, "price_changed");
-    assert_eq!(calls(), (2, 1, 4));
+    assert_eq!(count_calls(), (2, 1, 4));
     assert_eq!(stack.post(&process, QUOTE, &body).await.body["monthlyCost"], "11.0432 EUR");
     body["confirmedMonthlyCost"] = json!("11.0432 EUR");
     assert_eq!(stack.post(&process, PROVISION, &body).await.status, 202);
-    assert_eq!(calls().0, 3);
-    assert_eq!(calls().1, 2, "provisioning must count the servers again");
+    assert_eq!(count_calls().0, 3);
+    assert_eq!(count_calls().1, 2, "provisioning must count the servers again");
 }
 
 #[tokio::test(flavor = "multi_thread")]

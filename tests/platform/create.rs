@@ -51,7 +51,7 @@ async fn unstartable_server_ends_the_recovery() {
     let process = stack.start_platform();
     let old = stack.start_machine(&process, "user_1").await;
     stack.store_snapshot("user_1");
-    // The first of these calls requests the old server's shutdown.
+    // The first call that the rule matches requests the old server's shutdown.
     stack
         .provider
         .add_fault(FaultRule { skip: 1, ..FaultRule::once("POST", "/servers", Fault::ActionError) });
@@ -84,7 +84,7 @@ async fn refused_create_fails_the_machine_and_keeps_the_snapshot() {
     stack.store_snapshot("user_1");
     let provider_code = "unsupported_error";
     let refusal = Fault::Status { status: 422, code: provider_code.into(), reset_in_seconds: None };
-    // The first of these calls requests the old server's shutdown.
+    // The first call that the rule matches requests the old server's shutdown.
     stack.provider.add_fault(FaultRule { skip: 1, ..FaultRule::once("POST", "/servers", refusal) });
     let body = json!({"idpUserId": "user_1", "acceptLoss": true});
     let first = stack.post(&process, "/vps/recover", &body).await.body;

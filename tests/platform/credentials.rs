@@ -75,7 +75,7 @@ async fn assert_confined(stack: &Stack, bucket: &Bucket, own_slot: &str, foreign
     assert_eq!(store.get(&key).await.unwrap().bytes().await.unwrap(), "own");
     let listed: Vec<_> = store.list(Some(&Path::from(own_slot))).try_collect().await.unwrap();
     assert!(listed.iter().any(|meta| meta.location == key));
-    let before = all_objects(stack);
+    let before = list_objects(stack);
     let assert_denied = |result: Result<(), object_store::Error>, action: &str| {
         let error = result.expect_err(action);
         // `object_store` does not map a denied list request to `PermissionDenied`.
@@ -96,13 +96,13 @@ async fn assert_confined(stack: &Stack, bucket: &Bucket, own_slot: &str, foreign
         assert_denied(store.list(Some(&Path::from(*prefix))).try_collect::<Vec<_>>().await.map(drop), "list");
     }
     assert_denied(store.list(None).try_collect::<Vec<_>>().await.map(drop), "list all");
-    assert_eq!(all_objects(stack), before, "an object was written or removed");
+    assert_eq!(list_objects(stack), before, "an object was written or removed");
     for request in stack.store.requests().iter().filter(|request| request.method == "DELETE") {
         assert_eq!(request.status, Some(403), "{request:?}");
     }
 }
 
-fn all_objects(stack: &Stack) -> Vec<(String, String)> {
+fn list_objects(stack: &Stack) -> Vec<(String, String)> {
     stack.store.objects(BUCKET, "").into_iter().map(|object| (object.key, object.etag)).collect()
 }
 
@@ -298,7 +298,7 @@ async fn user_with_special_characters_is_confined() {
     assert!(
         bucket.head(&key).await.unwrap().is_some(),
         "the platform's fence is missing: {:?}",
-        all_objects(&stack)
+        list_objects(&stack)
     );
     bucket.put(&Path::parse(format!("{prefix}/x")).unwrap(), "own").await.unwrap();
     let slot = SlotPrefix::new(&user.parse().unwrap(), &Slot::primary());

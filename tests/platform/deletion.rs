@@ -57,15 +57,15 @@ async fn deletion_shows_newest_stored_or_reported_snapshot() {
     stack.send_heartbeat(&process, &guest, &beat).await;
     // This snapshot is later than the one in the last heartbeat.
     stack.store_snapshot_by("user_1", &guest.machine, taken_at);
-    let newest = async || {
+    let delete_and_get_newest = async || {
         let deleted = stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
         assert_eq!(deleted.status, 202, "{deleted:?}");
         ["newestSnapshotAt", "newestSnapshotSource", "snapshotProblem"].map(|name| deleted.body[name].clone())
     };
-    assert_eq!(newest().await, [json!(taken_at), json!("store"), json!(null)]);
+    assert_eq!(delete_and_get_newest().await, [json!(taken_at), json!("store"), json!(null)]);
     stack.store.add_fault(Rule::new(Fault::Delay(std::time::Duration::from_secs(60))).key("latest").always());
     let problem = "the object store is not responding";
-    assert_eq!(newest().await, [json!(reported), json!("reported"), json!(problem)]);
+    assert_eq!(delete_and_get_newest().await, [json!(reported), json!("reported"), json!(problem)]);
 }
 
 #[tokio::test(flavor = "multi_thread")]

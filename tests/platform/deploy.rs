@@ -36,7 +36,7 @@ fn publish(stack: &Stack, version: &str, expires_at: &str) {
         trusted_keys: None,
         removes: Vec::new(),
     };
-    let manifest = manifest.text().unwrap();
+    let manifest = manifest.render().unwrap();
     let put = |suffix: &str, content: &str| {
         let key = format!("system-bundles/{version}/svc-host-bundle.tar.gz{suffix}");
         stack.store.write(BUCKET, &key, content.to_owned());
@@ -234,7 +234,7 @@ async fn applying_host_counts_as_silent_only_after_its_deadline() {
         assert!(started.elapsed().as_secs() < 60, "the platform never gave up on the host");
         report_and_fetch().await;
     }
-    // The total deadline is six times the progress timeout.
+    // The limit for a host that reports progress is six times `ROLLOUT_SILENCE_SECONDS`.
     assert!(started.elapsed().as_secs() >= 18, "after {:?}", started.elapsed());
 }
 

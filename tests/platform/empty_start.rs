@@ -22,7 +22,7 @@ async fn assert_refused(stack: &Stack, process: &Process, parts: &[&str]) {
     }
 }
 
-/// Loads, from the audit log, the state of the machine that the last accepted provision created.
+/// Loads, from the audit log, the state of the machine that the last accepted provision request created.
 async fn load_provision_audit(stack: &Stack) -> Value {
     let client = stack.database.connect().await.unwrap();
     let sql = "SELECT after FROM operator_audit WHERE action = 'provision' ORDER BY at DESC LIMIT 1";
@@ -89,7 +89,7 @@ async fn slot_whose_loss_was_accepted_starts_empty() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn slot_is_not_provisioned_during_a_deletion_backup() {
+async fn slot_is_not_provisioned_during_final_backup() {
     let stack = Stack::start().await;
     let process =
         stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "3"), ("DELETE_GRACE_SECONDS", "60")]);

@@ -20,24 +20,24 @@ use super::stack::{Guest, Process, Stack, heartbeat, registration};
 const BACKUP: &str = "/_svc/internal/backup";
 
 pub struct FakeHostBehavior {
-    /// Whether its release supports quiescing.
+    /// Whether the host's release supports quiescing.
     pub can_quiesce: bool,
-    /// Whether its writers stop when requested.
+    /// Whether the host's writers stop when requested.
     pub stops_writers: bool,
-    /// Whether its release reports the state of its backups.
+    /// Whether the host's release reports the state of its backups.
     pub reports_backups: bool,
     /// The reported number of running dispatches.
-    pub dispatches: u64,
-    /// The number that each request to quiesce adds to `dispatches`.
+    pub running_dispatches: u64,
+    /// The number that each request to quiesce adds to `running_dispatches`.
     pub added_dispatches: u64,
-    /// The reported state of its backups.
+    /// The reported state of the host's backups.
     pub backup_status: Value,
     /// The response to a usage request.
-    pub usage: (StatusCode, String),
+    pub usage_response: (StatusCode, String),
     /// How long the host takes to respond.
-    pub delay: Duration,
+    pub response_delay: Duration,
     /// The response to each request about files.
-    pub files: (StatusCode, String),
+    pub files_response: (StatusCode, String),
 }
 
 pub struct FakeHost {
@@ -97,18 +97,17 @@ fn respond(behavior: &mut FakeHostBehavior, now: &str, method: &str, path: &str)
     match (method, path) {
         ("POST", "/_svc/internal/quiesce") if !behavior.can_quiesce => StatusCode::NOT_FOUND.into_response(),
         ("POST", "/_svc/internal/quiesce") => {
-            behavior.dispatches += behavior.added_dispatches;
+            behavior.running_dispatches += behavior.added_dispatches;
             let quiesced_at = behavior.stops_writers.then_some(now);
-            axum::Json(
-                json!({"operationId": null, "quiescedAt": quiesced_at, "runningDispatches": behavior.dispatches}),
-            )
+            axum::Json(json!({"operationId": null, "quiescedAt": quiesced_at,
+                    "runningDispatches": behavior.running_dispatches}))
             .into_response()
         }
         ("POST", BACKUP) => (StatusCode::ACCEPTED, axum::Json(json!({"requestedAt": now}))).into_response(),
         ("GET", BACKUP) if !behavior.reports_backups => StatusCode::NOT_FOUND.into_response(),
         ("GET", BACKUP) => axum::Json(behavior.backup_status.clone()).into_response(),
-        ("GET", "/api/usage") => behavior.usage.clone().into_response(),
-        (_, path) if path.starts_with("/api/files/") => behavior.files.clone().into_response(),
+        ("GET", "/api/usage") => behavior.usage_response.clone().into_response(),
+        (_, path) if path.starts_with("/api/files/") => behavior.files_response.clone().into_response(),
         _ => (StatusCode::ACCEPTED, axum::Json(json!({}))).into_response(),
     }
 }
@@ -135,12 +134,12 @@ pub async fn start_host_for(stack: &Stack, process: &Process, user: &str) -> Fak
         can_quiesce: true,
         stops_writers: true,
         reports_backups: true,
-        dispatches: 0,
+        running_dispatches: 0,
         added_dispatches: 0,
         backup_status: json!({"running": true}),
-        usage: (StatusCode::FORBIDDEN, String::new()),
-        delay: Duration::ZERO,
-        files: (StatusCode::NOT_FOUND, String::new()),
+        usage_response: (StatusCode::FORBIDDEN, String::new()),
+        response_delay: Duration::ZERO,
+        files_response: (StatusCode::NOT_FOUND, String::new()),
     };
     let behavior = Arc::new(Mutex::new(behavior));
     let (accepted_keys, current_behavior) = (keys.clone(), behavior.clone());
@@ -158,7 +157,7 @@ pub async fn start_host_for(stack: &Stack, process: &Process, user: &str) -> Fak
         // The time is read before the call is counted, so a snapshot that a test stores after seeing the call is later.
         let now = svc::clock::rfc3339_ms(jiff::Timestamp::now());
         received_proofs.lock().unwrap().push(claims);
-        let delay = current_behavior.lock().unwrap().delay;
+        let delay = current_behavior.lock().unwrap().response_delay;
         tokio::time::sleep(delay).await;
         let mut behavior = current_behavior.lock().unwrap();
         respond(&mut behavior, &now, request.method().as_str(), request.uri().path())

@@ -12,7 +12,7 @@ use super::stack::{Process, Stack, heartbeat_of};
 const SETTINGS: [(&str, &str); 2] =
     [("LAST_BACKUP_STALL_SECONDS", "120"), ("PREDECESSOR_KEEP_SECONDS", "600")];
 
-async fn start() -> (Stack, Process, FakeHost) {
+async fn start_with_repository() -> (Stack, Process, FakeHost) {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&SETTINGS);
     let old = start_host(&stack, &process).await;
@@ -68,7 +68,7 @@ async fn next_machine_expects_files_that_were_reported_as_saved() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn unreadable_files_count_as_unsaved() {
-    let (stack, process, old) = start().await;
+    let (stack, process, old) = start_with_repository().await;
     let recovery = recover(&stack, &process).await;
     old.wait_for_backup_request(&stack).await;
     let later = rfc3339_ms(jiff::Timestamp::now() + jiff::SignedDuration::from_mins(1));
@@ -81,7 +81,7 @@ async fn unreadable_files_count_as_unsaved() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn server_is_kept_if_its_file_backup_is_damaged() {
-    let (stack, process, old) = start().await;
+    let (stack, process, old) = start_with_repository().await;
     let mut beat = heartbeat_of(&old.guest);
     beat["attention"] = json!([{"code": "files_damaged", "detail": "the file backup is damaged: 1 pack"}]);
     assert_eq!(stack.send_heartbeat(&process, &old.guest, &beat).await.status, 200);
@@ -103,11 +103,11 @@ async fn server_is_kept_if_its_file_backup_is_damaged() {
 /// A later machine could not restore the files, so the server, whose disk has the key, must not be deleted.
 #[tokio::test(flavor = "multi_thread")]
 async fn server_is_kept_if_the_platform_cannot_open_its_file_backup() {
-    let (stack, process, old) = start().await;
+    let (stack, process, old) = start_with_repository().await;
     let config = format!("{}/config", SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary()).files());
     // The platform's key cannot decrypt this content.
-    let other = [0_u8; 64].to_vec();
-    open_bucket(&stack).put(&config.into(), other).await.unwrap();
+    let undecryptable = [0_u8; 64].to_vec();
+    open_bucket(&stack).put(&config.into(), undecryptable).await.unwrap();
     let recovery = recover(&stack, &process).await;
     old.wait_for_backup_request(&stack).await;
     let later = rfc3339_ms(jiff::Timestamp::now() + jiff::SignedDuration::from_mins(1));
@@ -120,7 +120,7 @@ async fn server_is_kept_if_the_platform_cannot_open_its_file_backup() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn server_is_kept_if_its_successor_cannot_restore_files() {
-    let (stack, process, old) = start().await;
+    let (stack, process, old) = start_with_repository().await;
     let recovery = recover(&stack, &process).await;
     old.wait_for_backup_request(&stack).await;
     let later = rfc3339_ms(jiff::Timestamp::now() + jiff::SignedDuration::from_mins(1));
@@ -161,7 +161,7 @@ async fn server_is_kept_if_its_successor_cannot_restore_files() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn servers_of_all_earlier_machines_are_kept() {
-    let (stack, process, old) = start().await;
+    let (stack, process, old) = start_with_repository().await;
     let first = recover(&stack, &process).await;
     old.wait_for_backup_request(&stack).await;
     let later = rfc3339_ms(jiff::Timestamp::now() + jiff::SignedDuration::from_mins(1));
@@ -186,7 +186,7 @@ async fn servers_of_all_earlier_machines_are_kept() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn operation_reports_waiting_for_files_until_skipped() {
-    let (stack, process, old) = start().await;
+    let (stack, process, old) = start_with_repository().await;
     let recovery = recover(&stack, &process).await;
     old.wait_for_backup_request(&stack).await;
     let files = json!({"savedUntil": "2026-01-01T00:00:00.000Z", "error": "the disk is full"});

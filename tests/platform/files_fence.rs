@@ -19,14 +19,14 @@ async fn raised_fence_of_file_backups_is_restored() {
     let (bucket, slot) = (open_bucket(&stack), SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary()));
     files_pointer::set_fence(&bucket, &slot, Epoch(900), MachineId::new()).await.unwrap();
     let read_fence = async || files_pointer::read(&bucket, &slot).await.unwrap().unwrap().value.fence_epoch;
-    let send = async |error: Value| {
+    let report_error = async |error: Value| {
         let mut beat = heartbeat_of(&guest);
         beat["files"] = json!({"files": 1, "bytes": 1, "error": error});
         assert_eq!(stack.send_heartbeat(&process, &guest, &beat).await.status, 200);
     };
-    send(json!("the disk is full")).await;
+    report_error(json!("the disk is full")).await;
     assert_eq!(read_fence().await, Epoch(900));
-    send(json!(
+    report_error(json!(
         "the slot is fenced at epoch 900; this machine, with epoch 1, may no longer move the pointer"
     ))
     .await;

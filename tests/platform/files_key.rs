@@ -58,8 +58,8 @@ async fn slot_has_one_key_for_all_its_machines() {
     assert_eq!(key.len(), 43, "{key}");
     assert_eq!(extract_key(&request_key(&stack, &process, &old, json!({})).await), key);
     assert_ne!(extract_key(&request_key(&stack, &process, &other_guest, json!({})).await), key);
-    let stolen = Guest { upgrade_token: other_guest.upgrade_token.clone(), ..old.clone() };
-    request_key(&stack, &process, &stolen, json!({})).await.assert_problem(403, "forbidden");
+    let impostor = Guest { upgrade_token: other_guest.upgrade_token.clone(), ..old.clone() };
+    request_key(&stack, &process, &impostor, json!({})).await.assert_problem(403, "forbidden");
     let offered = "A".repeat(43);
     assert_eq!(
         extract_key(&request_key(&stack, &process, &old, json!({"key": offered})).await),
@@ -98,7 +98,7 @@ async fn slot_has_one_key_for_all_its_machines() {
     assert_eq!(read_fence().await, (2, new.machine.clone()));
 }
 
-/// After the restore of a database that is older than the key, the host's key is the only copy.
+/// After the platform's database has been restored from a copy older than the key, only the host has the key.
 #[tokio::test(flavor = "multi_thread")]
 async fn key_lost_with_the_database_is_restored_from_the_host() {
     let stack = Stack::start().await;

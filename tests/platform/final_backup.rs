@@ -13,7 +13,7 @@ use super::stack::{BUCKET, Process, Stack, heartbeat};
 
 const QUIESCE: &str = "/_svc/internal/quiesce";
 const BACKUP: &str = "/_svc/internal/backup";
-/// The log line for an accepted loss, if the slot has a snapshot.
+/// The detail that the step `last_backup` logs for an accepted loss, if the slot has a snapshot.
 const LOSS_ACCEPTED: &str = "no final backup; the operator accepted the loss of data written since the newest \
                              copy, which is the snapshot taken at 2026-01-02T03:04:05.678Z";
 
@@ -76,7 +76,7 @@ async fn list_audit(stack: &Stack, action: &str) -> Vec<Value> {
     client.query(sql, &[&action]).await.unwrap().iter().map(|row| row.get(0)).collect()
 }
 
-fn now_text() -> String {
+fn format_now() -> String {
     rfc3339_ms(jiff::Timestamp::now())
 }
 
@@ -102,7 +102,7 @@ async fn writers_stop_and_only_a_later_snapshot_of_the_host_counts() {
     moved["seq"] = json!(8);
     stack.write_pointer("user_1", &moved);
     assert_no_final_backup(&stack, &process, &old, &recovery).await;
-    let (other, early, now) = (uuid::Uuid::now_v7().to_string(), "2026-01-02T03:04:06.678Z", now_text());
+    let (other, early, now) = (uuid::Uuid::now_v7().to_string(), "2026-01-02T03:04:06.678Z", format_now());
     for (machine, taken_at) in [(&old.guest.machine, early), (&other, now.as_str())] {
         let key = stack.store_snapshot_by("user_1", machine, taken_at);
         old.report_backup(&key, taken_at);
@@ -269,7 +269,7 @@ async fn held_back_snapshot_waits_and_counts_after_acceptance() {
         failed_backup_report(&json!({"held": {"latest": "k", "loss": loss}}));
     let recovery = recover(&stack, &process, json!({})).await;
     let waiting = wait_for_question(&stack, &process, &recovery).await;
-    let taken_at = now_text();
+    let taken_at = format_now();
     assert_eq!(waiting["question"]["code"], "last_backup_held_back", "{waiting}");
     let detail = waiting["question"]["detail"].as_str().unwrap();
     let accept = format!("svcctl backup accept {}", old.guest.machine);
@@ -337,7 +337,7 @@ async fn older_host_is_backed_up_without_quiescing() {
     }
     let recovery = recover(&stack, &process, json!({})).await;
     wait_for_call(&stack, &old, "POST", BACKUP).await;
-    stack.store_snapshot_by("user_1", &old.guest.machine, &now_text());
+    stack.store_snapshot_by("user_1", &old.guest.machine, &format_now());
     wait_for_backup_detail(&stack, &process, &recovery).await;
 }
 
@@ -374,7 +374,7 @@ async fn growing_dispatch_count_does_not_delay_the_operation() {
     let recovery = recover(&stack, &process, json!({})).await;
     let waiting = wait_for_question(&stack, &process, &recovery).await;
     assert!(waiting["question"]["detail"].as_str().unwrap().contains("did not stop in time"), "{waiting}");
-    assert!(old.behavior.lock().unwrap().dispatches > 1);
+    assert!(old.behavior.lock().unwrap().running_dispatches > 1);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -446,12 +446,12 @@ async fn forged_snapshot_does_not_count_as_final_backup() {
     let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "120")]);
     let old = start_host(&stack, &process).await;
     stack.store_snapshot("user_1");
-    let earlier = now_text();
+    let earlier = format_now();
     old.report_backup("system/db/snapshots/2026-01-02T03-04-05.678Z-1.dump", &earlier);
     let recovery = recover(&stack, &process, json!({})).await;
     wait_for_call(&stack, &old, "POST", BACKUP).await;
     // This snapshot is consistent, but the machine itself reports an earlier snapshot, and then another recent one.
-    stack.store_snapshot_by("user_1", &old.guest.machine, &now_text());
+    stack.store_snapshot_by("user_1", &old.guest.machine, &format_now());
     assert_no_final_backup(&stack, &process, &old, &recovery).await;
     let later = rfc3339_ms(jiff::Timestamp::now() + jiff::SignedDuration::from_mins(1));
     old.report_backup(&format!("system/db/snapshots/{}-1.dump", later.replace(':', "-")), &later);
@@ -467,7 +467,7 @@ async fn forged_snapshot_does_not_count_as_final_backup() {
         // Until the new snapshot has been damaged, the host reports a different one, so the new one does not count.
         old.behavior.lock().unwrap().reports_backups = true;
         assert_no_final_backup(&stack, &process, &old, &recovery).await;
-        let key = stack.store_snapshot_by("user_1", &old.guest.machine, &now_text());
+        let key = stack.store_snapshot_by("user_1", &old.guest.machine, &format_now());
         let object = format!("user_1/primary/{key}");
         match broken {
             ".dump" => stack.store.write(BUCKET, &object, "a dump of another size"),

@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use super::stack::{Guest, Stack, heartbeat_of};
 
-fn reasons(fleet: &Value, machine: &str) -> Value {
+fn find_reasons(fleet: &Value, machine: &str) -> Value {
     let row = fleet["attention"].as_array().unwrap().iter().find(|row| row["machineId"] == machine);
     row.map_or(Value::Null, |row| row["reasons"].clone())
 }
@@ -66,11 +66,11 @@ async fn fleet_counts_machines_and_lists_problems() {
     let age = overview["backups"]["maxAgeSeconds"].as_u64().unwrap();
     assert!((100..=101 + started.elapsed().as_secs()).contains(&age), "{overview}");
     assert_eq!(overview["backups"]["never"], 2, "{overview}");
-    assert_eq!(reasons(&overview, &healthy.machine), Value::Null, "{overview}");
-    assert_eq!(reasons(&overview, &unhealthy.machine), json!(["database_failing", "backup_failing"]));
-    assert_eq!(reasons(&overview, &silent.machine), json!(["heartbeat_silent", "backup_overdue"]));
-    assert_eq!(reasons(&overview, &failed.machine), json!(["failed:operator"]));
-    assert_eq!(reasons(&overview, booting), json!(["boot_slow"]));
+    assert_eq!(find_reasons(&overview, &healthy.machine), Value::Null, "{overview}");
+    assert_eq!(find_reasons(&overview, &unhealthy.machine), json!(["database_failing", "backup_failing"]));
+    assert_eq!(find_reasons(&overview, &silent.machine), json!(["heartbeat_silent", "backup_overdue"]));
+    assert_eq!(find_reasons(&overview, &failed.machine), json!(["failed:operator"]));
+    assert_eq!(find_reasons(&overview, booting), json!(["boot_slow"]));
     assert_eq!(overview["attentionTotal"], 4);
     assert!(overview["asOf"].as_str().unwrap().ends_with('Z'));
 
@@ -93,7 +93,7 @@ async fn failing_code_server_is_shown_and_counts_as_unhealthy() {
         beat["health"]["code"] = code.clone();
         assert_eq!(stack.send_heartbeat(&process, &guest, &beat).await.status, 200);
         let fleet = stack.get(&process, "/vps/fleet").await.body;
-        assert_eq!(reasons(&fleet, &guest.machine), expected_reasons, "{code}");
+        assert_eq!(find_reasons(&fleet, &guest.machine), expected_reasons, "{code}");
         assert_eq!(fleet["totals"]["byHealth"]["healthy"], healthy_count, "{code}");
         let machine = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;
         assert_eq!(machine["health"].get("code").cloned().unwrap_or_default(), code);
@@ -115,7 +115,7 @@ async fn heartbeat_without_a_disk_is_accepted_and_shown() {
         assert_eq!(response.status, 200, "{response:?}");
         let record = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;
         let fleet = stack.get(&process, "/vps/fleet").await.body;
-        (record["health"]["disk"].clone(), reasons(&fleet, &guest.machine))
+        (record["health"]["disk"].clone(), find_reasons(&fleet, &guest.machine))
     };
     let measured = json!({"totalBytes": 10, "freeBytes": 5});
     assert_eq!(report_disk(Some(measured.clone())).await, (measured.clone(), Value::Null));

@@ -10,7 +10,8 @@ use super::usage::add_operator;
 
 /// Sets the host's response to each request about files.
 fn set_files_response(host: &FakeHost, status: u16, body: &Value) {
-    host.behavior.lock().unwrap().files = (http::StatusCode::from_u16(status).unwrap(), body.to_string());
+    host.behavior.lock().unwrap().files_response =
+        (http::StatusCode::from_u16(status).unwrap(), body.to_string());
 }
 
 async fn list_audit(stack: &Stack, process: &Process, action: &str) -> Vec<Value> {
@@ -82,7 +83,7 @@ async fn responses_are_sanitized_and_requests_audited() {
     let restores = list_audit(&stack, &process, "files.restore").await;
     let outcomes: Vec<_> = restores.iter().map(|row| &row["after"]["outcome"]).collect();
     assert_eq!(outcomes, ["accepted", "requested", "host_answer_invalid", "requested"]);
-    // The platform has not stored its response to the first request with this key, so only the host detects the reuse.
+    // Only the host detects this reuse of an idempotency key, as if the platform had not stored its first response.
     set_files_response(&host, 422, &json!({"detail": "The key was used for another restore."}));
     send(Method::POST, "restore", Some(&body)).await.assert_problem(422, "idempotency_mismatch");
     send(Method::GET, "at", None).await.assert_problem(502, "host_refused");

@@ -19,7 +19,7 @@ fn kids(keys: &ProofKeys) -> Vec<String> {
     keys.keys.iter().map(|key| key.kid.clone()).collect()
 }
 
-/// Sends a heartbeat that acknowledges the host's keys, and stores the returned keys.
+/// Sends a heartbeat that acknowledges the host's keys, and stores the returned keys. Returns their ids.
 async fn send_heartbeat(stack: &Stack, process: &Process, host: &FakeHost) -> Vec<String> {
     let acknowledged = kids(&host.keys.lock().unwrap());
     let mut body = heartbeat_of(&host.guest);
@@ -46,7 +46,7 @@ async fn keys_rotate_without_refused_proofs() {
     while received_kids.len() < 4 || kids(&host.keys.lock().unwrap()).contains(&first) {
         assert!(Instant::now() < deadline, "{received_kids:?}\n{}", stack.log());
         let process = if requests % 2 == 0 { &processes.0 } else { &processes.1 };
-        // Heartbeats are timed, not sent per request: a busy machine serves few requests between two rotations.
+        // Heartbeats are timed, not sent per request: under load, the test sends few requests between two rotations.
         if Instant::now() >= next_heartbeat {
             next_heartbeat = Instant::now() + Duration::from_millis(750);
             let received = send_heartbeat(&stack, process, &host).await;
@@ -98,20 +98,20 @@ async fn app_key_signs_only_after_every_router_has_it() {
     let stack = Stack::start().await;
     let _process = stack.start_platform_with(&FAST_ROTATION);
     let client = stack.database.connect().await.unwrap();
-    let active_keys = || async {
+    let list_active_kids = || async {
         let sql =
             "SELECT kid FROM signing_keys WHERE purpose = 'app' AND retired_at IS NULL ORDER BY created_at";
         let rows = client.query(sql, &[]).await.unwrap();
         rows.iter().map(|row| row.get::<_, String>(0)).collect::<Vec<_>>()
     };
-    let has_successor = || async { Some(active_keys().await).filter(|kids| kids.len() >= 2) };
+    let has_successor = || async { Some(list_active_kids().await).filter(|kids| kids.len() >= 2) };
     let kids = stack.eventually("the key has a successor", has_successor).await;
     let set_key_age = |kid: String, seconds: i32| {
         let sql = "UPDATE signing_keys SET created_at = clock_timestamp() - make_interval(secs => $2) WHERE kid = $1";
         let client = &client;
         async move { client.execute(sql, &[&kid, &f64::from(seconds)]).await.unwrap() }
     };
-    // The process may create further keys, but with the long overlap, they are too new to sign.
+    // The process may create further keys, but with the overlap of 1000 s below, they are too new to sign.
     set_key_age(kids[0].clone(), 90_000).await;
     set_key_age(kids[1].clone(), 5).await;
     let settings = stack.settings();
@@ -119,7 +119,7 @@ async fn app_key_signs_only_after_every_router_has_it() {
     let config = PlatformConfig::read(Env::from_pairs(settings)).expect("valid settings");
     let db = svc::platform::db::Db::new(&config.database, 4).unwrap();
     let seal = svc::platform::keys::Seal::from_keys(&config.keys);
-    let signing_key = |overlap: u64| {
+    let load_signing_kid = |overlap: u64| {
         let (db, seal) = (&db, &seal);
         async move {
             let set = svc::platform::keys::load(db, seal, Duration::from_secs(overlap)).await.unwrap();
@@ -127,17 +127,17 @@ async fn app_key_signs_only_after_every_router_has_it() {
             set.app.current.kid().to_owned()
         }
     };
-    assert_eq!(signing_key(1000).await, kids[0], "a key that a router may lack must not sign");
-    assert_ne!(signing_key(1).await, kids[0]);
+    assert_eq!(load_signing_kid(1000).await, kids[0], "a key that a router may lack must not sign");
+    assert_ne!(load_signing_kid(1).await, kids[0]);
     assert!(
-        active_keys().await.contains(&kids[0]),
+        list_active_kids().await.contains(&kids[0]),
         "the first key must stay while tokens that it signed may be valid"
     );
     let has_retired = || async {
-        for kid in active_keys().await.into_iter().skip(1) {
+        for kid in list_active_kids().await.into_iter().skip(1) {
             set_key_age(kid, 50_000).await;
         }
-        (!active_keys().await.contains(&kids[0])).then_some(())
+        (!list_active_kids().await.contains(&kids[0])).then_some(())
     };
     stack.eventually("the first key is retired", has_retired).await;
 }

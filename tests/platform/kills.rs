@@ -11,15 +11,16 @@ use svc::platform::operations::{OperationKind, fail_point_names};
 use super::deploy::{Fleet, NEXT_VERSION};
 use super::stack::{Guest, SECRET, Stack, heartbeat_of, provision_body};
 
-const MAX_CONCURRENT: usize = 3;
+const MAX_CONCURRENT_RUNS: usize = 3;
 
 async fn run_for_every_fail_point<F: Future<Output = ()>>(kind: OperationKind, run: impl Fn(String) -> F) {
     let points = fail_point_names(kind);
     assert!(points.len() > kind.steps().len());
-    stream::iter(points).map(run).buffer_unordered(MAX_CONCURRENT).collect::<Vec<()>>().await;
+    stream::iter(points).map(run).buffer_unordered(MAX_CONCURRENT_RUNS).collect::<Vec<()>>().await;
 }
 
-fn kill_at(point: &str) -> String {
+/// Returns the value of `FAILPOINTS` that kills the process when it first reaches the fail point.
+fn kill_setting(point: &str) -> String {
     format!("{point}=1*return(kill)")
 }
 
@@ -27,7 +28,7 @@ fn kill_at(point: &str) -> String {
 async fn provision_survives_a_kill_at_every_fail_point() {
     run_for_every_fail_point(OperationKind::Provision, |point| async move {
         let stack = Stack::start().await;
-        let mut first = stack.start_platform_with(&[("FAILPOINTS", &kill_at(&point))]);
+        let mut first = stack.start_platform_with(&[("FAILPOINTS", &kill_setting(&point))]);
         stack.subscribe(&first, "user_1").await;
         // The kill can precede the response.
         let _ = stack.try_post(&first, "/vps/provision", &provision_body("user_1")).await;
@@ -55,7 +56,7 @@ async fn recover_survives_a_kill_at_every_fail_point() {
         let old = stack.start_machine(&setup, "user_1").await;
         stack.store_snapshot("user_1");
         setup.kill();
-        let mut first = stack.start_platform_with(&[("FAILPOINTS", &kill_at(&point))]);
+        let mut first = stack.start_platform_with(&[("FAILPOINTS", &kill_setting(&point))]);
         let body = json!({"idpUserId": "user_1", "acceptLoss": true});
         let _ = stack.try_post(&first, "/vps/recover", &body).await;
         first.wait_until_killed().await;
@@ -80,7 +81,7 @@ async fn recover_survives_a_kill_at_every_fail_point() {
 async fn delete_survives_a_kill_at_every_fail_point() {
     run_for_every_fail_point(OperationKind::Delete, |point| async move {
         let stack = Stack::start().await;
-        let mut first = stack.start_platform_with(&[("FAILPOINTS", &kill_at(&point))]);
+        let mut first = stack.start_platform_with(&[("FAILPOINTS", &kill_setting(&point))]);
         let guest = stack.start_machine(&first, "user_1").await;
         let path = format!("/vps/{}?acceptLoss=true", guest.machine);
         let request = stack.request(&first, reqwest::Method::DELETE, &path).bearer_auth(SECRET);
@@ -101,7 +102,7 @@ async fn delete_survives_a_kill_at_every_fail_point() {
 async fn server_removal_survives_a_kill_at_every_fail_point() {
     run_for_every_fail_point(OperationKind::RemoveServer, |point| async move {
         let stack = Stack::start().await;
-        let mut first = stack.start_platform_with(&[("FAILPOINTS", &kill_at(&point))]);
+        let mut first = stack.start_platform_with(&[("FAILPOINTS", &kill_setting(&point))]);
         let guest = stack.start_machine(&first, "user_1").await;
         let path = format!("/vps/{}?acceptLoss=true", guest.machine);
         let request = stack.request(&first, reqwest::Method::DELETE, &path).bearer_auth(SECRET);
@@ -119,7 +120,7 @@ async fn server_removal_survives_a_kill_at_every_fail_point() {
 async fn reinstatement_survives_a_kill_at_every_fail_point() {
     run_for_every_fail_point(OperationKind::Reinstate, |point| async move {
         let stack = Stack::start().await;
-        let settings = [("FAILPOINTS", kill_at(&point)), ("DELETE_GRACE_SECONDS", "600".to_owned())];
+        let settings = [("FAILPOINTS", kill_setting(&point)), ("DELETE_GRACE_SECONDS", "600".to_owned())];
         let settings: Vec<(&str, &str)> = settings.iter().map(|(name, value)| (*name, &**value)).collect();
         let mut first = stack.start_platform_with(&settings);
         let guest = stack.start_machine(&first, "user_1").await;
@@ -152,8 +153,13 @@ async fn reinstatement_survives_a_kill_at_every_fail_point() {
     .await;
 }
 
-/// Kills the platform at each fail point in a power operation; another process completes it.
-async fn assert_survives_kills(kind: OperationKind, action: &'static str, power: Power) {
+/// Kills the platform at each of the power operation's fail points, and asserts that another process completes the
+/// operation.
+async fn assert_power_operation_survives_kills(
+    kind: OperationKind,
+    action: &'static str,
+    expected_power: Power,
+) {
     let run = |point: String| async move {
         let stack = Stack::start().await;
         let mut setup = stack.start_platform();
@@ -164,7 +170,7 @@ async fn assert_survives_kills(kind: OperationKind, action: &'static str, power:
             stack.wait_until_ended(&setup, off.body["operationId"].as_str().unwrap()).await;
         }
         setup.kill();
-        let mut first = stack.start_platform_with(&[("FAILPOINTS", &kill_at(&point))]);
+        let mut first = stack.start_platform_with(&[("FAILPOINTS", &kill_setting(&point))]);
         // The kill can precede the response.
         let _ = stack.try_post(&first, &path, &json!({"action": action})).await;
         first.wait_until_killed_while(|base| stack.try_send_heartbeats(base)).await;
@@ -176,8 +182,8 @@ async fn assert_survives_kills(kind: OperationKind, action: &'static str, power:
         assert_eq!(operation["kind"], kind.as_str(), "{point}: {operation}");
         assert_eq!(operation["state"], "succeeded", "{point}: {operation}\n{}", stack.log());
         let record = stack.get(&second, &format!("/vps/{}", guest.machine)).await.body;
-        assert_eq!(record["poweredOffAt"].is_null(), power == Power::Running, "{point}: {record}");
-        assert_eq!(stack.provider.servers()[0].status, power, "{point}");
+        assert_eq!(record["poweredOffAt"].is_null(), expected_power == Power::Running, "{point}: {record}");
+        assert_eq!(stack.provider.servers()[0].status, expected_power, "{point}");
         stack.assert_only_server(&guest.machine);
     };
     run_for_every_fail_point(kind, run).await;
@@ -185,17 +191,17 @@ async fn assert_survives_kills(kind: OperationKind, action: &'static str, power:
 
 #[tokio::test(flavor = "multi_thread")]
 async fn power_on_survives_a_kill_at_every_fail_point() {
-    assert_survives_kills(OperationKind::PowerOn, "on", Power::Running).await;
+    assert_power_operation_survives_kills(OperationKind::PowerOn, "on", Power::Running).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn power_off_survives_a_kill_at_every_fail_point() {
-    assert_survives_kills(OperationKind::PowerOff, "off", Power::Off).await;
+    assert_power_operation_survives_kills(OperationKind::PowerOff, "off", Power::Off).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn reboot_survives_a_kill_at_every_fail_point() {
-    assert_survives_kills(OperationKind::Reboot, "reboot", Power::Running).await;
+    assert_power_operation_survives_kills(OperationKind::Reboot, "reboot", Power::Running).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -207,7 +213,7 @@ async fn resize_survives_a_kill_at_every_fail_point() {
         setup.kill();
         // The host ignores the shutdown, so its power must be cut and every step has an effect.
         stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
-        let settings = [("FAILPOINTS", kill_at(&point)), ("RESIZE_SHUTDOWN_SECONDS", "1".to_owned())];
+        let settings = [("FAILPOINTS", kill_setting(&point)), ("RESIZE_SHUTDOWN_SECONDS", "1".to_owned())];
         let settings: Vec<(&str, &str)> = settings.iter().map(|(name, value)| (*name, &**value)).collect();
         let mut first = stack.start_platform_with(&settings);
         let path = format!("/vps/{}/resize", guest.machine);
@@ -261,7 +267,7 @@ impl UpdatingHosts<'_> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn rollout_survives_a_kill_at_every_point_of_every_step() {
+async fn rollout_survives_a_kill_at_every_fail_point_of_every_step() {
     // The canary gets the request; the canary succeeds and the other hosts get the request; the other hosts succeed.
     const STEPS: usize = 3;
     let mut points = Vec::new();
@@ -269,8 +275,9 @@ async fn rollout_survives_a_kill_at_every_point_of_every_step() {
         points.extend((0..STEPS).map(|nth| (*point, nth)));
     }
     let run = |(point, nth): (&'static str, usize)| async move {
-        let killed = format!("{point}={nth}*off->1*return(kill)");
-        let Fleet { stack, process: mut first, guests } = Fleet::start(3, &[("FAILPOINTS", &killed)]).await;
+        let failpoints = format!("{point}={nth}*off->1*return(kill)");
+        let Fleet { stack, process: mut first, guests } =
+            Fleet::start(3, &[("FAILPOINTS", &failpoints)]).await;
         let body = json!({"imageVersion": NEXT_VERSION, "canary": 1, "batchSize": 2, "verify": false});
         // The kill can precede the response.
         let _ = stack.try_post(&first, "/vps/deploy", &body).await;
@@ -293,5 +300,5 @@ async fn rollout_survives_a_kill_at_every_point_of_every_step() {
             "{point} {nth}: the canary must come first"
         );
     };
-    stream::iter(points).map(run).buffer_unordered(MAX_CONCURRENT).collect::<Vec<()>>().await;
+    stream::iter(points).map(run).buffer_unordered(MAX_CONCURRENT_RUNS).collect::<Vec<()>>().await;
 }

@@ -17,9 +17,9 @@ async fn scrape(stack: &Stack, process: &Process) -> Exposition {
     Exposition::parse(&response.text).unwrap_or_else(|error| panic!("{error:#}\n{}", response.text))
 }
 
-fn assert_grew(before: &Exposition, after: &Exposition, series: &str, by: f64) {
+fn assert_grew(before: &Exposition, after: &Exposition, series: &str, min_increase: f64) {
     let (old, new) = (before.get(series).unwrap_or(0.0), after.get(series).unwrap_or(0.0));
-    assert!(new - old >= by, "{series}: {old}, then {new}\n{:#?}", after.samples);
+    assert!(new - old >= min_increase, "{series}: {old}, then {new}\n{:#?}", after.samples);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -81,8 +81,8 @@ async fn skipped_inventory_does_not_count_as_a_success() {
     for process in &[stack.start_platform(), stack.start_platform()] {
         let has_run = || async {
             let scraped = scrape(&stack, process).await;
-            let passes = scraped.get("svc_reconciler_runs_total{part=\"retention\",outcome=\"ok\"}");
-            passes.is_some_and(|passes| passes >= 3.0).then_some(scraped)
+            let runs = scraped.get("svc_reconciler_runs_total{part=\"retention\",outcome=\"ok\"}");
+            runs.is_some_and(|runs| runs >= 3.0).then_some(scraped)
         };
         let scraped = stack.eventually("the reconciler ran", has_run).await;
         let success = scraped.get("svc_reconciler_last_success_timestamp_seconds{part=\"servers\"}");

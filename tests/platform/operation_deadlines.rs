@@ -33,11 +33,11 @@ async fn failure_age_starts_at_first_consecutive_failure() {
     let (_database, session, id) = start_with_operation().await;
     let owner = lease(&session).await;
     let failure_age = async || operations::load_failure_age(&session, id).await.unwrap();
-    let age = "UPDATE operations SET failing_since = failing_since - interval '2 hours'";
+    let age_failure = "UPDATE operations SET failing_since = failing_since - interval '2 hours'";
 
     advance(&session, id, owner, 1, None).await;
-    assert!(failure_age().await < HOUR, "the failure age must not include the step's earlier time");
-    session.execute(age, &[]).await.unwrap();
+    assert!(failure_age().await < HOUR, "the failure age must not include the time before the failure");
+    session.execute(age_failure, &[]).await.unwrap();
     advance(&session, id, owner, 2, None).await;
     assert!(failure_age().await > HOUR);
     // A step that is waiting has not failed.
@@ -45,7 +45,7 @@ async fn failure_age_starts_at_first_consecutive_failure() {
     assert_eq!(failure_age().await, Duration::ZERO);
 
     advance(&session, id, owner, 1, None).await;
-    session.execute(age, &[]).await.unwrap();
+    session.execute(age_failure, &[]).await.unwrap();
     advance(&session, id, owner, 2, Some(PROVIDER_ACCOUNT_BLOCKED)).await;
     assert_eq!(failure_age().await, Duration::ZERO);
     advance(&session, id, owner, 3, None).await;
@@ -56,17 +56,17 @@ async fn failure_age_starts_at_first_consecutive_failure() {
 async fn unblocked_step_age_starts_when_the_account_block_ends() {
     let (_database, session, id) = start_with_operation().await;
     let owner = lease(&session).await;
-    let age = async || operations::load_unblocked_step_age(&session, id, STEP).await.unwrap();
-    assert!(age().await > 24 * HOUR);
+    let step_age = async || operations::load_unblocked_step_age(&session, id, STEP).await.unwrap();
+    assert!(step_age().await > 24 * HOUR);
     advance(&session, id, owner, 1, Some(PROVIDER_ACCOUNT_BLOCKED)).await;
-    assert_eq!(age().await, Duration::ZERO);
+    assert_eq!(step_age().await, Duration::ZERO);
     advance(&session, id, owner, 0, None).await;
-    assert!(age().await < HOUR);
+    assert!(step_age().await < HOUR);
     session
         .execute("UPDATE operations SET account_unblocked_at = now() - interval '40 days'", &[])
         .await
         .unwrap();
-    let days = age().await.as_secs() / 86_400;
+    let days = step_age().await.as_secs() / 86_400;
     assert_eq!(days, 30, "the age of a step that started after the block must not be shortened");
 }
 

@@ -39,7 +39,7 @@ async fn month_of_retries_leaves_a_bounded_log() {
     let (_database, session, id) = start_with_operation().await;
     let newest = || async { operation_log::load_newest_lines(&session, id).await.unwrap() };
 
-    // These lines are from a release that added a line for each retry.
+    // An earlier release added a line for each retry.
     let old = "INSERT INTO operation_log (operation_id, step, outcome, detail) \
                SELECT operation_id, 'last_backup', 'retry', 'silent' FROM operations, generate_series(1, 5000)";
     session.batch_execute(old).await.unwrap();

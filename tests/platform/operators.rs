@@ -1,4 +1,4 @@
-//! Tests the rights and lifetimes of named operators' tokens, and their audit rows.
+//! Tests the scopes and lifetimes of operators' tokens, and the audit log.
 
 use std::os::unix::fs::PermissionsExt;
 use std::process::Stdio;
@@ -58,7 +58,7 @@ async fn every_route_accepts_only_its_declared_scopes() {
         let path = path.replace("{version}", "v9").replace("{file}", "x").replace("{name}", "x");
         let path = path.replace("{alarm}", "none");
         for (scope, token) in &tokens {
-            // The call has no body, so it has no effect.
+            // The request has no body and names nothing that exists, so it has no effect.
             let response =
                 stack.send(request_with(&stack, &process, token, operation.method.clone(), &path)).await;
             let context = format!("{} with the scope {scope}: {response:?}", operation.id);
@@ -290,14 +290,14 @@ async fn audit_pages_contain_every_entry_once() {
     }
 }
 
-/// Runs `svcctl`, with or without a credential.
+/// Runs `svcctl`, with or without a credential. Returns the exit code, stdout and stderr.
 async fn run_svcctl(process: &Process, secret: Option<&str>, args: &[&str]) -> (Option<i32>, String, String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_svc"));
     command.arg("svcctl").args(args).env_clear().env("PLATFORM_PUBLIC_URL", &process.base);
     command.envs(secret.map(|secret| ("PLATFORM_SECRET", secret))).stdin(Stdio::null());
     let output = command.kill_on_drop(true).output().await.unwrap();
-    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    (output.status.code(), text(&output.stdout), text(&output.stderr))
+    let decode = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    (output.status.code(), decode(&output.stdout), decode(&output.stderr))
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -310,8 +310,8 @@ async fn svcctl_manages_operators_and_shows_the_audit_log() {
     let admin = async |args: &[&str]| run_svcctl(&process, Some(SECRET), args).await;
 
     let add = ["operator", "add", "ada", "--scope", "read,billing", "--token-file", file];
-    let (code, stdout, error) = admin(&add).await;
-    assert_eq!(code, Some(0), "{stdout}{error}");
+    let (code, stdout, stderr) = admin(&add).await;
+    assert_eq!(code, Some(0), "{stdout}{stderr}");
     assert!(!stdout.contains("svco_") && stdout.contains("written to"), "{stdout}");
     let mode = std::fs::metadata(file).unwrap().permissions().mode();
     assert_eq!(mode & 0o777, 0o600);
@@ -319,34 +319,37 @@ async fn svcctl_manages_operators_and_shows_the_audit_log() {
         let args: Vec<&str> = args.iter().copied().chain(["--secret-file", file]).collect();
         run_svcctl(&process, None, &args).await
     };
-    let (code, stdout, error) = ada(&["operator", "whoami"]).await;
-    assert_eq!(code, Some(0), "{stdout}{error}");
+    let (code, stdout, stderr) = ada(&["operator", "whoami"]).await;
+    assert_eq!(code, Some(0), "{stdout}{stderr}");
     assert!(stdout.contains("ada") && stdout.contains("read, billing"), "{stdout}");
     let (code, stdout, _) = ada(&["doctor", "api"]).await;
     assert!(stdout.contains("you are ada, with the scopes read, billing"), "{code:?} {stdout}");
-    let (code, _, error) = ada(&["operator", "list"]).await;
+    let (code, _, stderr) = ada(&["operator", "list"]).await;
     assert_eq!(code, Some(77));
-    assert!(error.contains("lacks the scope admin") && error.contains("svcctl operator whoami"), "{error}");
+    assert!(
+        stderr.contains("lacks the scope admin") && stderr.contains("svcctl operator whoami"),
+        "{stderr}"
+    );
 
     let before = std::fs::read_to_string(file).unwrap();
-    let (code, stdout, error) =
+    let (code, stdout, stderr) =
         admin(&["operator", "rotate", "ada", "--overlap", "0s", "--token-file", file]).await;
-    assert_eq!(code, Some(0), "{stdout}{error}");
+    assert_eq!(code, Some(0), "{stdout}{stderr}");
     assert_ne!(std::fs::read_to_string(file).unwrap(), before);
-    let (code, _, error) = run_svcctl(&process, Some(before.trim()), &["operator", "whoami"]).await;
-    assert_eq!(code, Some(77), "{error}");
-    assert!(!error.contains("svco_"), "{error}");
+    let (code, _, stderr) = run_svcctl(&process, Some(before.trim()), &["operator", "whoami"]).await;
+    assert_eq!(code, Some(77), "{stderr}");
+    assert!(!stderr.contains("svco_"), "{stderr}");
     assert_eq!(ada(&["slot", "set", "user_1", "--plan", "max"]).await.0, Some(0));
 
-    let (code, stdout, error) = ada(&["audit", "--actor", "ada", "--since", "1h"]).await;
-    assert_eq!(code, Some(0), "{stdout}{error}");
+    let (code, stdout, stderr) = ada(&["audit", "--actor", "ada", "--since", "1h"]).await;
+    assert_eq!(code, Some(0), "{stdout}{stderr}");
     assert!(stdout.contains("ada  slot.set  user_1/primary") && stdout.lines().count() == 1, "{stdout}");
     let (_, stdout, _) = ada(&["audit", "--json", "--limit", "1"]).await;
     let page: Value = serde_json::from_str(&stdout).unwrap();
     assert_eq!(page["entries"][0]["action"], "slot.set", "{page}");
     assert!(page["nextCursor"].is_string(), "{page}");
-    let (code, stdout, error) = admin(&["operator", "revoke", "ada", "--yes"]).await;
-    assert_eq!(code, Some(0), "{stdout}{error}");
+    let (code, stdout, stderr) = admin(&["operator", "revoke", "ada", "--yes"]).await;
+    assert_eq!(code, Some(0), "{stdout}{stderr}");
     assert!(stdout.contains("revoked"), "{stdout}");
     assert_eq!(ada(&["operator", "whoami"]).await.0, Some(77));
 }

@@ -46,10 +46,11 @@ async fn platform_reports_and_survives_database_outage() {
     server.kill9().await.unwrap();
     stack.get(&process, "/vps").await.assert_problem(503, "database_unavailable");
     // The result of the last probe is reused for a second.
-    let is_not_ready =
-        || async { Some(stack.get(&process, "/readyz/control").await).filter(|ready| ready.status == 503) };
-    let ready = stack.eventually("the process is not ready", is_not_ready).await;
-    assert_eq!((&ready.body["database"], &ready.body["store"]), (&"failing".into(), &"ok".into()));
+    let is_not_ready = || async {
+        Some(stack.get(&process, "/readyz/control").await).filter(|readiness| readiness.status == 503)
+    };
+    let readiness = stack.eventually("the process is not ready", is_not_ready).await;
+    assert_eq!((&readiness.body["database"], &readiness.body["store"]), (&"failing".into(), &"ok".into()));
     assert_eq!(stack.get(&process, "/livez").await.status, 200);
     // Requests are still routed, so a load balancer must not remove the process.
     let is_stale =
@@ -82,9 +83,9 @@ async fn store_outage_stops_control_plane_but_not_the_router() {
     let provisioned = stack.post(&process, "/vps/provision", &provision_body("user_1")).await.body;
     stack.store.take_down();
     assert_eq!(stack.get(&process, "/readyz").await.status, 200);
-    let ready = stack.get(&process, "/readyz/control").await;
+    let readiness = stack.get(&process, "/readyz/control").await;
     assert_eq!(
-        (ready.status, &ready.body["database"], &ready.body["store"]),
+        (readiness.status, &readiness.body["database"], &readiness.body["store"]),
         (503, &"ok".into(), &"failing".into())
     );
     // Depending on when the outage starts, either the step `last_backup` or the step `fence` logs this error.
@@ -104,8 +105,8 @@ async fn process_is_not_ready_before_its_first_routes() {
     let lock = client.transaction().await.unwrap();
     lock.batch_execute("LOCK TABLE user_machines IN ACCESS EXCLUSIVE MODE").await.unwrap();
     let process = stack.start_platform();
-    let ready = stack.get(&process, "/readyz").await;
-    assert_eq!((ready.status, &ready.body["routes"]), (503, &"not_loaded".into()), "{ready:?}");
+    let readiness = stack.get(&process, "/readyz").await;
+    assert_eq!((readiness.status, &readiness.body["routes"]), (503, &"not_loaded".into()), "{readiness:?}");
     lock.rollback().await.unwrap();
     stack.wait_for_routes(&process).await;
 }

@@ -24,6 +24,7 @@ use tokio_postgres::Client;
 use super::fake_host::start_host;
 use super::stack::{ApiResponse, BUCKET, Guest, Process, SECRET, Stack, heartbeat_of};
 
+/// Each test key repeats one of these bytes.
 const OLD: u8 = 7;
 const NEW: u8 = 8;
 /// The lease duration for these processes. A process that has not renewed its row for four lease durations counts
@@ -36,9 +37,9 @@ fn key(byte: u8) -> SecretSlice<u8> {
 
 /// Returns the settings for a process with these keys.
 fn settings(current: u8, previous: Option<u8>) -> Vec<(&'static str, String)> {
-    let text = |byte: u8| hex::encode([byte; 32]);
-    let mut settings = vec![("PLATFORM_KEY", text(current)), (LEASE.0, LEASE.1.to_owned())];
-    settings.extend(previous.map(|previous| ("PLATFORM_KEY_PREVIOUS", text(previous))));
+    let to_hex = |byte: u8| hex::encode([byte; 32]);
+    let mut settings = vec![("PLATFORM_KEY", to_hex(current)), (LEASE.0, LEASE.1.to_owned())];
+    settings.extend(previous.map(|previous| ("PLATFORM_KEY_PREVIOUS", to_hex(previous))));
     settings
 }
 
@@ -64,10 +65,10 @@ async fn assert_refused(stack: &Stack, current: u8, previous: Option<u8>) -> Str
     let end = std::time::Instant::now() + Duration::from_secs(40);
     let status = tokio::task::block_in_place(|| kit::child::wait_until(&mut child, end));
     child.kill().ok();
-    let printed = stack.log()[before..].to_owned();
-    assert_eq!(status.and_then(|status| status.code()), Some(78), "{printed}");
-    assert!(!printed.contains(&hex::encode([current; 32])), "{printed}");
-    printed
+    let log = stack.log()[before..].to_owned();
+    assert_eq!(status.and_then(|status| status.code()), Some(78), "{log}");
+    assert!(!log.contains(&hex::encode([current; 32])), "{log}");
+    log
 }
 
 /// Runs the doctor and returns its findings about the keys.
@@ -154,7 +155,7 @@ async fn key_rotation_completes_with_a_running_machine() {
     let client = stack.database.connect().await.unwrap();
     let process = start_process(&stack, OLD, None, &[]);
     let host = start_host(&stack, &process).await;
-    let (mut guest, usage) = (host.guest.clone(), format!("/vps/{}/usage", host.guest.machine));
+    let (mut guest, usage_path) = (host.guest.clone(), format!("/vps/{}/usage", host.guest.machine));
     let ada = add_operator(&stack, &process).await.body["token"].as_str().unwrap().to_owned();
     let (before, public) = (
         load_sealed_keys(&client).await,
@@ -190,9 +191,12 @@ async fn key_rotation_completes_with_a_running_machine() {
     let process = start_process(&stack, NEW, None, &[]);
     let response = send_heartbeat(&stack, &process, &guest).await;
     assert_eq!((response.status, &response.body["nextToken"]), (200, &Value::Null), "{response:?}");
-    assert_eq!(response.body["proofKeys"], public, "hosts and sessions must keep their keys");
+    assert_eq!(
+        response.body["proofKeys"], public,
+        "a rotation of PLATFORM_KEY must not change the proof keys"
+    );
     let calls_before = host.call_count("GET", "/api/usage");
-    stack.get(&process, &usage).await;
+    stack.get(&process, &usage_path).await;
     assert_eq!(
         host.call_count("GET", "/api/usage"),
         calls_before + 1,
@@ -201,7 +205,7 @@ async fn key_rotation_completes_with_a_running_machine() {
     assert_eq!(who_am_i_status(&stack, &process, &ada).await, 200);
     add_operator(&stack, &process).await.assert_problem(409, "conflict");
     assert!(run_doctor(&stack, &process, NEW, None).await.starts_with("\"ok\""));
-    // A host that was silent when the rotation ended sends heartbeats again.
+    // Simulates a host that was silent when the rotation ended: its token was issued with the old key.
     client.batch_execute("UPDATE user_machines SET upgrade_token_hash = 'x'").await.unwrap();
     let late = run_doctor(&stack, &process, NEW, None).await;
     assert!(late.starts_with("\"warning\"") && late.contains(&guest.machine), "{late}");
@@ -273,13 +277,13 @@ async fn processes_with_both_keys_do_not_conflict() {
 async fn process_with_incompatible_keys_is_rejected() {
     let stack = Stack::start().await;
     let running = start_process(&stack, OLD, None, &[]);
-    let printed = assert_refused(&stack, NEW, Some(OLD)).await;
-    assert!(printed.contains("a platform process with different keys is running"), "{printed}");
+    let log = assert_refused(&stack, NEW, Some(OLD)).await;
+    assert!(log.contains("a platform process with different keys is running"), "{log}");
     stop(running).await;
     // Without the marker, the check of the sealed keys rejects the process.
     assert!(stack.store.remove(BUCKET, marker::MARKER_PATH), "the current key's marker must be in the store");
-    let printed = assert_refused(&stack, NEW, Some(NEW + 1)).await;
-    assert!(printed.contains("PLATFORM_KEY and PLATFORM_KEY_PREVIOUS"), "{printed}");
+    let log = assert_refused(&stack, NEW, Some(NEW + 1)).await;
+    assert!(log.contains("PLATFORM_KEY and PLATFORM_KEY_PREVIOUS"), "{log}");
     // No rejected process has started a rotation, so the old key is still sufficient.
     drop(start_process(&stack, OLD, None, &[]));
     // A new process waits until a killed process's row has expired.
@@ -313,8 +317,8 @@ async fn assert_survives_a_kill_at(point: &str) {
     assert_eq!(stack.send(request.json(&json!({}))).await.status, 200);
     let guest = Arc::new(Mutex::new(guest));
     stop(process).await;
-    let fail = format!("{point}=return(kill)");
-    let mut process = start_process(&stack, NEW, Some(OLD), &[("FAILPOINTS", &fail)]);
+    let failpoints = format!("{point}=return(kill)");
+    let mut process = start_process(&stack, NEW, Some(OLD), &[("FAILPOINTS", &failpoints)]);
     let send_heartbeat_to = |base: String| {
         let (stack, guest) = (&stack, guest.clone());
         async move {
@@ -340,7 +344,7 @@ async fn assert_survives_a_kill_at(point: &str) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn key_rotation_survives_a_kill_at_every_point() {
+async fn key_rotation_survives_a_kill_at_every_fail_point() {
     let mut kills = Vec::new();
     for point in svc::platform::platform_key_rotation::FAILPOINTS {
         kills.push(assert_survives_a_kill_at(point));
@@ -365,8 +369,8 @@ async fn platform_restored_with_its_settings_is_refused() {
 
     assert!(copy.restore(&client).await.unwrap());
     let (old_id, new_id) = (KeyId::from_key(&key(OLD)), KeyId::from_key(&key(NEW)));
-    let printed = assert_refused(&stack, OLD, None).await;
-    assert!(printed.contains(new_id.as_str()) && printed.contains("as PLATFORM_KEY_PREVIOUS"), "{printed}");
+    let log = assert_refused(&stack, OLD, None).await;
+    assert!(log.contains(new_id.as_str()) && log.contains("as PLATFORM_KEY_PREVIOUS"), "{log}");
     assert!(assert_refused(&stack, OLD, Some(NEW + 1)).await.contains(new_id.as_str()));
     let process = start_process(&stack, NEW, Some(OLD), &[]);
     let reported = run_doctor(&stack, &process, OLD, None).await;

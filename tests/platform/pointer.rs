@@ -55,10 +55,10 @@ async fn rebuild_replaces_an_unreadable_pointer_and_keeps_its_bytes() {
     assert!(rebuilt["seq"].as_u64() > before["seq"].as_u64(), "{inspection:?}");
 
     let body = slot_body();
-    let request = || rebuild_with_key(&stack, &process, "rebuild-1", &body);
+    let request = || rebuild_with_idempotency_key(&stack, &process, "rebuild-1", &body);
     let response = request().await;
     assert_eq!((response.status, &response.body["pointer"]), (200, rebuilt), "{response:?}");
-    assert_eq!(request().await.body, response.body, "the same key must get the same response");
+    assert_eq!(request().await.body, response.body, "the same idempotency key must get the same response");
     let pointer = stack.pointer("user_1");
     assert_eq!((&pointer["snapshot"]["key"], &pointer["seq"]), (&json!(newer), &rebuilt["seq"]));
     let audit = list_audit(&stack).await;
@@ -130,7 +130,12 @@ async fn rebuild_during_final_backup_keeps_the_old_fence() {
     assert_eq!((&pointer["fenceEpoch"], &pointer["fenceMachineId"]), (&json!(1), &json!(guest.machine)));
 }
 
-async fn rebuild_with_key(stack: &Stack, process: &Process, key: &str, body: &Value) -> ApiResponse {
+async fn rebuild_with_idempotency_key(
+    stack: &Stack,
+    process: &Process,
+    key: &str,
+    body: &Value,
+) -> ApiResponse {
     let request = stack.request(process, Method::POST, REBUILD).bearer_auth(SECRET);
     stack.send(request.header("Idempotency-Key", key).json(body)).await
 }
@@ -147,19 +152,19 @@ async fn retry_after_a_lost_response_completes_the_rebuild() {
         assert_eq!(client.execute(sql, &[&key]).await.unwrap(), 1);
     };
     stack.store.write(BUCKET, LATEST, "{not json");
-    let rebuilt = rebuild_with_key(&stack, &process, "sound", &slot_body()).await;
+    let rebuilt = rebuild_with_idempotency_key(&stack, &process, "sound", &slot_body()).await;
     lose_response("sound").await;
-    let retried = rebuild_with_key(&stack, &process, "sound", &slot_body()).await;
+    let retried = rebuild_with_idempotency_key(&stack, &process, "sound", &slot_body()).await;
     assert_eq!((retried.status, &retried.body), (200, &rebuilt.body), "{retried:?}");
 
     // A forced rebuild is not repeated: in the meantime, the host has published a snapshot.
     let forced = json!({"idpUserId": "user_1", "empty": true, "force": true});
-    let emptied = rebuild_with_key(&stack, &process, "empty", &forced).await;
+    let emptied = rebuild_with_idempotency_key(&stack, &process, "empty", &forced).await;
     assert_eq!((emptied.status, &emptied.body["pointer"]["snapshot"]), (200, &Value::Null), "{emptied:?}");
     lose_response("empty").await;
     let machine = stack.pointer("user_1")["fenceMachineId"].as_str().unwrap().to_owned();
     let published = stack.store_snapshot_by("user_1", &machine, "2026-01-03T00:00:00.000Z");
-    let retried = rebuild_with_key(&stack, &process, "empty", &forced).await;
+    let retried = rebuild_with_idempotency_key(&stack, &process, "empty", &forced).await;
     assert_eq!((retried.status, &retried.body), (200, &emptied.body), "{retried:?}");
     assert_eq!(stack.pointer("user_1")["snapshot"]["key"], published);
     assert_eq!(list_audit(&stack).await.len(), 2);
@@ -173,7 +178,7 @@ async fn concurrent_attempts_rebuild_the_pointer_once() {
     recover_with_two_snapshots(&stack, &process).await;
     stack.store.write(BUCKET, LATEST, "{not json");
     let body = slot_body();
-    let attempt = |_| rebuild_with_key(&stack, &process, "a", &body);
+    let attempt = |_| rebuild_with_idempotency_key(&stack, &process, "a", &body);
     let responses = futures_util::future::join_all((0..5).map(attempt)).await;
     let is_same = |response: &ApiResponse| response.status == 200 && response.body == responses[0].body;
     assert!(responses.iter().all(is_same), "{responses:?}");
@@ -188,7 +193,7 @@ async fn concurrent_rebuilds_leave_a_sound_pointer() {
     let [newer, _] = recover_with_two_snapshots(&stack, &process).await;
     stack.store.write(BUCKET, LATEST, "{not json");
     let body = slot_body();
-    let request = |key| rebuild_with_key(&stack, &process, key, &body);
+    let request = |key| rebuild_with_idempotency_key(&stack, &process, key, &body);
     let responses = futures_util::future::join_all(["a", "b", "c", "d", "e"].map(request)).await;
     let statuses: Vec<u16> = responses.iter().map(|response| response.status).collect();
     assert!(
@@ -207,8 +212,8 @@ async fn rebuild_keeps_a_valid_pointer_unless_forced() {
     let before = stack.pointer("user_1");
     assert_eq!(stack.get(&process, SHOW).await.body["state"], "sound");
     stack.post(&process, REBUILD, &slot_body()).await.assert_problem(409, "conflict");
-    let to = json!({"idpUserId": "user_1", "snapshotKey": older});
-    stack.post(&process, REBUILD, &to).await.assert_problem(409, "conflict");
+    let unforced = json!({"idpUserId": "user_1", "snapshotKey": older});
+    stack.post(&process, REBUILD, &unforced).await.assert_problem(409, "conflict");
     assert_eq!((stack.pointer("user_1"), list_audit(&stack).await.len()), (before.clone(), 0));
 
     let forced = json!({"idpUserId": "user_1", "snapshotKey": older, "force": true});
@@ -409,8 +414,8 @@ async fn pointer_with_unchecked_snapshots_is_emptied_only_by_force() {
     let refused = stack.post(&process, REBUILD, &emptied).await;
     refused.assert_problem(409, "conflict");
     assert!(refused.body["detail"].as_str().unwrap().contains("--to KEY"), "{refused:?}");
-    let to = json!({"idpUserId": "user_1", "snapshotKey": newer});
-    assert_eq!(stack.post(&process, REBUILD, &to).await.status, 200);
+    let with_snapshot = json!({"idpUserId": "user_1", "snapshotKey": newer});
+    assert_eq!(stack.post(&process, REBUILD, &with_snapshot).await.status, 200);
     let forced = json!({"idpUserId": "user_1", "empty": true, "force": true});
     assert_eq!(stack.post(&process, REBUILD, &forced).await.status, 200);
 }

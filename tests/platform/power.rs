@@ -161,7 +161,7 @@ async fn long_shutdown_polls_rarely_and_cuts_the_power_once() {
     let is_cut = || async { (count_actions(&stack, "poweroff") >= 1).then_some(()) };
     stack.eventually("the power is cut", is_cut).await;
     tokio::time::sleep(Duration::from_secs(6)).await;
-    assert_eq!(count_actions(&stack, "poweroff"), 1, "the cut was requested at every check");
+    assert_eq!(count_actions(&stack, "poweroff"), 1, "the power cut was requested on every poll");
     stack.provider.clear_faults();
     age_step("1 minute").await;
     let is_off = || async { (power_state(&stack) == Power::Off).then_some(()) };
@@ -254,8 +254,8 @@ async fn reboot_requested_late_restarts_the_server() {
     let operation = accepted.body["operationId"].as_str().unwrap();
     let client = stack.database.connect().await.unwrap();
     let age_step = "UPDATE operation_log SET at = at - interval '20 minutes' WHERE step = 'reboot_server'";
-    let is_aged = || async { (client.execute(age_step, &[]).await.unwrap() > 0).then_some(()) };
-    stack.eventually("the step has begun", is_aged).await;
+    let try_age_step = || async { (client.execute(age_step, &[]).await.unwrap() > 0).then_some(()) };
+    stack.eventually("the step has begun", try_age_step).await;
     assert_eq!(count_actions(&stack, "reboot"), 0);
     stack.provider.clear_faults();
     let ended = stack.wait_until_ended_with_heartbeats(&process, operation).await;
@@ -263,7 +263,7 @@ async fn reboot_requested_late_restarts_the_server() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn reboot_with_lost_responses_ends_in_time() {
+async fn reboot_with_lost_responses_fails_after_the_timeout() {
     let (stack, process, guest) = start_with_machine(&[("RESIZE_HEALTH_SECONDS", "3")]).await;
     stack.provider.add_fault(FaultRule::times(1000, "POST", "/actions/reboot", Fault::LostReplyAfterCommit));
     let ended = run_action(&stack, &process, &guest, "reboot").await;

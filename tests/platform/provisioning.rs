@@ -126,7 +126,7 @@ async fn bundle_url_reaches_host_and_only_platform_gets_tokens() {
     let mirror_base = ("SVC_HOST_BUNDLE_BASE_URL", "https://mirror.example/base/");
     let platform_base = ("SVC_HOST_BUNDLE_BASE_URL", "http://platform.example/other");
     let bundle_url = |base: &str| format!("{base}/system-bundles/v1/svc-host-bundle.tar.gz");
-    for (settings, url, is_own) in [
+    for (settings, url, is_platform_url) in [
         (vec![exact, mirror_base], exact.1.to_owned(), false),
         (vec![mirror_base], bundle_url("https://mirror.example/base"), false),
         (vec![platform_base], bundle_url("http://platform.example/other"), true),
@@ -134,7 +134,7 @@ async fn bundle_url_reaches_host_and_only_platform_gets_tokens() {
     ] {
         let (_, variables) = provision_server(&settings).await;
         assert_eq!(variables["SVC_HOST_BUNDLE_URL"], url);
-        assert_eq!(variables.contains_key("SVC_HOST_BUNDLE_WITH_TOKEN"), is_own, "{url}");
+        assert_eq!(variables.contains_key("SVC_HOST_BUNDLE_WITH_TOKEN"), is_platform_url, "{url}");
     }
 }
 

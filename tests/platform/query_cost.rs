@@ -1,4 +1,4 @@
-//! Limits the number of rows that statements may read, as counted by the database.
+//! Tests how many rows statements read, as counted by the database, and which indexes they use.
 
 use deadpool_postgres::Object;
 use kit::pg::{TestDatabase, test_database_from};

@@ -207,8 +207,8 @@ async fn released_server_is_deleted_after_its_grace_period() {
     }
     // End the release early, as if the grace period were longer than the release.
     let client = stack.database.connect().await.unwrap();
-    let past = "UPDATE fleet_alarms SET released_until = now() - interval '1 second'";
-    client.execute(past, &[]).await.unwrap();
+    let end_release = "UPDATE fleet_alarms SET released_until = now() - interval '1 second'";
+    client.execute(end_release, &[]).await.unwrap();
     create_foreign_server(&stack, "later", &labels).await;
     let is_held = || async {
         let alarm = find_unknown_servers_alarm(&stack, &process).await?;
@@ -221,8 +221,8 @@ async fn released_server_is_deleted_after_its_grace_period() {
         stack.provider.server_by_name("released").is_some(),
         "the released server was deleted before its grace period ended"
     );
-    let past = "UPDATE unknown_servers SET first_seen = first_seen - interval '1 hour'";
-    assert_eq!(client.execute(past, &[]).await.unwrap(), 2);
+    let age_servers = "UPDATE unknown_servers SET first_seen = first_seen - interval '1 hour'";
+    assert_eq!(client.execute(age_servers, &[]).await.unwrap(), 2);
     let is_deleted = || async { stack.provider.server_by_name("released").is_none().then_some(()) };
     stack.eventually("the released server is deleted", is_deleted).await;
     wait_for_listings(&stack, 3).await;
@@ -296,7 +296,7 @@ async fn late_server_of_an_ended_machine_is_deleted() {
 #[tokio::test(flavor = "multi_thread")]
 async fn stuck_operation_is_ended_and_its_machine_fails() {
     let stack = Stack::start().await;
-    // The first process is killed in the step, and in the second process, every attempt at the step fails.
+    // The first process is killed in the step `fence`, and in the second process, every attempt at this step fails.
     let mut killed =
         stack.start_platform_with(&[("FAILPOINTS", "operations.provision.fence.before=return(kill)")]);
     stack.subscribe(&killed, "user_1").await;
@@ -345,7 +345,8 @@ async fn server_listing_rate_is_independent_of_process_count() {
     let before = stack.provider.call_count("GET", "label_selector=svc-machine&");
     wait_for_listings(&stack, 5).await;
     let listed = stack.provider.call_count("GET", "label_selector=svc-machine&") - before;
-    // The processes together list the servers once per second; three independent processes would do so three times.
+    // The processes together list the servers once per second; three independent processes would list them three times
+    // per second.
     let max = 2.0 + started.elapsed().as_secs_f64() * 1.5;
     assert!((listed as f64) <= max, "{listed} listings in {:?}", started.elapsed());
 }
@@ -396,7 +397,7 @@ async fn unreadable_machine_does_not_stop_the_reconciler() {
     let sql = "UPDATE user_machines SET registration_expires_at = now(), \
                public_ipv4 = CASE WHEN idp_user_id = 'user_3' THEN public_ipv4 ELSE 'nowhere' END";
     client.execute(sql, &[]).await.unwrap();
-    // Each machine's own operation would also handle the expired registration, so it is postponed.
+    // The machines' own operations would also handle the expired registrations, so they are postponed.
     client.execute("UPDATE operations SET due_at = 'infinity'", &[]).await.unwrap();
     let has_failed = || async { (stack.status(&process, &machines[2]).await == "failed").then_some(()) };
     stack.eventually("the readable machine fails", has_failed).await;

@@ -87,7 +87,7 @@ async fn reported_boot_failure_prevents_registration() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn heartbeat_needs_its_token_and_reports_replacement() {
+async fn heartbeat_requires_upgrade_token_and_reports_replacement() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let (guest, other_guest) =

@@ -31,7 +31,7 @@ async fn start_third_machine(stack: &Stack, process: &Process, second_columns: &
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn slot_skips_a_lost_machine_without_snapshot() {
+async fn reinstatement_skips_a_lost_machine_without_snapshot() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("PREDECESSOR_KEEP_SECONDS", "60")]);
     let (first, third) = start_third_machine(&stack, &process, "").await;
@@ -104,7 +104,8 @@ async fn immediate_deletion_keeps_the_predecessors_server() {
     assert_eq!(undeleted.status, 202, "{undeleted:?}");
 }
 
-/// Deletes a machine with this query, and waits until its server is being removed, which the provider refuses.
+/// Deletes a machine with this query while the provider refuses to delete servers. Returns the machine's host and the
+/// operation that removes the server.
 async fn start_stuck_removal(stack: &Stack, process: &Process, query: &str) -> (Guest, Value) {
     let old = stack.start_machine(process, "user_1").await;
     stack.store_snapshot("user_1");

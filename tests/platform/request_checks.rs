@@ -1,4 +1,4 @@
-//! Tests the order in which a request is checked, the error format, and the request ID.
+//! Tests the order in which a request is checked, the error format, and the request id.
 
 use reqwest::Method;
 use serde_json::json;
@@ -18,7 +18,7 @@ async fn request_is_checked_in_the_documented_order() {
     let wrong_method = stack.send(wrong_method).await;
     wrong_method.assert_problem(405, "method_not_allowed");
     assert_eq!(wrong_method.headers["allow"], "POST");
-    // The size comes before the credential, whether declared or not.
+    // The size, whether or not it is declared, comes before the credential.
     stack.send(post("/vps/provision").body(large())).await.assert_problem(413, "request_too_large");
     let parts = futures_util::stream::iter((0..70).map(|_| Ok::<_, std::io::Error>("x".repeat(1000))));
     let undeclared = post("/vps/provision").body(reqwest::Body::wrap_stream(parts));
@@ -34,11 +34,11 @@ async fn request_is_checked_in_the_documented_order() {
     response.assert_problem(401, "unauthorized");
     assert_eq!(response.headers["www-authenticate"], "Bearer");
     // JSON comes before the schema, whose errors are reported together.
-    let body =
+    let malformed =
         post("/vps/provision").bearer_auth(SECRET).header("content-type", "application/json").body("{");
-    stack.send(body).await.assert_problem(400, "invalid_request");
-    let text = post("/vps/provision").bearer_auth(SECRET).body("{}");
-    stack.send(text).await.assert_problem(415, "unsupported_media_type");
+    stack.send(malformed).await.assert_problem(400, "invalid_request");
+    let without_content_type = post("/vps/provision").bearer_auth(SECRET).body("{}");
+    stack.send(without_content_type).await.assert_problem(415, "unsupported_media_type");
     let body = json!({"idpUserId": "a/b", "slot": 7, "kind": "toy", "color": "red"});
     let response = stack.post(&process, "/vps/provision", &body).await;
     response.assert_problem(400, "invalid_request");

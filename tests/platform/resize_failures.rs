@@ -35,7 +35,7 @@ async fn assert_reverted(stack: &Stack, process: &Process, guest: &Guest, operat
     assert_eq!(stack.provider.creations().len(), 1);
 }
 
-async fn assert_changed(stack: &Stack, process: &Process, guest: &Guest, operation: &Value) {
+async fn assert_resized(stack: &Stack, process: &Process, guest: &Guest, operation: &Value) {
     assert_eq!(operation["state"], "succeeded", "{operation}\n{}", stack.log());
     let record = fetch_record(stack, process, guest).await;
     assert_eq!((&record["status"], &record["serverType"]), (&json!("running"), &json!("cpx32")));
@@ -60,7 +60,7 @@ async fn host_that_ignores_shutdown_is_powered_off() {
     let (stack, process, guest) = start_with_machine().await;
     stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
     let ended = resize_until_ended(&stack, &process, &guest).await;
-    assert_changed(&stack, &process, &guest, &ended).await;
+    assert_resized(&stack, &process, &guest, &ended).await;
     assert_eq!((count_actions(&stack, "shutdown"), count_actions(&stack, "poweroff")), (1, 1));
 }
 
@@ -70,7 +70,7 @@ async fn lost_responses_are_resolved_by_the_server_state() {
         let (stack, process, guest) = start_with_machine().await;
         stack.provider.add_fault(FaultRule::once("POST", lost, Fault::LostReplyAfterCommit));
         let ended = resize_until_ended(&stack, &process, &guest).await;
-        assert_changed(&stack, &process, &guest, &ended).await;
+        assert_resized(&stack, &process, &guest, &ended).await;
         assert!(stack.provider.pending_faults().is_empty(), "{lost}");
         assert_eq!(count_actions(&stack, "change_type"), 1, "{lost}");
     }
@@ -88,7 +88,7 @@ async fn transient_failures_are_retried() {
         let (stack, process, guest) = start_with_machine().await;
         stack.provider.add_fault(FaultRule::times(2, "POST", step, fault.clone()));
         let ended = resize_until_ended(&stack, &process, &guest).await;
-        assert_changed(&stack, &process, &guest, &ended).await;
+        assert_resized(&stack, &process, &guest, &ended).await;
         assert!(stack.provider.pending_faults().is_empty(), "{step} {fault:?}");
     }
 }
@@ -176,7 +176,7 @@ async fn resize_succeeds_after_a_long_account_block() {
     client.execute("UPDATE operation_log SET at = at - interval '1 hour'", &[]).await.unwrap();
     stack.provider.clear_faults();
     let ended = stack.wait_until_ended_with_heartbeats(&process, operation).await;
-    assert_changed(&stack, &process, &guest, &ended).await;
+    assert_resized(&stack, &process, &guest, &ended).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -70,16 +70,16 @@ impl RestorablePlatform {
         self.stack.eventually(status, has_status).await
     }
 
-    pub async fn abandon(&self, operation: &str) {
-        let request = self.stack.request(self.process(), Method::POST, &format!("{operation}/abandon"));
+    pub async fn abandon(&self, operation_path: &str) {
+        let request = self.stack.request(self.process(), Method::POST, &format!("{operation_path}/abandon"));
         let abandoned = self.stack.send(request.bearer_auth(SECRET)).await;
         assert_eq!(abandoned.status, 200, "{abandoned:?}");
     }
 
     /// Waits until the operation needs a decision, and asserts the code of its question.
-    pub async fn wait_for_question(&self, operation: &str, code: &str) {
+    pub async fn wait_for_question(&self, operation_path: &str, code: &str) {
         let is_waiting = || async {
-            let current = self.stack.get(self.process(), operation).await.body;
+            let current = self.stack.get(self.process(), operation_path).await.body;
             (!current["question"].is_null()).then_some(current)
         };
         let waiting = self.stack.eventually("the operation is waiting", is_waiting).await;
@@ -182,36 +182,40 @@ async fn start_undone_deletion(query: &str) -> (RestorablePlatform, FakeHost, St
     assert_eq!(undone.status, 202, "{undone:?}");
     platform.wait_for_fence(2).await;
     platform.restore(&[]).await;
-    let operation = format!("/vps/operations/{}", string_field(&deleted, "operationId"));
-    platform.wait_for_question(&operation, "database_behind_store").await;
-    (platform, old, operation)
+    let operation_path = format!("/vps/operations/{}", string_field(&deleted, "operationId"));
+    platform.wait_for_question(&operation_path, "database_behind_store").await;
+    (platform, old, operation_path)
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn deletion_undone_after_the_copy_waits_for_operator() {
-    let (platform, old, operation) = start_undone_deletion("").await;
+    let (platform, old, operation_path) = start_undone_deletion("").await;
     let machine = old.guest.machine.clone();
     assert_eq!(platform.power_state(&machine), Some(Power::Running));
     // A host that the fence in the store names is not reported as superseded.
     assert_eq!(platform.send_heartbeat(&old.guest, 2, Value::Null).await["superseded"], false);
-    platform.abandon(&operation).await;
+    platform.abandon(&operation_path).await;
     platform.send_heartbeats_until_running(&old.guest, 2).await;
 }
 
 /// A loss that was accepted before the copy was saved applies to an earlier state, so it must be accepted again.
 #[tokio::test(flavor = "multi_thread")]
 async fn deletion_undone_after_the_copy_continues_when_confirmed() {
-    let (platform, old, operation) = start_undone_deletion("?acceptLoss=true").await;
+    let (platform, old, operation_path) = start_undone_deletion("?acceptLoss=true").await;
     let machine = old.guest.machine.clone();
     // Without `acceptLoss`, the operation only repeats the check.
     assert_eq!(
-        platform.stack.post(platform.process(), &format!("{operation}/continue"), &json!({})).await.status,
+        platform
+            .stack
+            .post(platform.process(), &format!("{operation_path}/continue"), &json!({}))
+            .await
+            .status,
         200
     );
-    platform.wait_for_question(&operation, "database_behind_store").await;
+    platform.wait_for_question(&operation_path, "database_behind_store").await;
     let accepted = platform
         .stack
-        .post(platform.process(), &format!("{operation}/continue"), &json!({"acceptLoss": true}))
+        .post(platform.process(), &format!("{operation_path}/continue"), &json!({"acceptLoss": true}))
         .await;
     assert_eq!(accepted.status, 200, "{accepted:?}");
     let is_off = || async {

@@ -45,7 +45,7 @@ async fn repeated_abort_changes_nothing() {
     let rollout = fleet.deploy(&json!({})).await;
     let aborted = fleet.post_action(&rollout, "abort").await.body;
     assert!(aborted["endedAt"].is_string(), "{aborted}");
-    // As if a later rollout had been halted.
+    // Raise the alarm, as if a later rollout had been halted.
     let client = fleet.stack.database.connect().await.unwrap();
     client.batch_execute("INSERT INTO fleet_alarms (alarm) VALUES ('rollout_halted')").await.unwrap();
     let again = fleet.post_action(&rollout, "abort").await;

@@ -117,7 +117,7 @@ async fn resized_host_keeps_its_data_without_another_restore() -> Result<()> {
     drop(client);
     let disk = test.stack.provider.disk(&format!("svc-{machine}"))?;
     std::fs::write(disk.join("home/svc/home/letter.txt"), "dear me")?;
-    let marker = std::fs::metadata(disk.join("opt/svc/restore-complete"))?.modified()?;
+    let restored_at = std::fs::metadata(disk.join("opt/svc/restore-complete"))?.modified()?;
 
     test.wait_until_owner_gets(200).await;
     let response = resize(&test.stack, &test.process, &machine, "cpx32").await;
@@ -132,7 +132,7 @@ async fn resized_host_keeps_its_data_without_another_restore() -> Result<()> {
     test.wait_until_owner_gets(200).await;
     assert_eq!(test.list_notes(&machine).await?, ["mine"]);
     assert_eq!(std::fs::read_to_string(disk.join("home/svc/home/letter.txt"))?, "dear me");
-    assert_eq!(std::fs::metadata(disk.join("opt/svc/restore-complete"))?.modified()?, marker);
+    assert_eq!(std::fs::metadata(disk.join("opt/svc/restore-complete"))?.modified()?, restored_at);
     assert_eq!(test.stack.provider.creations().len(), 1);
     let server = test.stack.provider.servers().remove(0);
     assert_eq!((server.server_type.as_str(), server.disk_gb), ("cpx32", 80));

@@ -109,7 +109,7 @@ impl Case {
     }
 
     fn expected(&self) -> RetentionEnd {
-        let since = |is_old: bool| if is_old { RetentionEnd::Past } else { RetentionEnd::Future };
+        let retention_end = |is_old: bool| if is_old { RetentionEnd::Past } else { RetentionEnd::Future };
         if self.is_removal_abandoned {
             return RetentionEnd::Never;
         }
@@ -120,15 +120,15 @@ impl Case {
             return RetentionEnd::Never;
         }
         let unregistered =
-            if self.is_registered { RetentionEnd::Never } else { since(self.is_departure_old) };
+            if self.is_registered { RetentionEnd::Never } else { retention_end(self.is_departure_old) };
         let departure = match (self.departure, self.later) {
-            (Departure::Deleted | Departure::ReplacedThenDeleted, _) => since(self.is_departure_old),
+            (Departure::Deleted | Departure::ReplacedThenDeleted, _) => retention_end(self.is_departure_old),
             (
                 Departure::Replaced,
                 LaterMachine::Proven { is_old }
                 | LaterMachine::DeletedServerDeleted { is_old }
                 | LaterMachine::ServerLostThenDeleted { is_old },
-            ) => since(is_old),
+            ) => retention_end(is_old),
             (Departure::Replaced, LaterMachine::DeletedServerRemains) => RetentionEnd::Past,
             (
                 Departure::Replaced,
@@ -237,7 +237,7 @@ async fn displayed_time_and_deletion_follow_the_same_rule() {
     let database = database.await.unwrap();
     let client = database.connect().await.unwrap();
     client.execute("INSERT INTO handles (handle, idp_user_id) VALUES ('ada', 'user_1')", &[]).await.unwrap();
-    let (cases, mut subjects) = (Case::all(), HashMap::new());
+    let (cases, mut case_indexes) = (Case::all(), HashMap::new());
     let mut sql = String::new();
     for (n, case) in cases.iter().enumerate() {
         let (id, slot) = (Uuid::now_v7(), format!("s{n}"));
@@ -252,7 +252,7 @@ async fn displayed_time_and_deletion_follow_the_same_rule() {
                 Uuid::now_v7()
             ));
         }
-        subjects.insert(id, n);
+        case_indexes.insert(id, n);
     }
     client.batch_execute(&sql).await.unwrap();
 
@@ -263,7 +263,7 @@ async fn displayed_time_and_deletion_follow_the_same_rule() {
     for (n, case) in cases.iter().enumerate() {
         let slot: Slot = format!("s{n}").parse().unwrap();
         let kept_machines = kept_servers::list_in_slot(&session, &user, &slot, &retention).await.unwrap();
-        let subject = kept_machines.iter().find(|row| subjects.get(&row.machine.0) == Some(&n));
+        let subject = kept_machines.iter().find(|row| case_indexes.get(&row.machine.0) == Some(&n));
         let until = subject.map(|row| match row.until {
             None => RetentionEnd::Never,
             Some(until) if until <= Timestamp::now() => RetentionEnd::Past,
@@ -287,7 +287,7 @@ async fn displayed_time_and_deletion_follow_the_same_rule() {
             client.execute(sql, &[&machine.0]).await.unwrap();
         }
     }
-    for (id, n) in &subjects {
+    for (id, n) in &case_indexes {
         let case = cases[*n];
         let expected = case.expected() == RetentionEnd::Past && !case.has_running_operation;
         assert_eq!(removable.contains(id), expected, "{case:?}");

@@ -35,9 +35,9 @@ async fn two_processes_share_keys_and_work_and_survive_a_kill() {
     let guest = stack.wait_for_guest(&second_process, provisioned[0]["machineId"].as_str().unwrap()).await;
     let mut keys = Vec::new();
     for process in [&second_process, &third_process] {
-        let beat = stack.request(process, Method::POST, &format!("/vps/{}/heartbeat", guest.machine));
-        let beat = stack.send(beat.bearer_auth(&guest.upgrade_token).json(&heartbeat())).await;
-        keys.push(beat.body["proofKeys"].clone());
+        let request = stack.request(process, Method::POST, &format!("/vps/{}/heartbeat", guest.machine));
+        let response = stack.send(request.bearer_auth(&guest.upgrade_token).json(&heartbeat())).await;
+        keys.push(response.body["proofKeys"].clone());
     }
     assert_eq!(keys[0], keys[1]);
     assert_eq!(keys[0]["keys"].as_array().unwrap().len(), 1);
@@ -112,14 +112,14 @@ async fn process_paused_beyond_its_lease_writes_nothing() {
     let operation = stack.wait_until_ended(&successor, provisioned["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
     let path = format!("/vps/{}", provisioned["machineId"].as_str().unwrap());
-    let record = || async {
+    let fetch_record = || async {
         let mut record = stack.get(&successor, &path).await.body;
         // These fields change with time.
         record["copies"] = serde_json::Value::Null;
         record["heartbeatAt"] = serde_json::Value::Null;
         record
     };
-    let before = record().await;
+    let before = fetch_record().await;
     kill(pid, Signal::SIGCONT).unwrap();
     // After the pause, the process serves requests again. A second operation gives it time to write with its expired
     // lease.
@@ -127,6 +127,6 @@ async fn process_paused_beyond_its_lease_writes_nothing() {
     let second = stack.provision(&paused, "user_2").await;
     let operation = stack.wait_until_ended(&paused, second["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
-    assert_eq!(record().await, before);
+    assert_eq!(fetch_record().await, before);
     assert_eq!(stack.provider.creations().len(), 2);
 }

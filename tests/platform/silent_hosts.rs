@@ -12,7 +12,7 @@ const SILENT_HOSTS: usize = 200;
 /// Maximum number of calls to silent hosts that may start between a request and its effect.
 const MAX_CALLS_BEFORE_EFFECT: usize = SILENT_HOSTS / 2;
 
-/// Starts a listener that accepts the calls to all silent hosts. Returns its port and the number of calls.
+/// Starts a listener that accepts the calls to all silent hosts. Returns its port and a counter of the calls.
 async fn start_silent_listener() -> (u16, Arc<AtomicUsize>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -66,8 +66,11 @@ async fn reboot_and_provision_are_not_delayed_by_silent_hosts() {
     assert_eq!(reboot.status, 202, "{reboot:?}");
     let is_requested = || async { (stack.provider.call_count("POST", "/actions/reboot") > 0).then_some(()) };
     stack.eventually("the reboot is requested", is_requested).await;
-    let during = calls.load(Ordering::Relaxed) - before;
-    assert!(during < MAX_CALLS_BEFORE_EFFECT, "the reboot waited for {during} calls");
+    let calls_before_effect = calls.load(Ordering::Relaxed) - before;
+    assert!(
+        calls_before_effect < MAX_CALLS_BEFORE_EFFECT,
+        "the reboot waited for {calls_before_effect} calls"
+    );
 
     // The first provisioning step calls the predecessor's host, if there is one.
     let before = calls.load(Ordering::Relaxed);
@@ -78,6 +81,9 @@ async fn reboot_and_provision_are_not_delayed_by_silent_hosts() {
         (operation["step"] != "last_backup").then_some(())
     };
     stack.eventually("provisioning continues", has_continued).await;
-    let during = calls.load(Ordering::Relaxed) - before;
-    assert!(during < MAX_CALLS_BEFORE_EFFECT, "provisioning waited for {during} calls");
+    let calls_before_effect = calls.load(Ordering::Relaxed) - before;
+    assert!(
+        calls_before_effect < MAX_CALLS_BEFORE_EFFECT,
+        "provisioning waited for {calls_before_effect} calls"
+    );
 }

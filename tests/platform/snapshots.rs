@@ -52,11 +52,11 @@ impl Stack {
         object.split_once("/primary/").expect("the key must be in the slot").1.to_owned()
     }
 
-    /// Finds the highest `seq` in the pointer log, which survives the loss of the pointer.
+    /// Returns the highest `seq` in the pointer log, which survives the loss of the pointer; 6 if the log is empty.
     fn highest_seq(&self, user: &str) -> u64 {
         let log = self.store.objects(BUCKET, &format!("{user}/primary/system/db/pointer-log/"));
-        let seq = |key: &str| key.rsplit('/').next()?.strip_suffix(".json")?.parse::<u64>().ok();
-        log.iter().filter_map(|object| seq(&object.key)).max().unwrap_or(6)
+        let parse_seq = |key: &str| key.rsplit('/').next()?.strip_suffix(".json")?.parse::<u64>().ok();
+        log.iter().filter_map(|object| parse_seq(&object.key)).max().unwrap_or(6)
     }
 
     /// Writes the pointer and its log entry.
@@ -68,7 +68,7 @@ impl Stack {
     }
 
     pub fn pointer(&self, user: &str) -> Value {
-        let text = self.store.read(BUCKET, &format!("{user}/primary/system/db/latest"));
-        text.map_or(Value::Null, |text| serde_json::from_slice(&text).expect("the pointer must be JSON"))
+        let bytes = self.store.read(BUCKET, &format!("{user}/primary/system/db/latest"));
+        bytes.map_or(Value::Null, |bytes| serde_json::from_slice(&bytes).expect("the pointer must be JSON"))
     }
 }

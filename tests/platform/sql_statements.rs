@@ -1,4 +1,4 @@
-//! Tests SQL statements that read many rows, that must not write an unchanged value, or that claim a prune.
+//! Tests individual SQL statements on a real database.
 
 use std::time::Duration;
 
@@ -92,7 +92,7 @@ async fn requested_prune_survives_running_and_killed_prunes() {
     assert!(file_keys::request_prune(&session, "user_1", "primary").await.unwrap());
     assert!(!claim(3600).await, "the slot must still be claimed");
     record().await;
-    // This claim expires immediately, like that of a killed process.
+    // This claim expires immediately, as if its process had been killed long ago.
     assert!(claim(0).await, "the request must still be pending");
     assert!(!claim(3600).await, "the interrupted prune must not be repeated at once");
     assert!(claim_after(0, 0).await, "the interrupted prune must be repeated after the retry delay");

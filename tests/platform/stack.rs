@@ -32,7 +32,7 @@ pub struct Stack {
     pub store: S3Server,
     pub provider: Simulator,
     client: reqwest::Client,
-    logs: tempfile::TempDir,
+    dir: tempfile::TempDir,
 }
 
 impl Stack {
@@ -47,16 +47,16 @@ impl Stack {
             svc::platform::db::migrate::run(&url.parse()?).await
         });
         let database = database.await.expect("the test database must start");
-        let logs = tempfile::tempdir().expect("the temporary directory must be created");
-        let store = S3Server::start(logs.path()).expect("the S3 server must start");
+        let dir = tempfile::tempdir().expect("the temporary directory must be created");
+        let store = S3Server::start(dir.path()).expect("the S3 server must start");
         store.create_bucket(BUCKET);
         publish_unsigned(&store, "v1");
         let provider =
-            Simulator::start(provider_options(logs.path())).await.expect("the provider simulator must start");
+            Simulator::start(provider_options(dir.path())).await.expect("the provider simulator must start");
         let timeouts = Timeouts { total: Some(Duration::from_secs(70)), ..Timeouts::CALL };
         let timeouts = Timeouts { idle: Duration::from_secs(70), ..timeouts };
         let client = client::build(timeouts).expect("the client configuration must be valid");
-        Self { database, store, provider, client, logs }
+        Self { database, store, provider, client, dir }
     }
 
     /// Returns the complete configuration for a platform process, with short intervals and timeouts.
@@ -132,7 +132,7 @@ impl Stack {
         let log = File::options()
             .create(true)
             .append(true)
-            .open(self.logs.path().join("log"))
+            .open(self.dir.path().join("log"))
             .expect("the log must be writable");
         command.arg("svc-platform").env_clear().envs(self.settings()).envs(extra_env.iter().copied());
         command.stdin(Stdio::null()).stderr(log);
@@ -141,7 +141,7 @@ impl Stack {
 
     /// Returns the log of all processes.
     pub fn log(&self) -> String {
-        std::fs::read_to_string(self.logs.path().join("log")).unwrap_or_default()
+        std::fs::read_to_string(self.dir.path().join("log")).unwrap_or_default()
     }
 
     pub fn request(&self, process: &Process, method: Method, path: &str) -> reqwest::RequestBuilder {
@@ -282,13 +282,13 @@ impl Stack {
         condition: &str,
         mut check: impl FnMut() -> F,
     ) -> T {
-        let end = Instant::now() + WAIT_TIMEOUT;
+        let deadline = Instant::now() + WAIT_TIMEOUT;
         loop {
             if let Some(value) = check().await {
                 return value;
             }
             assert!(
-                Instant::now() < end,
+                Instant::now() < deadline,
                 "timed out after {WAIT_TIMEOUT:?} waiting for this condition: {condition}\n{}",
                 self.log()
             );
@@ -308,13 +308,13 @@ impl Stack {
     }
 
     fn assert_servers(&self, expected: &[String]) {
-        let end = Instant::now() + Duration::from_secs(15);
+        let deadline = Instant::now() + Duration::from_secs(15);
         loop {
             let names: Vec<_> = self.provider.servers().into_iter().map(|server| server.name).collect();
             if names == expected {
                 return;
             }
-            assert!(Instant::now() < end, "{names:?} instead of {expected:?}\n{}", self.log());
+            assert!(Instant::now() < deadline, "{names:?} instead of {expected:?}\n{}", self.log());
             std::thread::sleep(Duration::from_millis(50));
         }
     }
@@ -447,7 +447,7 @@ impl Process {
     }
 
     pub async fn wait_for_exit(&mut self) -> ExitStatus {
-        self.child.wait_async(WAIT_TIMEOUT).await.expect("the platform must exit in time")
+        self.child.wait_async(WAIT_TIMEOUT).await.expect("the platform must exit before the timeout")
     }
 
     /// Waits until the process has been killed, by the test or at its fail point.

@@ -148,7 +148,7 @@ async fn undeleted_host_that_shuts_down_late_is_powered_on() {
     stack.eventually("a shutdown is requested", is_requested).await;
     let undeleted = stack.post(&process, &format!("/vps/{}/undelete", guest.machine), &json!({})).await;
     assert_eq!(undeleted.status, 202, "{undeleted:?}");
-    // The host sends this while it is shutting down.
+    // The host sends a heartbeat while it is shutting down.
     stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
     let path = format!("/servers/{}", stack.provider.servers().remove(0).id);
     let polls = || stack.provider.call_count("GET", &path);

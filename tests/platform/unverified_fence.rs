@@ -54,7 +54,7 @@ async fn fence_signed_by_later_key_does_not_free_the_slot() {
     platform.wait_for_question(&operation, "unverified_fence").await;
     platform.wait_until_fleet_shows("unverified_fence").await;
     assert_eq!(platform.stack.provider.call_count("DELETE", "/servers/"), 0);
-    // Without a decision, the operation checks again, and waits again.
+    // Without a decision, the operation checks the fence again, and waits again.
     assert_eq!(
         platform.stack.post(platform.process(), &format!("{operation}/continue"), &json!({})).await.status,
         200

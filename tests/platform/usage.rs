@@ -130,7 +130,8 @@ async fn each_host_failure_is_reported_and_audited() {
         (200, "{}", 502, "host_answer_invalid", "not a valid usage report"),
         (200, &large, 502, "host_answer_invalid", "larger than 1048576 bytes"),
     ] {
-        host.behavior.lock().unwrap().usage = (StatusCode::from_u16(status).unwrap(), body.to_owned());
+        host.behavior.lock().unwrap().usage_response =
+            (StatusCode::from_u16(status).unwrap(), body.to_owned());
         let response = read_usage(&stack, &process, &ada, machine, "?startDate=2026-11-01").await;
         response.assert_problem(expected_status, code);
         assert!(response.body["detail"].as_str().unwrap().contains(detail), "{response:?}");

@@ -19,21 +19,21 @@ use tokio::sync::watch;
 
 use super::history::History;
 
-/// Maximum number of attempts at a call while the store fails.
+/// Maximum number of attempts to write a fence or to advance the pointer, while the store fails.
 const MAX_ATTEMPTS: u32 = 12;
 
 /// The rule that a faulty actor breaks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BrokenRule {
-    /// A host that does not check the fence.
+    /// A host checks the fence before it writes.
     FenceCheck,
-    /// A host that publishes its snapshot before the sidecar is written.
+    /// A host writes the sidecar before it publishes the snapshot.
     WriteOrder,
-    /// A host that treats an error as a success.
+    /// A host does not treat an error as a success.
     ErrorReporting,
-    /// A platform that lowers the fence to its machine's epoch.
+    /// A platform never lowers the fence.
     MonotonicFence,
-    /// A platform that overwrites the pointer with a tombstone.
+    /// A platform keeps the pointer's snapshot.
     SnapshotRetention,
 }
 
@@ -114,7 +114,7 @@ pub async fn run_platform(
 pub async fn run_host(
     bucket: Bucket,
     external: Arc<ExternalState>,
-    history: impl Fn(&mut dyn FnMut(&mut History)),
+    with_history: impl Fn(&mut dyn FnMut(&mut History)),
     (epoch, backups): (u32, u32),
     broken_rule: Option<BrokenRule>,
 ) {
@@ -144,10 +144,10 @@ pub async fn run_host(
             },
         };
         match result {
-            Ok(()) => history(&mut |history| history.record_success(&sidecar.key)),
+            Ok(()) => with_history(&mut |history| history.record_success(&sidecar.key)),
             Err(PointerError::Fenced(_)) => return,
             Err(_) if broken_rule == Some(BrokenRule::ErrorReporting) => {
-                history(&mut |history| history.record_success(&sidecar.key));
+                with_history(&mut |history| history.record_success(&sidecar.key));
             }
             Err(_) => {}
         }
@@ -157,32 +157,34 @@ pub async fn run_host(
 /// Performs the last step of a backup whose dump and sidecar are stored.
 pub async fn run_advance(
     bucket: Bucket,
-    history: impl Fn(&mut dyn FnMut(&mut History)),
+    with_history: impl Fn(&mut dyn FnMut(&mut History)),
     recorded: SnapshotWithSidecar,
 ) {
     for _ in 0..MAX_ATTEMPTS {
         match pointer_io::advance(&bucket, &slot(), &recorded).await {
-            Ok(()) => return history(&mut |history| history.record_success(&recorded.snapshot_ref().key)),
+            Ok(()) => {
+                return with_history(&mut |history| history.record_success(&recorded.snapshot_ref().key));
+            }
             Err(PointerError::Fenced(_)) => return,
             Err(_) => {}
         }
     }
 }
 
-/// Reads the latest snapshot as a recovery does. It must see every log entry written before it started, and every
+/// Reads the latest snapshot as a recovery does. A read must see every log entry written before it started, and every
 /// published snapshot must be usable.
-pub async fn run_reader(bucket: Bucket, history: impl Fn(&mut dyn FnMut(&mut History)), reads: u32) {
+pub async fn run_reader(bucket: Bucket, with_history: impl Fn(&mut dyn FnMut(&mut History)), reads: u32) {
     for _ in 0..reads {
         let (mut seq, mut names_snapshot) = (0, false);
-        history(&mut |history| (seq, names_snapshot) = (history.seq(), history.names_snapshot()));
+        with_history(&mut |history| (seq, names_snapshot) = (history.seq(), history.names_snapshot()));
         if let Ok(read) = pointer_io::read(&bucket, &slot()).await
             && read.map_or(0, |read| read.value.seq) < seq
         {
-            history(&mut History::record_stale_read);
+            with_history(&mut History::record_stale_read);
         }
         match snapshot::find_latest(&bucket, &slot()).await {
             Err(SnapshotUnusable::Damaged { .. } | SnapshotUnusable::Absent) if names_snapshot => {
-                history(&mut History::record_damaged_read);
+                with_history(&mut History::record_damaged_read);
             }
             _ => {}
         }

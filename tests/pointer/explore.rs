@@ -170,19 +170,20 @@ impl ScenarioRun {
     fn spawn_actor(&self, actor: usize) -> JoinHandle<()> {
         let bucket = Bucket::new(Arc::new(ScheduledStore { actor, server: Arc::clone(&self.server) }));
         let (external, server) = (Arc::clone(&self.external), Arc::clone(&self.server));
-        let history = move |update: &mut dyn FnMut(&mut History)| update(&mut server.history.lock().unwrap());
+        let with_history =
+            move |update: &mut dyn FnMut(&mut History)| update(&mut server.history.lock().unwrap());
         let broken_rule = self.scenario.broken_rule;
         match self.scenario.roles[actor] {
             Role::Platform { epoch } => {
                 tokio::spawn(actors::run_platform(bucket, external, epoch, broken_rule))
             }
             Role::Host { epoch, backups } => {
-                tokio::spawn(actors::run_host(bucket, external, history, (epoch, backups), broken_rule))
+                tokio::spawn(actors::run_host(bucket, external, with_history, (epoch, backups), broken_rule))
             }
             Role::Advance { .. } => {
-                tokio::spawn(actors::run_advance(bucket, history, self.recorded[&actor].clone()))
+                tokio::spawn(actors::run_advance(bucket, with_history, self.recorded[&actor].clone()))
             }
-            Role::Reader { reads } => tokio::spawn(actors::run_reader(bucket, history, reads)),
+            Role::Reader { reads } => tokio::spawn(actors::run_reader(bucket, with_history, reads)),
         }
     }
 
@@ -192,7 +193,7 @@ impl ScenarioRun {
             (0..self.waiting.len()).map(|waiting| Event::Call { waiting, outcome: CallOutcome::Done });
         let mut events: Vec<Event> =
             successes.flat_map(|event| std::iter::repeat_n(event, self.scenario.success_weight)).collect();
-        events.extend((0..self.server.late_count()).map(|late| Event::ApplyLate { late }));
+        events.extend((0..self.server.late_put_count()).map(|late| Event::ApplyLate { late }));
         for (waiting, turn) in self.waiting.iter().enumerate() {
             let outcomes: &[CallOutcome] = match turn.call {
                 Call::Get => &CallOutcome::GET_FAULTS,
@@ -286,7 +287,8 @@ fn pointer_invariants_hold_under_many_more_orders() -> anyhow::Result<()> {
         .record()
 }
 
-/// Runs every interleaving of the scenario's calls, with every allowed fault at every position.
+/// Runs every interleaving of the scenario's calls, with every allowed fault at every position. Returns the number of
+/// runs.
 fn assert_invariants_hold_in_every_order(scenario: &Scenario) -> u64 {
     let (mut choices, mut runs) = (ExhaustiveChoices::default(), 0_u64);
     loop {

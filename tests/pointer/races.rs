@@ -81,8 +81,8 @@ async fn race(bucket: &Bucket, slot: &SlotPrefix, choices: &mut SeededChoices) -
     });
     // The fences for epochs 1 and 2 are two writes; each task that succeeds adds one, for its backup.
     let mut writes = 2;
-    while let Some(end) = writers.join_next().await {
-        match end? {
+    while let Some(result) = writers.join_next().await {
+        match result? {
             Ok(()) => writes += 1,
             Err(PointerError::Fenced(_)) => {}
             Err(error) => return Err(error.into()),

@@ -90,7 +90,7 @@ impl Server {
         (Arc::new(Self { inner, previous, late_puts, turns, slot, conditions, history }), waiting)
     }
 
-    pub fn late_count(&self) -> usize {
+    pub fn late_put_count(&self) -> usize {
         self.late_puts.lock().unwrap().len()
     }
 
@@ -154,8 +154,7 @@ pub struct ScheduledStore {
 impl ScheduledStore {
     async fn take_turn(&self, call: Call) -> CallOutcome {
         let (reply, outcome) = oneshot::channel();
-        let sent = self.server.turns.send(Turn { actor: self.actor, call, reply });
-        match sent {
+        match self.server.turns.send(Turn { actor: self.actor, call, reply }) {
             Ok(()) => outcome.await.unwrap_or(CallOutcome::Lost),
             Err(_) => CallOutcome::Lost,
         }

@@ -80,7 +80,7 @@ impl HcloudCli<'_> {
         output.with_context(|| format!("hcloud {joined_args}"))
     }
 
-    async fn json(&self, args: &[&str]) -> Result<Value> {
+    async fn run_json(&self, args: &[&str]) -> Result<Value> {
         Ok(serde_json::from_str(&self.run(&[args, &["--output", "json"]].concat()).await?)?)
     }
 
@@ -111,7 +111,7 @@ async fn hcloud_cli_manages_server_lifecycle() -> Result<()> {
     let record = simulator.server_by_name("go-1").context("not created")?;
     assert_eq!((record.location.as_str(), record.image.as_str()), ("hel1", "debian-12"));
 
-    let listed = hcloud.json(&["server", "list", "--selector", "slot in (a,b)"]).await?;
+    let listed = hcloud.run_json(&["server", "list", "--selector", "slot in (a,b)"]).await?;
     assert_eq!(listed.as_array().map(Vec::len), Some(1), "{listed}");
     assert_eq!((&listed[0]["id"], &listed[0]["status"]), (&record.id.into(), &"running".into()));
     let table = hcloud.run(&["server", "list"]).await?;

@@ -52,7 +52,7 @@ async fn create_is_retried_if_rejected_without_effect() {
 }
 
 #[tokio::test]
-async fn create_is_not_retried_after_its_retry_window() {
+async fn create_is_not_retried_beyond_its_retry_window() {
     let simulator = start_simulator().await;
     let limits = CallLimits { retry_window: FAST_LIMITS.max_rate_wait / 2, ..FAST_LIMITS };
     let provider = adapter_with(&simulator, simulator.token(), limits);

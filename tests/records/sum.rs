@@ -61,7 +61,7 @@ pub fn sum_interactions(logs: &Path) -> Result<(BTreeMap<UsageKey, UsageSum>, Ve
     Ok((sums, ids))
 }
 
-/// Reads the sums in `usage.jsonl`: the last line for each key wins.
+/// Reads the sums in `usage.jsonl`: the last line for each key wins. Sums of zero are omitted.
 pub fn read_usage_sums(logs: &Path) -> Result<BTreeMap<UsageKey, UsageSum>> {
     let mut sums = BTreeMap::new();
     for line in fs::read_to_string(logs.join("usage.jsonl"))?.lines() {
@@ -95,7 +95,7 @@ pub fn parse_cost_nanos(text: &str) -> Result<u128> {
     if shift >= 0 {
         return Ok(number * power);
     }
-    ensure!(number.is_multiple_of(power), "{text} has more than nine decimals");
+    ensure!(number.is_multiple_of(power), "{text} has more than nine decimal places");
     Ok(number / power)
 }
 

@@ -118,7 +118,7 @@ struct KillTest {
     dispatches: u64,
     kills: u64,
     /// The age of the oldest interaction that was lost in a kill.
-    oldest_lost: Duration,
+    max_lost_age: Duration,
     lost: BTreeSet<u64>,
     _dir: tempfile::TempDir,
 }
@@ -134,21 +134,21 @@ impl KillTest {
             layout,
             dispatches,
             kills: 0,
-            oldest_lost: Duration::ZERO,
+            max_lost_age: Duration::ZERO,
             lost: BTreeSet::new(),
             _dir: dir,
         })
     }
 
     /// Reads the acknowledgement time of each dispatch. Dispatches without one are omitted.
-    fn acknowledgements(&self) -> Result<BTreeMap<u64, u64>> {
+    fn read_acknowledgements(&self) -> Result<BTreeMap<u64, u64>> {
         let times = fs::read(self.layout.root().join("acknowledged"))?;
         let times = times.chunks_exact(8).map(|time| u64::from_le_bytes(time.try_into().unwrap_or_default()));
         Ok((0..).zip(times).filter(|(_, time)| *time > 0).collect())
     }
 
     fn next_dispatch(&self) -> Result<u64> {
-        Ok(self.acknowledgements()?.last_key_value().map_or(0, |(last, _)| last + 1))
+        Ok(self.read_acknowledgements()?.last_key_value().map_or(0, |(last, _)| last + 1))
     }
 
     fn start(&self, failpoints: &str) -> Result<OwnedChild> {
@@ -159,14 +159,14 @@ impl KillTest {
         Ok(OwnedChild::spawn(command.stdout(Stdio::piped()).stderr(Stdio::null()))?)
     }
 
-    /// Kills a process `wait` after it was spawned or, if `should_wait_for_start`, after it reported its start.
+    /// Kills a process `delay` after it was spawned or, if `should_wait_for_start`, after it reported its start.
     /// Returns `false` if it had already finished.
-    fn kill_after(&mut self, wait: Duration, should_wait_for_start: bool) -> Result<bool> {
+    fn kill_after(&mut self, delay: Duration, should_wait_for_start: bool) -> Result<bool> {
         let mut child = self.start("")?;
         if should_wait_for_start {
             wait_for_line(&mut child, "started")?;
         }
-        let status = child.wait(wait);
+        let status = child.wait(delay);
         let killed_at = now_nanos();
         let status = status.map_or_else(|| child.kill(), Ok)?;
         if status.success() {
@@ -182,16 +182,16 @@ impl KillTest {
         let (_, stored) = sum::sum_interactions(&self.layout.logs())?;
         let unique: BTreeSet<u64> = stored.iter().copied().collect();
         ensure!(unique.len() == stored.len(), "a line is duplicated");
-        for (n, acknowledged_at) in self.acknowledgements()? {
+        for (n, acknowledged_at) in self.read_acknowledgements()? {
             if !unique.contains(&n) && self.lost.insert(n) {
                 let age = Duration::from_nanos(killed_at.saturating_sub(acknowledged_at));
-                self.oldest_lost = self.oldest_lost.max(age);
+                self.max_lost_age = self.max_lost_age.max(age);
             }
         }
         Ok(())
     }
 
-    /// Runs to the end without a kill.
+    /// Runs the process to its end, without a kill.
     fn finish(&mut self) -> Result<()> {
         let mut child = self.start("")?;
         wait_for_line(&mut child, "done")?;
@@ -217,7 +217,7 @@ impl KillTest {
             let expected = group_sums(&sums, group_by);
             let report = store.report(&UsageQuery { group_by, ..UsageQuery::default() });
             ensure!(
-                sums_of_report(&report) == expected,
+                report_sums(&report) == expected,
                 "the usage store, grouped by {group_name}: {report:?}\nexpected: {expected:?}"
             );
             let reported = self.read_usage_report(group_name)?;
@@ -240,7 +240,7 @@ impl KillTest {
             .env("SVC_ROOT", self.layout.root());
         let text = child::run(command, Duration::from_secs(60))?;
         let report: Value = serde_json::from_str(&text)?;
-        let read = |group: &Value, names: [&str; 4]| -> Result<UsageSum> {
+        let read_sum = |group: &Value, names: [&str; 4]| -> Result<UsageSum> {
             let number = |name: &str| {
                 group[name].as_u64().map(u128::from).with_context(|| format!("{group} has no {name}"))
             };
@@ -255,10 +255,10 @@ impl KillTest {
         let mut groups = BTreeMap::new();
         for entry in report["entries"].as_array().context("the report has no entries")? {
             let name = ["model", "userId", "date"].iter().find_map(|name| entry[*name].as_str());
-            let sum = read(entry, ["cost", "tokensIn", "tokensOut", "dispatches"])?;
+            let sum = read_sum(entry, ["cost", "tokensIn", "tokensOut", "dispatches"])?;
             groups.insert(name.context("an entry has no name")?.to_owned(), sum);
         }
-        let total = read(&report, ["totalCost", "totalTokensIn", "totalTokensOut", "totalDispatches"])?;
+        let total = read_sum(&report, ["totalCost", "totalTokensIn", "totalTokensOut", "totalDispatches"])?;
         Ok((groups, total))
     }
 
@@ -268,7 +268,7 @@ impl KillTest {
             self.dispatches,
             self.kills,
             self.lost.len(),
-            self.oldest_lost.as_millis()
+            self.max_lost_age.as_millis()
         );
         Figures { kills_survived: self.kills, ..Figures::new(name) }.record()
     }
@@ -293,7 +293,7 @@ fn group_sums(sums: &BTreeMap<UsageKey, UsageSum>, group_by: GroupBy) -> BTreeMa
     groups
 }
 
-fn sums_of_report(report: &Report) -> BTreeMap<String, UsageSum> {
+fn report_sums(report: &Report) -> BTreeMap<String, UsageSum> {
     let entries = report.entries.iter().map(|entry| {
         let name = entry.model.clone().or(entry.user_id.clone()).unwrap_or_else(|| entry.date.to_string());
         let totals = &entry.totals;
@@ -317,8 +317,8 @@ fn run_with_kills(dispatches: u64, kills: u64, seed: u64) -> Result<KillTest> {
         turn += 1;
         // One in eight kills happens while the process is still loading the records.
         let should_wait_for_start = !hash(turn).is_multiple_of(8);
-        let wait = mean_interval.mul_f64((hash(turn) >> 40) as f64 / f64::from(1 << 24) * 2.0);
-        if !test.kill_after(wait.max(Duration::from_millis(1)), should_wait_for_start)? {
+        let delay = mean_interval.mul_f64((hash(turn) >> 40) as f64 / f64::from(1 << 24) * 2.0);
+        if !test.kill_after(delay.max(Duration::from_millis(1)), should_wait_for_start)? {
             break;
         }
     }
@@ -332,7 +332,7 @@ fn usage_is_exact_after_random_kills() -> Result<()> {
     let test = run_with_kills(3_000, 8, 1)?;
     test.record_figures("kills of the usage writer")?;
     // The limit allows for a busy machine; the long test has a stricter one.
-    ensure!(test.oldest_lost < Duration::from_secs(2), "{:?}", test.oldest_lost);
+    ensure!(test.max_lost_age < Duration::from_secs(2), "{:?}", test.max_lost_age);
     ensure!(test.kills >= 4, "{} kills", test.kills);
     Ok(())
 }
@@ -360,6 +360,6 @@ fn long_usage_of_100_000_dispatches_survives_100_kills() -> Result<()> {
     let test = run_with_kills(100_000, 100, now_nanos())?;
     test.record_figures("100 kills of the usage writer")?;
     ensure!(test.kills >= 90, "{} kills", test.kills);
-    ensure!(test.oldest_lost <= Duration::from_millis(200), "{:?}", test.oldest_lost);
+    ensure!(test.max_lost_age <= Duration::from_millis(200), "{:?}", test.max_lost_age);
     Ok(())
 }

@@ -234,7 +234,7 @@ impl Document {
     }
 }
 
-/// Largest integer that JavaScript represents exactly. As a `maximum` it is omitted.
+/// JavaScript's `Number.MAX_SAFE_INTEGER`. A limit with this value is omitted.
 const MAX_SAFE_INTEGER: u64 = (1 << 53) - 1;
 
 const LIMITS: [(&str, &str); 6] = [

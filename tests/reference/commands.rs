@@ -119,20 +119,20 @@ fn escape(line: &str) -> String {
 /// Renders the text after a command's help: examples and indented lines as code, other lines as paragraphs. A line
 /// indented by three spaces continues an item of a numbered list.
 fn render_after_help(text: &str) -> String {
-    let (mut markdown, mut is_code) = (String::new(), false);
+    let (mut markdown, mut is_in_code) = (String::new(), false);
     for line in text.trim_end().lines() {
         let example = line.trim_start().strip_prefix("Example: ");
         let indent = line.len() - line.trim_start().len();
-        let begins_code = example.is_some() || (indent >= 2 && indent != 3);
-        if begins_code != is_code {
+        let is_code_line = example.is_some() || (indent >= 2 && indent != 3);
+        if is_code_line != is_in_code {
             let begin =
                 if markdown.is_empty() || markdown.ends_with("\n\n") { "```text\n" } else { "\n```text\n" };
-            markdown.push_str(if begins_code { begin } else { "```\n\n" });
-            is_code = begins_code;
+            markdown.push_str(if is_code_line { begin } else { "```\n\n" });
+            is_in_code = is_code_line;
         }
         match example {
             Some(example) => markdown.push_str(example),
-            None if is_code => markdown.push_str(line.strip_prefix("  ").unwrap_or(line)),
+            None if is_in_code => markdown.push_str(line.strip_prefix("  ").unwrap_or(line)),
             None => {
                 // In Markdown, a numbered list that does not start with 1 must follow a blank line.
                 if line.starts_with(|first: char| first.is_ascii_digit()) && !markdown.ends_with("\n\n") {
@@ -143,7 +143,7 @@ fn render_after_help(text: &str) -> String {
         }
         markdown.push('\n');
     }
-    markdown.push_str(if is_code { "```\n\n" } else { "\n" });
+    markdown.push_str(if is_in_code { "```\n\n" } else { "\n" });
     markdown
 }
 

@@ -4,11 +4,11 @@ use kit::quoted_commands::{self, Language};
 use svc::applets::APPLETS;
 
 use crate::assert_no_problems;
-use crate::files::{ProjectFile, files};
+use crate::files::{ProjectFile, load_files};
 
 /// Returns the number of checked command lines, and the quoted ones that do not exist. The changelog describes earlier
 /// releases, so it is skipped.
-fn unknown_commands(files: &[ProjectFile]) -> (usize, Vec<String>) {
+fn check_commands(files: &[ProjectFile]) -> (usize, Vec<String>) {
     let is_quoting = |file: &&ProjectFile| {
         let is_page = file.path.ends_with(".md") && file.path != "CHANGELOG.md";
         is_page || file.path.starts_with("src/") && !file.path.ends_with("quoted_command_tests.rs")
@@ -29,7 +29,7 @@ fn unknown_commands(files: &[ProjectFile]) -> (usize, Vec<String>) {
 
 #[test]
 fn every_quoted_command_exists() {
-    let (checked, errors) = unknown_commands(&files());
+    let (checked, errors) = check_commands(&load_files());
     assert_no_problems(&errors);
     assert!(checked > 250, "only {checked} commands were checked");
 }
@@ -37,5 +37,5 @@ fn every_quoted_command_exists() {
 #[test]
 fn unknown_option_of_applet_is_detected() {
     let page = ProjectFile::sample("docs/a.md", "`svc-update boot --fast`, `svc-update boot`");
-    assert_eq!(unknown_commands(&[page]).1.len(), 1);
+    assert_eq!(check_commands(&[page]).1.len(), 1);
 }

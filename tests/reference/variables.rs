@@ -8,7 +8,7 @@ use svc::host::system::vars as host;
 use svc::variable::{DefaultValue, Section, Variable};
 
 use super::{GeneratedSection, table};
-use crate::files::{ProjectFile, files};
+use crate::files::{ProjectFile, load_files};
 use crate::{assert_no_problems, source};
 
 /// Returns every section of every package.
@@ -161,7 +161,7 @@ fn every_reader_of_a_variable_exists() {
 const USED_ONLY_BY_UNITS: [&str; 1] = ["SVC_POSTGRES_IMAGE"];
 
 /// Finds declared variables that no code outside tests uses.
-fn unread_variables(files: &[ProjectFile], declared: &[&str]) -> Vec<String> {
+fn find_unread_variables(files: &[ProjectFile], declared: &[&str]) -> Vec<String> {
     let is_code = |file: &&ProjectFile| {
         file.path.starts_with("src/") && file.path.ends_with(".rs") && !file.path.ends_with("/vars.rs")
     };
@@ -182,7 +182,7 @@ fn unread_variables(files: &[ProjectFile], declared: &[&str]) -> Vec<String> {
 fn every_declared_variable_is_read() {
     let variables = sections().flat_map(|section| section.variables).map(|variable| variable.name);
     let declared: Vec<_> = variables.filter(|name| !USED_ONLY_BY_UNITS.contains(name)).collect();
-    assert_no_problems(&unread_variables(&files(), &declared));
+    assert_no_problems(&find_unread_variables(&load_files(), &declared));
 }
 
 #[test]
@@ -190,7 +190,7 @@ fn unread_variable_is_detected() {
     let code =
         ProjectFile::sample("src/a.rs", "env.text(&vars::SVC_A); // SVC_B\n#[cfg(test)]\nmod t { SVC_B }");
     let declaration = ProjectFile::sample("src/vars.rs", "SVC_B: \"text\" = unset;");
-    assert_eq!(unread_variables(&[code, declaration], &["SVC_A", "SVC_B"]).len(), 1);
+    assert_eq!(find_unread_variables(&[code, declaration], &["SVC_A", "SVC_B"]).len(), 1);
 }
 
 /// Variables that systemd sets for its services.
@@ -198,22 +198,22 @@ const SET_BY_SYSTEMD: [&str; 2] = ["JOURNAL_STREAM", "NOTIFY_SOCKET"];
 
 /// Finds names with an underscore that a file reads from the process environment without a declaration. `Env` accepts
 /// only declared variables.
-fn undeclared_reads(file: &ProjectFile) -> Vec<String> {
+fn find_undeclared_reads(file: &ProjectFile) -> Vec<String> {
     let calls = ["env::var(\"", "env::var_os(\""];
     let reads = calls.iter().flat_map(|call| file.text.split(*call).skip(1));
     let names = reads.filter_map(|rest| rest.split('"').next());
-    let ours = names.filter(|name| name.contains('_') && !SET_BY_SYSTEMD.contains(name));
-    ours.map(|name| format!("{}: {name} is read without a declaration", file.path)).collect()
+    let undeclared = names.filter(|name| name.contains('_') && !SET_BY_SYSTEMD.contains(name));
+    undeclared.map(|name| format!("{}: {name} is read without a declaration", file.path)).collect()
 }
 
 #[test]
 fn no_variable_is_read_by_a_literal_name() {
-    let sources = files().into_iter().filter(|file| file.path.starts_with("src/"));
-    assert_no_problems(&sources.flat_map(|file| undeclared_reads(&file)).collect::<Vec<_>>());
+    let sources = load_files().into_iter().filter(|file| file.path.starts_with("src/"));
+    assert_no_problems(&sources.flat_map(|file| find_undeclared_reads(&file)).collect::<Vec<_>>());
 }
 
 #[test]
 fn undeclared_variable_is_detected() {
     let text = "std::env::var_os(\"SVC_A\"); std::env::var(\"PATH\"); std::env::var(\"NOTIFY_SOCKET\")";
-    assert_eq!(undeclared_reads(&ProjectFile::sample("src/a.rs", text)).len(), 1);
+    assert_eq!(find_undeclared_reads(&ProjectFile::sample("src/a.rs", text)).len(), 1);
 }

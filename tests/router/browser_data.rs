@@ -84,9 +84,9 @@ async fn data_of_last_user_is_cleared_before_request_is_forwarded() -> Result<()
         assert_eq!(refused.status, StatusCode::UNAUTHORIZED, "{mode} {dest}");
         assert_eq!(refused.cookie("__Host-svc_last_user"), None, "{mode} {dest}");
     }
-    let token = in_browser(router.post(APP_HOST, "/_svc/app-token"), &switched)
+    let token_request = in_browser(router.post(APP_HOST, "/_svc/app-token"), &switched)
         .json(&serde_json::json!({"app": "notes"}));
-    assert_eq!(send(token).await.status, StatusCode::UNAUTHORIZED);
+    assert_eq!(send(token_request).await.status, StatusCode::UNAUTHORIZED);
     let without_last_user =
         send(in_browser(router.get(APP_HOST, "/api/apps"), &provider_cookie("user_2"))).await;
     assert_eq!(

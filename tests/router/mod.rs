@@ -1,5 +1,5 @@
-//! Tests the router between browsers and machines, with a real PostgreSQL, a test identity provider, and TLS to fake
-//! machines that record their requests.
+//! Tests the router between browsers and machines, with a real PostgreSQL server, a test identity provider, and TLS to
+//! fake machines that record their requests.
 
 mod access;
 mod apps;

@@ -85,9 +85,9 @@ impl ApiUnderTest for RouterSetup {
         };
         let forbidden =
             |description, request| WrongCredential { description, request, status: 403, code: "forbidden" };
-        let minted = |options: MintOptions| self.router.idp.mint("user_1", &options);
-        let forged = minted(MintOptions { flaw: Some(Flaw::BadSignature), ..MintOptions::default() });
-        let expired = minted(MintOptions { ttl_seconds: -120, ..MintOptions::default() });
+        let mint_token = |options: MintOptions| self.router.idp.mint("user_1", &options);
+        let forged = mint_token(MintOptions { flaw: Some(Flaw::BadSignature), ..MintOptions::default() });
+        let expired = mint_token(MintOptions { ttl_seconds: -120, ..MintOptions::default() });
         let unknown = format!("svc_session={}", "A".repeat(43));
         let other_host_session = self.session.replace("svc_session", "svc_code_session");
         let mut all = vec![

@@ -11,7 +11,7 @@ use super::test_router::TestRouter;
 const OLD_SESSIONS: i64 = 100_000;
 
 /// Returns the number of rows read by sequential scans of the table, and the number of its index scans.
-async fn scan_counts(sql: &Client, table: &str) -> Result<(i64, i64)> {
+async fn read_scan_counts(sql: &Client, table: &str) -> Result<(i64, i64)> {
     let query = "SELECT seq_tup_read, coalesce(idx_scan, 0) FROM pg_stat_user_tables WHERE relname = $1";
     sql.batch_execute("SELECT pg_stat_clear_snapshot()").await?;
     let row = sql.query_one(query, &[&table]).await?;
@@ -28,13 +28,13 @@ async fn session_poll_uses_index() -> Result<()> {
          ANALYZE sessions"
     );
     router.sql.batch_execute(&fill).await?;
-    let (read_before, indexed_before) = scan_counts(&router.sql, "sessions").await?;
+    let (rows_read_before, index_scans_before) = read_scan_counts(&router.sql, "sessions").await?;
     // A backend publishes its statistics at most once a second.
     let started = Instant::now();
     loop {
-        let (read, indexed) = scan_counts(&router.sql, "sessions").await?;
-        assert!(read - read_before < OLD_SESSIONS, "the poll reads the whole table");
-        if indexed - indexed_before >= 4 {
+        let (rows_read, index_scans) = read_scan_counts(&router.sql, "sessions").await?;
+        assert!(rows_read - rows_read_before < OLD_SESSIONS, "the poll reads the whole table");
+        if index_scans - index_scans_before >= 4 {
             break;
         }
         assert!(started.elapsed() < Duration::from_secs(20), "the poll uses no index");
@@ -57,9 +57,9 @@ async fn poll_does_not_read_deleted_machines() -> Result<()> {
     router.sql.batch_execute(&fill).await?;
     // Counting starts after a pause, because the poll gets a new plan only when it next runs after ANALYZE.
     tokio::time::sleep(Duration::from_millis(2500)).await;
-    let (before, _) = scan_counts(&router.sql, "user_machines").await?;
+    let (before, _) = read_scan_counts(&router.sql, "user_machines").await?;
     tokio::time::sleep(Duration::from_millis(3000)).await;
-    let (after, _) = scan_counts(&router.sql, "user_machines").await?;
+    let (after, _) = read_scan_counts(&router.sql, "user_machines").await?;
     assert!(after - before < deleted_machines, "{} rows read by sequential scans", after - before);
     router.set_status(&machine, "failed").await?;
     router.wait_for_status("user_1", StatusCode::SERVICE_UNAVAILABLE).await;

@@ -25,7 +25,7 @@ struct OpenConnections {
 }
 
 /// Waits for the first chunk of a stream.
-async fn await_start(mut stream: Response) -> Result<Response> {
+async fn wait_for_start(mut stream: Response) -> Result<Response> {
     assert_eq!(stream.chunk().await?.as_deref(), Some(&b"started\n"[..]));
     Ok(stream)
 }
@@ -43,9 +43,9 @@ impl OpenConnections {
         let minted = send(request.json(&json!({ "app": "notes" }))).await;
         let token = minted.json()["token"].as_str().context("the response has no token")?.to_owned();
         let session_stream =
-            await_start(router.get(APP_HOST, "/endless").header("cookie", session).send().await?).await?;
+            wait_for_start(router.get(APP_HOST, "/endless").header("cookie", session).send().await?).await?;
         let app_stream =
-            await_start(router.get(APP_HOST, "/endless").bearer_auth(&token).send().await?).await?;
+            wait_for_start(router.get(APP_HOST, "/endless").bearer_auth(&token).send().await?).await?;
         Ok(Self { socket, streams: [session_stream, app_stream], token })
     }
 
@@ -138,7 +138,7 @@ async fn stream_ends_when_its_session_expires() -> Result<()> {
     router.sql.batch_execute("UPDATE sessions SET expires_at = now() + interval '3 seconds'").await?;
     tokio::time::sleep(Duration::from_millis(700)).await;
     let mut stream =
-        await_start(router.get(APP_HOST, "/endless").header("cookie", &session).send().await?).await?;
+        wait_for_start(router.get(APP_HOST, "/endless").header("cookie", &session).send().await?).await?;
     let end = timeout(Duration::from_secs(5), stream.chunk()).await.context("the stream is still open")?;
     ensure!(end.is_err());
     Ok(())
@@ -152,7 +152,8 @@ async fn late_stream_ends_when_its_session_expires() -> Result<()> {
     let updated = Instant::now();
     tokio::time::sleep(Duration::from_millis(700)).await;
     let mut stream =
-        await_start(router.get(APP_HOST, "/late-endless").header("cookie", &session).send().await?).await?;
+        wait_for_start(router.get(APP_HOST, "/late-endless").header("cookie", &session).send().await?)
+            .await?;
     // If the session's remaining lifetime were counted from the response head, the stream would end after 10 s or more.
     let remaining = Duration::from_secs(9).saturating_sub(updated.elapsed());
     let end = timeout(remaining, stream.chunk()).await.context("the stream is still open")?;

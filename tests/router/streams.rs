@@ -46,7 +46,7 @@ async fn websocket_forwards_messages_both_ways() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn stopped_machine_loses_websockets_and_streams() -> Result<()> {
+async fn failed_machine_loses_websockets_and_streams() -> Result<()> {
     let (router, machine) = TestRouter::start_with_machine("user_1").await?;
     let mut socket = open_websocket(&router, "user_1").await?;
     socket.send(Message::text("hello")).await?;
@@ -78,7 +78,7 @@ async fn unrelated_change_keeps_websockets_open() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn ten_mebibyte_bodies_pass_unchanged() -> Result<()> {
+async fn ten_mebibyte_bodies_are_forwarded_completely() -> Result<()> {
     let (router, machine) = TestRouter::start_with_machine("user_1").await?;
     let upload =
         router

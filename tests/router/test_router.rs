@@ -259,7 +259,7 @@ impl Drop for TestRouter {
 }
 
 pub fn signer(kid: &str) -> Arc<Signer> {
-    Arc::new(Signer::from_pkcs8(kid, &Signer::generate().unwrap()).unwrap())
+    Arc::new(Signer::from_pkcs8(kid, &Signer::generate_pkcs8().unwrap()).unwrap())
 }
 
 pub fn app_keys() -> (Arc<Signer>, AppKeys) {

@@ -52,13 +52,13 @@ async fn certificate_without_valid_chain_for_name_is_refused() -> Result<()> {
     let router = start_verifying_router(roots.path(), &ca, &[]).await?;
     let ids: Vec<_> = (0..4).map(|_| MachineId::new()).collect();
     let other_name = host_name(MachineId::new());
-    let wrong = [
+    let invalid_identities = [
         ("self-signed", generate_self_signed(&[host_name(ids[0])])?),
         ("another authority", issue_identity(&Ca::new()?, &[&host_name(ids[1])], DAY)?),
         ("another name", issue_identity(&ca, &[&other_name, "127.0.0.1"], DAY)?),
         ("expired", issue_identity(&ca, &[&host_name(ids[3])], SignedDuration::from_mins(-1))?),
     ];
-    for (id, (flaw, identity)) in ids.iter().zip(wrong) {
+    for (id, (flaw, identity)) in ids.iter().zip(invalid_identities) {
         let user = format!("user_{}", flaw.replace([' ', '-'], ""));
         let machine = TestMachine::start_as(*id, &identity).await?;
         router.add_machine(&machine, &user, "primary", "running").await?;
@@ -94,18 +94,20 @@ async fn new_or_exempt_machine_is_verified_only_by_pin() -> Result<()> {
     for (machine, user) in [(&new, "user_new"), (&exempt, "user_exempt"), (&old, "user_old")] {
         router.add_machine(machine, user, "primary", "recovering").await?;
     }
-    let registered =
-        "UPDATE user_machines SET status = 'running', registered_at = now() - CASE WHEN machine_id = ";
-    let registered = format!("{registered}'{}' THEN interval '0' ELSE interval '1 hour' END", new.id);
-    router.sql.batch_execute(&registered).await?;
+    let sql = format!(
+        "UPDATE user_machines SET status = 'running', registered_at = now() - \
+         CASE WHEN machine_id = '{}' THEN interval '0' ELSE interval '1 hour' END",
+        new.id
+    );
+    router.sql.batch_execute(&sql).await?;
     router.wait_for_status("user_new", StatusCode::OK).await;
     router.wait_for_status("user_exempt", StatusCode::OK).await;
     router.wait_for_status("user_old", StatusCode::BAD_GATEWAY).await;
     // The grace period ends without a change to the row. Open connections remain usable, so a second router is used.
     tokio::time::sleep(std::time::Duration::from_millis(3200)).await;
-    let later = router.start_second_router().await?;
-    later.wait_for_status("user_new", StatusCode::BAD_GATEWAY).await;
-    later.wait_for_status("user_exempt", StatusCode::OK).await;
+    let second_router = router.start_second_router().await?;
+    second_router.wait_for_status("user_new", StatusCode::BAD_GATEWAY).await;
+    second_router.wait_for_status("user_exempt", StatusCode::OK).await;
     Ok(())
 }
 

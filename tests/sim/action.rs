@@ -42,7 +42,7 @@ impl PlannedRequest {
 }
 
 impl Simulation<'_> {
-    /// Performs one step and waits for its response, for at most the step's `wait_ms`.
+    /// Performs one step. If it sends a request, waits for all background tasks, for at most the step's `wait_ms`.
     pub async fn perform_step(&mut self, step: &Step) -> Result<()> {
         match &step.action {
             Action::BackUp { host, stops_after } => {
@@ -73,7 +73,7 @@ impl Simulation<'_> {
             }
             Action::Write { host } => {
                 if let Some(host) = self.host(*host) {
-                    self.write(&host).await?;
+                    self.write_row(&host).await?;
                 }
             }
             Action::CutDatabaseConnections => self.database.cut_connections().await?,
@@ -93,7 +93,7 @@ impl Simulation<'_> {
             }
             Action::Start { process } => {
                 if !self.processes[*process].is_alive() {
-                    self.start(*process);
+                    self.start_process(*process);
                 }
             }
             Action::AdvanceTime { seconds, expire_leases } => {
@@ -132,7 +132,7 @@ impl Simulation<'_> {
 
     /// Writes a row as if through the router. The machine must be running and its server powered on, both when the row
     /// is written and when it is acknowledged.
-    async fn write(&self, host: &Host) -> Result<()> {
+    async fn write_row(&self, host: &Host) -> Result<()> {
         if !self.is_serving(&host.machine).await? {
             return Ok(());
         }
@@ -287,7 +287,7 @@ impl Simulation<'_> {
             });
         }
         // A request that takes longer than the wait overlaps the next one.
-        let _ = tokio::time::timeout(Duration::from_millis(step.wait_ms), self.wait_for_requests()).await;
+        let _ = tokio::time::timeout(Duration::from_millis(step.wait_ms), self.wait_for_tasks()).await;
     }
 
     /// Returns the prefix of the slot whose data the request is allowed to lose.
@@ -303,12 +303,12 @@ impl Simulation<'_> {
     }
 
     /// Waits until every background request and backup has ended.
-    async fn wait_for_requests(&mut self) {
+    async fn wait_for_tasks(&mut self) {
         while self.tasks.join_next().await.is_some() {}
     }
 
     /// Sends a heartbeat through the process with the given index. Returns the response.
-    pub async fn heartbeat(&self, host: &Host, process_index: usize) -> Option<ApiResponse> {
+    pub async fn send_heartbeat(&self, host: &Host, process_index: usize) -> Option<ApiResponse> {
         let path = format!("/vps/{}/heartbeat", host.machine);
         let token = host.upgrade_token.clone().into();
         let body = Some(host.heartbeat_body(self.ledger.registration(&host.machine).as_ref()));
@@ -381,16 +381,16 @@ impl Simulation<'_> {
         self.processes.iter().for_each(|process| process.wake_workers());
     }
 
-    /// Clears the faults, restarts every process that is not alive, and advances the clock until no work remains or the
-    /// limit is reached.
+    /// Clears the faults, restarts every process that is not alive, and advances the clock until no work remains,
+    /// for a limited number of rounds.
     pub async fn settle(&mut self) -> Result<()> {
         self.provider.clear_faults();
         self.store.clear_faults();
-        let _ = tokio::time::timeout(Duration::from_secs(20), self.wait_for_requests()).await;
+        let _ = tokio::time::timeout(Duration::from_secs(20), self.wait_for_tasks()).await;
         for process in 0..PROCESSES {
             self.processes[process].switch.disarm();
             if !self.processes[process].is_alive() {
-                self.start(process);
+                self.start_process(process);
             }
         }
         for prefix in self.store.broken_pointers() {
@@ -398,8 +398,8 @@ impl Simulation<'_> {
         }
         let mut quiet_rounds = 0;
         // With a deliberately broken rule, the platform may never settle.
-        let rounds = if self.broken_rule.is_some() { 100 } else { 400 };
-        for round in 0..rounds {
+        let max_rounds = if self.broken_rule.is_some() { 100 } else { 400 };
+        for round in 0..max_rounds {
             self.wake_workers();
             tokio::time::sleep(Duration::from_millis(30)).await;
             let database_state = DatabaseState::read(&self.database.client).await?;
@@ -425,8 +425,8 @@ impl Simulation<'_> {
             {
                 self.answer_question(&operation.operation_id, &operation.machine_id, &database_state).await;
             }
-            // Booting hosts register, and resized hosts report that they are healthy; the deadlines of all others
-            // expire.
+            // Booting hosts register, and resized or unproven hosts send heartbeats. Operations that wait for any other
+            // host time out.
             for host in self.hosts().to_vec() {
                 let Some(machine) =
                     database_state.machine(&host.machine).filter(|_| live.contains(&host.machine))
@@ -437,7 +437,7 @@ impl Simulation<'_> {
                     self.register(&host, round % PROCESSES).await;
                 } else if machine.is_active() && (machine.status != "running" || machine.proven_at.is_none())
                 {
-                    self.heartbeat(&host, round % PROCESSES).await;
+                    self.send_heartbeat(&host, round % PROCESSES).await;
                 }
             }
             self.database.advance_time(10, false).await?;

@@ -60,16 +60,16 @@ impl Fleet {
             if let Some(body) = &planned.body {
                 request = request.json(body);
             }
-            let completed = async {
+            let exchange = async {
                 let response = request.send().await?;
                 let status = response.status().as_u16();
                 anyhow::Ok(ApiResponse { status, body: response.json().await.unwrap_or_default() })
             };
-            let completed = completed.await;
-            let status = completed.as_ref().map_or(0, |response| response.status);
+            let result = exchange.await;
+            let status = result.as_ref().map_or(0, |response| response.status);
             let record =
                 RequestRecord { operation: planned.operation, key: planned.key.clone(), request_id, status };
-            match completed {
+            match result {
                 Ok(response) => {
                     self.ledger
                         .log(format!("{} {}: {} {}", planned.operation, planned.path, status, response.body));
@@ -113,11 +113,11 @@ impl Fleet {
 
     /// Sends one user's requests, as an operator would. They are random, so some are refused. Returns the number of
     /// requests.
-    async fn send_requests(&self, number: usize, seed: u64) -> u32 {
-        let mut rng = Rng::new(seed ^ (number as u64) << 32);
-        let user = format!("user_{number}");
+    async fn send_requests(&self, user_number: usize, seed: u64) -> u32 {
+        let mut rng = Rng::new(seed ^ (user_number as u64) << 32);
+        let user = format!("user_{user_number}");
         let slot = json!({"idpUserId": user, "plan": "max", "status": "active"});
-        let provision = json!({"idpUserId": user, "handle": format!("user-{number}"), "acceptLoss": true,
+        let provision = json!({"idpUserId": user, "handle": format!("user-{user_number}"), "acceptLoss": true,
             "allowEmpty": true});
         let recover = json!({"idpUserId": user, "allowEmpty": true, "acceptLoss": true});
         let path = |path: &str| path.to_owned();
@@ -131,10 +131,10 @@ impl Fleet {
             Some(provision.clone()),
         );
         let mut machine = provisioned.await.body["machineId"].as_str().unwrap_or_default().to_owned();
-        let mut sent = 2;
-        let share = REQUESTS.div_ceil(USERS as u32);
-        while sent < share {
-            sent += 1;
+        let mut request_count = 2;
+        let requests_per_user = REQUESTS.div_ceil(USERS as u32);
+        while request_count < requests_per_user {
+            request_count += 1;
             let (operation, method, path, body) = match rng.pick_weighted(&[3, 3, 2, 2, 2, 1]) {
                 0 => ("provision", Method::POST, path("/vps/provision"), Some(provision.clone())),
                 1 => ("recover", Method::POST, path("/vps/recover"), Some(recover.clone())),
@@ -157,7 +157,7 @@ impl Fleet {
             // Some requests follow each other closely; others find a running machine.
             tokio::time::sleep(Duration::from_millis(rng.pick(&[0, 50, 400, 900]))).await;
         }
-        sent
+        request_count
     }
 
     /// Runs the 12 newest hosts until the future is dropped: in each round, each host registers or sends a heartbeat.
@@ -207,9 +207,11 @@ impl Fleet {
         }
     }
 
-    fn start(self: &Arc<Self>, number: usize) -> Process {
+    fn start_process(self: &Arc<Self>, process_index: usize) -> Process {
         let process = self.stack.start_platform();
-        process.base.clone_into(&mut self.base_urls.lock().unwrap_or_else(PoisonError::into_inner)[number]);
+        process
+            .base
+            .clone_into(&mut self.base_urls.lock().unwrap_or_else(PoisonError::into_inner)[process_index]);
         process
     }
 }
@@ -232,8 +234,8 @@ async fn kill_repeatedly(
         processes[victim].kill();
         kills += 1;
         tokio::time::sleep(Duration::from_millis(rng.pick(&[0, 100, 400]))).await;
-        let starting = Arc::clone(&fleet);
-        let started = tokio::task::spawn_blocking(move || starting.start(victim)).await;
+        let process_fleet = Arc::clone(&fleet);
+        let started = tokio::task::spawn_blocking(move || process_fleet.start_process(victim)).await;
         processes[victim] = started.expect("the process should start");
     }
 }
@@ -244,19 +246,22 @@ async fn run_campaign(seed: u64) -> Result<u32> {
     let client = client::build(Timeouts { total: Some(Duration::from_secs(15)), ..Timeouts::CALL })?;
     let base_urls = Mutex::new(vec![String::new(); PROCESSES]);
     let fleet = Arc::new(Fleet { stack, client, base_urls, ledger: Ledger::new() });
-    let starting = Arc::clone(&fleet);
+    let process_fleet = Arc::clone(&fleet);
     let processes =
-        tokio::task::spawn_blocking(move || (0..PROCESSES).map(|n| starting.start(n)).collect()).await?;
+        tokio::task::spawn_blocking(move || (0..PROCESSES).map(|n| process_fleet.start_process(n)).collect())
+            .await?;
     let (stop, stopped) = tokio::sync::oneshot::channel();
     let killer = tokio::spawn(kill_repeatedly(Arc::clone(&fleet), processes, seed, stopped));
     let host_fleet = Arc::clone(&fleet);
     let hosts = tokio::spawn(async move { host_fleet.run_hosts(seed).await });
 
-    let sent: u32 =
-        join_all((0..USERS).map(|number| fleet.send_requests(number, seed))).await.into_iter().sum();
+    let request_count: u32 = join_all((0..USERS).map(|user_number| fleet.send_requests(user_number, seed)))
+        .await
+        .into_iter()
+        .sum();
     let _ = stop.send(());
     let (_processes, kills) = killer.await?;
-    assert!(sent >= REQUESTS && kills > 3, "{sent} requests, {kills} kills");
+    assert!(request_count >= REQUESTS && kills > 3, "{request_count} requests, {kills} kills");
 
     let database = fleet.stack.database.connect().await?;
     let times = StoredTimes::read(&database).await?;
@@ -285,7 +290,7 @@ async fn run_campaign(seed: u64) -> Result<u32> {
     }
     let running = database_state.machines.iter().filter(|machine| machine.is_running()).count();
     println!(
-        "seed {seed}: {sent} requests, {kills} kills, {} machines, {running} running",
+        "seed {seed}: {request_count} requests, {kills} kills, {} machines, {running} running",
         database_state.machines.len()
     );
     Ok(kills)

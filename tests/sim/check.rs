@@ -1,5 +1,5 @@
 //! Checks the invariants from the outside: in the database, the provider's state, the store, and the responses to
-//! callers.
+//! callers. In every check, `live` lists the IDs of the machines that have a server.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -85,7 +85,7 @@ impl Observations {
             if *ended == current || is_deleted_too {
                 return true;
             }
-            // The machine may have ended again since then.
+            // A reinstated machine may already have ended again.
             let is_reinstated = self.is_reinstated(machine, database_state);
             self.ended.remove(&machine.machine_id);
             return is_reinstated;
@@ -133,11 +133,11 @@ pub fn check_fences(
     fences: &BTreeMap<String, u32>,
 ) -> BTreeSet<Violation> {
     let mut violations = BTreeSet::new();
-    let new = live
+    let new_machines = live
         .iter()
         .filter_map(|id| database_state.machine(id))
         .filter(|machine| machine.registered_at.is_none());
-    for machine in new {
+    for machine in new_machines {
         if fences.get(&machine.prefix()).copied().unwrap_or(0) < machine.epoch {
             violations.insert(Violation::ServerCreatedBeforeFence);
         }

@@ -16,7 +16,8 @@ use svc::platform::operations::{OperationKind, fail_point_names};
 use svc::platform::{platform_key_rotation, rollouts, token_rotation};
 use svc_files as files;
 
-/// The enumerations, each with its name in the test that kills a process at each of its points, and the test's file.
+/// Returns the enumerations, each with its name in the test that kills a process at each of its points, and the test's
+/// file.
 fn enumerations() -> [(&'static [&'static str], &'static str, &'static str); 25] {
     [
         (backup::FAILPOINTS, "svc::host::snapshots::backup::FAILPOINTS", "tests/vault/backup.rs"),
@@ -91,7 +92,7 @@ fn collect_sources(dir: &Path, sources: &mut Vec<PathBuf>) {
 }
 
 /// Returns the names in calls to `failpoint::trigger`; an expression instead of a name is returned as written.
-fn failpoint_calls(text: &str) -> Vec<String> {
+fn find_triggered_points(text: &str) -> Vec<String> {
     let calls = text.split("failpoint::trigger(").skip(1);
     calls.map(|call| call.split(')').next().unwrap_or_default().trim_matches('"').to_owned()).collect()
 }
@@ -111,7 +112,7 @@ fn every_fail_point_in_the_source_is_enumerated() {
         enumerations().iter().flat_map(|(points, _, _)| points.iter().copied()).collect();
     let mut triggered = Vec::new();
     for file in files {
-        for name in failpoint_calls(&fs::read_to_string(&file).unwrap()) {
+        for name in find_triggered_points(&fs::read_to_string(&file).unwrap()) {
             // Operations derive their points from kind, step and position, and enumerate them in the same way.
             let is_derived =
                 name.starts_with("&fail_point_name(") && file.ends_with("platform/operations/leased.rs");
@@ -127,7 +128,10 @@ fn every_fail_point_in_the_source_is_enumerated() {
     for point in enumerated {
         assert!(triggered.iter().any(|name| name == point), "{point} is enumerated but not in the source");
     }
-    assert_eq!(failpoint_calls("x failpoint::trigger(\"a.b\")?; failpoint::trigger(&c)"), ["a.b", "&c"]);
+    assert_eq!(
+        find_triggered_points("x failpoint::trigger(\"a.b\")?; failpoint::trigger(&c)"),
+        ["a.b", "&c"]
+    );
 }
 
 #[test]
@@ -148,7 +152,7 @@ fn every_enumeration_has_a_kill_test() {
     let kills = read_file("tests/platform/kills.rs");
     for kind in OperationKind::ALL {
         assert!(!fail_point_names(kind).is_empty());
-        let calls = ["run_for_every_fail_point", "assert_survives_kills"]
+        let calls = ["run_for_every_fail_point", "assert_power_operation_survives_kills"]
             .map(|function| format!("{function}(OperationKind::{kind:?},"));
         let is_tested = calls.iter().any(|call| kills.contains(call));
         assert!(is_tested, "tests/platform/kills.rs has none of {calls:?}");

@@ -39,7 +39,7 @@ pub struct Host {
     pub restore_mode: String,
 }
 
-/// The content of a snapshot, in place of a dump.
+/// The content of a simulated snapshot, in place of a PostgreSQL dump.
 #[derive(Debug, Serialize, Deserialize)]
 struct Dump {
     machine: String,
@@ -91,7 +91,7 @@ impl Host {
     }
 
     /// Restores the slot's latest snapshot, once per disk. If there is none and the restore mode is `empty`, the disk
-    /// starts without rows. Returns `false` if no usable snapshot was found.
+    /// starts without rows; otherwise, returns `false` if there is no usable snapshot.
     pub async fn boot(&self, store: &Arc<Store>, rows: &Rows) -> anyhow::Result<bool> {
         if rows.rows_on_disk(&self.machine).is_some() {
             return Ok(true);

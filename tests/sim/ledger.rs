@@ -23,7 +23,7 @@ struct LedgerState {
     lines: Vec<String>,
     records: Vec<RequestRecord>,
     /// The first successful response for each idempotency key.
-    keys: BTreeMap<String, (u16, Value)>,
+    first_responses: BTreeMap<String, (u16, Value)>,
     machines: Vec<String>,
     operations: BTreeSet<String>,
     registration_attempts: BTreeSet<String>,
@@ -31,7 +31,7 @@ struct LedgerState {
     accepted: BTreeMap<String, Value>,
     ended: BTreeSet<String>,
     violations: BTreeSet<Violation>,
-    requests: u32,
+    request_count: u32,
     /// The epochs assigned by heartbeat responses.
     epochs: BTreeMap<String, u32>,
     /// The accepted registration that each host has recorded; a restore of the platform's database does not affect it.
@@ -65,8 +65,8 @@ impl Ledger {
 
     pub fn next_request_id(&self) -> String {
         let mut state = self.state();
-        state.requests += 1;
-        format!("request-{}", state.requests)
+        state.request_count += 1;
+        format!("request-{}", state.request_count)
     }
 
     /// Records a response, the machines and operations that it names, and the violations that it reveals.
@@ -78,7 +78,8 @@ impl Ledger {
         if (200..300).contains(&response.status) {
             if let Some(key) = &record.key {
                 let current = (response.status, response.body.clone());
-                let first = state.keys.entry(key.clone()).or_insert_with(|| current.clone()).clone();
+                let first =
+                    state.first_responses.entry(key.clone()).or_insert_with(|| current.clone()).clone();
                 if first != current {
                     state.violations.insert(Violation::ReplayDiffers);
                 }
@@ -165,7 +166,7 @@ impl Ledger {
         // Accepted requests may be missing from the copy, and repeating one with the same key may return a different
         // response.
         state.records.iter_mut().for_each(|record| record.status = 0);
-        state.keys.clear();
+        state.first_responses.clear();
         state.operations.clear();
         state.accepted.clear();
         state.ended.clear();

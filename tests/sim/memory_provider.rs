@@ -24,7 +24,7 @@ const LATE_DELAY: Duration = Duration::from_millis(120);
 const SLOW_DELAY: Duration = Duration::from_millis(200);
 pub const MACHINE_LABEL: &str = "svc-machine";
 const LOCATIONS: [&str; 3] = ["nbg1", "hel1", "fsn1"];
-const TYPES: [(&str, u32); 4] = [("cpx12", 40), ("cpx22", 80), ("cpx32", 160), ("cpx52", 480)];
+const SERVER_TYPE_DISKS_GB: [(&str, u32); 4] = [("cpx12", 40), ("cpx22", 80), ("cpx32", 160), ("cpx52", 480)];
 
 /// A server that was created, and its user-data, from which a host is built.
 #[derive(Debug, Clone)]
@@ -284,7 +284,7 @@ impl ProviderState {
 }
 
 fn disk_size_gb(server_type: &ServerType) -> Option<u32> {
-    TYPES.iter().find(|(name, _)| *name == server_type.as_str()).map(|(_, disk)| *disk)
+    SERVER_TYPE_DISKS_GB.iter().find(|(name, _)| *name == server_type.as_str()).map(|(_, disk)| *disk)
 }
 
 fn failure(call: &'static str, kind: ErrorKind, status: u16, code: &str) -> ProviderError {

@@ -83,7 +83,7 @@ pub enum Action {
         fault: StoreFault,
         times: u8,
     },
-    /// `system/db/latest` is deleted, or overwritten with invalid JSON.
+    /// `system/db/latest` is deleted if `is_lost`, and otherwise overwritten with invalid JSON.
     BreakPointer {
         slot: usize,
         is_lost: bool,
@@ -144,7 +144,7 @@ pub enum ProviderFault {
     ActionError,
     /// The list omits every other server.
     Partial,
-    /// A temporary error: the location has no capacity.
+    /// The location has no capacity.
     NoCapacity,
     /// Another action has locked the server.
     Locked,
@@ -178,28 +178,28 @@ pub struct Step {
     pub wait_ms: u64,
 }
 
-/// Returns the plan for a seed.
-pub fn plan(seed: u64) -> Vec<Step> {
+/// Generates the plan for a seed.
+pub fn generate_plan(seed: u64) -> Vec<Step> {
     let mut rng = Rng::new(seed);
     let length = 20 + rng.below(21);
     // The remaining runs have few faults, so that more of their operations complete.
     let has_many_faults = rng.percent(60);
     let mut steps: Vec<Step> =
-        (0..SLOTS.len()).map(|slot| step(&mut rng, Action::Subscribe { slot })).collect();
+        (0..SLOTS.len()).map(|slot| build_step(&mut rng, Action::Subscribe { slot })).collect();
     for step in &mut steps {
         step.wait_ms = 2000;
     }
     while steps.len() < length {
         if rng.percent(80) {
             let action = pick_action(&mut rng, has_many_faults);
-            steps.push(step(&mut rng, action));
+            steps.push(build_step(&mut rng, action));
             continue;
         }
-        for action in machine_lifecycle(&mut rng) {
-            steps.push(step(&mut rng, action));
+        for action in pick_machine_lifecycle(&mut rng) {
+            steps.push(build_step(&mut rng, action));
             if rng.percent(25) {
                 let between = pick_action(&mut rng, has_many_faults);
-                steps.push(step(&mut rng, between));
+                steps.push(build_step(&mut rng, between));
             }
         }
     }
@@ -208,15 +208,15 @@ pub fn plan(seed: u64) -> Vec<Step> {
         let saved = SLOTS.len() + rng.below(length / 2);
         let restored = saved + 1 + rng.below(length - saved);
         for (index, action) in [(saved, Action::SaveDatabase), (restored, Action::RestoreDatabase)] {
-            let step = step(&mut rng, action);
+            let step = build_step(&mut rng, action);
             steps.insert(index.min(steps.len()), step);
         }
     }
     steps
 }
 
-/// Returns a typical sequence of actions on a slot, so that runs reach machines with data that could be lost.
-fn machine_lifecycle(rng: &mut Rng) -> Vec<Action> {
+/// Picks a typical sequence of actions on a slot, so that runs reach machines with data that could be lost.
+fn pick_machine_lifecycle(rng: &mut Rng) -> Vec<Action> {
     let slot = rng.below(SLOTS.len());
     let (newest, previous) = (0, 1);
     let boot = [Action::WaitForOperations, Action::Register { host: newest, host_key: 0 }];
@@ -256,7 +256,7 @@ fn machine_lifecycle(rng: &mut Rng) -> Vec<Action> {
 /// The percentage of requests in which an operator accepts a loss.
 const ACCEPT_LOSS_PERCENT: u64 = 30;
 
-fn step(rng: &mut Rng, action: Action) -> Step {
+fn build_step(rng: &mut Rng, action: Action) -> Step {
     let is_sent_twice = rng.percent(12);
     let key = (is_sent_twice || rng.percent(45)).then(|| rng.below(2) as u8);
     let wait_ms = [0, 2, 15, 60, 250][rng.pick_weighted(&[2, 3, 3, 3, 1])];
@@ -370,8 +370,8 @@ fn pick_provider_fault(rng: &mut Rng) -> Action {
 
 #[test]
 fn plan_is_determined_by_its_seed() {
-    assert_eq!(format!("{:?}", plan(7)), format!("{:?}", plan(7)));
-    assert_ne!(format!("{:?}", plan(7)), format!("{:?}", plan(8)));
-    let lengths: std::collections::BTreeSet<usize> = (0..200).map(|seed| plan(seed).len()).collect();
+    assert_eq!(format!("{:?}", generate_plan(7)), format!("{:?}", generate_plan(7)));
+    assert_ne!(format!("{:?}", generate_plan(7)), format!("{:?}", generate_plan(8)));
+    let lengths: std::collections::BTreeSet<usize> = (0..200).map(|seed| generate_plan(seed).len()).collect();
     assert!(lengths.iter().all(|length| (20..=42).contains(length)), "{lengths:?}");
 }

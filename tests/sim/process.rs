@@ -55,10 +55,10 @@ pub struct ApiResponse {
 }
 
 /// Returns the production configuration, with shorter intervals and timeouts.
-pub fn config(database: &str) -> PlatformConfig {
+pub fn build_config(database_url: &str) -> PlatformConfig {
     let key = "07".repeat(32);
     let env = Env::from_pairs([
-        ("PLATFORM_DATABASE_URL", database),
+        ("PLATFORM_DATABASE_URL", database_url),
         ("PLATFORM_KEY", &key),
         ("PLATFORM_SECRET", SECRET),
         // Time passes faster in a run than rate limits assume.
@@ -96,11 +96,11 @@ pub fn config(database: &str) -> PlatformConfig {
 impl Process {
     pub fn start(database: &RunDatabase, provider: Arc<dyn Provider>, store: &Arc<Store>) -> Self {
         let switch = Arc::new(KillSwitch::default());
-        let config = config(&database.url());
+        let config = build_config(&database.url());
         let connection = StoreConnection { store: Arc::clone(store), switch: Some(Arc::clone(&switch)) };
         let stop = CancellationToken::new();
         let freshness = Arc::new(RouteFreshness::new(config.routing.max_staleness));
-        let routes = RouterContext {
+        let router_context = RouterContext {
             pool: database.db.pool().clone(),
             database: config.database.clone(),
             config: config.routing.clone(),
@@ -117,7 +117,7 @@ impl Process {
                 .expect("the host store's settings are valid"),
             mint: TokenMint::new(&config.keys.current),
             seal: Seal::from_keys(&config.keys),
-            process: svc::platform::platform_key_rotation::current_process_keys(
+            process: svc::platform::platform_key_rotation::create_process_keys(
                 config.keys.ids(),
                 &config.timing,
             ),
@@ -127,7 +127,7 @@ impl Process {
             clock: Arc::new(ProcessClock::new(config.timing.max_clock_skew)),
             installation: database.installation,
             keys: database.keys.clone(),
-            routes: freshness,
+            route_freshness: freshness,
             runner_wake: Notify::new(),
             reconciler_wake: Notify::new(),
             server_lookup_limiter: ServerLookupLimiter::new(config.timing.server_check_interval),
@@ -139,7 +139,7 @@ impl Process {
         });
         let process = Self {
             api: api::routes(platform.clone()),
-            public: router::start_router(routes).expect("the router's settings are valid").responder,
+            public: router::start_router(router_context).expect("the router's settings are valid").responder,
             tasks: TaskTracker::new(),
             switch,
             platform,

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use anyhow::Result;
 use object_store::ObjectStore;
 
-use super::plan::{Step, plan};
+use super::plan::{Step, generate_plan};
 use super::run_database::RunDatabase;
 use super::run_provider::RunProvider;
 use super::simulation::{Counts, Simulation};
@@ -108,7 +108,7 @@ pub async fn assert_seeds_find_no_violation(
                 if seed >= end {
                     return counts;
                 }
-                let result = run_plan(&database, backends, &plan(seed), None).await;
+                let result = run_plan(&database, backends, &generate_plan(seed), None).await;
                 match result.expect("the run should complete") {
                     RunResult::Passed(seed_counts) => counts.add(seed_counts),
                     RunResult::Violated { violations, steps_run, log } => {
@@ -152,7 +152,7 @@ async fn find_shortest_failure(
     seed: u64,
     steps_run: usize,
 ) -> String {
-    let steps = plan(seed);
+    let steps = generate_plan(seed);
     let (mut passing_len, mut failing_len, mut last) = (0, steps_run, None);
     while passing_len + 1 < failing_len {
         let middle = (passing_len + failing_len) / 2;
@@ -180,7 +180,7 @@ pub async fn find_violation(
 ) -> Option<u64> {
     let database = RunDatabase::new(Some(broken_rule)).await.expect("the database should be created");
     for seed in seeds {
-        let result = run_plan(&database, Backends::InProcess, &plan(seed), Some(broken_rule))
+        let result = run_plan(&database, Backends::InProcess, &generate_plan(seed), Some(broken_rule))
             .await
             .expect("the run should complete");
         let RunResult::Violated { violations, log, .. } = result else { continue };
@@ -197,12 +197,12 @@ pub async fn find_violation(
 impl Counts {
     pub fn add(&mut self, other: Self) {
         self.requests += other.requests;
-        self.running += other.running;
-        self.routed += other.routed;
-        self.resized += other.resized;
+        self.running_machines += other.running_machines;
+        self.routed_requests += other.routed_requests;
+        self.successful_resizes += other.successful_resizes;
         self.crashes += other.crashes;
         self.snapshots += other.snapshots;
-        self.rows += other.rows;
-        self.restored += other.restored;
+        self.acknowledged_rows += other.acknowledged_rows;
+        self.database_restores += other.database_restores;
     }
 }

@@ -38,7 +38,7 @@ impl RunDatabase {
         if let Some(BrokenRule::Sql(sql)) = broken_rule {
             client.batch_execute(sql).await?;
         }
-        let config: PlatformConfig = process::config(&database.url());
+        let config: PlatformConfig = process::build_config(&database.url());
         let db = Db::new(&config.database, 16)?;
         let (_, keys) = watch::channel(Arc::new(
             keys::load(&db, &Seal::from_keys(&config.keys), config.timing.keys.overlap).await?,
@@ -98,13 +98,13 @@ impl StoredTimes {
         for table in ["user_machines", "operations", "operation_log", "task_turns"] {
             let rows = client.query(sql, &[]).await?;
             let columns = rows.iter().filter(|row| row.get::<_, &str>(0) == table);
-            let set: Vec<String> = columns
+            let assignments: Vec<String> = columns
                 .map(|row| {
                     let column: &str = row.get(1);
                     format!("{column} = {column} - interval '$N seconds'")
                 })
                 .collect();
-            statements.push(format!("UPDATE {table} SET {}", set.join(", ")));
+            statements.push(format!("UPDATE {table} SET {}", assignments.join(", ")));
         }
         Ok(Self(statements))
     }

@@ -35,14 +35,14 @@ async fn run_in_process(first: u64, count: u64) -> Counts {
 
 /// Returns whether the runs so far reached as many states as a meaningful range of `count` seeds.
 fn reached_enough_states(counts: &Counts, count: u64) -> bool {
-    u64::from(counts.running) > count / 2
-        && u64::from(counts.routed) > count / 2
+    u64::from(counts.running_machines) > count / 2
+        && u64::from(counts.routed_requests) > count / 2
         // Resizes are rare.
-        && u64::from(counts.resized) > count / 150
+        && u64::from(counts.successful_resizes) > count / 150
         && u64::from(counts.crashes) > count / 4
         && u64::from(counts.snapshots) > count / 2
-        && u64::from(counts.rows) > count / 5
-        && u64::from(counts.restored) > count / 50
+        && u64::from(counts.acknowledged_rows) > count / 5
+        && u64::from(counts.database_restores) > count / 50
 }
 
 /// Counts the simulated crashes as faults.

@@ -46,16 +46,13 @@ pub struct Simulation<'a> {
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Counts {
     pub requests: u32,
-    pub running: u32,
-    pub routed: u32,
-    /// Successful resizes.
-    pub resized: u32,
+    pub running_machines: u32,
+    pub routed_requests: u32,
+    pub successful_resizes: u32,
     pub crashes: u32,
     pub snapshots: u32,
-    /// Acknowledged rows.
-    pub rows: u32,
-    /// Restores of an older database.
-    pub restored: u32,
+    pub acknowledged_rows: u32,
+    pub database_restores: u32,
 }
 
 impl<'a> Simulation<'a> {
@@ -94,9 +91,9 @@ impl<'a> Simulation<'a> {
         })
     }
 
-    pub fn start(&mut self, process: usize) {
-        let started = Process::start(self.database, self.provider.provider(), &self.store);
-        self.processes[process] = Arc::new(started);
+    pub fn start_process(&mut self, process_index: usize) {
+        let process = Process::start(self.database, self.provider.provider(), &self.store);
+        self.processes[process_index] = Arc::new(process);
     }
 
     /// Returns every host that ever existed, oldest first.
@@ -145,7 +142,7 @@ impl<'a> Simulation<'a> {
                 machines.any(|machine| machine.idp_user_id == user && machine.is_running())
             };
             let mut routed = self.is_routed(&process, user).await;
-            self.counts.routed += u32::from(routed && has_running_machine(database_state));
+            self.counts.routed_requests += u32::from(routed && has_running_machine(database_state));
             // A change must take effect within a second, but this computer may be busy.
             for _ in 0..60 {
                 if !routed || has_running_machine(&DatabaseState::read(&self.database.client).await?) {
@@ -188,9 +185,9 @@ impl<'a> Simulation<'a> {
         ));
         let resized =
             |operation: &&OperationRow| operation.kind == "resize" && operation.state == "succeeded";
-        self.counts.resized += database_state.operations.iter().filter(resized).count() as u32;
-        self.counts.rows += u32::try_from(self.rows.acknowledged_count())?;
-        self.counts.running +=
+        self.counts.successful_resizes += database_state.operations.iter().filter(resized).count() as u32;
+        self.counts.acknowledged_rows += u32::try_from(self.rows.acknowledged_count())?;
+        self.counts.running_machines +=
             database_state.machines.iter().filter(|machine| machine.is_running()).count() as u32;
         let are_deletions_suspended = check::are_deletions_suspended(
             &database_state,
@@ -206,7 +203,7 @@ impl<'a> Simulation<'a> {
             let mut response = None;
             // The reconciler soon detects that a deleted machine cannot get its slot back.
             for _ in 0..30 {
-                let heartbeat = self.heartbeat(&host, 0).await;
+                let heartbeat = self.send_heartbeat(&host, 0).await;
                 response = heartbeat.as_ref().map(|reply| (reply.status, reply.body["superseded"].as_bool()));
                 if response == expected || (is_kept && response == expected_while_kept) {
                     break;
@@ -233,15 +230,15 @@ impl<'a> Simulation<'a> {
         if self.database.restore().await? {
             self.ledger.record_restore();
             self.observations = Observations::default();
-            self.counts.restored += 1;
+            self.counts.database_restores += 1;
         }
         for process in 0..PROCESSES {
-            self.start(process);
+            self.start_process(process);
         }
         let powered_on = self.provider.powered_on();
         for host in self.hosts().to_vec() {
             if powered_on.contains(&host.machine) && self.ledger.is_registered(&host.machine) {
-                self.heartbeat(&host, 0).await;
+                self.send_heartbeat(&host, 0).await;
             }
         }
         Ok(())

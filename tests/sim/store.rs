@@ -182,7 +182,7 @@ impl Store {
             };
             let is_new = next.snapshot != before.snapshot;
             if lock(&self.broken_pointers).remove(path.as_ref()) {
-                // Restored from the log, or rebuilt from snapshots.
+                // The pointer was restored from the log, or rebuilt from snapshots.
                 if next.seq < before.seq || next.fence_epoch < before.fence_epoch {
                     violations.insert(Violation::PointerMovedBackward);
                 }

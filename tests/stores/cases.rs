@@ -133,8 +133,8 @@ pub async fn missing_pointer_with_snapshots_is_reported_as_damaged(
     }
 }
 
-fn content(bytes: usize) -> Bytes {
-    (0..bytes).map(|n| (n % 251) as u8).collect::<Vec<u8>>().into()
+fn generate_content(size_bytes: usize) -> Bytes {
+    (0..size_bytes).map(|n| (n % 251) as u8).collect::<Vec<u8>>().into()
 }
 
 async fn start_upload(fixture: &StoreFixture, key: &Path, mut content: Bytes) -> Result<Upload> {
@@ -148,7 +148,7 @@ async fn start_upload(fixture: &StoreFixture, key: &Path, mut content: Bytes) ->
 }
 
 pub async fn large_upload_is_stored_as_sent(fixture: &StoreFixture) -> Result<Support> {
-    let (key, content) = (Path::from("user_1/large.dump"), content(12 * MIB + 7));
+    let (key, content) = (Path::from("user_1/large.dump"), generate_content(12 * MIB + 7));
     let mut upload = start_upload(fixture, &key, content.clone()).await?;
     ensure!(
         fixture.bucket.head(&key).await?.is_none(),
@@ -163,7 +163,7 @@ pub async fn large_upload_is_stored_as_sent(fixture: &StoreFixture) -> Result<Su
 
 pub async fn aborted_upload_leaves_nothing(fixture: &StoreFixture) -> Result<Support> {
     let key = Path::from("user_1/aborted.dump");
-    let upload = start_upload(fixture, &key, content(6 * MIB)).await?;
+    let upload = start_upload(fixture, &key, generate_content(6 * MIB)).await?;
     ensure!(upload.abort().await, "the upload could not be aborted");
     ensure!(fixture.bucket.head(&key).await?.is_none(), "an object remains");
     ensure!(fixture.server.uploads(BUCKET).is_empty(), "the upload is still open");
@@ -172,7 +172,7 @@ pub async fn aborted_upload_leaves_nothing(fixture: &StoreFixture) -> Result<Sup
 
 pub async fn upload_from_killed_process_can_be_aborted(fixture: &StoreFixture) -> Result<Support> {
     let key = Path::from("user_1/killed.dump");
-    let mut upload = start_upload(fixture, &key, content(6 * MIB)).await?;
+    let mut upload = start_upload(fixture, &key, generate_content(6 * MIB)).await?;
     let open = upload.open_upload().cloned().context("the upload has no id")?;
     ensure!(fixture.server.uploads(BUCKET) == [key.as_ref()], "{:?}", fixture.server.uploads(BUCKET));
     fixture.bucket.abort_upload(&open).await?;
@@ -204,7 +204,7 @@ pub async fn wrong_secret_is_refused(fixture: &StoreFixture) -> Result<Support> 
 }
 
 pub async fn interrupted_download_resumes_with_the_same_version(fixture: &StoreFixture) -> Result<Support> {
-    let (key, content) = (Path::from("user_1/resumed.dump"), content(2 * MIB));
+    let (key, content) = (Path::from("user_1/resumed.dump"), generate_content(2 * MIB));
     fixture.bucket.put(&key, content.clone()).await?;
     let truncated = fixture
         .server

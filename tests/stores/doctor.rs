@@ -76,10 +76,10 @@ async fn failed_session_probe_is_inconclusive() -> Result<()> {
     let fault = Rule::new(Fault::StatusAfterCommit(503)).method("PUT");
     let failed = store.add_fault(fault.key("svc-doctor/").key_suffix(".dump").always());
     let races = RaceLimits { rounds: 1, timeout: Duration::from_secs(10) };
-    let found = doctor::probe_store(&config, &credentials, races).await;
+    let probes = doctor::probe_store(&config, &credentials, races).await;
     assert!(failed.hits() > 0);
-    let probed = found.into_iter().find(|probe| probe.capability == doctor::SESSION_WRITE_ONCE);
-    let support = probed.context("the capability was not probed")?.support;
+    let session_probe = probes.into_iter().find(|probe| probe.capability == doctor::SESSION_WRITE_ONCE);
+    let support = session_probe.context("the capability was not probed")?.support;
     assert!(matches!(support, Support::Unknown(_)), "{support:?}");
     let remaining = store.objects(BUCKET, "svc-doctor");
     assert!(remaining.is_empty(), "session objects remain: {remaining:?}");

@@ -41,8 +41,8 @@ impl StoreFixture {
     async fn start(kind: StoreKind) -> Result<Option<Self>> {
         svc::http::tls::install_provider();
         if kind == StoreKind::Seaweedfs {
-            let fetched = || kit::seaweed::fetch(&kit::fetch::target_dir());
-            if let Err(error) = tokio::task::spawn_blocking(fetched).await? {
+            let fetch = || kit::seaweed::fetch(&kit::fetch::target_dir());
+            if let Err(error) = tokio::task::spawn_blocking(fetch).await? {
                 kit::skip::record(format_args!("SeaweedFS cannot be fetched: {error:#}"));
                 return Ok(None);
             }
@@ -61,7 +61,7 @@ impl StoreFixture {
 }
 
 /// Runs a case on a store, and compares the result with the declared deviations.
-async fn check(
+async fn check_case(
     kind: StoreKind,
     name: &str,
     case: impl AsyncFn(&StoreFixture) -> Result<Support>,
@@ -92,7 +92,7 @@ macro_rules! cases_on {
             $(
                 #[tokio::test(flavor = "multi_thread")]
                 async fn $case() -> Result<()> {
-                    super::check($kind, stringify!($case), super::cases::$case).await
+                    super::check_case($kind, stringify!($case), super::cases::$case).await
                 }
             )*
         }

@@ -102,11 +102,11 @@ async fn invalid_or_unsuitable_release_is_refused() -> Result<()> {
         bytes[index] ^= 1;
         bytes
     };
-    let manifest = good.manifest.text()?.into_bytes();
+    let manifest = good.manifest.render()?.into_bytes();
     fixture.source.put(&format!("{archive_path}.json"), Some(flip(manifest, 30)));
     assert_refused("a manifest with a flipped bit", "manifest", "does not match this manifest").await?;
     good.serve(&fixture.source)?;
-    let signature = signing_key()?.signature_line(good.manifest.text()?.as_bytes()).into_bytes();
+    let signature = signing_key()?.signature_line(good.manifest.render()?.as_bytes()).into_bytes();
     fixture.source.put(&format!("{archive_path}.json.sig"), Some(flip(signature, 40)));
     assert_refused("a signature with a flipped bit", "manifest", "signature").await?;
     good.serve(&fixture.source)?;
@@ -147,7 +147,7 @@ async fn invalid_or_unsuitable_release_is_refused() -> Result<()> {
         ),
     ] {
         good.serve(&fixture.source)?;
-        let text = manifest.text()?;
+        let text = manifest.render()?;
         fixture.source.put(&format!("{archive_path}.json"), Some(text.clone().into_bytes()));
         fixture.source.put(
             &format!("{archive_path}.json.sig"),
@@ -340,9 +340,9 @@ async fn release_that_removes_a_part_requires_allow_removal() -> Result<()> {
     assert_eq!((&last["outcome"], &last["stage"]), (&"refused".into(), &"preflight".into()));
     fixture.assert_untouched()?;
     // This signed manifest permits the removal of only one of the two parts.
-    let mut removing = PublishedRelease::new(NEW_VERSION, &[])?;
-    removing.manifest.removes = vec!["code-server".to_owned()];
-    removing.serve(&fixture.source)?;
+    let mut removing_release = PublishedRelease::new(NEW_VERSION, &[])?;
+    removing_release.manifest.removes = vec!["code-server".to_owned()];
+    removing_release.serve(&fixture.source)?;
     let refused = fixture.apply(NEW_VERSION).await?.expect(65);
     assert!(refused.stderr.contains("lacks agents/claude,"), "{}", refused.stderr);
     PublishedRelease::new(NEW_VERSION, &[])?.serve(&fixture.source)?;
@@ -357,9 +357,9 @@ async fn release_that_removes_a_part_requires_allow_removal() -> Result<()> {
 
 #[tokio::test]
 async fn signed_manifest_permits_removal_of_a_part() -> Result<()> {
-    let mut removing = PublishedRelease::new(NEW_VERSION, &[])?;
-    removing.manifest.removes = vec!["code-server".to_owned(), "never-installed".to_owned()];
-    let fixture = UpdateFixture::with_release(&removing).await?;
+    let mut removing_release = PublishedRelease::new(NEW_VERSION, &[])?;
+    removing_release.manifest.removes = vec!["code-server".to_owned(), "never-installed".to_owned()];
+    let fixture = UpdateFixture::with_release(&removing_release).await?;
     let current = fixture.machine.path("opt/svc/releases").join(OLD_VERSION);
     let path = current.join("release.json");
     let mut release: Value = serde_json::from_slice(&fs::read(&path)?)?;

@@ -139,10 +139,10 @@ async fn transient_store_faults_are_retried() -> Result<()> {
         ("the sidecar's response is lost", Rule::new(Fault::LostReply).method("PUT").key(".dump.json")),
     ];
     for (seq, (name, rule)) in (1..).zip(faults) {
-        let hits = store.add_fault(rule);
+        let fault = store.add_fault(rule);
         let result = machine.run(&["svc-db-backup"])?;
         assert_eq!(result.code, Some(0), "{name}: {}", result.stderr);
-        assert!(hits.hits() > 0, "{name}: the fault was not triggered");
+        assert!(fault.hits() > 0, "{name}: the fault was not triggered");
         let pointer = machine::pointer(&store).await?.context("there is no pointer")?;
         assert_eq!(pointer.seq, seq, "{name}: the pointer did not move exactly once");
         assert_pointer_valid(&store).await.context(name)?;
@@ -369,14 +369,14 @@ async fn memory_does_not_grow_with_the_dump() -> Result<()> {
     // The store is slower than the dump, so parts queue up.
     store.add_fault(Rule::new(Fault::Delay(Duration::from_millis(100))).query("partNumber=").always());
     let running = machine.spawn(&["svc-db-backup"], &[])?;
-    let peak = running.peak_memory_bytes().await;
+    let peak_bytes = running.measure_peak_memory_bytes().await;
     running.wait()?.expect(0);
-    let size = machine::pointer(&store)
+    let size_bytes = machine::pointer(&store)
         .await?
         .and_then(|p| p.snapshot)
         .context("the pointer names no snapshot")?
         .size_bytes;
-    assert!(size > 60 << 20, "{size} bytes");
-    assert!(peak < 32 << 20, "{peak} bytes resident");
+    assert!(size_bytes > 60 << 20, "{size_bytes} bytes");
+    assert!(peak_bytes < 32 << 20, "{peak_bytes} bytes resident");
     Ok(())
 }

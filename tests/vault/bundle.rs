@@ -64,7 +64,7 @@ pub struct BundleRequest {
 }
 
 #[derive(Default)]
-struct SourceState {
+struct BundleSourceState {
     content: Vec<u8>,
     etag: String,
     supports_ranges: bool,
@@ -75,8 +75,8 @@ struct SourceState {
     other_files: BTreeMap<String, Option<Vec<u8>>>,
 }
 
-impl SourceState {
-    fn set(&mut self, content: Vec<u8>) {
+impl BundleSourceState {
+    fn set_content(&mut self, content: Vec<u8>) {
         self.etag = format!("\"{}\"", digest(&content));
         self.content = content;
     }
@@ -84,15 +84,15 @@ impl SourceState {
 
 /// The HTTP source; it runs until the test's runtime ends.
 #[derive(Clone)]
-pub struct Source {
-    state: Arc<Mutex<SourceState>>,
+pub struct BundleSource {
+    state: Arc<Mutex<BundleSourceState>>,
     pub addr: std::net::SocketAddr,
 }
 
-impl Source {
+impl BundleSource {
     pub async fn start(content: Vec<u8>) -> Result<Self> {
-        let mut state = SourceState { supports_ranges: true, ..SourceState::default() };
-        state.set(content);
+        let mut state = BundleSourceState { supports_ranges: true, ..BundleSourceState::default() };
+        state.set_content(content);
         let state = Arc::new(Mutex::new(state));
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
         let addr = listener.local_addr()?;
@@ -101,12 +101,12 @@ impl Source {
         Ok(Self { state, addr })
     }
 
-    fn access_state<T>(&self, access: impl FnOnce(&mut SourceState) -> T) -> T {
+    fn access_state<T>(&self, access: impl FnOnce(&mut BundleSourceState) -> T) -> T {
         access(&mut self.state.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     pub fn replace(&self, content: Vec<u8>) {
-        self.access_state(|state| state.set(content));
+        self.access_state(|state| state.set_content(content));
     }
 
     /// Replaces the content after the next request has been handled.
@@ -129,11 +129,13 @@ impl Source {
     }
 }
 
-async fn serve(State(state): State<Arc<Mutex<SourceState>>>, uri: Uri, headers: HeaderMap) -> Response {
+async fn serve(State(state): State<Arc<Mutex<BundleSourceState>>>, uri: Uri, headers: HeaderMap) -> Response {
     let mut state = state.lock().unwrap_or_else(PoisonError::into_inner);
-    let text = |name| headers.get(name).and_then(|value| value.to_str().ok()).map(str::to_owned);
-    let range = text(header::RANGE);
-    state.requests.push(BundleRequest { authorization: text(header::AUTHORIZATION), range: range.clone() });
+    let header_text = |name| headers.get(name).and_then(|value| value.to_str().ok()).map(str::to_owned);
+    let range = header_text(header::RANGE);
+    state
+        .requests
+        .push(BundleRequest { authorization: header_text(header::AUTHORIZATION), range: range.clone() });
     if let Some((_, file)) =
         state.other_files.iter().find(|(suffix, _)| uri.path().ends_with(suffix.as_str()))
     {
@@ -143,7 +145,7 @@ async fn serve(State(state): State<Arc<Mutex<SourceState>>>, uri: Uri, headers: 
     }
     let from =
         range.as_deref().and_then(|range| range.strip_prefix("bytes=")?.strip_suffix('-')?.parse().ok());
-    let etag_matches = text(header::IF_RANGE).as_deref() == Some(state.etag.as_str());
+    let etag_matches = header_text(header::IF_RANGE).as_deref() == Some(state.etag.as_str());
     let response = Response::builder().header(header::ETAG, &state.etag);
     let total = state.content.len();
     let response = match from {
@@ -154,7 +156,7 @@ async fn serve(State(state): State<Arc<Mutex<SourceState>>>, uri: Uri, headers: 
         _ => response.body(Body::from(state.content.clone())),
     };
     if let Some(next) = state.next.take() {
-        state.set(next);
+        state.set_content(next);
     }
     response.expect("known headers are valid")
 }

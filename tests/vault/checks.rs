@@ -127,24 +127,24 @@ async fn daily_share_of_snapshots_is_verified() -> Result<()> {
     let result = machine.run(&["svc-db-backup", "verify"])?.expect(0);
     assert!(result.stdout.contains(": 0 snapshots"), "{}", result.stdout);
 
-    let mut old = Vec::new();
+    let mut old_keys = Vec::new();
     for day in 1..=9 {
-        old.push(store_copy_taken_at(&store, &keys[0], &format!("2026-01-{day:02}T00-00-00.000Z"))?);
+        old_keys.push(store_copy_taken_at(&store, &keys[0], &format!("2026-01-{day:02}T00-00-00.000Z"))?);
     }
     let verify_within = [("VERIFY_WITHIN_DAYS", "10")];
     // Each of the ten snapshots is due within ten days. After downtime, one run verifies three days' share, oldest
     // first.
     let result = machine.run_with(&["svc-db-backup", "verify"], &verify_within)?.expect(0);
     assert!(result.stdout.contains(": 3 snapshots"), "{}", result.stdout);
-    let dump = store.read(BUCKET, &object_key(&old[3])).context("the object is missing")?;
-    store.remove(BUCKET, &object_key(&old[3]));
+    let dump = store.read(BUCKET, &object_key(&old_keys[3])).context("the object is missing")?;
+    store.remove(BUCKET, &object_key(&old_keys[3]));
     let result = machine.run_with(&["svc-db-backup", "verify"], &verify_within)?.expect(65);
-    assert!(result.stderr.contains(&old[3]) && result.stderr.contains("1 of 3"), "{}", result.stderr);
+    assert!(result.stderr.contains(&old_keys[3]) && result.stderr.contains("1 of 3"), "{}", result.stderr);
     // The next run reads three others. It reports the damage without reading the damaged snapshot again.
     let result = machine.run_with(&["svc-db-backup", "verify"], &verify_within)?.expect(65);
-    assert!(result.stderr.contains(&old[3]) && result.stderr.contains("1 of 4"), "{}", result.stderr);
-    store.write(BUCKET, &object_key(&old[3]), dump);
-    machine.run(&["svc-db-backup", "verify", &old[3]])?.expect(0);
+    assert!(result.stderr.contains(&old_keys[3]) && result.stderr.contains("1 of 4"), "{}", result.stderr);
+    store.write(BUCKET, &object_key(&old_keys[3]), dump);
+    machine.run(&["svc-db-backup", "verify", &old_keys[3]])?.expect(0);
     let result = machine.run_with(&["svc-db-backup", "verify"], &verify_within)?.expect(0);
     assert!(result.stdout.contains(": 0 snapshots"), "{}", result.stdout);
     for invalid in ["0", "x"] {
@@ -220,9 +220,9 @@ async fn unverifiable_snapshots_do_not_take_up_the_daily_share() -> Result<()> {
 async fn list_leftovers(machine: &Machine) -> Result<Vec<String>> {
     let mut leftovers: Vec<String> =
         machine.databases().await?.into_iter().filter(|name| name.starts_with("svc_")).collect();
-    let roles = "SELECT rolname::text FROM pg_roles WHERE rolname ~ '^app_'";
+    let sql = "SELECT rolname::text FROM pg_roles WHERE rolname ~ '^app_'";
     leftovers
-        .extend(machine.client().await?.query(roles, &[]).await?.iter().map(|row| row.get::<_, String>(0)));
+        .extend(machine.client().await?.query(sql, &[]).await?.iter().map(|row| row.get::<_, String>(0)));
     let files = std::fs::read_dir(machine.path("var/lib/svc/drill"))?;
     leftovers.extend(files.flatten().map(|file| file.file_name().to_string_lossy().into_owned()));
     leftovers.sort_unstable();
@@ -355,9 +355,9 @@ async fn lost_database_does_not_replace_its_snapshot() -> Result<()> {
     let (machine, keys) = create_machine_with_snapshots(&store, 1).await?;
     let good = machine::pointer(&store).await?;
     // The tables that the gateway creates at startup are not the owner's data.
-    let lost = "DROP TABLE t; CREATE SCHEMA svc; CREATE TABLE svc.apps (slug text); INSERT INTO svc.apps VALUES ('notes'); \
+    let drop_data = "DROP TABLE t; CREATE SCHEMA svc; CREATE TABLE svc.apps (slug text); INSERT INTO svc.apps VALUES ('notes'); \
                 CREATE TABLE notes (id int)";
-    machine.client().await?.batch_execute(lost).await?;
+    machine.client().await?.batch_execute(drop_data).await?;
     let result = machine.run(&["svc-db-backup"])?.expect(65);
     assert!(result.stderr.contains(&keys[0]) && result.stderr.contains("20000"), "{}", result.stderr);
     assert_eq!(machine::pointer(&store).await?, good);

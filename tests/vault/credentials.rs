@@ -130,8 +130,9 @@ async fn respond(State(service): State<Arc<CredentialService>>, uri: Uri, header
         (StatusCode::from_u16(status).expect("the status is valid"), axum::Json(json!({"code": code})))
             .into_response()
     };
-    let authorized = headers.get("authorization").is_some_and(|v| v == "Bearer upgrade-token-of-a-machine");
-    if !authorized || !uri.path().ends_with("/storage-credentials") {
+    let is_authorized =
+        headers.get("authorization").is_some_and(|v| v == "Bearer upgrade-token-of-a-machine");
+    if !is_authorized || !uri.path().ends_with("/storage-credentials") {
         return problem(401, "unauthorized");
     }
     let response = *service.response.lock().expect("the lock is not poisoned");
@@ -244,8 +245,8 @@ async fn wrong_clock_causes_one_extra_request() -> Result<()> {
     store.clear_requests();
     machine.run(&["svc-db-backup"])?.expect(0);
     assert_eq!(platform.request_count(), 1);
-    let refused = store.requests().into_iter().filter(|request| request.status == Some(400)).count();
-    assert_eq!(refused, 1, "the store must refuse exactly one request");
+    let refused_count = store.requests().into_iter().filter(|request| request.status == Some(400)).count();
+    assert_eq!(refused_count, 1, "the store must refuse exactly one request");
     Ok(())
 }
 
@@ -254,9 +255,9 @@ async fn backup_survives_expiring_sessions() -> Result<()> {
     let store = machine::start_store()?;
     let platform = CredentialPlatform::start(&store).await?;
     let machine = create_machine_with_credentials(&store, &platform, SignedDuration::from_hours(9)).await?;
-    let noise = "CREATE TABLE noise AS SELECT decode(string_agg(md5(n::text || '-' || m), ''), 'hex') AS bytes \
+    let create_noise = "CREATE TABLE noise AS SELECT decode(string_agg(md5(n::text || '-' || m), ''), 'hex') AS bytes \
         FROM generate_series(1, 2000) n, generate_series(1, 1000) m GROUP BY n";
-    machine.client().await?.batch_execute(noise).await?;
+    machine.client().await?.batch_execute(create_noise).await?;
     // A session outlives every single request of the backup, but not the backup.
     store.set_session_lifetime(Some(Duration::from_secs(4)));
     store.add_fault(Rule::new(Fault::Delay(Duration::from_millis(1800))).query("partNumber").always());
@@ -358,7 +359,7 @@ async fn agent_renews_many_sessions() -> Result<()> {
     Ok(())
 }
 
-fn renewing_credentials(
+fn create_renewing_credentials(
     platform: &CredentialPlatform,
     dir: &std::path::Path,
     expires_in: SignedDuration,
@@ -382,7 +383,7 @@ async fn one_renewal_serves_all_waiting_requests() -> Result<()> {
     let store = machine::start_store()?;
     let platform = CredentialPlatform::start(&store).await?;
     let dir = tempfile::tempdir()?;
-    let source = renewing_credentials(&platform, dir.path(), SignedDuration::from_secs(-1))?;
+    let source = create_renewing_credentials(&platform, dir.path(), SignedDuration::from_secs(-1))?;
     let tasks: Vec<_> = (0..32)
         .map(|n| {
             let source = Arc::clone(&source);
@@ -408,7 +409,7 @@ async fn withdrawn_credentials_are_never_requested_again() -> Result<()> {
     let platform = CredentialPlatform::start(&store).await?;
     let dir = tempfile::tempdir()?;
     // The credentials would be valid for five more minutes.
-    let source = renewing_credentials(&platform, dir.path(), SignedDuration::from_mins(5))?;
+    let source = create_renewing_credentials(&platform, dir.path(), SignedDuration::from_mins(5))?;
     platform.set_response(CredentialResponse::Superseded);
     for _ in 0..3 {
         assert!(matches!(source.current().await, Err(CredentialError::Withdrawn)));
@@ -423,13 +424,13 @@ async fn refusal_suspends_use_of_outage_session() -> Result<()> {
     let store = machine::start_store()?;
     let platform = CredentialPlatform::start(&store).await?;
     let dir = tempfile::tempdir()?;
-    renewing_credentials(&platform, dir.path(), SignedDuration::from_secs(-1))?.current().await?;
+    create_renewing_credentials(&platform, dir.path(), SignedDuration::from_secs(-1))?.current().await?;
     let file = dir.path().join("credentials.json");
     let mut stored: Value = serde_json::from_slice(&std::fs::read(&file)?)?;
     stored["expiresAt"] = json!(rfc3339_ms(Timestamp::now().checked_sub(SignedDuration::from_secs(1))?));
     std::fs::write(&file, stored.to_string())?;
     let source_with_outage_session = || {
-        let source = renewing_credentials(&platform, dir.path(), SignedDuration::from_secs(-60))?;
+        let source = create_renewing_credentials(&platform, dir.path(), SignedDuration::from_secs(-60))?;
         let source = Arc::into_inner(source).context("the source is shared")?;
         anyhow::Ok(source.with_outage_policy(OutagePolicy::UseOutageSession))
     };
@@ -454,8 +455,9 @@ async fn malformed_or_foreign_credentials_file_is_ignored() -> Result<()> {
         "secretAccessKey": "x", "sessionToken": null, "expiresAt": "2999-01-01T00:00:00.000Z", "lifeSeconds": 3600});
     for content in [foreign.to_string(), "{".to_owned(), String::new()] {
         std::fs::write(dir.path().join("credentials.json"), content)?;
-        let key =
-            renewing_credentials(&platform, dir.path(), SignedDuration::from_secs(-1))?.current().await?;
+        let key = create_renewing_credentials(&platform, dir.path(), SignedDuration::from_secs(-1))?
+            .current()
+            .await?;
         assert!(key.key_id.starts_with("ASIA"), "{}", key.key_id);
     }
     assert_eq!(platform.request_count(), 3);

@@ -119,7 +119,7 @@ async fn import_restores_the_archive_and_keeps_existing_data() -> Result<()> {
     assert_eq!(
         imported.iter().filter(|line| is_outside_archive(line)).count(),
         3,
-        "files with other names must be kept"
+        "files that are not in the archive must be kept"
     );
     imported.retain(|line| !is_outside_archive(line));
     let is_backup_log = |line: &String| line.contains("backup");
@@ -302,13 +302,13 @@ async fn invalid_archive_changes_nothing() -> Result<()> {
     let find = |needle: &[u8]| {
         bytes.windows(needle.len()).position(|window| window == needle).context("not found in the archive")
     };
-    let flipped = |index: usize| {
+    let with_flipped_bit = |index: usize| {
         let mut bytes = bytes.clone();
         bytes[index] ^= 1;
         bytes
     };
-    assert_refused(&flipped(find(b"fn main()")?), "but the archive's entry differs")?;
-    assert_refused(&flipped(find(b"PGDMP")? + 3000), "but the archive's entry differs")?;
+    assert_refused(&with_flipped_bit(find(b"fn main()")?), "but the archive's entry differs")?;
+    assert_refused(&with_flipped_bit(find(b"PGDMP")? + 3000), "but the archive's entry differs")?;
     assert_refused(&bytes[..bytes.len() / 2], "not a valid archive")?;
     let manifest_name_start = bytes
         .windows(13)
@@ -333,7 +333,7 @@ async fn invalid_archive_changes_nothing() -> Result<()> {
                 hostile.set_size(1);
                 hostile.set_mode(0o600);
                 hostile.set_mtime(0);
-                // Copied into the header, because the library refuses to write some of these paths.
+                // The path is copied into the header, because the library refuses to write some of these paths.
                 let name = &mut hostile.as_old_mut().name;
                 name[..path.len()].copy_from_slice(path.as_bytes());
                 hostile.set_cksum();

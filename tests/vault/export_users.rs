@@ -11,9 +11,9 @@ use tokio_postgres::error::SqlState;
 
 use super::machine::{self, Machine};
 
-/// The user ids, and the equal group ids, that the machine's sysusers configuration assigns.
-const GATEWAY: u32 = 940;
-const OWNER: u32 = 1940;
+/// The user ids, which are also the group ids, that the machine's sysusers configuration assigns.
+const GATEWAY_ID: u32 = 940;
+const OWNER_ID: u32 = 1940;
 
 /// Creates a machine in use whose directories have the owners that tmpfiles assigns. Returns `None` unless the test
 /// runs as root.
@@ -32,26 +32,26 @@ async fn machine_with_two_users(store: &S3Server, epoch: u32) -> Result<Option<M
     create_dir("", 0o755, 0, 0)?;
     for env in ["host.env", "r2.env", "boot.env"] {
         let env = machine.path("opt/svc/env").join(env);
-        chown(&env, Some(GATEWAY), Some(GATEWAY))?;
+        chown(&env, Some(GATEWAY_ID), Some(GATEWAY_ID))?;
         fs::set_permissions(&env, Permissions::from_mode(0o600))?;
     }
-    create_dir("var/lib/svc", 0o1771, 0, GATEWAY)?;
+    create_dir("var/lib/svc", 0o1771, 0, GATEWAY_ID)?;
     for state in ["restore", "requests"] {
-        create_dir(&format!("var/lib/svc/{state}"), 0o700, GATEWAY, GATEWAY)?;
+        create_dir(&format!("var/lib/svc/{state}"), 0o700, GATEWAY_ID, GATEWAY_ID)?;
     }
     create_dir("run/svc", 0o755, 0, 0)?;
-    create_dir("run/svc/owner", 0o2770, OWNER, GATEWAY)?;
-    create_dir("home/svc", 0o1770, 0, OWNER)?;
-    create_dir("home/svc/home", 0o1770, 0, OWNER)?;
-    create_dir("home/svc/home/apps", 0o755, OWNER, OWNER)?;
+    create_dir("run/svc/owner", 0o2770, OWNER_ID, GATEWAY_ID)?;
+    create_dir("home/svc", 0o1770, 0, OWNER_ID)?;
+    create_dir("home/svc/home", 0o1770, 0, OWNER_ID)?;
+    create_dir("home/svc/home/apps", 0o755, OWNER_ID, OWNER_ID)?;
     for system in ["home/svc/home/system", "home/svc/home/system/logs"] {
-        create_dir(system, 0o2750, GATEWAY, OWNER)?;
+        create_dir(system, 0o2750, GATEWAY_ID, OWNER_ID)?;
     }
     // The marker is in a directory where the gateway's user can replace it.
     fs::remove_file(machine.path("opt/svc/restore-complete"))?;
     let marker = machine.path("var/lib/svc/restore-complete");
     fs::write(&marker, "")?;
-    chown(&marker, Some(GATEWAY), Some(GATEWAY))?;
+    chown(&marker, Some(GATEWAY_ID), Some(GATEWAY_ID))?;
     symlink(&marker, machine.path("opt/svc/restore-complete"))?;
     Ok(Some(machine))
 }
@@ -77,8 +77,8 @@ async fn files_are_accessed_as_their_owner() -> Result<()> {
     let store = machine::start_store()?;
     let Some(machine) = machine_with_two_users(&store, 1).await? else { return Ok(()) };
     machine.client().await?.batch_execute("CREATE TABLE public.t AS SELECT 1 AS a").await?;
-    write_owned_file(&machine, "projects/file", "mine", OWNER, OWNER)?;
-    write_owned_file(&machine, "system/logs/activity.log", "a record", GATEWAY, OWNER)?;
+    write_owned_file(&machine, "projects/file", "mine", OWNER_ID, OWNER_ID)?;
+    write_owned_file(&machine, "system/logs/activity.log", "a record", GATEWAY_ID, OWNER_ID)?;
     // Root's secret is in a file that the owner cannot read, and behind a link.
     write_owned_file(&machine, "roots", "S3CRET", 0, 0)?;
     fs::write(machine.path("secret"), "S3CRET")?;
@@ -86,7 +86,7 @@ async fn files_are_accessed_as_their_owner() -> Result<()> {
     symlink(machine.path("secret"), machine.path("home/svc/home/projects/link"))?;
     // Read-only directories, like those of Go's module cache.
     for path in ["go", "go/pkg"] {
-        write_owned_file(&machine, &format!("{path}/file"), "read-only", OWNER, OWNER)?;
+        write_owned_file(&machine, &format!("{path}/file"), "read-only", OWNER_ID, OWNER_ID)?;
     }
     for path in ["home/svc/home/go/pkg", "home/svc/home/go"] {
         fs::set_permissions(machine.path(path), Permissions::from_mode(0o555))?;
@@ -133,8 +133,8 @@ async fn files_are_accessed_as_their_owner() -> Result<()> {
             "the staged files must be removed: {name:?}"
         );
     }
-    lchown(&planted, Some(OWNER), Some(OWNER))?;
-    write_owned_file(&new_machine, "system/logs/activity.log", "another record", GATEWAY, OWNER)?;
+    lchown(&planted, Some(OWNER_ID), Some(OWNER_ID))?;
+    write_owned_file(&new_machine, "system/logs/activity.log", "another record", GATEWAY_ID, OWNER_ID)?;
     new_machine.run(&["svc-restore", "import", path_str(&archive)?])?.expect(0);
     // A second import moves the read-only directories aside.
     new_machine.run(&["svc-restore", "import", path_str(&archive)?, "--no-backup"])?.expect(0);
@@ -142,15 +142,15 @@ async fn files_are_accessed_as_their_owner() -> Result<()> {
         let meta = fs::symlink_metadata(new_machine.path("home/svc/home").join(path))?;
         Ok((meta.uid(), meta.gid()))
     };
-    assert_eq!(owner_of("projects/file")?, (OWNER, OWNER));
+    assert_eq!(owner_of("projects/file")?, (OWNER_ID, OWNER_ID));
     for path in ["home/svc/home/go/pkg", "home/svc/home/go"] {
         assert_eq!(fs::metadata(new_machine.path(path))?.mode() & 0o777, 0o555, "{path}");
     }
-    assert_eq!(owner_of("system/logs/activity.log")?, (GATEWAY, OWNER));
+    assert_eq!(owner_of("system/logs/activity.log")?, (GATEWAY_ID, OWNER_ID));
     assert_eq!(fs::read_to_string(new_machine.path("home/svc/home/projects/file"))?, "mine");
     assert_eq!(fs::read_dir(&trap)?.count(), 0, "no file may be written through the link");
-    assert_eq!(fs::metadata(new_machine.path("var/lib/svc/restore-complete"))?.uid(), GATEWAY);
-    assert_eq!(fs::metadata(new_machine.path("var/lib/svc/requests/backup"))?.uid(), GATEWAY);
+    assert_eq!(fs::metadata(new_machine.path("var/lib/svc/restore-complete"))?.uid(), GATEWAY_ID);
+    assert_eq!(fs::metadata(new_machine.path("var/lib/svc/requests/backup"))?.uid(), GATEWAY_ID);
     let rows: i64 = new_machine.client().await?.query_one("SELECT count(*) FROM public.t", &[]).await?.get(0);
     assert_eq!(rows, 1);
     Ok(())

@@ -195,7 +195,7 @@ async fn snapshot_from_a_newer_postgresql_is_refused() -> Result<()> {
 #[tokio::test]
 async fn interrupted_download_is_resumed_within_a_run() -> Result<()> {
     let (store, new) = new_machine_after_loss().await?;
-    // Skips two reads of the sidecar, then truncates more downloads than the store client retries.
+    // Skips two reads of the sidecar, then truncates the download more often than the store client retries.
     let truncated = Rule::new(Fault::TruncateBody(400_000)).method("GET").key(".dump");
     let hits = store.add_fault(truncated.after(2).times(6));
     run_restore(&new, &[])?.expect(0);
@@ -337,20 +337,20 @@ async fn restore_with_open_gate_needs_no_settings() -> Result<()> {
 #[tokio::test]
 async fn unusable_pointer_is_refused_in_both_modes() -> Result<()> {
     let (store, new) = new_machine_after_loss().await?;
-    let pointer = format!("{USER}/primary/system/db/latest");
+    let pointer_key = format!("{USER}/primary/system/db/latest");
     let sidecar_key = format!("{}.json", dump_key(&store));
     let good = (
-        store.read(BUCKET, &pointer).context("the pointer is missing")?,
+        store.read(BUCKET, &pointer_key).context("the pointer is missing")?,
         store.read(BUCKET, &sidecar_key).context("the sidecar is missing")?,
     );
     for mode in ["required", "empty"] {
         new.write_boot_env(&[("SVC_RESTORE_MODE", mode)])?;
         for bad in [&b"{"[..], b"", b"{\"version\":9}", b"null"] {
-            store.write(BUCKET, &pointer, bad.to_vec());
+            store.write(BUCKET, &pointer_key, bad.to_vec());
             run_restore(&new, &[])?.expect(70);
             assert_untouched(&new, mode).await?;
         }
-        store.write(BUCKET, &pointer, good.0.clone());
+        store.write(BUCKET, &pointer_key, good.0.clone());
         store.remove(BUCKET, &sidecar_key);
         run_restore(&new, &[])?.expect(70);
         assert_untouched(&new, "without sidecar").await?;

@@ -14,7 +14,7 @@ use svc::host::system::tar_reader::EntryKind;
 
 use super::machine::{self, Machine, RunResult};
 
-/// The text that a hostile statement replaces: a comment, which `pg_restore` sends exactly as in the dump.
+/// The start of the statement that a hostile one replaces: a comment, which `pg_restore` sends exactly as in the dump.
 const COMMENT: &str = "COMMENT ON TABLE app_notes.notes IS '";
 const MAX_STATEMENT_BYTES: usize = 1200;
 /// Maximum memory for a process that reads an archive; the program itself needs about 50 MiB.

@@ -8,7 +8,7 @@ use sha2::{Digest, Sha256};
 
 use super::machine::{self, Machine};
 
-const GIGABYTE: i64 = 1_000_000_000;
+const MIN_DATABASE_BYTES: i64 = 1_000_000_000;
 
 /// Creates 25 apps with 12 tables and a role each, and many other kinds of objects.
 const CREATE_APPS: &str = r#"
@@ -50,14 +50,14 @@ COMMENT ON TABLE public.parts IS 'by year';
 const CREATE_BULK_TABLE: &str = "CREATE TABLE public.bulk AS SELECT n, md5(n::text) || md5((n * 7)::text) AS noise, repeat(md5(n::text), 12) AS more \
      FROM generate_series(1, 2000000) n; ALTER TABLE public.bulk ADD PRIMARY KEY (n)";
 
-/// Returns the size and hash of a plain dump, without the random anti-injection token in each dump.
+/// Returns the size and hash of a plain dump, without the `\restrict` lines, whose key is random.
 fn hash_plain_dump(machine: &Machine) -> Result<String> {
     let mut dump = machine.postgres().binaries().client_command("pg_dump");
     let mut dump = dump.arg(machine.postgres().url("svc")).stdout(Stdio::piped()).spawn()?;
     let (mut digest, mut bytes, mut line) = (Sha256::new(), 0, Vec::new());
-    let mut text =
+    let mut reader =
         BufReader::with_capacity(1 << 18, dump.stdout.take().context("pg_dump has no standard output")?);
-    while text.read_until(b'\n', &mut line)? > 0 {
+    while reader.read_until(b'\n', &mut line)? > 0 {
         if !line.starts_with(b"\\restrict") && !line.starts_with(b"\\unrestrict") {
             digest.update(&line);
             bytes += line.len();
@@ -77,7 +77,7 @@ async fn gigabyte_database_is_restored_identically() -> Result<()> {
         old.client().await?.batch_execute(sql).await?;
     }
     let size = old.client().await?.query_one("SELECT pg_database_size('svc')", &[]).await?.get::<_, i64>(0);
-    assert!(size > GIGABYTE, "{size} bytes");
+    assert!(size > MIN_DATABASE_BYTES, "{size} bytes");
     old.run(&["svc-db-backup"])?.expect(0);
     let new = Machine::new(&store, 2).await?;
     new.run(&["svc-restore"])?.expect(0);

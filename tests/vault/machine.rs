@@ -299,8 +299,8 @@ impl RunningApplet {
         caught & (1 << (nix::sys::signal::Signal::SIGTERM as i32 - 1)) != 0
     }
 
-    /// Returns the peak resident anonymous memory in bytes, sampled until the run ends.
-    pub async fn peak_memory_bytes(&self) -> u64 {
+    /// Samples the resident anonymous memory until the run ends, and returns its peak in bytes.
+    pub async fn measure_peak_memory_bytes(&self) -> u64 {
         let (mut peak, path) = (0, format!("/proc/{}/status", self.child.pid()));
         while let Some(bytes) = fs::read_to_string(&path).ok().as_deref().and_then(parse_resident_bytes) {
             peak = peak.max(bytes);

@@ -19,10 +19,10 @@ use super::machine::{self, BUCKET, Machine, slot, wait_until};
 async fn machine_without_platform(store: &S3Server, platform: &CredentialPlatform) -> Result<Machine> {
     let machine = create_machine_with_credentials(store, platform, SignedDuration::from_secs(-60)).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
-    let stored = machine.path("var/lib/svc/store-credentials.json");
-    let mut file: Value = serde_json::from_slice(&std::fs::read(&stored)?)?;
-    file["expiresAt"] = json!(rfc3339_ms(Timestamp::now().checked_sub(SignedDuration::from_secs(1))?));
-    std::fs::write(&stored, serde_json::to_vec(&file)?)?;
+    let credentials_path = machine.path("var/lib/svc/store-credentials.json");
+    let mut credentials: Value = serde_json::from_slice(&std::fs::read(&credentials_path)?)?;
+    credentials["expiresAt"] = json!(rfc3339_ms(Timestamp::now().checked_sub(SignedDuration::from_secs(1))?));
+    std::fs::write(&credentials_path, serde_json::to_vec(&credentials)?)?;
     platform.set_response(CredentialResponse::Unavailable);
     Ok(machine)
 }
@@ -121,7 +121,7 @@ async fn outage_session_reads_and_changes_nothing_else() -> Result<()> {
     };
     let now = Timestamp::now();
     let foreign = snapshot_path(now, 2)?;
-    // This day is before the session's first day, even with the permitted clock skew.
+    // The day in this key is before the session's first day, even with the permitted clock skew.
     let day_before = snapshot_path(now.checked_sub(SignedDuration::from_hours(25))?, 1)?;
     let admin_bucket = machine::bucket(&store)?;
     admin_bucket.put(&foreign, &b"from another epoch"[..]).await?;
@@ -152,19 +152,21 @@ async fn agent_renews_the_outage_session() -> Result<()> {
     let store = machine::start_store()?;
     let platform = CredentialPlatform::start(&store).await?;
     let machine = create_machine_with_credentials(&store, &platform, SignedDuration::from_hours(1)).await?;
-    let stored = machine.path("var/lib/svc/store-credentials.json");
+    let credentials_path = machine.path("var/lib/svc/store-credentials.json");
     let extra = [("GATEWAY_LISTEN", "127.0.0.1:9"), ("HEARTBEAT_SECONDS", "1"), ("VPS_META_SECONDS", "1")];
     let running = machine.spawn(&["svc-sync-agent"], &extra)?;
-    wait_until("the first renewal", || stored.exists()).await?;
+    wait_until("the first renewal", || credentials_path.exists()).await?;
     let expected_heartbeats = platform.heartbeat_count() + 4;
     wait_until("four more heartbeats", || platform.heartbeat_count() >= expected_heartbeats).await?;
     assert_eq!(platform.request_count(), 1, "a recent session must be kept");
-    let mut file: Value = serde_json::from_slice(&std::fs::read(&stored)?)?;
-    assert!(file["outage"]["sessionToken"].is_string(), "there must be an outage session");
-    file["renewedAt"] = json!(rfc3339_ms(Timestamp::now().checked_sub(SignedDuration::from_mins(51))?));
+    let mut credentials: Value = serde_json::from_slice(&std::fs::read(&credentials_path)?)?;
+    assert!(credentials["outage"]["sessionToken"].is_string(), "there must be an outage session");
+    credentials["renewedAt"] =
+        json!(rfc3339_ms(Timestamp::now().checked_sub(SignedDuration::from_mins(51))?));
     // Simulates a later renewal by another applet.
-    file["expiresAt"] = json!(rfc3339_ms(Timestamp::now().checked_add(SignedDuration::from_hours(2))?));
-    svc::fsx::write_atomic(&stored, &serde_json::to_vec(&file)?, 0o600)?;
+    credentials["expiresAt"] =
+        json!(rfc3339_ms(Timestamp::now().checked_add(SignedDuration::from_hours(2))?));
+    svc::fsx::write_atomic(&credentials_path, &serde_json::to_vec(&credentials)?, 0o600)?;
     wait_until("another renewal", || platform.request_count() >= 2).await?;
     running.signal(Signal::SIGTERM)?;
     tokio::task::spawn_blocking(move || running.wait()).await??.expect(0);

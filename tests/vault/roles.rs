@@ -81,7 +81,7 @@ async fn restore_reports_role_attributes_it_does_not_keep() -> Result<()> {
     let store = machine::start_store()?;
     let old = Machine::in_use(&store, 1).await?;
     old.client().await?.batch_execute(CREATE_CONTENT).await?;
-    // A running import uses this role.
+    // A running import uses a role with such a name.
     old.client().await?.batch_execute("CREATE ROLE svc_import_1 LOGIN").await?;
     old.run(&["svc-db-backup"])?.expect(0);
     let new = Machine::new(&store, 2).await?;

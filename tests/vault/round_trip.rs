@@ -56,7 +56,7 @@ fn plain_dump(machine: &Machine) -> Result<String> {
     let mut dump = machine.postgres().binaries().client_command("pg_dump");
     dump.arg(machine.postgres().url("svc"));
     let text = child::run(dump, std::time::Duration::from_secs(60))?;
-    // Leaves out the random anti-injection token, which is new in each dump.
+    // Leaves out the `\restrict` lines, whose key is random.
     Ok(text
         .lines()
         .filter(|line| !line.starts_with("\\restrict") && !line.starts_with("\\unrestrict"))
@@ -188,7 +188,7 @@ async fn database_in_use_is_backed_up_consistently() -> Result<()> {
     let old = Machine::in_use(&store, 1).await?;
     let client = old.client().await?;
     client.batch_execute("CREATE TABLE a (id bigserial); CREATE TABLE b (id bigserial)").await?;
-    let writing = tokio::spawn(async move {
+    let writer = tokio::spawn(async move {
         while client
             .batch_execute("BEGIN; INSERT INTO a DEFAULT VALUES; INSERT INTO b DEFAULT VALUES; COMMIT")
             .await
@@ -201,7 +201,7 @@ async fn database_in_use_is_backed_up_consistently() -> Result<()> {
         &[("FAILPOINTS", "backup.snapshot=sleep(300);backup.streaming=sleep(100)")],
     )?
     .expect(0);
-    writing.abort();
+    writer.abort();
     let count = "SELECT (SELECT count(*) FROM a), (SELECT count(*) FROM b)";
     let written: i64 = old.client().await?.query_one(count, &[]).await?.get(0);
     let new = Machine::new(&store, 2).await?;

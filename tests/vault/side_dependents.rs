@@ -182,7 +182,7 @@ async fn table_is_recreated_with_view_that_its_policy_reads() -> Result<()> {
 }
 
 #[tokio::test]
-async fn failed_transaction_reports_nothing_as_recreated() -> Result<()> {
+async fn rolled_back_dependents_are_not_reported_as_recreated() -> Result<()> {
     let store = machine::start_store()?;
     let machine = machine_with_dropped_table(&store).await?;
     let disconnect = "

@@ -106,9 +106,9 @@ async fn agent_survives_platform_failures_and_keeps_its_keys() -> Result<()> {
     store.take_down();
     let running = machine.spawn(&["svc-sync-agent"], &[("HEARTBEAT_SECONDS", "1")])?;
     wait_until("six heartbeats", || platform.calls().len() >= 6).await?;
-    let record =
+    let read_failure =
         || fs::read_to_string(machine.path("var/lib/svc/heartbeat-failure.json")).unwrap_or_default();
-    wait_until("the failure is recorded", || record().contains("503")).await?;
+    wait_until("the recorded failure", || read_failure().contains("503")).await?;
     assert!(!machine.path("var/lib/svc/superseded.json").exists());
     let keys: Value = serde_json::from_slice(&fs::read(machine.path("var/lib/svc/proof-keys.json"))?)?;
     assert_eq!(keys["keys"][0]["kid"], "second");
@@ -278,16 +278,16 @@ async fn metadata_is_written_only_when_it_changes() -> Result<()> {
         "ds": { "meta_data": { "instance-id": 4711, "local-hostname": "svc-1", "public-keys": [] } } });
     let path = machine.path("run/cloud-init/instance-data.json");
     svc::fsx::write_atomic(&path, data.to_string().as_bytes(), 0o644)?;
-    let writes = || store.requests().iter().filter(|request| request.method == "PUT").count();
+    let count_writes = || store.requests().iter().filter(|request| request.method == "PUT").count();
     let extra = [("GATEWAY_LISTEN", "127.0.0.1:9"), ("HEARTBEAT_SECONDS", "1"), ("VPS_META_SECONDS", "1")];
     let running = machine.spawn(&["svc-sync-agent"], &extra)?;
     wait_until("five heartbeats", || platform.calls().len() >= 5).await?;
-    assert_eq!(writes(), 1, "unchanged metadata must not be written again");
+    assert_eq!(count_writes(), 1, "unchanged metadata must not be written again");
     let layout = svc::host::system::layout::Layout::new(machine.path(""));
     platform.queue((0..60).map(|_| ScriptedResponse::Lost));
     let lock = svc::host::system::quiesce::acquire_lock(&layout).await?;
     svc::host::system::quiesce::Quiesce::new(svc::machine::id::OperationId::new()).write(&layout, &lock)?;
-    wait_until("the changed metadata", || writes() == 2).await?;
+    wait_until("the changed metadata", || count_writes() == 2).await?;
     running.signal(Signal::SIGTERM)?;
     wait_for_exit(running).await?.expect(0);
     let key = format!("{USER}/primary/system/vps-meta.json");

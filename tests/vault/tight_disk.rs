@@ -61,13 +61,13 @@ async fn streamed_restore_refuses_a_changed_dump() -> Result<()> {
     let sha256 = sidecar["sha256"].as_str().context("the sidecar has no digest")?;
     let wrong_digest = "0".repeat(64);
     store.write(BUCKET, &sidecar_key, text.replace(sha256, &wrong_digest));
-    let pointer = format!("{USER}/primary/system/db/latest");
-    let latest = String::from_utf8(store.read(BUCKET, &pointer).context("there is no pointer")?)?;
+    let pointer_key = format!("{USER}/primary/system/db/latest");
+    let latest = String::from_utf8(store.read(BUCKET, &pointer_key).context("there is no pointer")?)?;
     // The pointer's log entry must match, or it would take precedence.
     let seq = machine::pointer(&store).await?.context("there is no pointer")?.seq;
-    let entry = format!("{USER}/primary/system/db/pointer-log/{seq:016}.json");
+    let entry_key = format!("{USER}/primary/system/db/pointer-log/{seq:016}.json");
     let write_pointer = |text: &str| {
-        for key in [&entry, &pointer] {
+        for key in [&entry_key, &pointer_key] {
             store.write(BUCKET, key, text.to_owned());
         }
     };

@@ -94,7 +94,7 @@ fn publish(platform: &Stack, published: &PublishedRelease) -> Result<()> {
         let key = format!("system-bundles/{NEW_VERSION}/svc-host-bundle.tar.gz{suffix}");
         platform.store.write(BUCKET, &key, content);
     };
-    let manifest = published.manifest.text()?;
+    let manifest = published.manifest.render()?;
     put("", published.archive.clone());
     put(".json.sig", signing_key()?.signature_line(manifest.as_bytes()).into_bytes());
     put(".json", manifest.into_bytes());

@@ -35,9 +35,9 @@ async fn machine_with_token(platform: &Platform) -> Result<Machine> {
     Ok(machine)
 }
 
-/// Returns the token sent with the nth heartbeat.
-fn sent_token(platform: &Platform, nth: usize) -> String {
-    platform.calls()[nth].authorization.trim_start_matches("Bearer ").to_owned()
+/// Returns the token sent with the heartbeat at this index.
+fn sent_token(platform: &Platform, index: usize) -> String {
+    platform.calls()[index].authorization.trim_start_matches("Bearer ").to_owned()
 }
 
 const HEARTBEAT_EVERY_SECOND: (&str, &str) = ("HEARTBEAT_SECONDS", "1");
@@ -100,7 +100,7 @@ async fn refused_token_falls_back_to_the_previous_one() -> Result<()> {
     wait_until("four heartbeats", || platform.calls().len() >= 4).await?;
     running.signal(Signal::SIGTERM)?;
     wait_for_exit(running).await?.expect(0);
-    let sent: Vec<String> = (0..4).map(|nth| sent_token(&platform, nth)).collect();
+    let sent: Vec<String> = (0..4).map(|index| sent_token(&platform, index)).collect();
     assert_eq!(sent, [first.clone(), second, first.clone(), first]);
     Ok(())
 }
@@ -119,7 +119,7 @@ async fn fallback_is_kept_if_host_env_has_the_refused_token() -> Result<()> {
     wait_until("three heartbeats", || platform.calls().len() >= 3).await?;
     running.signal(Signal::SIGTERM)?;
     wait_for_exit(running).await?.expect(0);
-    let sent: Vec<String> = (0..3).map(|nth| sent_token(&platform, nth)).collect();
+    let sent: Vec<String> = (0..3).map(|index| sent_token(&platform, index)).collect();
     assert_eq!(sent, [second, first.clone(), first]);
     Ok(())
 }

@@ -6,15 +6,15 @@ use std::fs;
 use anyhow::{Context, Result};
 use kit::net::Proxy;
 
-use super::bundle::{self, Source};
+use super::bundle::{self, BundleSource};
 use super::machine::{Machine, RunEnv, RunResult};
 
 const VERSION: &str = "2026.1.0";
 
-async fn start_source() -> Result<(Source, String)> {
+async fn start_source() -> Result<(BundleSource, String)> {
     let content = bundle::build_bundle(VERSION)?;
     let digest = bundle::digest(&content);
-    Ok((Source::start(content).await?, digest))
+    Ok((BundleSource::start(content).await?, digest))
 }
 
 fn create_machine(addr: std::net::SocketAddr, digest: &str) -> Result<Machine> {
@@ -121,10 +121,10 @@ async fn bundle_that_changes_during_download_is_refused() -> Result<()> {
 #[tokio::test]
 async fn wrong_digest_does_not_switch_releases() -> Result<()> {
     let (source, _) = start_source().await?;
-    let wrong = create_machine(source.addr, &"ab".repeat(32))?;
-    let result = boot(&wrong, &[]).await?.expect(70);
+    let wrong_digest_machine = create_machine(source.addr, &"ab".repeat(32))?;
+    let result = boot(&wrong_digest_machine, &[]).await?.expect(70);
     assert!(result.stderr.contains("SHA-256"), "{}", result.stderr);
-    assert_untouched(&wrong)?;
+    assert_untouched(&wrong_digest_machine)?;
 
     let other_bundle = bundle::build_bundle("9.9.9")?;
     let machine = create_machine(source.addr, &bundle::digest(&other_bundle))?;

@@ -10,7 +10,7 @@ use http::StatusCode;
 use kit::bundle::{Manifest, SigningKey};
 use serde_json::Value;
 
-use super::bundle::{self, Source};
+use super::bundle::{self, BundleSource};
 use super::machine::{Machine, RunResult, RunningApplet};
 
 pub const OLD_VERSION: &str = "2026.1.0";
@@ -19,10 +19,10 @@ pub const CREATED_AT: &str = "2026-01-02T03:04:05.000Z";
 const EXPIRES_AT: &str = "2126-01-02T03:04:05.000Z";
 
 /// A fake `systemctl` that records its calls. A restart sets the gateway's state: failed if the current release
-/// contains `app/broken`, otherwise active. Any other unit has the state in its own file or, without such a file, the
-/// gateway's. If the release contains `app/crashing`, a restarted unit has already been restarted automatically three
-/// times. As with systemd 252, only `reset-failed` resets this count. A started backup succeeds immediately, unless the
-/// file `backup` contains a command.
+/// contains `app/broken`, activating if it contains `app/crashing`, otherwise active. Any other unit has the state in
+/// its own file or, without such a file, the gateway's. With `app/crashing`, a restarted unit has already been
+/// restarted automatically three times. As with systemd 252, only `reset-failed` resets this count. A started backup
+/// succeeds immediately, unless the file `backup` contains a command.
 const SYSTEMCTL: &str = r#"#!/bin/sh
 echo "$*" >>"$SVC_ROOT/calls"
 case "$1 $3" in
@@ -78,8 +78,8 @@ impl PublishedRelease {
         Ok(Self { archive, manifest })
     }
 
-    pub fn serve(&self, source: &Source) -> Result<()> {
-        let manifest = self.manifest.text()?;
+    pub fn serve(&self, source: &BundleSource) -> Result<()> {
+        let manifest = self.manifest.render()?;
         let version = &self.manifest.image_version;
         let path = |suffix: &str| format!("/{version}/svc-host-bundle.tar.gz{suffix}");
         source.put(&path(".json"), Some(manifest.clone().into_bytes()));
@@ -92,7 +92,7 @@ impl PublishedRelease {
 /// A machine that runs [`OLD_VERSION`], and a source for newer releases.
 pub struct UpdateFixture {
     pub machine: Machine,
-    pub source: Source,
+    pub source: BundleSource,
     env: Vec<(&'static str, String)>,
 }
 
@@ -104,7 +104,7 @@ impl UpdateFixture {
     /// Like [`UpdateFixture::new`], but for a machine that may have a database and a store.
     pub async fn for_machine(machine: Machine) -> Result<Self> {
         let old = PublishedRelease::new(OLD_VERSION, &[])?;
-        let source = Source::start(old.archive.clone()).await?;
+        let source = BundleSource::start(old.archive.clone()).await?;
         let base = format!("http://{}", source.addr);
         machine.write_boot_env(&[("SVC_IMAGE_VERSION", OLD_VERSION)])?;
         let url = format!("{base}/system-bundles/{OLD_VERSION}/svc-host-bundle.tar.gz");
@@ -232,8 +232,8 @@ impl UpdateFixture {
 async fn start_gateway(machine: &Machine) -> Result<String> {
     let state = machine.path("gateway");
     let ready = move || async move {
-        let active = fs::read_to_string(&state).is_ok_and(|state| state == "active\n");
-        if active { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE }
+        let is_active = fs::read_to_string(&state).is_ok_and(|state| state == "active\n");
+        if is_active { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE }
     };
     let listen =
         super::platform::start_gateway_with_routes(machine, Router::new().route("/readyz", get(ready)))

@@ -31,7 +31,7 @@ fn publish(
 ) -> Result<()> {
     published.manifest.trusted_keys = keys;
     published.serve(&fixture.source)?;
-    let text = published.manifest.text()?;
+    let text = published.manifest.render()?;
     let lines: String = signers.iter().map(|key| key.signature_line(text.as_bytes())).collect();
     let path_suffix = format!("/{}/svc-host-bundle.tar.gz.json.sig", published.manifest.image_version);
     fixture.source.put(&path_suffix, Some(lines.into_bytes()));
@@ -127,7 +127,7 @@ async fn release_signed_with_both_keys_updates_stale_machine() -> Result<()> {
     publish(&fixture, release(NEW_VERSION)?, &[&old, &new], key_set(2, &[&new]))?;
     fixture.apply(NEW_VERSION).await?.expect(0);
     assert_eq!(read_trusted_keys(&fixture)?, expected_keys("2", &[&new]));
-    // This also works where the old key is no longer trusted.
+    // Such a release is also accepted where the old key is no longer trusted.
     publish(&fixture, release("2026.3.0")?, &[&old, &new], key_set(2, &[&new]))?;
     fixture.apply("2026.3.0").await?.expect(0);
     fixture.assert_running("2026.3.0")
@@ -184,7 +184,7 @@ async fn key_set_that_could_lock_the_machine_out_is_refused() -> Result<()> {
     let mut forged = release(NEW_VERSION)?;
     forged.manifest.trusted_keys = key_set(6, &[&old, &generate_key()?]);
     let path_suffix = format!("/{NEW_VERSION}/svc-host-bundle.tar.gz.json");
-    fixture.source.put(&path_suffix, Some(forged.manifest.text()?.into_bytes()));
+    fixture.source.put(&path_suffix, Some(forged.manifest.render()?.into_bytes()));
     let result = fixture.apply(NEW_VERSION).await?.expect(65);
     assert!(result.stderr.contains("does not match this manifest"), "{}", result.stderr);
     fixture.assert_untouched()?;

@@ -6,12 +6,12 @@ use serde_json::Value;
 
 use super::update_fixture::{NEW_VERSION, OLD_VERSION, PublishedRelease, UpdateFixture};
 
-const KILL: Option<&str> = Some("update.activating=return(kill)");
+const KILL_AFTER_SWITCH: Option<&str> = Some("update.activating=return(kill)");
 
 /// Starts an update to a release that does not start, and kills it after the switch.
 async fn interrupt_broken_update(fixture: &UpdateFixture, version: &str) -> Result<()> {
     PublishedRelease::new(version, &[("app/broken", "")])?.serve(&fixture.source)?;
-    fixture.run(&["apply", "--version", version], KILL).await?.expect_killed();
+    fixture.run(&["apply", "--version", version], KILL_AFTER_SWITCH).await?.expect_killed();
     Ok(())
 }
 
@@ -40,7 +40,7 @@ async fn rollback_abandons_an_interrupted_unhealthy_update() -> Result<()> {
 #[tokio::test]
 async fn rollback_reverts_an_interrupted_healthy_update() -> Result<()> {
     let fixture = UpdateFixture::with_release(&PublishedRelease::new(NEW_VERSION, &[])?).await?;
-    fixture.run(&["apply", "--version", NEW_VERSION], KILL).await?.expect_killed();
+    fixture.run(&["apply", "--version", NEW_VERSION], KILL_AFTER_SWITCH).await?.expect_killed();
     fixture.run(&["rollback"], None).await?.expect(0);
     fixture.assert_running(OLD_VERSION)?;
     assert_eq!(outcomes(&fixture)?, ["updated", "updated"]);
@@ -51,7 +51,7 @@ async fn rollback_reverts_an_interrupted_healthy_update() -> Result<()> {
 async fn repeated_rollback_finishes_the_interrupted_one() -> Result<()> {
     let fixture = UpdateFixture::with_release(&PublishedRelease::new(NEW_VERSION, &[])?).await?;
     fixture.apply(NEW_VERSION).await?.expect(0);
-    fixture.run(&["rollback"], KILL).await?.expect_killed();
+    fixture.run(&["rollback"], KILL_AFTER_SWITCH).await?.expect_killed();
     let result = fixture.run(&["rollback"], None).await?.expect(0);
     assert!(result.stdout.contains("2026.1.0 is current"), "{}", result.stdout);
     fixture.assert_running(OLD_VERSION)?;

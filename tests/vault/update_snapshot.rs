@@ -187,7 +187,7 @@ async fn resumed_update_keeps_its_waiver() -> Result<()> {
     let fixture = start_fixture(&store).await?;
     let args = ["apply", "--version", NEW_VERSION, "--without-snapshot"];
     fixture.run(&args, Some("update.smoke_tested=return(kill)")).await?.expect_killed();
-    // As if the waiver for other runs had expired.
+    // Simulates the expiry of the waiver file, which is for other runs.
     fs::remove_file(fixture.machine.path("var/lib/svc/update/without-snapshot.json"))?;
     fixture.run(&["resume"], None).await?.expect(0);
     fixture.assert_running(NEW_VERSION)?;

@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use crate::cargo;
 
-/// The area that a separate program measures.
+/// The area that a separate program measures, and the name of that program.
 const RECORDS: &str = "records";
 
 #[derive(clap::Args)]
@@ -46,8 +46,8 @@ pub struct Args {
 }
 
 pub fn run(args: Args) -> Result<ExitCode> {
-    let mut bench = cargo::program("bench");
-    bench.arg(&args.area).arg("--svc").arg(find_binary(&args.area, args.svc)?);
+    let mut bench = cargo::program_command("bench");
+    bench.arg(&args.area).arg("--svc").arg(resolve_binary(&args.area, args.svc)?);
     bench.arg("--out").arg(fetch::target_dir().join("bench"));
     for (name, number) in [
         ("--rounds", args.rounds),
@@ -65,11 +65,12 @@ pub fn run(args: Args) -> Result<ExitCode> {
     cargo::exec(bench)
 }
 
-/// Finds the binary. The default is never a dev build: its figures would be meaningless.
-fn find_binary(area: &str, path: Option<PathBuf>) -> Result<PathBuf> {
+/// Returns the path of the binary to measure; builds the program for `records` unless a path is given. The default is
+/// never a dev build: its figures would be meaningless.
+fn resolve_binary(area: &str, path: Option<PathBuf>) -> Result<PathBuf> {
     let path = match (path, area) {
         (Some(path), _) => path,
-        (None, RECORDS) => build_bench_program(&cargo::root(), &fetch::target_dir())?,
+        (None, RECORDS) => build_records_bench(&cargo::root(), &fetch::target_dir())?,
         (None, _) => {
             let built = fetch::target_dir().join("dist/svc");
             ensure!(built.exists(), "{} does not exist: build it with `cargo xtask dist`", built.display());
@@ -79,7 +80,7 @@ fn find_binary(area: &str, path: Option<PathBuf>) -> Result<PathBuf> {
     path.canonicalize().with_context(|| format!("cannot find {}", path.display()))
 }
 
-/// Builds, at the given revision, the program that the area measures; returns an existing build of the same commit.
+/// Builds, at the given revision, the program to measure for the area; returns an existing build of the same commit.
 fn build_revision(revision: &str, area: &str) -> Result<PathBuf> {
     let root = cargo::root();
     let commit =
@@ -99,7 +100,7 @@ fn build_revision(revision: &str, area: &str) -> Result<PathBuf> {
         git(&root, &["worktree", "add", "--quiet", "--force", "--detach", tree_arg, &commit])?;
     }
     let built = if area == RECORDS {
-        build_bench_program(&tree, &target_dir)?
+        build_records_bench(&tree, &target_dir)?
     } else {
         let mut dist = cargo::command(&["xtask", "dist"]);
         dist.current_dir(&tree).env("CARGO_TARGET_DIR", &target_dir);
@@ -121,7 +122,7 @@ fn git(dir: &Path, args: &[&str]) -> Result<String> {
 }
 
 /// Builds the program in `tests/bench/records` with the release profile.
-fn build_bench_program(tree: &Path, target_dir: &Path) -> Result<PathBuf> {
+fn build_records_bench(tree: &Path, target_dir: &Path) -> Result<PathBuf> {
     let name = RECORDS;
     let args = ["build", "--release", "--no-default-features", "--package", "svc", "--bench", name];
     let mut build = cargo::command(&args);
@@ -131,9 +132,10 @@ fn build_bench_program(tree: &Path, target_dir: &Path) -> Result<PathBuf> {
     ensure!(output.status.success(), "building {name} failed: {}", output.status);
     let messages = String::from_utf8_lossy(&output.stdout);
     let messages = messages.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
-    let program = |message: Value| {
+    let executable_path = |message: Value| {
         let is_match = message["reason"] == "compiler-artifact" && message["target"]["name"] == name;
         is_match.then(|| message["executable"].as_str().map(PathBuf::from)).flatten()
     };
-    messages.filter_map(program).next_back().with_context(|| format!("cargo reported no executable {name}"))
+    let executable = messages.filter_map(executable_path).next_back();
+    executable.with_context(|| format!("cargo reported no executable {name}"))
 }

@@ -29,13 +29,13 @@ pub fn command(args: &[&str]) -> Command {
 
 /// Returns the command that builds and runs a program in the workspace. xtask does not depend on the program, so it is
 /// compiled only for the xtask commands that need it.
-pub fn program(name: &str) -> Command {
+pub fn program_command(name: &str) -> Command {
     command(&["run", "--quiet", "--bin", name, "--"])
 }
 
-/// Replaces this process, so that signals reach the program.
-pub fn exec(mut program: Command) -> Result<ExitCode> {
-    Err(program.exec()).with_context(|| format!("cannot start {program:?}"))
+/// Replaces this process with the command, so that signals reach the program.
+pub fn exec(mut command: Command) -> Result<ExitCode> {
+    Err(command.exec()).with_context(|| format!("cannot start {command:?}"))
 }
 
 pub fn run(args: &[&str]) -> Result<()> {
@@ -61,9 +61,9 @@ mod tests {
 
     use super::*;
 
-    /// Returns the dependencies, with their features, for the given members and edges: lines such as
+    /// Returns the dependencies, with their features, for the given members and kinds of edges: lines such as
     /// `serde v1.0.0 [default,std]`.
-    fn dependencies(members: &[&str], edges: &str) -> BTreeSet<String> {
+    fn list_dependencies(members: &[&str], edges: &str) -> BTreeSet<String> {
         let format = ["tree", "--offline", "--prefix", "none", "--format", "{p} [{f}]"];
         let output = command(&format).args(["--edges", edges]).args(members).output().unwrap();
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -75,9 +75,9 @@ mod tests {
     /// A dependency with different features is compiled again, as are all crates that depend on it.
     #[test]
     fn demo_and_tests_share_compiled_dependencies() {
-        let default_members = dependencies(&[], "normal,build");
-        let programs = dependencies(&["--workspace"], "normal,build");
-        let tests = dependencies(&["--workspace"], "normal,build,dev");
+        let default_members = list_dependencies(&[], "normal,build");
+        let programs = list_dependencies(&["--workspace"], "normal,build");
+        let tests = list_dependencies(&["--workspace"], "normal,build,dev");
         assert!(programs.len() > 100, "{programs:?}");
         let compiled_twice: Vec<&String> =
             default_members.difference(&programs).chain(programs.difference(&tests)).collect();

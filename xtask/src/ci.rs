@@ -50,8 +50,8 @@ const STATIC_CHECKS: [&[Check]; 5] = [
     &[("advisories", check_advisories)],
 ];
 
-/// Selects the packages that make up the product.
-const PRODUCT: &[&str] = &[
+/// Arguments for cargo that select the packages of the product.
+const PRODUCT_ARGS: &[&str] = &[
     "--workspace",
     "--exclude=bench",
     "--exclude=house",
@@ -62,10 +62,11 @@ const PRODUCT: &[&str] = &[
 ];
 
 /// Clippy and the unit tests cover only the product's packages, so that neither the other tools nor the integration
-/// tests are compiled. They run in parallel, because each waits for a single compiler process most of the time.
+/// tests are compiled. These two checks run in parallel, because each waits for a single compiler process most of the
+/// time.
 const QUICK_CHECKS: [&[Check]; 3] = [
     &[FORMAT],
-    &[("clippy", run_quick_clippy), ("unit tests", || run_tests(&[PRODUCT, &["--lib"]].concat()))],
+    &[("clippy", run_quick_clippy), ("unit tests", || run_tests(&[PRODUCT_ARGS, &["--lib"]].concat()))],
     &[("house", || run_tests(&["--package", "house"]))],
 ];
 
@@ -80,17 +81,17 @@ pub fn run_quick_checks() -> Result<ExitCode> {
 /// Runs tests with nextest where it is installed.
 fn run_tests(selection: &[&str]) -> Result<Outcome> {
     let runner: &[&str] = if cargo::has_subcommand("nextest") { &["nextest", "run"] } else { &["test"] };
-    let quiet: &[&str] = if cargo::has_subcommand("nextest") {
+    let quiet_args: &[&str] = if cargo::has_subcommand("nextest") {
         &["--status-level", "fail", "--cargo-quiet"]
     } else {
         &["--quiet"]
     };
-    run_cargo(&[runner, selection, quiet].concat())
+    run_cargo(&[runner, selection, quiet_args].concat())
 }
 
 /// Uses its own target directory, because cargo locks a target directory for the duration of a build.
 fn run_quick_clippy() -> Result<Outcome> {
-    let mut clippy = cargo::command(&[&["clippy"], PRODUCT, &["--lib", "--bins", "--quiet"]].concat());
+    let mut clippy = cargo::command(&[&["clippy"], PRODUCT_ARGS, &["--lib", "--bins", "--quiet"]].concat());
     clippy.args(["--", "-D", "warnings"]).env("CARGO_TARGET_DIR", fetch::target_dir().join("clippy"));
     cargo::run_checked(clippy)?;
     Ok(Outcome::Passed)
@@ -152,14 +153,14 @@ fn build_docs() -> Result<Outcome> {
 }
 
 fn check_dependencies() -> Result<Outcome> {
-    let mut deny = cargo_deny()?;
+    let mut deny = cargo_deny_command()?;
     deny.args(["--log-level", "error", "check", "bans", "licenses", "sources"]);
     cargo::run_checked(deny)?;
     Ok(Outcome::Passed)
 }
 
 fn check_advisories() -> Result<Outcome> {
-    let mut deny = cargo_deny()?;
+    let mut deny = cargo_deny_command()?;
     deny.args(["check", "advisories"]);
     let output = deny.output().context("cannot start cargo-deny")?;
     if output.status.success() {
@@ -173,8 +174,8 @@ fn check_advisories() -> Result<Outcome> {
     bail!("`cargo deny check advisories` failed: {}", output.status)
 }
 
-/// Returns cargo-deny from `PATH`, or the pinned build.
-fn cargo_deny() -> Result<Command> {
+/// Returns a command for cargo-deny from `PATH`, or for the pinned build.
+fn cargo_deny_command() -> Result<Command> {
     if cargo::has_subcommand("deny") {
         return Ok(cargo::command(&["deny", "--workspace"]));
     }

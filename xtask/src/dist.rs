@@ -19,9 +19,9 @@ use crate::{cargo, profile};
 /// packages, each of which compiles its own copies of generic code (1.8 MiB); host certificates (0.6 MiB); the release
 /// checks, which the platform and svcctl both contain, with quotes and the object store probes (0.6 MiB); file backups,
 /// with zstd and `.svcignore` matching (2.2 MiB); file history, with its archives, routes and verification (1.4 MiB);
-/// and the state of the backup (0.3 MiB).
+/// and the file backup's status (0.3 MiB).
 const MAX_EXECUTABLE_BYTES: u64 = 30 << 20;
-const TIMEOUT: Duration = Duration::from_secs(30);
+const COMMAND_TIMEOUT: Duration = Duration::from_secs(30);
 
 #[cfg(target_arch = "x86_64")]
 const TARGET: &str = "x86_64-unknown-linux-gnu";
@@ -68,11 +68,11 @@ pub fn build_if_outdated() -> Result<PathBuf> {
 fn outdated_reason(svc: &Path, root: &Path) -> Result<Option<String>> {
     let mut git = Command::new("git");
     git.args(["rev-parse", "--short=12", "HEAD"]).current_dir(root);
-    let Ok(head) = child::run(git, TIMEOUT) else { return Ok(None) };
+    let Ok(head) = child::run(git, COMMAND_TIMEOUT) else { return Ok(None) };
     let mut version = Command::new(svc);
     version.arg("--version");
     // "svc 0.1.0 (commit …, date)"
-    let output = child::run(version, TIMEOUT)?;
+    let output = child::run(version, COMMAND_TIMEOUT)?;
     let commit = output.split_once("(commit ").and_then(|(_, rest)| rest.split([',', ')']).next());
     let (commit, head) = (commit.unwrap_or("unknown"), head.trim());
     if commit != head {
@@ -175,11 +175,11 @@ fn compile_with(mut flags: Vec<String>, target_dir: &Path) -> Result<PathBuf> {
     }
     flags.extend(maps.iter().map(|(from, to)| format!("--remap-path-prefix={}={to}", from.display())));
     // C code in dependencies embeds file names in the same way.
-    let mut c: Vec<String> =
+    let mut c_flags: Vec<String> =
         maps.iter().map(|(from, to)| format!("-ffile-prefix-map={}={to}", from.display())).collect();
-    c.extend(C_FLAGS.map(str::to_owned));
+    c_flags.extend(C_FLAGS.map(str::to_owned));
     build.env("CARGO_ENCODED_RUSTFLAGS", flags.join("\u{1f}"));
-    build.env(format!("CFLAGS_{}", TARGET.replace('-', "_")), c.join(" "));
+    build.env(format!("CFLAGS_{}", TARGET.replace('-', "_")), c_flags.join(" "));
     build.env("CARGO_TARGET_DIR", target_dir);
     cargo::run_checked(build)?;
     Ok(target_dir.join(TARGET).join("release/svc"))
@@ -205,9 +205,9 @@ fn verify_executable(svc: &Path) -> Result<()> {
     let bytes = fs::read(svc)?;
     ensure!(!fail_points::has_fail_points(&bytes), "{} contains fail points", svc.display());
     for path in [cargo_home()?, cargo::root()] {
-        let text = OsString::from(&path).into_encoded_bytes();
+        let path_bytes = OsString::from(&path).into_encoded_bytes();
         ensure!(
-            !contains(&bytes, &text),
+            !contains(&bytes, &path_bytes),
             "{} contains {}, a path on this machine",
             svc.display(),
             path.display()
@@ -215,7 +215,7 @@ fn verify_executable(svc: &Path) -> Result<()> {
     }
     let mut list = Command::new(svc);
     list.arg("--list").env_clear();
-    let applets = child::run(list, TIMEOUT)?;
+    let applets = child::run(list, COMMAND_TIMEOUT)?;
     ensure!(applets.contains("svc-gateway"), "`svc --list` printed {applets:?}");
     check_unknown_host_error(svc)
 }
@@ -226,7 +226,7 @@ fn check_unknown_host_error(svc: &Path) -> Result<()> {
     let mut svcctl = Command::new(svc);
     svcctl.args(["svcctl", "list", "--platform-url", "https://platform.invalid", "--timeout", "5"]);
     svcctl.env_clear().env("PLATFORM_SECRET", "none-that-is-used-anywhere-0123456789");
-    let result = child::run(svcctl, TIMEOUT);
+    let result = child::run(svcctl, COMMAND_TIMEOUT);
     let message = result.err().map(|error| format!("{error:#}")).unwrap_or_default();
     ensure!(message.contains("exit status: 69"), "unexpected result for an unknown host: {message:?}");
     Ok(())
@@ -268,7 +268,7 @@ mod tests {
         let git = |args: &[&str]| {
             let mut git = Command::new("git");
             git.args(["-c", "user.name=us", "-c", "user.email=us@localhost"]).args(args).current_dir(&root);
-            child::run(git, TIMEOUT).unwrap()
+            child::run(git, COMMAND_TIMEOUT).unwrap()
         };
         git(&["init", "--quiet"]);
         git(&["add", "."]);

@@ -1,7 +1,7 @@
 //! `cargo xtask fuzz`: runs the parsers in tests/fuzz under libFuzzer, one after another, with limits on time, memory
-//! and input. One executable contains all targets. Only the workspace's `svc` is compiled with coverage
-//! (`tests/libfuzzer/rustc.sh`); the dependencies are those of every other development build. A stable Rust compiler
-//! suffices, but a C++ compiler is also needed.
+//! and input. One executable contains all targets. Only `svc` and the `svc-*` crates, except `svc-libfuzzer`, are
+//! instrumented for coverage (`tests/libfuzzer/rustc.sh`); the dependencies are those of every other development build.
+//! A stable Rust compiler suffices, but a C++ compiler is also needed.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -42,7 +42,8 @@ impl Args {
 }
 
 /// Fuzzes each target, seeded with `tests/corpus`, valid samples, and the corpus from earlier runs. Writes a summary to
-/// `target/libfuzzer/report.json`; fails if an input violated a rule.
+/// `target/libfuzzer/report.json`. Fails if a target's `crashes` directory contains a file, from this run or an earlier
+/// one.
 pub fn run(args: &Args) -> Result<ExitCode> {
     let program = build()?;
     let available = list_targets(&program)?;
@@ -61,8 +62,8 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     fs::write(&report, serde_json::to_vec_pretty(&json!({ "targets": rows }))?)
         .with_context(|| format!("cannot write {}", report.display()))?;
     println!("written to {}", report.display());
-    let has_no_crash = rows.iter().all(|row| row["crashes"] == json!([]));
-    Ok(if has_no_crash { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    let has_crashes = rows.iter().any(|row| row["crashes"] != json!([]));
+    Ok(if has_crashes { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
 /// Builds the executable in the same target directory as the development builds; cargo keeps the output of a wrapped
@@ -115,19 +116,19 @@ impl FuzzRun<'_> {
         self.write_samples(&samples)?;
 
         let log = self.dir.join(format!("{}.log", self.target));
-        let mut fuzzer = self.program(&log)?;
+        let mut fuzzer = self.command(&log)?;
         fuzzer.args([&corpus, &checked_in, &samples]).arg(format!("-max_total_time={seconds}"));
         fuzzer.arg(format!("-artifact_prefix={}/", crashes.display())).arg("-print_final_stats=1");
         let status = wait(fuzzer.spawn()?, Duration::from_secs(seconds) + CORPUS_TIMEOUT)?;
-        let text = String::from_utf8_lossy(&fs::read(&log)?).into_owned();
+        let log_text = String::from_utf8_lossy(&fs::read(&log)?).into_owned();
         let crashes = list_files(&crashes)?;
         if !status.success() && crashes.is_empty() {
             bail!("{} failed ({status}): see {}", self.target, log.display());
         }
 
-        // The next run starts only from the inputs that add coverage.
+        // Drops inputs that add no coverage, so that the corpus does not grow with each run.
         fs::remove_dir_all(&minimized).and_then(|()| fs::create_dir(&minimized))?;
-        let mut merge = self.program(&self.dir.join(format!("{}.merge.log", self.target)))?;
+        let mut merge = self.command(&self.dir.join(format!("{}.merge.log", self.target)))?;
         merge.arg("-merge=1").args([&minimized, &corpus]);
         if wait(merge.spawn()?, CORPUS_TIMEOUT)?.success() {
             fs::remove_dir_all(&corpus).and_then(|()| fs::rename(&minimized, &corpus))?;
@@ -135,10 +136,10 @@ impl FuzzRun<'_> {
         Ok(json!({
             "target": self.target,
             "seconds": seconds,
-            "executions": parse_figure(&text, "stat::number_of_executed_units:"),
-            "coverage": parse_figure(&text, "cov:"),
-            "features": parse_figure(&text, "ft:"),
-            "peakRssMib": parse_figure(&text, "stat::peak_rss_mb:"),
+            "executions": parse_figure(&log_text, "stat::number_of_executed_units:"),
+            "coverage": parse_figure(&log_text, "cov:"),
+            "features": parse_figure(&log_text, "ft:"),
+            "peakRssMib": parse_figure(&log_text, "stat::peak_rss_mb:"),
             "corpus": list_files(&corpus)?.len(),
             "crashes": crashes,
         }))
@@ -149,14 +150,14 @@ impl FuzzRun<'_> {
         let input = dir.join("empty");
         File::create(&input).with_context(|| format!("cannot create {}", input.display()))?;
         let log = self.dir.join(format!("{}.samples.log", self.target));
-        let mut write = self.program(&log)?;
+        let mut write = self.command(&log)?;
         write.arg(&input).env("SVC_FUZZ_SAMPLES", dir);
         let status = wait(write.spawn()?, CORPUS_TIMEOUT)?;
         ensure!(status.success(), "{} wrote no samples: see {}", self.target, log.display());
         Ok(())
     }
 
-    fn program(&self, log: &Path) -> Result<Command> {
+    fn command(&self, log: &Path) -> Result<Command> {
         let log = File::create(log).with_context(|| format!("cannot create {}", log.display()))?;
         let mut command = Command::new(self.program);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).args([

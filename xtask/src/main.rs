@@ -224,7 +224,7 @@ fn lab(quick: bool, only: &[String], files_mib: u64, svc: Option<PathBuf>) -> Re
         Some(path) => path.canonicalize().with_context(|| format!("cannot find {}", path.display()))?,
         None => dist::build_if_outdated()?,
     };
-    let mut lab = cargo::program("lab");
+    let mut lab = cargo::program_command("lab");
     lab.arg("--svc").arg(svc).args(quick.then_some("--quick"));
     lab.args(["--files-mib", &files_mib.to_string()]);
     lab.args(only.iter().flat_map(|step| ["--only", step]));
@@ -250,7 +250,7 @@ mod tests {
 
     use super::*;
 
-    fn pages() -> Vec<PathBuf> {
+    fn find_pages() -> Vec<PathBuf> {
         let root = cargo::root();
         let mut pages = Vec::new();
         let mut folders = vec![root.join("docs"), root.join("packaging"), root.join("tests/kit")];
@@ -273,7 +273,7 @@ mod tests {
         let mut command = Args::command();
         command.build();
         let (mut checked, mut errors) = (0, Vec::new());
-        for page in pages() {
+        for page in find_pages() {
             let text = std::fs::read_to_string(&page).unwrap();
             let quoted = quoted_commands::check(&command, &text, Language::Markdown);
             checked += quoted.checked;

@@ -1,7 +1,7 @@
 //! `cargo xtask profile`: records how often the workloads of `tests/bench` execute each part of the executable, and
 //! writes the counts to `packaging/profile`. With them, `cargo xtask dist` optimizes frequently executed code for
-//! speed, and the rest for size. Counts of functions that have changed since are ignored, so an outdated profile costs
-//! speed, but never correctness.
+//! speed, and the rest for size. Counts of functions that have changed since the recording are ignored, so an outdated
+//! profile costs speed, but never correctness.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -45,8 +45,8 @@ const WORKLOADS: [&[&str]; 6] = [
     &["bundle"],
 ];
 
-/// The profile, relative to the root.
-const PROFILE: &str = "packaging/profile/svc.profdata.zst";
+/// The path of the profile, relative to the root.
+const PROFILE_PATH: &str = "packaging/profile/svc.profdata.zst";
 
 pub fn run() -> Result<ExitCode> {
     let dir = fetch::target_dir().join("profile");
@@ -58,14 +58,14 @@ pub fn run() -> Result<ExitCode> {
     }
     for workload in WORKLOADS {
         println!("profile: bench {}", workload.join(" "));
-        let mut bench = cargo::program("bench");
+        let mut bench = cargo::program_command("bench");
         bench.args(workload).args(["--rounds", "1"]).arg("--svc").arg(&svc);
         bench.arg("--out").arg(fetch::target_dir().join("bench/profile"));
         cargo::run_checked(bench)?;
     }
     let merged = dir.join("svc.profdata");
     merge(&counts, &merged)?;
-    let profile = cargo::root().join(PROFILE);
+    let profile = cargo::root().join(PROFILE_PATH);
     compress(&merged, &profile)?;
     println!("profile: {}, {} KiB", profile.display(), fs::metadata(&profile)?.len() >> 10);
     Ok(ExitCode::SUCCESS)
@@ -77,7 +77,7 @@ pub fn unpack() -> Result<Option<PathBuf>> {
     if !cfg!(target_arch = "x86_64") {
         return Ok(None);
     }
-    let packed = cargo::root().join(PROFILE);
+    let packed = cargo::root().join(PROFILE_PATH);
     let dir = fetch::target_dir().join("profile");
     fs::create_dir_all(&dir)?;
     let unpacked = dir.join(format!("svc-{}.profdata", &fetch::sha256(&packed)?[..16]));

@@ -134,16 +134,17 @@ fn dev_runs_printed_commands_and_cleans_up() {
     let lines_with_prefix = |prefix: &str| -> Vec<&str> {
         output.lines().map(str::trim).filter(|line| line.starts_with(prefix)).collect()
     };
-    let operator = [
+    let operator_script = [
         lines_with_prefix(". ")[0],
         lines_with_prefix("svcctl list")[0],
         lines_with_prefix("svcctl status")[0],
     ]
     .join("\n");
-    let output = stdout(&run_in_shell(&operator));
+    let output = stdout(&run_in_shell(&operator_script));
     assert!(output.contains("running") && output.contains("ada"), "{output}");
-    let owner = [&[lines_with_prefix("TOKEN=")[0]][..], &lines_with_prefix("curl")].concat().join("\necho\n");
-    let output = stdout(&run_in_shell(&owner));
+    let owner_script =
+        [&[lines_with_prefix("TOKEN=")[0]][..], &lines_with_prefix("curl")].concat().join("\necho\n");
+    let output = stdout(&run_in_shell(&owner_script));
     assert!(
         output.contains("\"slug\":\"notes\"") && output.matches("\"title\":\"hello\"").count() == 2,
         "{output}"
@@ -191,13 +192,13 @@ fn killed_instance_does_not_block_the_next() {
     killed.wait();
     assert!(dir.join("dev.json").exists(), "a killed instance cannot delete it");
     let mut next = Dev::start(&dir);
-    let fresh = next.wait_until_ready();
-    assert_ne!(fresh["platformUrl"], json["platformUrl"]);
-    assert_eq!(fresh["pid"], json!(next.process.id()));
+    let next_json = next.wait_until_ready();
+    assert_ne!(next_json["platformUrl"], json["platformUrl"]);
+    assert_eq!(next_json["pid"], json!(next.process.id()));
     let disks = json["dir"].as_str().unwrap();
     eventually("the killed instance's processes are still running", || list_processes(disks).is_empty());
     eventually("the killed instance's disks still exist", || !Path::new(disks).exists());
-    assert!(is_listening(fresh["platformUrl"].as_str().unwrap()));
+    assert!(is_listening(next_json["platformUrl"].as_str().unwrap()));
     next.signal("TERM");
     assert!(next.wait().success(), "{}", next.output());
     assert!(!dir.exists());

@@ -104,7 +104,7 @@ families! {
          median over all slots with data.";
     SLOTS_WITHOUT_BACKUP: Gauges<0> = "svc_backups_never", [], on Platform,
         "Slots with data but no verified snapshot.";
-    FILE_PRUNINGS_FAILED: Gauges<0> = "svc_files_prunings_failed", [], on Platform,
+    SLOTS_WITH_FAILED_PRUNE: Gauges<0> = "svc_files_prunings_failed", [], on Platform,
         "Slots whose last prune of file backups failed.";
     FLEET_READ_AT: Gauges<0> = "svc_fleet_read_timestamp_seconds", [], on Platform,
         "Unix time when the figures for the whole installation were last read from the database.";

@@ -39,8 +39,8 @@ Example: svcctl operator add ada --scope read,operate --token-file ada.token"
         #[arg(value_name = "NAME")]
         name: OperatorName,
         /// How long the old token stays valid, at most 7d; 0s revokes it now
-        #[arg(long, value_name = "DURATION", default_value = "1h", value_parser = parse_seconds)]
-        overlap: u64,
+        #[arg(long = "overlap", value_name = "DURATION", default_value = "1h", value_parser = parse_seconds)]
+        overlap_seconds: u64,
         #[command(flatten)]
         token: TokenOptions,
     },
@@ -63,8 +63,8 @@ Example: svcctl operator add ada --scope read,operate --token-file ada.token"
 #[derive(Debug, Args)]
 pub struct TokenOptions {
     /// How long the token is valid, at most 400d
-    #[arg(long, value_name = "DURATION", default_value = "90d", value_parser = parse_seconds)]
-    pub ttl: u64,
+    #[arg(long = "ttl", value_name = "DURATION", default_value = "90d", value_parser = parse_seconds)]
+    pub ttl_seconds: u64,
     /// Write the token to this file, readable only by you, instead of printing it
     #[arg(long, value_name = "FILE")]
     pub token_file: Option<PathBuf>,

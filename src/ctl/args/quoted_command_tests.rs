@@ -92,7 +92,7 @@ fn texts_name_options_instead_of_request_members() {
 #[test]
 fn check_detects_errors_in_commands() {
     let svcctl = svcctl();
-    let errors = |text: &str| quoted_commands::check(&svcctl, text, Language::Rust).errors;
+    let find_errors = |text: &str| quoted_commands::check(&svcctl, text, Language::Rust).errors;
     for (text, expected) in [
         ("`svcctl provision <user> --replace-first`", "has no --replace-first"),
         ("`svcctl backups list ada`", "has no command backups"),
@@ -102,7 +102,7 @@ fn check_detects_errors_in_commands() {
         ("\"svcctl backup now HANDLE --follow\"", "has no --follow"),
         ("$ svcctl delete ada --force", "has no --force"),
     ] {
-        let errors = errors(text);
+        let errors = find_errors(text);
         assert!(errors.len() == 1 && errors[0].contains(expected), "{text}: {errors:?}");
     }
     for text in [
@@ -110,7 +110,7 @@ fn check_detects_errors_in_commands() {
         "`svcctl recover --server-type`",
         "what svcctl says",
     ] {
-        assert_eq!(errors(text), Vec::<String>::new(), "{text}");
+        assert_eq!(find_errors(text), Vec::<String>::new(), "{text}");
     }
 }
 

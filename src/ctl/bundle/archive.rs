@@ -26,7 +26,7 @@ pub struct Archive {
 }
 
 impl Archive {
-    /// Hashes the archive in `dir`.
+    /// Hashes the archive in `dir`, and compares it with its `.sha256`.
     ///
     /// # Errors
     /// [`PublishError::Read`] if a file cannot be read; [`PublishError::NoDigest`] if the `.sha256` contains no digest,

@@ -17,8 +17,8 @@ use svc_store::bundle::{
 };
 use svc_store::key::{self, BUNDLE_FILE};
 
-const MANIFEST: &str = ".json";
-const SIGNATURE: &str = ".json.sig";
+const MANIFEST_SUFFIX: &str = ".json";
+const SIGNATURE_SUFFIX: &str = ".json.sig";
 
 /// The archive to which the manifest and the signature belong, and the keys that hosts trust, if configured.
 pub struct BundleContext<'a> {
@@ -73,18 +73,18 @@ impl Companions {
     pub async fn read(dir: &FilePath, context: &BundleContext<'_>) -> Result<Self, PublishError> {
         let path = |suffix: &str| dir.join(format!("{BUNDLE_FILE}{suffix}"));
         let invalid = |suffix: &str, why| PublishError::InvalidCompanion { path: path(suffix), why };
-        let manifest = read_if_exists(&path(MANIFEST)).await?;
-        let companions = Self { manifest, signature: read_if_exists(&path(SIGNATURE)).await? };
+        let manifest = read_if_exists(&path(MANIFEST_SUFFIX)).await?;
+        let companions = Self { manifest, signature: read_if_exists(&path(SIGNATURE_SUFFIX)).await? };
         for (suffix, content) in companions.entries() {
             if content.len() as u64 > MAX_COMPANION_BYTES {
                 return Err(invalid(suffix, ManifestError::TooLarge));
             }
         }
         if let Some(manifest) = &companions.manifest {
-            context.parse_manifest(manifest).map_err(|why| invalid(MANIFEST, why))?;
+            context.parse_manifest(manifest).map_err(|why| invalid(MANIFEST_SUFFIX, why))?;
         }
         if let Some(signed) = companions.signed() {
-            context.check_trust(&signed).map_err(|why| invalid(SIGNATURE, why))?;
+            context.check_trust(&signed).map_err(|why| invalid(SIGNATURE_SUFFIX, why))?;
         }
         Ok(companions)
     }
@@ -100,10 +100,10 @@ impl Companions {
     }
 
     fn entries(&self) -> impl Iterator<Item = (&'static str, &Bytes)> {
-        let manifest = self.manifest.as_ref().map(|manifest| (MANIFEST, manifest));
+        let manifest = self.manifest.as_ref().map(|manifest| (MANIFEST_SUFFIX, manifest));
         // A signature without a manifest is meaningless.
         let signature = self.signature.as_ref().filter(|_| self.manifest.is_some());
-        manifest.into_iter().chain(signature.map(|signature| (SIGNATURE, signature)))
+        manifest.into_iter().chain(signature.map(|signature| (SIGNATURE_SUFFIX, signature)))
     }
 
     /// Uploads the companions and replaces stored ones, for a version that is not published yet or whose archive is
@@ -203,13 +203,13 @@ struct StoredCompanions {
 
 impl StoredCompanions {
     async fn read(bucket: &Bucket, context: &BundleContext<'_>) -> Result<Self, StoreError> {
-        let manifest = bucket.get(&context.key(MANIFEST), MAX_COMPANION_BYTES).await?;
-        let signature = bucket.get(&context.key(SIGNATURE), MAX_COMPANION_BYTES).await?;
+        let manifest = bucket.get(&context.key(MANIFEST_SUFFIX), MAX_COMPANION_BYTES).await?;
+        let signature = bucket.get(&context.key(SIGNATURE_SUFFIX), MAX_COMPANION_BYTES).await?;
         Ok(Self { manifest, signature })
     }
 
     fn get(&self, suffix: &str) -> Option<&VersionedValue<Bytes>> {
-        if suffix == MANIFEST { self.manifest.as_ref() } else { self.signature.as_ref() }
+        if suffix == MANIFEST_SUFFIX { self.manifest.as_ref() } else { self.signature.as_ref() }
     }
 
     fn signed(&self) -> Option<SignedManifest> {
@@ -219,7 +219,7 @@ impl StoredCompanions {
 }
 
 /// Checks whether hosts can update to the stored bundle.
-pub async fn check_updates(
+pub async fn check_update_support(
     bucket: &Bucket,
     context: &BundleContext<'_>,
 ) -> Result<UpdateSupport, StoreError> {

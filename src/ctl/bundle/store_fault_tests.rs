@@ -30,8 +30,9 @@ impl FaultyStore {
         Ok(())
     }
 
-    async fn replace_archive(&self, digest: &Path) -> Result<()> {
-        let Some(archive) = digest.as_ref().strip_suffix(".sha256") else { return Ok(()) };
+    /// Replaces the archive before its digest is written to `location`, while `replacements` is not 0.
+    async fn replace_archive(&self, location: &Path) -> Result<()> {
+        let Some(archive) = location.as_ref().strip_suffix(".sha256") else { return Ok(()) };
         let decrement = |count: usize| count.checked_sub(1);
         if self.replacements.fetch_update(Ordering::Relaxed, Ordering::Relaxed, decrement).is_ok() {
             let other = PutPayload::from_static(b"two");

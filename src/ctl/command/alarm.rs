@@ -26,7 +26,7 @@ const INFORMATIONAL_ALARMS: [&str; 8] = [
 
 pub async fn run(api: &ApiClient, command: AlarmCommand, out: &Output) -> Result<(), Failure> {
     let AlarmCommand::Release { alarm, yes } = command;
-    let what = match alarm.as_str() {
+    let effect = match alarm.as_str() {
         "servers_missing" => {
             "For one hour, machines whose servers are missing at the provider are marked as failed. Each keeps its slot; \
              if its server is lost, so are the changes that are in no snapshot."
@@ -38,11 +38,11 @@ pub async fn run(api: &ApiClient, command: AlarmCommand, out: &Output) -> Result
         }
         _ => "The actions that this alarm blocks are carried out.",
     };
-    if !INFORMATIONAL_ALARMS.contains(&alarm.as_str()) && confirm::is_required(what, yes)? {
+    if !INFORMATIONAL_ALARMS.contains(&alarm.as_str()) && confirm::is_required(effect, yes)? {
         let fleet: Fleet = api.get(&["vps", "fleet"], &[]).await?.parse()?;
         let raised = fleet.alarms.iter().find(|raised| raised.alarm == alarm);
         let line = raised.map(|raised| format!("\n{}", alarm_line(raised))).unwrap_or_default();
-        confirm::prompt(&format!("{what}{line}"), &alarm)?;
+        confirm::prompt(&format!("{effect}{line}"), &alarm)?;
     }
     let path = ["vps", "fleet", "alarms", &alarm, "release"];
     let response = api.send(Method::POST, &path, Some(&json!({}))).await?;

@@ -135,18 +135,18 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Output) -> Resul
 }
 
 async fn accept(api: &ApiClient, target: &MachineTarget, yes: bool, out: &Output) -> Result<(), Failure> {
-    let what = format!(
+    let effect = format!(
         "This makes the held-back snapshot of {target} the latest: a recovery then restores it, even though rows are \
          missing from it."
     );
-    let must_confirm = confirm::is_required(&what, yes)?;
+    let must_confirm = confirm::is_required(&effect, yes)?;
     let machine = find_machine_with_held_snapshot(api, target).await?;
     let waiting = waiting_operation(&machine);
     if must_confirm {
         let question = waiting.and_then(Operation::question).map(|question| &question.detail);
         let details = machine.attention.iter().map(|item| &item.detail).chain(question);
         let details: String = details.map(|detail| format!("\n{detail}")).collect();
-        confirm::prompt(&format!("{what}{details}"), &machine.handle)?;
+        confirm::prompt(&format!("{effect}{details}"), &machine.handle)?;
     }
     let path = ["vps", machine.machine_id.as_str(), "backup-accept"];
     let response = api.send(Method::POST, &path, Some(&json!({}))).await?;
@@ -238,10 +238,10 @@ fn print_backup(
     out: &Output,
     backup: &Backup,
     extra_members: Value,
-    text: impl FnOnce(&View) -> String,
+    format_text: impl FnOnce(&View) -> String,
 ) -> Result<(), Failure> {
     if !out.is_json {
-        return print(&text(&View::for_stdout()));
+        return print(&format_text(&View::for_stdout()));
     }
     let mut body = json!({"key": backup.key, "sizeBytes": backup.size_bytes, "sha256": backup.sha256});
     if let (Some(members), Value::Object(extra_members)) = (body.as_object_mut(), extra_members) {

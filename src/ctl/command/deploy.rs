@@ -73,11 +73,11 @@ async fn start(api: &ApiClient, args: StartRollout, out: &Output) -> Result<(), 
     if args.handles.is_empty() {
         let except: Vec<_> = args.except.iter().map(Handle::as_str).collect();
         let except = if except.is_empty() { String::new() } else { format!(" except {}", except.join(", ")) };
-        let what = format!("This updates every running machine{except} to release {}.", args.version);
-        if confirm::is_required(&what, args.yes)? {
+        let effect = format!("This updates every running machine{except} to release {}.", args.version);
+        if confirm::is_required(&effect, args.yes)? {
             let fleet: Value = api.get(&["vps", "fleet"], &[]).await?.parse()?;
             let running = &fleet["totals"]["byStatus"]["running"];
-            confirm::prompt(&format!("{what} Running machines now: {running}."), args.version.as_str())?;
+            confirm::prompt(&format!("{effect} Running machines now: {running}."), args.version.as_str())?;
         }
     }
     let mut body = json!({"imageVersion": args.version});

@@ -25,11 +25,12 @@ const RETRY_INTERVAL: Duration = Duration::from_secs(2);
 ///
 /// # Errors
 /// [`Exit::Refused`] if there is no such snapshot, or the error of a failed call.
-pub async fn find_snapshot(api: &ApiClient, machine: &str, key: Option<&str>) -> Result<Backup, Failure> {
+pub async fn find_snapshot(api: &ApiClient, machine_id: &str, key: Option<&str>) -> Result<Backup, Failure> {
     let not_found = || {
-        let what = key.map_or_else(|| "latest snapshot".to_owned(), |key| format!("snapshot {key}"));
+        let snapshot = key.map_or_else(|| "latest snapshot".to_owned(), |key| format!("snapshot {key}"));
         let error = anyhow!(
-            "machine {machine} has no {what}\n  next: run `svcctl backup list {machine}` to see the snapshots"
+            "machine {machine_id} has no {snapshot}\n  next: run `svcctl backup list {machine_id}` to see the \
+             snapshots"
         );
         Failure::new(Exit::Refused, error)
     };
@@ -44,7 +45,7 @@ pub async fn find_snapshot(api: &ApiClient, machine: &str, key: Option<&str>) ->
             vec![("limit", "1".to_owned()), ("cursor", cursor.as_str().to_owned())]
         }
     };
-    let page: BackupPage = api.get(&["vps", machine, "backups"], &query).await?.parse()?;
+    let page: BackupPage = api.get(&["vps", machine_id, "backups"], &query).await?.parse()?;
     let is_match = |backup: &Backup| match key {
         Some(key) => backup.key == key || backup.name() == key,
         None => backup.latest,
@@ -56,9 +57,9 @@ pub async fn find_snapshot(api: &ApiClient, machine: &str, key: Option<&str>) ->
 ///
 /// # Errors
 /// [`Exit::Refused`] if it does not match, or the error of a failed download.
-pub async fn verify(api: &ApiClient, machine: &str, backup: &Backup) -> Result<(), Failure> {
+pub async fn verify(api: &ApiClient, machine_id: &str, backup: &Backup) -> Result<(), Failure> {
     let mut sink = Sink::Hash { length: 0, digest: Sha256::new() };
-    sink.download_with_retries(api, machine, backup).await?;
+    sink.download_with_retries(api, machine_id, backup).await?;
     sink.check(backup)
 }
 
@@ -68,7 +69,12 @@ pub async fn verify(api: &ApiClient, machine: &str, backup: &Backup) -> Result<(
 /// # Errors
 /// [`Exit::Refused`] if `output` already exists or the download does not match the sidecar; [`Exit::Internal`] if a
 /// file cannot be read or written; or the error of a failed download. A failure leaves `output` unchanged.
-pub async fn download(api: &ApiClient, machine: &str, backup: &Backup, output: &Path) -> Result<(), Failure> {
+pub async fn download(
+    api: &ApiClient,
+    machine_id: &str,
+    backup: &Backup,
+    output: &Path,
+) -> Result<(), Failure> {
     if output.exists() {
         let error =
             anyhow!("{} already exists\n  next: choose another --output, or move the file", output.display());
@@ -80,14 +86,14 @@ pub async fn download(api: &ApiClient, machine: &str, backup: &Backup, output: &
     let opened = PartialFile::open(partial.clone(), backup.size_bytes);
     let mut sink = Sink::File(opened.or_exit(Exit::Internal)?);
     let is_resumed = sink.length() > 0;
-    sink.download_with_retries(api, machine, backup).await?;
+    sink.download_with_retries(api, machine_id, backup).await?;
     let mut checked = sink.check(backup);
     // The partial file may be from another snapshot: by default, each download is of the latest one.
     if checked.is_err() && is_resumed {
         if let Sink::File(file) = &mut sink {
             file.restart().or_exit(Exit::Internal)?;
         }
-        sink.download_with_retries(api, machine, backup).await?;
+        sink.download_with_retries(api, machine_id, backup).await?;
         checked = sink.check(backup);
     }
     if let Err(failure) = checked {
@@ -140,14 +146,14 @@ impl Sink {
     async fn download_with_retries(
         &mut self,
         api: &ApiClient,
-        machine: &str,
+        machine_id: &str,
         backup: &Backup,
     ) -> Result<(), Failure> {
         let progress = Progress::with_total_bytes(backup.size_bytes);
         let mut attempts = 0;
         while self.length() < backup.size_bytes {
             let before = self.length();
-            let result = self.download_rest(api, machine, backup, &progress).await;
+            let result = self.download_rest(api, machine_id, backup, &progress).await;
             let failure = match result {
                 // The response is complete; if the object is shorter than its sidecar says, it is damaged.
                 Ok(()) => return Ok(()),
@@ -166,11 +172,11 @@ impl Sink {
     async fn download_rest(
         &mut self,
         api: &ApiClient,
-        machine: &str,
+        machine_id: &str,
         backup: &Backup,
         progress: &Progress,
     ) -> Result<(), DownloadError> {
-        let path = ["vps", machine, "backups", backup.name()];
+        let path = ["vps", machine_id, "backups", backup.name()];
         let opened = api.open_download(&path, self.length()).await;
         let response = opened.map_err(|error| {
             if error.is_transient() {

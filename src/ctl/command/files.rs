@@ -101,8 +101,8 @@ fn restore_path(id: &str) -> [&str; 4] {
 /// Waits until a machine's restore has ended, and shows the result.
 ///
 /// # Errors
-/// [`Exit::Unavailable`] if the restore has failed; [`Exit::TryAgain`] if it does not end in time, or if its result has
-/// been replaced by that of another restore; or the error of a call, unless it is transient.
+/// [`Exit::Unavailable`] if the restore has failed; [`Exit::TryAgain`] if it does not end within [`RESTORE_TIMEOUT`],
+/// or if its result has been replaced by that of another restore; or the error of a call, unless it is transient.
 async fn wait_for_restore(
     api: &ApiClient,
     id: &str,
@@ -113,9 +113,9 @@ async fn wait_for_restore(
         let Ok(response) = poll_once(api, &restore_path(id), &[]).await? else { return Ok(None) };
         let body: FileRestoreResponse = response.parse()?;
         if body.restore.as_ref().is_some_and(|state| is_successor(state, accepted)) {
-            let text = "another restore has started, so this one has ended\n  next: see the result in the machine's \
-                        activity.log";
-            return Err(Failure::new(Exit::TryAgain, anyhow!(text)));
+            let message = "another restore has started, so this one has ended\n  next: see the result in the machine's \
+                           activity.log";
+            return Err(Failure::new(Exit::TryAgain, anyhow!(message)));
         }
         let state = body.restore.filter(|state| state.request_id == accepted.request_id);
         Ok(state.filter(|state| state.status.has_ended()).map(|state| (response, state)))
@@ -123,9 +123,9 @@ async fn wait_for_restore(
     let command = format!("svcctl status {id}");
     let ended = interrupt::run_until_interrupted(&command, ended).await?;
     let Some((response, state)) = ended else {
-        let text = "the restore is still in progress\n  next: see the result in the machine's \
+        let message = "the restore is still in progress\n  next: see the result in the machine's \
                     activity.log later";
-        return Err(Failure::new(Exit::TryAgain, anyhow!(text)));
+        return Err(Failure::new(Exit::TryAgain, anyhow!(message)));
     };
     if state.status == FileRestoreStatus::Failed {
         let why = state.error.unwrap_or_default();

@@ -70,8 +70,8 @@ pub async fn resume(api: &ApiClient, args: Resume, out: &Output) -> Result<(), F
 }
 
 pub async fn discard(api: &ApiClient, args: Discard, out: &Output) -> Result<(), Failure> {
-    let what = risk::discard_risk(&args);
-    let must_confirm = confirm::is_required(&what, args.yes)?;
+    let effect = risk::discard_risk(&args);
+    let must_confirm = confirm::is_required(&effect, args.yes)?;
     let id = match find_kept_id(api, &args.machine, |_| true).await? {
         Selection::One(id) => id,
         Selection::None { failure, kept } => kept.id_being_deleted().ok_or(failure)?,
@@ -80,19 +80,20 @@ pub async fn discard(api: &ApiClient, args: Discard, out: &Output) -> Result<(),
     // Without `--accept-loss`, the platform refuses to discard a server with unsaved changes, so there is nothing to
     // confirm.
     if must_confirm && (args.accept_loss || machine.unsaved_since.is_none()) {
-        confirm::prompt(&format!("{what}\n{}", data_at_risk(&machine)), &machine.handle)?;
+        confirm::prompt(&format!("{effect}\n{}", data_at_risk(&machine)), &machine.handle)?;
     }
     let body = json!({"acceptLoss": args.accept_loss});
     let response = api.send(Method::POST, &["vps", &id, "discard"], Some(&body)).await?;
     let mut discarded: DiscardedMachine = response.parse()?;
     if discarded.operation_id.is_none() && !out.is_json {
-        discarded.operation_id = wait_for_removal(api, &id).await;
+        discarded.operation_id = wait_for_removal_operation(api, &id).await;
     }
     out.print_response(&response, |view| Ok(machine::discarded(view, &discarded)))
 }
 
-/// Waits for the operation that deletes the server, which the platform creates shortly after the request.
-async fn wait_for_removal(api: &ApiClient, id: &str) -> Option<WireString<OperationId>> {
+/// Waits until the platform has created the operation that deletes the server, and returns its id. Returns `None` after
+/// [`REMOVAL_CREATED_TIMEOUT`] or an error.
+async fn wait_for_removal_operation(api: &ApiClient, id: &str) -> Option<WireString<OperationId>> {
     let removal = wait::poll_until(REMOVAL_CREATED_TIMEOUT, async || {
         let Ok((_, machine)) = wait::poll_machine(api, id).await? else { return Ok(None) };
         let mut operations = machine.operations.into_iter();

@@ -26,10 +26,10 @@ use svc_wire::copies::{KeptServer, UnsavedData};
 use svc_wire::machine::{MachineDetail, MachinePage};
 
 pub async fn recover(api: &ApiClient, args: Recover, out: &Output) -> Result<(), Failure> {
-    let what = risk::recovery_risk(&args);
-    if confirm::is_required(&what, args.yes)? {
+    let effect = risk::recovery_risk(&args);
+    if confirm::is_required(&effect, args.yes)? {
         let at_risk = slot_data_at_risk(api, &args.user, &args.slot).await?;
-        confirm::prompt(&format!("{what}{at_risk}"), args.user.as_str())?;
+        confirm::prompt(&format!("{effect}{at_risk}"), args.user.as_str())?;
     }
     let mut body = into_object(json!({"idpUserId": args.user, "slot": args.slot}));
     insert_if_some(&mut body, "snapshotKey", args.snapshot);
@@ -57,14 +57,14 @@ pub async fn slot_data_at_risk(api: &ApiClient, user: &IdpUserId, slot: &Slot) -
 }
 
 pub async fn resize(api: &ApiClient, args: Resize, out: &Output) -> Result<(), Failure> {
-    let what = format!(
+    let effect = format!(
         "This powers machine {} off for a few minutes, to change its server type to {}.",
         args.machine, args.server_type
     );
-    let must_confirm = confirm::is_required(&what, args.yes)?;
+    let must_confirm = confirm::is_required(&effect, args.yes)?;
     let machine = find_machine(api, &args.machine).await?;
     if must_confirm {
-        confirm::prompt(&what, &machine.handle)?;
+        confirm::prompt(&effect, &machine.handle)?;
     }
     let body = json!({"serverType": args.server_type});
     let response = api.send(Method::POST, &["vps", &machine.machine_id, "resize"], Some(&body)).await?;
@@ -72,12 +72,12 @@ pub async fn resize(api: &ApiClient, args: Resize, out: &Output) -> Result<(), F
 }
 
 pub async fn fail(api: &ApiClient, args: Fail, out: &Output) -> Result<(), Failure> {
-    let what = risk::failure_risk(&args);
-    let must_confirm = confirm::is_required(&what, args.yes)?;
+    let effect = risk::failure_risk(&args);
+    let must_confirm = confirm::is_required(&effect, args.yes)?;
     let machine = find_machine(api, &args.machine).await?;
     if must_confirm {
         let at_risk = machine::data_at_risk(&View::for_stdout(), &machine);
-        confirm::prompt(&format!("{what}\n{at_risk}"), &machine.handle)?;
+        confirm::prompt(&format!("{effect}\n{at_risk}"), &machine.handle)?;
     }
     let body = json!({"reason": args.reason});
     let response = api.send(Method::POST, &["vps", &machine.machine_id, "fail"], Some(&body)).await?;
@@ -88,15 +88,18 @@ pub async fn delete(api: &ApiClient, args: Delete, out: &Output) -> Result<(), F
     let must_confirm = confirm::is_required(&risk::deletion_risk(&args, None), args.yes)?;
     let machine = find_machine(api, &args.machine).await?;
     if must_confirm {
-        let what = risk::successor_deletion_risk(&machine, args.accept_loss)
+        let effect = risk::successor_deletion_risk(&machine, args.accept_loss)
             .unwrap_or_else(|| risk::deletion_risk(&args, Some(&machine)));
         let owner = format!("It belongs to {} (slot {}).", machine.idp_user_id, machine.slot);
         let at_risk = machine::data_at_risk(&View::for_stdout(), &machine);
-        confirm::prompt(&format!("{what}\n{owner} {at_risk}"), &machine.handle)?;
+        confirm::prompt(&format!("{effect}\n{owner} {at_risk}"), &machine.handle)?;
     }
     let parameters = [("now", args.now), ("acceptLoss", args.accept_loss)];
-    let query: Vec<_> =
-        parameters.into_iter().filter(|(_, set)| *set).map(|(name, _)| (name, "true".to_owned())).collect();
+    let query: Vec<_> = parameters
+        .into_iter()
+        .filter(|(_, is_set)| *is_set)
+        .map(|(name, _)| (name, "true".to_owned()))
+        .collect();
     let response = api.send_with_query(Method::DELETE, &["vps", &machine.machine_id], &query).await?;
     let mut accepted = AcceptedChange::from(response.parse::<DeletedMachine>()?);
     accepted.was_server_gone = machine.failure.as_ref().is_some_and(failure::is_server_gone);
@@ -190,12 +193,12 @@ pub async fn status(api: &ApiClient, machine: &MachineTarget, out: &Output) -> R
 async fn fetch_slot_exit_times(api: &ApiClient, machine: &MachineDetail) -> Result<SlotExitTimes, Failure> {
     let mut times = SlotExitTimes::new();
     let kept = machine.copies.iter().flat_map(|copies| &copies.kept);
-    let is_shown = |kept: &&KeptServer| {
+    let needs_exit_time = |kept: &&KeptServer| {
         kept.unsaved_since.is_some()
             && !kept.unsaved_data.as_ref().is_some_and(|data| data.is(UnsavedData::Files))
             && kept.machine_id != machine.machine_id
     };
-    for server in kept.filter(is_shown) {
+    for server in kept.filter(needs_exit_time) {
         let former: MachineDetail = api.get(&["vps", &server.machine_id], &[]).await?.parse()?;
         times.extend(former.left_slot_at().map(|at| (server.machine_id.to_string(), at.clone())));
     }

@@ -1,4 +1,4 @@
-//! One module per group of commands. Each sends requests and prints the responses.
+//! One module per group of commands: each sends requests and prints the responses. `dump` and `risk` are helpers.
 
 mod alarm;
 mod audit;
@@ -82,7 +82,7 @@ async fn run_api_command(api: &ApiClient, command: Command, out: &Output) -> Res
     }
 }
 
-/// Bundles are published to the object store, not through the platform.
+/// Runs a command that accesses the bundles in the object store directly, not through the platform.
 async fn run_bundle_command(command: BundleCommand, out: &Output) -> Result<(), Failure> {
     match command {
         BundleCommand::Publish { dir, image_version } => {

@@ -20,13 +20,13 @@ pub async fn run(api: &ApiClient, command: OperatorCommand, out: &Output) -> Res
     match command {
         OperatorCommand::Add { name, scopes, token } => {
             check_token_file(&token, ExistingFile::Keep).or_exit(Exit::Refused)?;
-            let body = json!({"name": name, "scopes": scopes, "ttlSeconds": token.ttl});
+            let body = json!({"name": name, "scopes": scopes, "ttlSeconds": token.ttl_seconds});
             let response = api.send(Method::POST, &["operators"], Some(&body)).await?;
             output_token(&response, &token, ExistingFile::Keep, out)
         }
-        OperatorCommand::Rotate { name, overlap, token } => {
+        OperatorCommand::Rotate { name, overlap_seconds, token } => {
             check_token_file(&token, ExistingFile::Replace).or_exit(Exit::Refused)?;
-            let body = json!({"ttlSeconds": token.ttl, "overlapSeconds": overlap});
+            let body = json!({"ttlSeconds": token.ttl_seconds, "overlapSeconds": overlap_seconds});
             let path = ["operators", name.as_str(), "rotate"];
             let response = api.send(Method::POST, &path, Some(&body)).await?;
             output_token(&response, &token, ExistingFile::Replace, out)
@@ -38,12 +38,12 @@ pub async fn run(api: &ApiClient, command: OperatorCommand, out: &Output) -> Res
             })
         }
         OperatorCommand::Revoke { name, yes } => {
-            let what = format!(
+            let effect = format!(
                 "This revokes all tokens of operator {name} permanently. The name cannot be reused while the audit log \
                  contains it."
             );
-            if confirm::is_required(&what, yes)? {
-                confirm::prompt(&what, name.as_str())?;
+            if confirm::is_required(&effect, yes)? {
+                confirm::prompt(&effect, name.as_str())?;
             }
             let path = ["operators", name.as_str(), "revoke"];
             let response = api.send(Method::POST, &path, None).await?;

@@ -20,7 +20,7 @@ pub async fn run(api: &ApiClient, command: PointerCommand, out: &Output) -> Resu
             out.print_response(&response, |view| Ok(inspection(view, &slot, &response.parse()?)))
         }
         PointerCommand::Rebuild { slot, to, empty, force, yes } => {
-            let what = if empty {
+            let effect = if empty {
                 format!(
                     "This makes the snapshot pointer of {slot} refer to no snapshot: a recovery with --allow-empty \
                      then starts with an empty database."
@@ -28,10 +28,10 @@ pub async fn run(api: &ApiClient, command: PointerCommand, out: &Output) -> Resu
             } else {
                 format!("This rebuilds the snapshot pointer of {slot}.")
             };
-            if confirm::is_required(&what, yes)? {
+            if confirm::is_required(&effect, yes)? {
                 let current: PointerInspection = inspect(api, &slot, to.as_ref()).await?.parse()?;
                 let details = inspection(&View::for_stdout(), &slot, &current);
-                confirm::prompt(&format!("{what}\n{details}"), slot.user.as_str())?;
+                confirm::prompt(&format!("{effect}\n{details}"), slot.user.as_str())?;
             }
             let mut body = json!({"idpUserId": slot.user, "slot": slot.slot, "force": force, "empty": empty});
             if let Some(key) = to {

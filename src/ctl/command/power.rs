@@ -25,10 +25,10 @@ pub async fn run(api: &ApiClient, command: PowerCommand, out: &Output) -> Result
             send_action(api, &id, "off", wait, out).await
         }
         PowerCommand::Reboot { machine, yes, wait } => {
-            let what = format!(
+            let effect = format!(
                 "This restarts the host of machine {machine}, which will be unreachable for a minute or two."
             );
-            let id = confirm_machine(api, &machine, &what, yes).await?;
+            let id = confirm_machine(api, &machine, &effect, yes).await?;
             send_action(api, &id, "reboot", wait, out).await
         }
     }
@@ -38,14 +38,14 @@ pub async fn run(api: &ApiClient, command: PowerCommand, out: &Output) -> Result
 async fn confirm_machine(
     api: &ApiClient,
     target: &MachineTarget,
-    what: &str,
+    effect: &str,
     yes: bool,
 ) -> Result<String, Failure> {
-    let must_confirm = confirm::is_required(what, yes)?;
+    let must_confirm = confirm::is_required(effect, yes)?;
     let machine = find_machine(api, target).await?;
     if must_confirm {
         let at_risk = machine::data_at_risk(&View::for_stdout(), &machine);
-        confirm::prompt(&format!("{what}\n{at_risk}"), &machine.handle)?;
+        confirm::prompt(&format!("{effect}\n{at_risk}"), &machine.handle)?;
     }
     Ok(machine.machine.machine_id.into())
 }

@@ -23,11 +23,11 @@ const CONFIRMATION_WORD: &str = "yes";
 
 pub async fn run(api: &ApiClient, args: Provision, out: &Output) -> Result<(), Failure> {
     if !args.dry_run
-        && let Some(what) = risk::provision_risk(&args)
-        && confirm::is_required(&what, args.yes)?
+        && let Some(effect) = risk::provision_risk(&args)
+        && confirm::is_required(&effect, args.yes)?
     {
         let at_risk = slot_data_at_risk(api, &args.user, &args.slot).await?;
-        confirm::prompt(&format!("{what}{at_risk}"), args.user.as_str())?;
+        confirm::prompt(&format!("{effect}{at_risk}"), args.user.as_str())?;
     }
     let mut body = request_body(&args);
     let quote = fetch_quote(api, &body).await?;
@@ -94,7 +94,7 @@ fn confirm_cost_and_opt_in(args: &Provision, quote: Option<&ProvisionQuote>) -> 
         Some(quote) => quote::cost(quote),
         None => "a cost that this platform's release does not report".to_owned(),
     };
-    let what = if adds_customer {
+    let effect = if adds_customer {
         format!("This adds the customer {} (slot {}), at {price}.", args.user, args.slot)
     } else {
         format!(
@@ -104,18 +104,18 @@ fn confirm_cost_and_opt_in(args: &Provision, quote: Option<&ProvisionQuote>) -> 
     };
     let cost_limit = args.confirm_cost.as_ref();
     if let Some(CostLimit::AtMost(limit)) = cost_limit {
-        check_cost(&what, quote.and_then(|quote| quote.monthly_cost.as_ref()), limit)?;
+        check_cost(&effect, quote.and_then(|quote| quote.monthly_cost.as_ref()), limit)?;
     }
     let (needs_cost, needs_opt_in) = (cost_limit.is_none(), adds_customer && !args.confirm_opt_in);
     let missing: Vec<_> = [("--confirm-cost", needs_cost), ("--confirm-opt-in", needs_opt_in)]
         .into_iter()
         .filter_map(|(option, is_missing)| is_missing.then_some(option))
         .collect();
-    let is_prompted = confirm::is_required_without(&what, &missing)?;
+    let is_prompted = confirm::is_required_without(&effect, &missing)?;
     match quote {
         Some(quote) if is_prompted => eprint!("{}", quote::show(&View::for_stdout(), quote)),
         _ => {
-            eprintln!("{what}");
+            eprintln!("{effect}");
             let warnings = quote.map(quote::warnings).unwrap_or_default();
             warnings.iter().for_each(|warning| eprintln!("warning: {warning}"));
         }
@@ -136,13 +136,13 @@ fn confirm_cost_and_opt_in(args: &Provision, quote: Option<&ProvisionQuote>) -> 
 ///
 /// # Errors
 /// [`Exit::Refused`] if the cost is above the limit, in a different currency, or unknown.
-fn check_cost(what: &str, cost: Option<&WireString<Price>>, limit: &Price) -> Result<(), Failure> {
+fn check_cost(effect: &str, cost: Option<&WireString<Price>>, limit: &Price) -> Result<(), Failure> {
     let cost = cost.and_then(|cost| cost.as_str().parse::<Price>().ok());
     match cost {
         Some(cost) if cost.currency == limit.currency && cost.micros <= limit.micros => Ok(()),
         _ => {
             let error = anyhow!(
-                "{what} --confirm-cost accepts at most {limit}; nothing was done\n  next: run `svcctl \
+                "{effect} --confirm-cost accepts at most {limit}; nothing was done\n  next: run `svcctl \
                  provision --dry-run` to see the cost, then accept it with --confirm-cost"
             );
             Err(Failure::new(Exit::Refused, error))

@@ -46,8 +46,8 @@ pub fn provision_risk(args: &Provision) -> Option<String> {
     if lines.is_empty() {
         return None;
     }
-    let what = format!("This creates a machine for {} (slot {}).", args.user, args.slot);
-    Some(std::iter::once(what.as_str()).chain(lines).collect::<Vec<_>>().join("\n"))
+    let summary = format!("This creates a machine for {} (slot {}).", args.user, args.slot);
+    Some(std::iter::once(summary.as_str()).chain(lines).collect::<Vec<_>>().join("\n"))
 }
 
 /// Describes the risk of deleting a machine; `machine` is `None` if its record has not been fetched.
@@ -74,12 +74,12 @@ pub fn deletion_risk(args: &Delete, machine: Option<&MachineDetail>) -> String {
             args.machine
         )
     };
-    let what = format!(
+    let summary = format!(
         "This deletes machine {}. Its host takes a final backup first; its snapshots stay.",
         args.machine
     );
     let loss = if args.accept_loss { LOSS_ACCEPTED } else { LOSS_NEEDS_DECISION };
-    [what.as_str(), loss, server.as_str()].join("\n")
+    [summary.as_str(), loss, server.as_str()].join("\n")
 }
 
 /// Describes the risk of deleting a machine that is replacing another one: this cancels the recovery and deletes both
@@ -134,10 +134,10 @@ pub fn power_off_risk(machine: &MachineTarget) -> String {
 
 /// Describes the risk of deleting a machine's kept server.
 pub fn discard_risk(args: &Discard) -> String {
-    let mut what =
+    let mut message =
         format!("This deletes the kept server of machine {}: this cannot be undone.", args.machine);
     if args.accept_loss {
-        what.push_str("\n--accept-loss: its changes that are in no snapshot are lost permanently.");
+        message.push_str("\n--accept-loss: its changes that are in no snapshot are lost permanently.");
     }
-    what
+    message
 }

@@ -147,21 +147,27 @@ pub fn show(view: &View, accepted: &AcceptedChange) -> String {
     table::render_pairs(
         view,
         &[
-            ("slot", deletion.map(slot).unwrap_or_default().into()),
+            ("slot", deletion.map(format_slot).unwrap_or_default().into()),
             ("machine", accepted.machine_id.clone().into()),
-            ("also deleted", accepted.also_deleted.as_ref().map(also_deleted).unwrap_or_default().into()),
+            (
+                "also deleted",
+                accepted.also_deleted.as_ref().map(describe_also_deleted).unwrap_or_default().into(),
+            ),
             ("replaces", or_empty(accepted.old_machine_id.as_ref()).into()),
             ("type", or_empty(accepted.server_type.as_ref()).into()),
             ("status", Cell::state(accepted.status_label())),
             ("operation", or_empty(accepted.operation_id.as_ref()).into()),
-            ("snapshot", deletion.map(|deletion| newest_snapshot(view, deletion)).unwrap_or_default().into()),
-            ("undo", undo(view, accepted).into()),
+            (
+                "snapshot",
+                deletion.map(|deletion| format_newest_snapshot(view, deletion)).unwrap_or_default().into(),
+            ),
+            ("undo", describe_undo(view, accepted).into()),
             ("note", accepted.note().unwrap_or_default().into()),
         ],
     )
 }
 
-fn newest_snapshot(view: &View, deletion: &DeletedMachine) -> String {
+fn format_newest_snapshot(view: &View, deletion: &DeletedMachine) -> String {
     let is_reported =
         deletion.newest_snapshot_source.as_ref().is_some_and(|source| source.is(SnapshotSource::Reported));
     let source = if is_reported { ", as reported by its host" } else { "" };
@@ -174,13 +180,13 @@ fn newest_snapshot(view: &View, deletion: &DeletedMachine) -> String {
 }
 
 /// Formats the slot as `ada, slot primary of user_1`; empty if an older platform omits it.
-fn slot(deletion: &DeletedMachine) -> String {
+fn format_slot(deletion: &DeletedMachine) -> String {
     let DeletedMachine { handle, slot, idp_user_id, .. } = deletion;
     if handle.is_present() { format!("{handle}, slot {slot} of {idp_user_id}") } else { String::new() }
 }
 
 /// Describes the machine that was deleted along with its intended replacement.
-fn also_deleted(also: &AlsoDeletedMachine) -> String {
+fn describe_also_deleted(also: &AlsoDeletedMachine) -> String {
     format!(
         "machine {}, which was to be replaced: operation {} takes its final backup, then its server is powered off and \
          kept",
@@ -189,14 +195,14 @@ fn also_deleted(also: &AlsoDeletedMachine) -> String {
 }
 
 /// Returns the command that undoes the accepted request, and its deadline; empty if the request cannot be undone.
-fn undo(view: &View, accepted: &AcceptedChange) -> String {
+fn describe_undo(view: &View, accepted: &AcceptedChange) -> String {
     if let Some(also) = &accepted.also_deleted {
         let until = also.undelete_until.as_deref().or(also.undeletable_until.as_deref());
         let until = until.map(|until| format!(" until {}", format_time(view.now, until))).unwrap_or_default();
         return format!("`svcctl undelete {}`{until}: that machine serves again", also.machine_id);
     }
     match (&accepted.deletion, &accepted.old_machine_id, &accepted.operation_id) {
-        (Some(deletion), ..) => undo_of_deletion(view, accepted, deletion),
+        (Some(deletion), ..) => describe_deletion_undo(view, accepted, deletion),
         (None, Some(_), Some(operation)) => {
             format!("`svcctl operation abandon {operation}` until the new machine has registered")
         }
@@ -204,8 +210,8 @@ fn undo(view: &View, accepted: &AcceptedChange) -> String {
     }
 }
 
-fn undo_of_deletion(view: &View, accepted: &AcceptedChange, deletion: &DeletedMachine) -> String {
-    // Older platforms report the time only under its former name.
+fn describe_deletion_undo(view: &View, accepted: &AcceptedChange, deletion: &DeletedMachine) -> String {
+    // Older platforms report the deadline only under its former name.
     if let Some(until) = deletion.undelete_until.as_ref().or(deletion.undeletable_until.as_ref()) {
         return format!("`svcctl undelete {}` until {}", deletion.machine_id, format_time(view.now, until));
     }

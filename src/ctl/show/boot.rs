@@ -11,17 +11,17 @@ use svc_wire::text::Time;
 pub fn summary_line(
     view: &View,
     boot: &Boot,
-    registered: Option<&Time>,
+    registered_at: Option<&Time>,
     progress: Option<&BootProgress>,
 ) -> String {
-    let end_times = boot.stages.iter().skip(1).map(|stage| Some(&stage.at)).chain([registered]);
+    let end_times = boot.stages.iter().skip(1).map(|stage| Some(&stage.at)).chain([registered_at]);
     let format_duration = |stage: &BootStage, end: &Time| {
         Some(format!("{} {:.1} s", stage.stage, seconds_between(&stage.at, end)?.max(0.0)))
     };
     let stages: Vec<_> =
         boot.stages.iter().zip(end_times).filter_map(|(stage, end)| format_duration(stage, end?)).collect();
     let stages = stages.join(", ");
-    if registered.is_some() {
+    if registered_at.is_some() {
         return stages;
     }
     let progress = progress.filter(|progress| progress.stage == boot.stage).map(progress_line);

@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn show_lists_keys_and_machines_without_them() {
+    fn show_lists_keys_and_machines_that_report_none() {
         let view = View { now: jiff::Timestamp::UNIX_EPOCH, has_colors: false, width: None };
         let text = show(&view, &keys());
         for part in

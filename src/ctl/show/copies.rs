@@ -149,14 +149,14 @@ fn risk_cell(copies: &Copies, machine: &Machine) -> Cell {
             .iter()
             .any(|item| matches!(item.code.as_str(), FILES_NOT_RESTORED | FILES_UNSAVED));
     let is_bad = are_files_unsaved || exposed_seconds > MAX_NORMAL_EXPOSURE_SECONDS;
-    let mut line = format!("losing the live server now would cost {}", format_cost(copies, exposed_seconds));
+    let mut line = format!("losing the live server now would cost {}", format_loss(copies, exposed_seconds));
     if are_files_unsaved && copies.newest_snapshot_at.is_some() {
         line.push_str(" to the database, and the files that are not saved");
     }
     Cell::colored(is_bad.then_some(Color::Bad), line)
 }
 
-fn format_cost(copies: &Copies, exposed_seconds: u64) -> String {
+fn format_loss(copies: &Copies, exposed_seconds: u64) -> String {
     match copies.newest_snapshot_at {
         Some(_) => format!("{} of changes", format_span(exposed_seconds)),
         None => format!("all of its data ({} old): there is no snapshot", format_span(exposed_seconds)),
@@ -246,9 +246,10 @@ pub fn format_unsaved(
     if data.is_some_and(|data| data.is(UnsavedData::Files)) {
         return "the owner's files, without which a later machine started".to_owned();
     }
-    let length = left_slot_at.and_then(|left| seconds_between(since, left)).filter(|length| *length >= 0.0);
-    match length {
-        Some(length) => format!("{} of changes that are in no snapshot", format_span(length as u64)),
+    let seconds =
+        left_slot_at.and_then(|left| seconds_between(since, left)).filter(|seconds| *seconds >= 0.0);
+    match seconds {
+        Some(seconds) => format!("{} of changes that are in no snapshot", format_span(seconds as u64)),
         None => format!("changes since {} that are in no snapshot", format_time(view.now, since)),
     }
 }

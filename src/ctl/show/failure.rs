@@ -156,7 +156,7 @@ mod tests {
 
     #[test]
     fn failed_file_restore_advises_no_other_database_snapshot() {
-        for (code, is_too_large) in
+        for (code, needs_larger_disk) in
             [(RestoreFailureCode::FilesNoSpace, true), (RestoreFailureCode::Files, false)]
         {
             let mut machine = failed_machine();
@@ -167,7 +167,7 @@ mod tests {
             machine["failure"] = json!({"cause": "boot_reported", "stage": "restore", "message": message});
             let text = machine::details(&plain_view(), &from_json(machine));
             assert!(text.contains("--without-files`") && !text.contains("--snapshot"), "{text}");
-            assert_eq!(text.contains("--server-type TYPE"), is_too_large, "{text}");
+            assert_eq!(text.contains("--server-type TYPE"), needs_larger_disk, "{text}");
         }
     }
 

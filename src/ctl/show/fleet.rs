@@ -16,7 +16,8 @@ use svc_wire::alarm::Alarm;
 use svc_wire::fleet::{BackupAges, EndReason, Exercises, Fleet, MachineNeedingAttention, OverdueOperation};
 use svc_wire::rollout::RolloutSummary;
 
-/// Formats the alarm's name, figures and details: `servers_missing (limit 4, live 6, missing 5)`.
+/// Formats an alarm as `servers_missing (limit 4, live 6, missing 5) since 2026-…`, followed by the end of its release,
+/// if any.
 pub fn alarm_line(alarm: &Alarm) -> String {
     let (details, figures): (Vec<_>, Vec<_>) =
         alarm.detail.iter().partition(|(_, value)| value.is_array() || value.is_object());
@@ -25,7 +26,7 @@ pub fn alarm_line(alarm: &Alarm) -> String {
         details.iter().map(|(name, value)| format!("{}: {}", split_words(name), format_detail(value)));
     let parts: Vec<_> =
         (!figures.is_empty()).then(|| figures.join(", ")).into_iter().chain(details).collect();
-    let figures = if parts.is_empty() { String::new() } else { format!(" ({})", parts.join("; ")) };
+    let parts = if parts.is_empty() { String::new() } else { format!(" ({})", parts.join("; ")) };
     let released = match &alarm.released_until {
         Some(last) if alarm.alarm == "unknown_servers" => {
             format!(", released: the last server is deleted at {last}")
@@ -33,7 +34,7 @@ pub fn alarm_line(alarm: &Alarm) -> String {
         Some(until) => format!(", released until {until}"),
         None => String::new(),
     };
-    format!("{}{figures} since {}{released}", alarm.alarm, alarm.since)
+    format!("{}{parts} since {}{released}", alarm.alarm, alarm.since)
 }
 
 /// Formats a figure as `missing 5`.

@@ -1,4 +1,5 @@
-//! Text views of the API's responses. Each text is a pure function of the response and a [`View`].
+//! Text views of the API's responses. The views are pure functions: a [`View`] contains the time, the width, and
+//! whether there are colors.
 
 pub mod accepted_change;
 pub mod audit;
@@ -38,7 +39,7 @@ use svc_base::vars::NO_COLOR;
 pub struct View {
     pub now: Timestamp,
     pub has_colors: bool,
-    /// The terminal's width; `None` for unlimited lines.
+    /// The terminal's width in columns; `None` for lines of any length.
     pub width: Option<u16>,
 }
 
@@ -78,7 +79,7 @@ impl Color {
         }
     }
 
-    /// Returns the color for a state in the API: that of a machine, an operation or a step.
+    /// Returns the color for a state in the API, such as that of a machine, an operation or a subscription.
     pub fn for_state(state: &str) -> Option<Self> {
         match state {
             "running" | "succeeded" | "done" | "active" => Some(Self::Good),

@@ -99,8 +99,8 @@ mod tests {
         {
             assert!(shown.contains(part), "no {part:?} in {shown}");
         }
-        let filed = issued(&VIEW, &issued_token(), Some(Path::new("ada.token")));
-        assert!(filed.contains("written to ada.token") && !filed.contains("svco_"), "{filed}");
+        let written = issued(&VIEW, &issued_token(), Some(Path::new("ada.token")));
+        assert!(written.contains("written to ada.token") && !written.contains("svco_"), "{written}");
     }
 
     #[test]

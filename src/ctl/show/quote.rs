@@ -10,14 +10,14 @@ use svc_wire::quote::{LocationCost, ProvisionQuote};
 /// `up to 11.90 EUR a month (cpx22 in nbg1 or ash)`.
 pub fn cost(quote: &ProvisionQuote) -> String {
     let cost = quote.monthly_cost.as_ref().map_or("no cost", |cost| cost.as_str());
-    let (limit, locations) = match &quote.costs[..] {
+    let (prefix, locations) = match &quote.costs[..] {
         several @ [_, _, ..] => {
             let names: Vec<_> = several.iter().map(|cost| cost.location.as_str()).collect();
             ("up to ", names.join(" or "))
         }
         _ => ("", quote.location.to_string()),
     };
-    format!("{limit}{cost} a month ({} in {locations})", quote.server_type)
+    format!("{prefix}{cost} a month ({} in {locations})", quote.server_type)
 }
 
 pub fn show(view: &View, quote: &ProvisionQuote) -> String {

@@ -12,7 +12,7 @@ fn level_color(level: Level) -> Color {
     }
 }
 
-/// Renders one line per finding, with its advice below, and the totals at the end.
+/// Renders each finding with its advice below, and the totals at the end.
 pub fn show(view: &View, report: &Report) -> String {
     let check_width = report.findings.iter().map(|finding| finding.check.len()).max().unwrap_or_default();
     let mut text = String::new();

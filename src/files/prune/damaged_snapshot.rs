@@ -19,11 +19,11 @@ const PROTECTED_SNAPSHOT_REMEDY: &str = "this is the latest snapshot, so do not 
                                          --all` on its machine, which writes the content again if the machine \
                                          still has it; otherwise restore the pack or, if the pack still exists, run \
                                          `restic rebuild-index`";
-/// Maximum time to search for a damaged snapshot.
+/// Maximum time to search for a damaged snapshot, unless [`PruneOptions::search_deadline`] is set.
 const SEARCH_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Returns an error that names a snapshot affected by the damage in `error`: a protected one, or else the newest.
-/// Returns `error` itself if it is not damage, or if the search fails or exceeds the time limit.
+/// Returns `error` itself if it is not damage, or if the search finds no snapshot, fails, or times out.
 pub(super) async fn name_damaged_snapshot(
     repository: &Repository,
     snapshots: &[(Id, &Snapshot)],
@@ -31,12 +31,12 @@ pub(super) async fn name_damaged_snapshot(
     error: FilesError,
 ) -> FilesError {
     let remaining = |deadline: Instant| deadline.saturating_duration_since(Instant::now());
-    let limit = options.search_deadline.map_or(SEARCH_TIMEOUT, remaining);
-    if !error.is_damage() || limit.is_zero() {
+    let timeout = options.search_deadline.map_or(SEARCH_TIMEOUT, remaining);
+    if !error.is_damage() || timeout.is_zero() {
         return error;
     }
     let search = find_damaged_snapshot(repository, snapshots, &options.protected);
-    let named = tokio::time::timeout(limit, search).await;
+    let named = tokio::time::timeout(timeout, search).await;
     named.ok().and_then(Result::ok).flatten().unwrap_or(error)
 }
 

@@ -132,7 +132,8 @@ pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pr
     keep_needed_packs(repository, &index.files, &used, &mut plan).await?;
     let new_packs = rewrite_packs(repository, &index.files, &mut plan, &used, &uploads).await?;
     if plan.rewritten.is_empty() && plan.deleted.is_empty() {
-        // Another run could not do the remaining work either, for example on damaged packs.
+        // This run rewrote and deleted no packs, for example because all of them are damaged, so an immediate next run
+        // would probably make no progress either.
         report.deferred_packs = 0;
     }
     failpoint::trigger("files.prune.repacked")?;
@@ -143,8 +144,8 @@ pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pr
 }
 
 /// Unmarks packs that have the only sound copy of a blob that a snapshot needs. The index lists another copy of the
-/// blob, but machines write the index, so the other copy is read before the marked pack is deleted. If the pack with
-/// the other copy is marked in this run, it is checked in the same way before it is deleted.
+/// blob, but machines write the index, so the other copy is read before the marked pack is deleted. If this run marks
+/// the pack with the other copy, a later run checks that pack in the same way before it deletes it.
 async fn keep_needed_packs(
     repository: &Repository,
     index: &[(Id, IndexFile)],

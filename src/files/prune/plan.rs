@@ -124,11 +124,12 @@ impl UsedBlobs {
         self.position(blob).is_some()
     }
 
-    /// The number of positions.
-    pub(super) fn len(&self) -> usize {
+    /// Returns the number of positions, including those of blobs that no snapshot needs.
+    pub(super) fn position_count(&self) -> usize {
         self.is_used.len()
     }
 
+    /// Returns the blob's position; `None` if no snapshot needs the blob.
     pub(super) fn position(&self, blob: &PackedBlob) -> Option<usize> {
         let position = self.locations.position(blob.blob_type, blob.id).ok()?;
         self.is_used[position].then_some(position)
@@ -195,7 +196,7 @@ impl PrunePlan {
         }
         plan.providers = Providers::select(active.values().copied(), used, uploads);
         // A blob counts as used in only one pack.
-        let mut counted = vec![false; used.len()];
+        let mut counted = vec![false; used.position_count()];
         // A pack that is not in the store provides no blob.
         let mut packs: Vec<&IndexedPack> =
             active.values().copied().filter(|pack| uploads.contains_key(&pack.id)).collect();

@@ -29,7 +29,7 @@ impl Providers {
         let uploaded = packs.filter_map(|pack| Some((*uploads.get(&pack.id)?, pack)));
         let mut best_last: Vec<(Timestamp, &IndexedPack)> = uploaded.collect();
         best_last.sort_unstable_by_key(|(time, pack)| (*time, pack.blobs.len(), pack.id));
-        let mut selected = Self { numbers: HashMap::new(), by_position: vec![0; used.len()] };
+        let mut selected = Self { numbers: HashMap::new(), by_position: vec![0; used.position_count()] };
         for (number, (_, pack)) in (1..).zip(best_last) {
             selected.numbers.insert(pack.id, number);
             for blob in pack.blobs.iter().filter(|blob| used.has_copies(blob)) {

@@ -40,7 +40,7 @@ pub(super) struct Batch {
     pub(super) directories: Vec<PlannedEntry>,
     pub(super) files: Vec<PlannedEntry>,
     pub(super) symlinks: Vec<PlannedEntry>,
-    /// Additional names of files, each with the first name, which may be in an earlier batch.
+    /// Additional paths of files, each with the file's first path, which may be in an earlier batch.
     pub(super) hard_links: Vec<(PathBuf, PathBuf)>,
     pub(super) placements: Vec<ChunkPlacement>,
     /// The positions in [`Self::files`] of the files that have a damaged chunk.
@@ -79,7 +79,7 @@ impl Batch {
                     let content = node.content.take().unwrap_or_default();
                     // Each placement is copied once, to the read that serves it.
                     self.bytes += 2 * content.len() * size_of::<ChunkPlacement>();
-                    let (file, earlier_placements) = (self.next_file(), self.placements.len());
+                    let (file, earlier_placements) = (self.next_file_position(), self.placements.len());
                     node.size = match self.add_placements(content, locations) {
                         Err(error) if should_skip_damaged && error.is_damage() => {
                             tracing::warn!(path = %path.display(), %error, "a file is damaged");
@@ -97,9 +97,9 @@ impl Batch {
         Ok(())
     }
 
-    /// Lists the chunks of the next file, and returns its size.
+    /// Adds the chunks of the next file to [`Self::placements`], and returns the file's size in bytes.
     fn add_placements(&mut self, content: Vec<Id>, locations: &BlobLocations) -> Result<u64, FilesError> {
-        let file = self.next_file();
+        let file = self.next_file_position();
         let mut size = 0;
         for id in content {
             let location = locations.find(BlobType::Data, id)?;
@@ -109,8 +109,8 @@ impl Batch {
         Ok(size)
     }
 
-    /// The position of the next file in [`Self::files`].
-    fn next_file(&self) -> u32 {
+    /// Returns the position of the next file in [`Self::files`].
+    fn next_file_position(&self) -> u32 {
         // A batch is full long before it has 2^32 files.
         u32::try_from(self.files.len()).unwrap_or(u32::MAX)
     }

@@ -50,21 +50,21 @@ pub(super) async fn write_contents(
     let files = Arc::new(std::mem::take(&mut batch.files));
     let reads = plan_reads(locations, &placements);
     drop(placements);
-    let read_one = |read: RangeRead| {
+    let process_read = |read: RangeRead| {
         let (files, target, key) = (Arc::clone(&files), target.to_owned(), repository.key.clone());
         async move {
             let read = Arc::new(read);
-            let write = async |read: Arc<RangeRead>| {
+            let fetch_and_write = async |read: Arc<RangeRead>| {
                 let bytes = repository.read_pack(read.pack, read.range.clone()).await?;
                 let (files, target, key) = (Arc::clone(&files), target.clone(), key.clone());
                 run_blocking(move || write_chunks(&key, &read, &bytes, &files, &target)).await
             };
             let mut damaged: Vec<u32> = Vec::new();
-            let written = match write(Arc::clone(&read)).await {
+            let written = match fetch_and_write(Arc::clone(&read)).await {
                 Err(error) if error.is_damage() => {
                     let mut written = 0;
                     for placements in read.placements.chunk_by(|a, b| a.location == b.location) {
-                        match write_first_sound_copy(locations, placements, &write, &error).await {
+                        match write_first_sound_copy(locations, placements, &fetch_and_write, &error).await {
                             Err(error) if should_skip_damaged && error.is_damage() => {
                                 tracing::warn!(%error, "a chunk is damaged; leaving out the files that contain it");
                                 damaged.extend(placements.iter().map(|placement| placement.file));
@@ -80,7 +80,7 @@ pub(super) async fn write_contents(
             Ok::<Vec<u32>, FilesError>(damaged)
         }
     };
-    let damaged: Vec<u32> = stream::iter(reads.into_iter().map(read_one))
+    let damaged: Vec<u32> = stream::iter(reads.into_iter().map(process_read))
         .buffer_unordered(MAX_CONCURRENT_READS)
         .try_concat()
         .await?;
@@ -94,7 +94,7 @@ pub(super) async fn write_contents(
 async fn write_first_sound_copy(
     locations: &BlobLocations,
     placements: &[ChunkPlacement],
-    write: &impl AsyncFn(Arc<RangeRead>) -> Result<u64, FilesError>,
+    fetch_and_write: &impl AsyncFn(Arc<RangeRead>) -> Result<u64, FilesError>,
     error: &FilesError,
 ) -> Result<u64, FilesError> {
     let (id, planned) = (placements[0].id, placements[0].location);
@@ -106,7 +106,7 @@ async fn write_first_sound_copy(
         let placements =
             placements.iter().map(|placement| ChunkPlacement { location, ..*placement }).collect();
         let read = RangeRead { pack: locations.pack(location).id, range: location.range(), placements };
-        match write(Arc::new(read)).await {
+        match fetch_and_write(Arc::new(read)).await {
             Err(error) if error.is_damage() => tracing::warn!(%error, "a copy of a chunk is damaged"),
             result => return result,
         }

@@ -1,4 +1,4 @@
-//! Owners, modes, times and extended attributes.
+//! Sets the owners, modes, times and extended attributes of restored entries.
 
 use std::fs::{File, Permissions};
 use std::io;

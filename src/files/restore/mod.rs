@@ -4,7 +4,7 @@
 //! that memory use does not grow with their number: the directories, the symbolic links and the files (without content)
 //! are created, the chunks are read pack by pack and written to the files, the hard links are created, and the owners,
 //! modes and times of files and symbolic links are set. Those of directories are set at the end. Names are checked when
-//! a tree is parsed, so no entry leads out of its directory.
+//! a tree is parsed, so no entry can escape its directory.
 
 mod batch;
 mod content;
@@ -91,24 +91,24 @@ impl RestoreProgress {
 pub struct DamagedEntries {
     pub count: u64,
     /// The first paths, relative to the target.
-    pub first: Vec<PathBuf>,
+    pub first_paths: Vec<PathBuf>,
 }
 
 impl DamagedEntries {
-    /// Maximum number of paths in [`Self::first`].
+    /// Maximum number of paths in [`Self::first_paths`].
     const MAX_PATHS: usize = 20;
 
     fn add(&mut self, path: PathBuf) {
         self.count += 1;
-        if self.first.len() < Self::MAX_PATHS {
-            self.first.push(path);
+        if self.first_paths.len() < Self::MAX_PATHS {
+            self.first_paths.push(path);
         }
     }
 
     fn append(&mut self, other: Self) {
         self.count += other.count;
-        self.first.extend(other.first);
-        self.first.truncate(Self::MAX_PATHS);
+        self.first_paths.extend(other.first_paths);
+        self.first_paths.truncate(Self::MAX_PATHS);
     }
 }
 
@@ -184,7 +184,7 @@ async fn restore_from(
         attributes: AttributeWriter::new(owners),
         should_skip_damaged,
         damaged: DamagedEntries::default(),
-        damaged_names: HashSet::new(),
+        first_damaged_paths: HashSet::new(),
         progress,
     };
     walk.start(start);
@@ -218,8 +218,8 @@ struct Restore<'a> {
     should_skip_damaged: bool,
     /// The damaged files, which are left out.
     damaged: DamagedEntries,
-    /// The first names of the damaged files with several names. Additional names may be in later batches.
-    damaged_names: HashSet<PathBuf>,
+    /// The first paths of the damaged files with several hard links. Additional paths may be in later batches.
+    first_damaged_paths: HashSet<PathBuf>,
     progress: &'a RestoreProgress,
 }
 
@@ -247,18 +247,18 @@ impl Restore<'_> {
         run_blocking(move || batch.complete_entries(&target, &left_out).map(|()| batch)).await
     }
 
-    /// Removes the damaged files and all their names from a batch, and counts them. Returns the files, which must be
+    /// Removes the damaged files and their hard links from a batch, and counts them. Returns the files, which must be
     /// deleted.
     fn leave_out_damaged(&mut self, batch: &mut Batch) -> Vec<PlannedEntry> {
         let left_out = batch.take_damaged();
         for PlannedEntry { path, node } in &left_out {
             if node.hard_link_key().is_some() {
-                self.damaged_names.insert(path.clone());
+                self.first_damaged_paths.insert(path.clone());
             }
             self.damaged.add(path.clone());
         }
         for (path, first) in std::mem::take(&mut batch.hard_links) {
-            if self.damaged_names.contains(&*first) {
+            if self.first_damaged_paths.contains(&*first) {
                 self.damaged.add(path);
             } else {
                 batch.hard_links.push((path, first));

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{AtFlags, Mode, OFlags};
 
 /// Longer paths are opened one component at a time.
-const MAX_PATH_BYTES: usize = 2048;
+const MAX_SINGLE_OPEN_PATH_BYTES: usize = 2048;
 
 pub(super) struct Target {
     root: OwnedFd,
@@ -83,7 +83,7 @@ impl Target {
         if path.as_os_str().is_empty() {
             return self.root.try_clone();
         }
-        if path.as_os_str().len() <= MAX_PATH_BYTES {
+        if path.as_os_str().len() <= MAX_SINGLE_OPEN_PATH_BYTES {
             return Ok(open(self.root.as_fd(), path)?);
         }
         let mut directory = self.root.try_clone()?;

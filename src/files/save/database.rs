@@ -46,7 +46,7 @@ const MAX_ALWAYS_LOCKED_BYTES: u64 = 256 << 20;
 /// Larger databases are locked only if the last read took at most this long. A slower read would probably outlast
 /// [`MAX_LOCK_TIME`], so the lock would only delay writers.
 const MAX_LOCKED_READ_TIME: Duration = Duration::from_secs(2);
-/// Shorter than the usual busy timeout of 5 s.
+/// How long locks are held at most: less than the usual busy timeout of a SQLite client, 5 s.
 const MAX_LOCK_TIME: Duration = Duration::from_secs(3);
 /// SQLite's minimum page size.
 const MIN_DATABASE_BYTES: u64 = 512;
@@ -145,7 +145,7 @@ impl DatabaseFiles {
     }
 
     /// Prevents checkpoints from changing the database; `None` if no program has it open in WAL mode, if one has it
-    /// open exclusively, or if a checkpoint does not release its lock in time.
+    /// open exclusively, or if a checkpoint still holds its lock after [`MAX_LOCK_ATTEMPTS`].
     pub(super) fn lock(&self, directory: &OwnedFd) -> Option<ReadLock> {
         let base = self.names.first().filter(|_| self.has_wal)?;
         let open = |name: &OsStr| open_in(directory, name, OFlags::NONBLOCK | OFlags::NOCTTY).ok();
@@ -185,9 +185,10 @@ fn with_suffix(base: &OsStr, suffix: &[u8]) -> OsString {
 }
 
 /// Locks a database as a reader does, so that no writer changes it; `None` for other files, if reading it would take
-/// too long, or if a writer does not release its lock in time. `last_read` is how long the previous read took.
-pub(super) fn lock_as_reader(file: &File, size: u64, last_read: Duration) -> Option<ReadLock> {
-    if !is_readable_in_time(size, last_read) || !is_database(file, size) {
+/// too long, or if a writer still holds its lock after [`MAX_LOCK_ATTEMPTS`]. `read_duration` is how long the previous
+/// read took.
+pub(super) fn lock_as_reader(file: &File, size: u64, read_duration: Duration) -> Option<ReadLock> {
+    if !should_lock(size, read_duration) || !is_database(file, size) {
         return None;
     }
     // Open file description locks are released only when all descriptors of the description are closed.
@@ -200,9 +201,9 @@ pub(super) fn lock_as_reader(file: &File, size: u64, last_read: Duration) -> Opt
     has_shared_lock.then(|| ReadLock::new(vec![(file, SHARED_LOCK)]))
 }
 
-/// Whether a database can be read before its lock is released.
-fn is_readable_in_time(size: u64, last_read: Duration) -> bool {
-    size <= MAX_ALWAYS_LOCKED_BYTES || last_read <= MAX_LOCKED_READ_TIME
+/// Whether a database is small, or can probably be read before its lock is released.
+fn should_lock(size: u64, read_duration: Duration) -> bool {
+    size <= MAX_ALWAYS_LOCKED_BYTES || read_duration <= MAX_LOCKED_READ_TIME
 }
 
 /// Whether a file begins with the magic bytes of a database.
@@ -211,7 +212,7 @@ pub(super) fn is_database(file: &File, size: u64) -> bool {
     size >= MIN_DATABASE_BYTES && file.read_exact_at(&mut start, 0).is_ok() && start == MAGIC
 }
 
-/// Takes a read lock. Retries, because a writer may briefly hold a conflicting lock.
+/// Takes a read lock, and returns whether it succeeded. Retries, because a writer may briefly hold a conflicting lock.
 fn lock(file: &OwnedFd, range: LockRange) -> bool {
     (0..MAX_LOCK_ATTEMPTS).any(|attempt| {
         if attempt > 0 {
@@ -258,9 +259,9 @@ mod tests {
     #[test]
     fn large_database_is_locked_only_after_a_fast_read() {
         let slow = MAX_LOCKED_READ_TIME + Duration::from_millis(1);
-        assert!(is_readable_in_time(MAX_ALWAYS_LOCKED_BYTES, slow));
-        assert!(is_readable_in_time(MAX_ALWAYS_LOCKED_BYTES + 1, MAX_LOCKED_READ_TIME));
-        assert!(!is_readable_in_time(MAX_ALWAYS_LOCKED_BYTES + 1, slow));
+        assert!(should_lock(MAX_ALWAYS_LOCKED_BYTES, slow));
+        assert!(should_lock(MAX_ALWAYS_LOCKED_BYTES + 1, MAX_LOCKED_READ_TIME));
+        assert!(!should_lock(MAX_ALWAYS_LOCKED_BYTES + 1, slow));
         assert!(MAX_LOCKED_READ_TIME < MAX_LOCK_TIME);
     }
 }

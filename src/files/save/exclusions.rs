@@ -33,7 +33,7 @@ impl Exclusions {
     /// `never_excluded` or anything below them.
     ///
     /// Returns the owner's lines that are not valid rules; they are ignored. If all rules together are too large, all
-    /// of the owner's are ignored, and the first element is that error.
+    /// of the owner's are ignored, and the first element is the error message.
     pub fn set_rules(
         &mut self,
         defaults: &[&str],
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn records_cannot_be_excluded() {
+    fn owner_rules_cannot_exclude_system_directory() {
         let (rules, invalid) = exclusions("*\n");
         assert!(invalid.is_empty());
         assert!(excludes(&rules, "home/projects", true));

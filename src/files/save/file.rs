@@ -75,10 +75,10 @@ impl Walker<'_> {
     fn read_file(&mut self, directory: &OwnedFd, name: &OsStr, expected: &Statx) -> Result<Node, EntryError> {
         let mut file = File::from(open_in(directory, name, OFlags::NONBLOCK | OFlags::NOCTTY)?);
         check_same(expected, &stat_open(&file)?)?;
-        let (mut reads, mut last_read) = (0, Duration::MAX);
+        let (mut reads, mut read_duration) = (0, Duration::MAX);
         loop {
             let is_last = reads + 1 >= MAX_READ_ATTEMPTS;
-            let _lock = if is_last { self.lock_database(&file, last_read)? } else { None };
+            let _lock = if is_last { self.lock_database(&file, read_duration)? } else { None };
             let (stat, is_settled) = stat_settled(&file)?;
             wait_for_writes(&file);
             // Must follow `stat_settled`: a page that becomes dirty again during the write-back changes the times once,
@@ -102,7 +102,7 @@ impl Walker<'_> {
             self.has_read_database |= is_database(&file, stat.stx_size);
             let began = Instant::now();
             let (content, size) = self.read_content(&mut file, &stat)?;
-            (reads, last_read) = (reads + 1, began.elapsed());
+            (reads, read_duration) = (reads + 1, began.elapsed());
             let is_stable = is_settled && StatFingerprint::from_stat(&stat_open(&file)?) == fingerprint;
             if !is_stable && reads < MAX_READ_ATTEMPTS {
                 continue;
@@ -132,9 +132,13 @@ impl Walker<'_> {
 
     /// Locks a database as a reader does; see [`lock_as_reader`]. Writes its pages back first, because writers would
     /// otherwise wait for that, too.
-    pub(super) fn lock_database(&mut self, file: &File, last_read: Duration) -> io::Result<Option<ReadLock>> {
+    pub(super) fn lock_database(
+        &mut self,
+        file: &File,
+        read_duration: Duration,
+    ) -> io::Result<Option<ReadLock>> {
         self.write_back.clean(file)?;
-        Ok(lock_as_reader(file, file.metadata()?.len(), last_read))
+        Ok(lock_as_reader(file, file.metadata()?.len(), read_duration))
     }
 
     /// Returns the content of a file that was read under another name, if it has not changed since.

@@ -39,9 +39,9 @@ impl Walker<'_> {
         repository: &OwnedFd,
         earlier: Option<Node>,
     ) -> Result<Option<Node>, FilesError> {
-        let is_nested = std::mem::replace(&mut self.is_in_git_objects, true);
+        let was_in_git_objects = std::mem::replace(&mut self.is_in_git_objects, true);
         let saved = self.save_entry(repository, OsStr::new(OBJECTS), earlier, Scope::All);
-        self.is_in_git_objects = is_nested;
+        self.is_in_git_objects = was_in_git_objects;
         saved
     }
 
@@ -54,14 +54,14 @@ impl Walker<'_> {
         let mut nodes = Vec::new();
         let mut listed: HashSet<OsString> = HashSet::new();
         for attempt in 1..=MAX_READ_ATTEMPTS {
-            let parent_has_vanished = std::mem::take(&mut self.has_vanished);
+            let parent_has_vanished_entry = std::mem::take(&mut self.has_vanished_entry);
             for name in self.list(directory)? {
                 if listed.insert(name.clone()) {
                     let earlier = earlier.remove(&name);
                     nodes.extend(self.save_entry(directory, &name, earlier, Scope::All)?);
                 }
             }
-            if !std::mem::replace(&mut self.has_vanished, parent_has_vanished) {
+            if !std::mem::replace(&mut self.has_vanished_entry, parent_has_vanished_entry) {
                 break;
             }
             if attempt == MAX_READ_ATTEMPTS {

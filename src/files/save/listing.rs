@@ -20,7 +20,7 @@ impl Walker<'_> {
     /// names as excluded; the home directory itself never counts as a cache.
     ///
     /// # Errors
-    /// `Unreadable` if the directory has too many entries, or cannot be listed.
+    /// `Unreadable` if the directory is too large, or cannot be listed.
     pub(super) fn list(&mut self, directory: &OwnedFd) -> Result<Vec<OsString>, EntryError> {
         if !self.path.as_os_str().is_empty() && has_cache_tag(directory) {
             return self.exclude_cache(directory);

@@ -54,7 +54,7 @@ pub const FAILPOINTS: &[&str] =
 const DEFAULT_WORKERS: usize = 1;
 /// The stack size of the walking thread, for deep directories. Unused parts of the stack take no memory.
 const WALK_STACK_BYTES: usize = 64 << 20;
-/// A save of changes checks whether the index that it has read is still current, unless an earlier save did so within
+/// An incremental save checks whether the index that it has read is still current, unless an earlier save did so within
 /// this interval. The check lists the index, which has a file for each save since the last pruning.
 const INDEX_CHECK_INTERVAL: Duration = Duration::from_secs(600);
 /// A save that takes longer checks whether the index that it has read is still current. Pruning deletes a pack no
@@ -107,7 +107,7 @@ impl SaveOptions {
     }
 }
 
-/// The counts of a save. A save of changes counts only what it visited.
+/// The counts of a save. An incremental save counts only what it visited.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct SaveCounts {
     pub files: u64,
@@ -138,7 +138,7 @@ pub struct SaveResult {
     pub id: Id,
     pub snapshot: Snapshot,
     pub counts: SaveCounts,
-    /// Entries that could not be read, or that changed while they were read. The next save of changes must visit them.
+    /// Entries that could not be read, or that changed while they were read. The next incremental save must visit them.
     pub retry: ChangeSet,
     /// The number of bytes uploaded in packs.
     pub uploaded_bytes: u64,
@@ -269,7 +269,8 @@ impl Saver {
             self.take_index(must_check).await?;
         // A parent whose tree cannot be read is useless, so the whole home directory is read.
         let is_readable = |tree| {
-            known.contains(BlobType::Tree, tree) || matches!(self.repository.cached_tree(tree), Ok(Some(_)))
+            known.contains(BlobType::Tree, tree)
+                || matches!(self.repository.read_cached_tree(tree), Ok(Some(_)))
         };
         let mut parent = parent.filter(|(_, snapshot)| is_readable(snapshot.tree));
         if let Some((_, snapshot)) = parent.as_ref().filter(|_| is_reloaded) {
@@ -301,7 +302,7 @@ impl Saver {
             is_stopped: Arc::clone(&is_stopped.0),
         };
         let parent_tree = parent.as_ref().map(|(_, snapshot)| snapshot.tree);
-        let (result, walked) = tokio::sync::oneshot::channel();
+        let (sender, walked) = tokio::sync::oneshot::channel();
         std::thread::Builder::new()
             .name("files-walk".to_owned())
             .stack_size(WALK_STACK_BYTES)
@@ -310,7 +311,7 @@ impl Saver {
                 let began = Instant::now();
                 let walked = walk.run(parent_tree, scope);
                 // There is no receiver if the save was cancelled.
-                let _ = result.send((walked, began.elapsed()));
+                let _ = sender.send((walked, began.elapsed()));
             })
             .map_err(FilesError::Thread)?;
         let max_rate = self.options.max_bytes_per_second;
@@ -434,7 +435,7 @@ impl Saver {
     async fn load_missing_trees(&self, root: Id) -> Result<(), FilesError> {
         let mut pending = vec![root];
         while let Some(id) = pending.pop() {
-            let Some(tree) = self.repository.cached_tree(id)? else {
+            let Some(tree) = self.repository.read_cached_tree(id)? else {
                 pending.push(id);
                 break;
             };

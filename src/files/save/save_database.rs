@@ -63,14 +63,14 @@ impl Walker<'_> {
     ) -> Result<Vec<Node>, EntryError> {
         let earlier: Vec<_> = database.names.iter().map(|name| (name, earlier.remove(name))).collect();
         let counts = self.counts.clone();
-        let mut last_read = Duration::MAX;
+        let mut read_duration = Duration::MAX;
         for is_last in [false, true] {
             self.counts = counts.clone();
             let lock = match database.lock(directory) {
                 // If it cannot be locked because of an I/O error, the read fails as well.
                 None if is_last => database
                     .open(directory)
-                    .and_then(|file| self.lock_database(&file, last_read).ok().flatten()),
+                    .and_then(|file| self.lock_database(&file, read_duration).ok().flatten()),
                 lock => lock,
             };
             let began = Instant::now();
@@ -78,7 +78,7 @@ impl Walker<'_> {
             for (name, earlier) in &earlier {
                 nodes.extend(self.save_entry(directory, name, earlier.clone(), scope)?);
             }
-            last_read = began.elapsed();
+            read_duration = began.elapsed();
             let is_unchanged = is_unchanged(directory, database, &nodes);
             if is_unchanged && lock.as_ref().is_some_and(ReadLock::is_held) {
                 // A log that grows while it is read still contains the state after one of its commits. The next save

@@ -145,7 +145,7 @@ mod tests {
         let after = |seconds: u64| start + Duration::from_secs(seconds);
         let seconds = Duration::from_secs;
         let mut limiter = RateLimiter::default();
-        assert_eq!(limiter.admit(seconds(2), start), seconds(2), "the first pack takes its time");
+        assert_eq!(limiter.admit(seconds(2), start), seconds(2), "the first pack waits, too");
         assert_eq!(limiter.admit(seconds(1), start), seconds(3));
         assert_eq!(limiter.admit(seconds(1), after(1)), seconds(3), "2 s of uploads are pending");
         assert_eq!(limiter.admit(seconds(5), after(100)), seconds(5), "idle time gives no credit");

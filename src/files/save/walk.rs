@@ -77,7 +77,7 @@ impl Walk {
         let mut walker = Walker {
             tree_packs: PackWriter::new(repository.key.clone(), BlobType::Tree)?,
             chunker: Chunker::new(repository.polynomial),
-            names: Accounts::load(&options.system_root).names(),
+            account_names: Accounts::load(&options.system_root).names(),
             device: (stat.stx_dev_major, stat.stx_dev_minor),
             repository,
             options,
@@ -93,7 +93,7 @@ impl Walk {
             node_bytes: 0,
             has_read_database: false,
             is_in_git_objects: false,
-            has_vanished: false,
+            has_vanished_entry: false,
             write_back: WriteBack::default(),
         };
         if walker.options.should_measure_excluded && matches!(scope, Scope::All) {
@@ -123,7 +123,7 @@ pub(super) struct Walker<'a> {
     pub(super) workers: &'a Workers,
     tree_packs: PackWriter,
     pub(super) chunker: Chunker,
-    names: AccountNames,
+    account_names: AccountNames,
     device: (u32, u32),
     pub(super) counts: SaveCounts,
     /// Entries that were not saved in their current state.
@@ -141,7 +141,7 @@ pub(super) struct Walker<'a> {
     /// Whether the current directory contains the objects of a git repository.
     pub(super) is_in_git_objects: bool,
     /// Whether an entry of the current directory vanished before it was saved.
-    pub(super) has_vanished: bool,
+    pub(super) has_vanished_entry: bool,
     pub(super) write_back: WriteBack,
 }
 
@@ -274,7 +274,7 @@ impl Walker<'_> {
     /// Returns the earlier nodes of a directory by name; `None` if there is no earlier tree, or if it is not in the
     /// cache, in which case all files are read again.
     fn load_earlier(&self, tree: Option<Id>) -> Result<Option<BTreeMap<OsString, Node>>, FilesError> {
-        let Some(tree) = tree.map(|id| self.repository.cached_tree(id)).transpose()?.flatten() else {
+        let Some(tree) = tree.map(|id| self.repository.read_cached_tree(id)).transpose()?.flatten() else {
             return Ok(None);
         };
         Ok(Some(tree.nodes.into_iter().filter_map(|node| Some((node.file_name()?, node))).collect()))
@@ -306,7 +306,7 @@ impl Walker<'_> {
         let saved = match saved {
             Ok(node) => Ok(node),
             Err(EntryError::Vanished) => {
-                self.has_vanished = true;
+                self.has_vanished_entry = true;
                 Ok(None)
             }
             Err(EntryError::Replaced) => {
@@ -368,18 +368,19 @@ impl Walker<'_> {
         earlier
     }
 
-    /// Adds a tree that stays in the snapshot, and the trees below it.
+    /// Adds to `trees` a tree that stays in the snapshot, and the trees below it.
     fn keep_trees(&mut self, root: Option<Id>) {
         let mut pending: Vec<Id> = root.into_iter().collect();
         while let (Some(trees), Some(id)) = (&mut self.trees, pending.pop()) {
-            let tree = trees.insert(id).then(|| self.repository.cached_tree(id).ok().flatten()).flatten();
+            let tree =
+                trees.insert(id).then(|| self.repository.read_cached_tree(id).ok().flatten()).flatten();
             pending.extend(tree.into_iter().flat_map(|tree| tree.nodes).filter_map(|node| node.subtree));
         }
     }
 
-    pub(super) fn note(&mut self, what: &str) {
+    pub(super) fn note(&mut self, description: &str) {
         if self.counts.notes.len() < MAX_NOTES {
-            let note = truncate_printable(&format!("{what}: {}", self.path.display()));
+            let note = truncate_printable(&format!("{description}: {}", self.path.display()));
             self.counts.notes.push(note);
         }
     }
@@ -388,8 +389,8 @@ impl Walker<'_> {
         let mut node = Node::new(name, node_type, stat.stx_mode.into());
         node.set_times(to_timestamp(stat.stx_mtime), to_timestamp(stat.stx_ctime));
         (node.uid, node.gid) = (stat.stx_uid, stat.stx_gid);
-        node.user = self.names.user(node.uid).unwrap_or_default().to_owned();
-        node.group = self.names.group(node.gid).unwrap_or_default().to_owned();
+        node.user = self.account_names.user(node.uid).unwrap_or_default().to_owned();
+        node.group = self.account_names.group(node.gid).unwrap_or_default().to_owned();
         (node.inode, node.links) = (stat.stx_ino, stat.stx_nlink.into());
         node.device_id = rustix::fs::makedev(stat.stx_dev_major, stat.stx_dev_minor);
         node

@@ -49,9 +49,9 @@ async fn restore_leaves_out_only_damaged_entries() {
     };
     let progress = RestoreProgress::default();
     let mut restored = restore(&repository, &saved.snapshot, &options, &progress).await.unwrap();
-    restored.damaged.first.sort_unstable();
+    restored.damaged.first_paths.sort_unstable();
     let damaged = ["lost", "names/lost", "projects/app"].map(PathBuf::from);
-    assert_eq!((restored.damaged.count, restored.damaged.first), (3, damaged.to_vec()));
+    assert_eq!((restored.damaged.count, restored.damaged.first_paths), (3, damaged.to_vec()));
     let mut expected = describe(&fixture.home());
     for path in ["lost", "names/lost", "projects/app/main.rs"] {
         expected.remove(path.as_bytes()).unwrap();
@@ -114,7 +114,7 @@ async fn lost_key_file_and_index_are_detected_and_rewritten() {
         // `restic` aborts on a key file that it cannot parse.
         repository.delete(&path).await.unwrap();
     }
-    // The service does the same after a restart.
+    // The service takes these steps after a restart.
     let bucket = fixture.bucket.clone();
     Repository::open_or_create(bucket, root(), &fixture.key, Cache::none()).await.unwrap();
     fixture.restart().await;

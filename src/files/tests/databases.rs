@@ -56,7 +56,7 @@ print(db.execute("PRAGMA integrity_check").fetchone()[0])
 print(db.execute("SELECT (SELECT sum(amount) FROM a) + (SELECT sum(amount) FROM b)").fetchone()[0])
 "#;
 
-fn check(path: &Path) -> String {
+fn run_integrity_check(path: &Path) -> String {
     let Output { stdout, stderr, .. } =
         Command::new("python3").args(["-c", CHECK]).arg(path).output().unwrap();
     format!("{}{}", String::from_utf8_lossy(&stdout), String::from_utf8_lossy(&stderr))
@@ -85,7 +85,8 @@ async fn save_busy_database_and_check(mode: &str, pause: &str, filler_mib: u32) 
             continue;
         }
         let (target, _) = fixture.restore(&saved.snapshot).await;
-        assert_eq!(check(&target.path().join("app/data.db")), "ok\n1000\n", "{mode}, save {save}");
+        let checked_path = target.path().join("app/data.db");
+        assert_eq!(run_integrity_check(&checked_path), "ok\n1000\n", "{mode}, save {save}");
         checked += 1;
     }
     assert!(checked >= 2, "{mode}: only {checked} saved states are consistent");

@@ -92,7 +92,7 @@ async fn incremental_save_may_split_hard_link() {
 }
 
 #[tokio::test]
-async fn cache_tag_applies_to_saves_of_changes() {
+async fn cache_tag_applies_to_incremental_saves() {
     let mut fixture = Fixture::new().await;
     fixture.write("target/CACHEDIR.TAG", "Signature: 8a477f597d28d172789f06886806bc55");
     fixture.write("target/debug/a", "a");
@@ -107,7 +107,7 @@ async fn cache_tag_applies_to_saves_of_changes() {
     assert!(target.path().join("kept").exists(), "a tag in the home directory itself is ignored");
 }
 
-/// In tests, the limit is 2000 entries.
+/// In tests, `MAX_DIRECTORY_ENTRIES` is 2000.
 #[tokio::test]
 async fn only_directories_with_too_many_entries_are_left_out() {
     let mut fixture = Fixture::new().await;
@@ -210,7 +210,7 @@ async fn expired_parent_does_not_make_later_snapshots_incomplete() {
     let mut fixture = Fixture::new().await;
     fixture.write("file", random_bytes(100_000));
     fixture.save().await;
-    // The parent and all of its packs have been deleted, as happens after a very long pause.
+    // The parent's packs and the index have been deleted, as happens after a very long pause.
     let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
     for (pack, _) in repository.list_packs().await.unwrap() {
         repository.delete(&repository.pack_path(pack)).await.unwrap();
@@ -357,7 +357,7 @@ async fn load_index_succeeds_while_files_are_replaced() {
 }
 
 #[tokio::test]
-async fn paths_longer_than_the_limit_are_saved_and_restored() {
+async fn paths_longer_than_path_max_are_saved_and_restored() {
     let mut fixture = Fixture::new().await;
     let mut directory: std::os::fd::OwnedFd = File::open(fixture.home()).unwrap().into();
     let flags = rustix::fs::OFlags::DIRECTORY;

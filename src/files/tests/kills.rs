@@ -65,11 +65,11 @@ impl Fixture {
             key: self.key.password().expose_secret().to_owned(),
             action,
         };
-        let mut child = Command::new(std::env::current_exe().unwrap());
-        child.args(["--exact", "tests::kills::child_process_runs_its_job", "--nocapture"]);
-        child.env(JOB, serde_json::to_string(&job).unwrap());
-        child.env("FAILPOINTS", failpoint);
-        let output = child.output().unwrap();
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["--exact", "tests::kills::child_process_runs_its_job", "--nocapture"]);
+        command.env(JOB, serde_json::to_string(&job).unwrap());
+        command.env("FAILPOINTS", failpoint);
+        let output = command.output().unwrap();
         let is_killed = output.status.signal() == Some(9);
         assert!(is_killed || output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         is_killed

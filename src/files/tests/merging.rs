@@ -55,5 +55,5 @@ async fn damaged_pack_is_not_merged() {
     };
     let progress = RestoreProgress::default();
     let restored = restore(&repository, &saved.snapshot, &options, &progress).await.unwrap();
-    assert_eq!(restored.damaged.first, [PathBuf::from("file3")]);
+    assert_eq!(restored.damaged.first_paths, [PathBuf::from("file3")]);
 }

@@ -150,8 +150,8 @@ fn uuid() -> uuid::Uuid {
     uuid::Uuid::from_u128(7)
 }
 
-/// The properties of each entry that must survive: kind, content, mode, owner, modification time and names of
-/// extended attributes.
+/// The properties of each entry that a restore must reproduce: kind, content, mode, owner, modification time and names
+/// of extended attributes.
 type Description = BTreeMap<Vec<u8>, String>;
 
 fn describe(dir: &Path) -> Description {
@@ -323,8 +323,8 @@ async fn restore_reproduces_every_snapshot() {
         if round % 2 == 1 {
             fs::remove_file(fixture.home().join(format!("round/{}", round - 1))).unwrap();
         }
-        let large = File::options().create(true).append(true).open(fixture.home().join("log")).unwrap();
-        (&large).write_all(&random_bytes(700_000)).unwrap();
+        let log = File::options().create(true).append(true).open(fixture.home().join("log")).unwrap();
+        (&log).write_all(&random_bytes(700_000)).unwrap();
         saved_states.push((fixture.save().await.snapshot, describe(&fixture.home())));
     }
     for (snapshot, expected) in &saved_states {

@@ -16,7 +16,7 @@ use crate::tree_reader::TreeReader;
 use crate::verify::{PackShare, verify};
 
 /// Keeps only the newest snapshot.
-const NEWEST: RetentionPolicy = RetentionPolicy {
+const KEEP_NEWEST: RetentionPolicy = RetentionPolicy {
     all: SignedDuration::ZERO,
     hourly: SignedDuration::ZERO,
     daily: SignedDuration::ZERO,
@@ -28,7 +28,7 @@ const NEWEST: RetentionPolicy = RetentionPolicy {
 /// Returns the options for a run in `days` days that keeps only the newest snapshot.
 pub(super) fn prune_options_after(days: i64) -> PruneOptions {
     let hours = SignedDuration::from_hours;
-    let (policy, grace_period, now) = (NEWEST, hours(48), Timestamp::now() + hours(24 * days));
+    let (policy, grace_period, now) = (KEEP_NEWEST, hours(48), Timestamp::now() + hours(24 * days));
     PruneOptions {
         policy,
         protected: Vec::new(),
@@ -123,7 +123,7 @@ async fn last_snapshot_of_earlier_machine_is_kept() {
             last_of_first = Some(saved.id);
         }
     }
-    let policy = RetentionPolicy { last_of_machine: SignedDuration::from_hours(24 * 90), ..NEWEST };
+    let policy = RetentionPolicy { last_of_machine: SignedDuration::from_hours(24 * 90), ..KEEP_NEWEST };
     let pruned = run_prune(&fixture, &PruneOptions { policy, ..prune_options_after(3) }).await;
     assert_eq!((pruned.kept_snapshots, pruned.removed_snapshots), (2, 2));
     let repository = fixture.open(&fixture.key).await.unwrap().unwrap();

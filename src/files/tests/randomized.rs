@@ -272,17 +272,17 @@ async fn save(
     fixture: &mut Fixture,
     writer: &mut Writer,
     is_concurrent: bool,
-    is_partial: bool,
+    is_incremental: bool,
 ) -> Result<SaveResult, FilesError> {
     let changes = std::mem::take(&mut writer.changes);
-    let partial_parent = fixture.last.clone().filter(|_| is_partial && !writer.has_hard_links);
+    let incremental_parent = fixture.last.clone().filter(|_| is_incremental && !writer.has_hard_links);
     let full_parent = fixture.last.clone();
     let saver = &mut fixture.saver;
     let saved = std::thread::scope(|scope| {
         let running = is_concurrent.then(|| scope.spawn(|| (0..40).for_each(|_| writer.change())));
         let saved = tokio::task::block_in_place(|| {
             tokio::runtime::Handle::current().block_on(async {
-                match partial_parent {
+                match incremental_parent {
                     Some(parent) => saver.save_changes(parent, changes.clone()).await,
                     None => saver.save(full_parent).await,
                 }

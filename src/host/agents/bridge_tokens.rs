@@ -86,9 +86,9 @@ mod tests {
         let (token, other) = (tokens.issue("d1", &apps).unwrap(), tokens.issue("d2", &[]).unwrap());
         let grant = tokens.find(token.secret.expose_secret()).unwrap();
         assert_eq!(grant, BridgeGrant { dispatch: "d1".to_owned(), apps: apps.as_slice().into() });
-        let text = token.secret.expose_secret().to_owned();
+        let secret = token.secret.expose_secret().to_owned();
         drop(token);
-        assert!(tokens.find(&text).is_none() && !tokens.has_token_for("d1"));
+        assert!(tokens.find(&secret).is_none() && !tokens.has_token_for("d1"));
         assert!(tokens.find(other.secret.expose_secret()).is_some());
         assert!(tokens.find("").is_none());
     }

@@ -314,7 +314,7 @@ mod tests {
         let midnight = "daily 2026-09-06T04:00:00.000Z".to_owned();
         assert_eq!(try_reserve(&kernel, "2026-09-06T03:59:59.999Z"), Err(midnight));
         assert_eq!(try_reserve(&kernel, "2026-09-06T04:00:00.000Z"), Ok(()));
-        // After the change, the day ends at 03:00 UTC.
+        // After the clock change, the day ends at 03:00 UTC.
         record_cost(&kernel, "2026-09-07T02:59:59.000Z", 100);
         assert_eq!(
             try_reserve(&kernel, "2026-09-07T02:59:59.999Z"),

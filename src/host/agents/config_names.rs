@@ -76,11 +76,11 @@ fn shorten(name: &str) -> String {
 /// Finds a known name that differs by at most two characters, or by one if it is short. Case, dashes and underscores
 /// are ignored.
 fn find_similar<'k>(name: &str, known: &[&'k str]) -> Option<&'k str> {
-    let plain = |name: &str| name.to_lowercase().replace(['-', '_'], "");
-    let name = plain(&preview::flatten_and_truncate(name, MAX_SHOWN_CHARS));
+    let normalize = |name: &str| name.to_lowercase().replace(['-', '_'], "");
+    let name = normalize(&preview::flatten_and_truncate(name, MAX_SHOWN_CHARS));
     known.iter().copied().find(|known| {
-        let max = if known.len() < MIN_LONG_NAME_CHARS { 1 } else { 2 };
-        strsim::levenshtein(&name, &plain(known)) <= max
+        let max_distance = if known.len() < MIN_LONG_NAME_CHARS { 1 } else { 2 };
+        strsim::levenshtein(&name, &normalize(known)) <= max_distance
     })
 }
 

@@ -21,7 +21,7 @@ use crate::records::entry::Interaction;
 use crate::records::find_interactions::find_interactions;
 use crate::records::money::Dollars;
 use crate::records::page::PageError;
-use crate::records::usage_store::{RestoreMarker, UsageStore};
+use crate::records::usage_store::{RestoreDetector, UsageStore};
 use crate::records::writer::{Records, Writer};
 use crate::system::layout::Layout;
 use svc_base::error_chain::format_chain;
@@ -189,13 +189,13 @@ impl Kernel {
         self.settings().calendar.day(Timestamp::now())
     }
 
-    /// Returns whether this call opened the store; logs failures.
+    /// Opens the store; logs failures. Returns whether this call opened it.
     pub(super) fn open_usage_store(&self) -> bool {
         let (logs, seals) = (self.layout.logs(), self.layout.usage_seals());
-        let marker = RestoreMarker::new(self.layout.files_restore_outcome());
+        let detector = RestoreDetector::new(self.layout.files_restore_outcome());
         match UsageStore::open(self.records.clone(), logs, seals) {
             Ok(store) => {
-                let store = store.with_restore_marker(marker);
+                let store = store.with_restore_detector(detector);
                 let is_first = self.usage_store.set(store).is_ok();
                 self.usage_store_opened.cancel();
                 is_first

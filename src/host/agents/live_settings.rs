@@ -63,7 +63,7 @@ impl LiveSettings {
         Arc::clone(&cached.settings)
     }
 
-    /// Returns the settings to use, and whether the file was read and, if it is valid, copied.
+    /// Reads the file again. Returns the settings to use, and whether the file was read and, if it is valid, copied.
     fn reload(
         &self,
         before: &OwnerSettings,
@@ -198,7 +198,7 @@ mod tests {
     fn file_stamp_changes_with_the_permissions() {
         let file = tempfile::NamedTempFile::new().unwrap();
         let before = read_file_stamp(file.path());
-        // The kernel's file timestamps have a granularity of a few milliseconds.
+        // File timestamps on Linux have a granularity of a few milliseconds.
         std::thread::sleep(Duration::from_millis(50));
         fs::set_permissions(file.path(), fs::Permissions::from_mode(0o640)).unwrap();
         assert_ne!(read_file_stamp(file.path()), before);

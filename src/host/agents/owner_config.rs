@@ -113,8 +113,8 @@ impl OwnerSettings {
         Ok(Self { calendar, time_zone, limits, agents, storage: file.storage, error: None })
     }
 
-    /// Loads the settings from the file, or the defaults if there is none. If the file is invalid, returns the last
-    /// good settings, with the error.
+    /// Loads the settings from the file, or the defaults if there is none. If the file is invalid or cannot be read,
+    /// returns the last good settings, with the error.
     pub fn load(file: &Path, last_good: &Path) -> Self {
         let parsed = match read_config_file(file) {
             Ok(Some(text)) => Self::parse(&text),

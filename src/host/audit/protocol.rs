@@ -145,7 +145,7 @@ pub struct SeenCalls {
     pub further_calls: u64,
     /// Whether the program's hooks use the same IDs.
     #[serde(rename = "isById")]
-    pub has_hook_ids: bool,
+    pub has_shared_call_ids: bool,
 }
 
 impl SeenCalls {
@@ -208,12 +208,11 @@ pub fn time_limit(normal: Duration) -> Duration {
     if failpoint::trigger("hook.long_timeout").is_err() { normal * 60 } else { normal }
 }
 
-/// Sends a message to the socket at `path`, and waits until the watcher has processed it, and thereby all earlier file
-/// changes.
+/// Sends a message to the socket at `path`, and waits until the watcher has processed it and all earlier file changes.
 ///
 /// # Errors
-/// The watcher is not reachable, did not reply in time, or rejected the message, which it does by closing the
-/// connection.
+/// The watcher is not reachable, did not reply within `timeout`, or rejected the message, which it does by
+/// closing the connection.
 pub fn send(path: &Path, message: &Message, timeout: Duration) -> io::Result<()> {
     let deadline = Instant::now() + timeout;
     let remaining = || {
@@ -238,8 +237,8 @@ pub fn send(path: &Path, message: &Message, timeout: Duration) -> io::Result<()>
 /// Sends a message from the dispatcher. Failures are only logged: if no watcher is running, nothing is audited anyway.
 pub async fn send_from_dispatcher(socket: &Path, message: Message) {
     let (socket, phase) = (socket.to_owned(), message.phase);
-    let sent = tokio::task::spawn_blocking(move || send(&socket, &message, DISPATCH_TIMEOUT));
-    if let Ok(Err(error)) = sent.await {
+    let send_task = tokio::task::spawn_blocking(move || send(&socket, &message, DISPATCH_TIMEOUT));
+    if let Ok(Err(error)) = send_task.await {
         tracing::debug!(%error, ?phase, "cannot report a dispatch to svc-watch");
     }
 }
@@ -320,7 +319,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn message_stays_within_its_limit_for_any_ids() {
+    fn message_with_any_ids_stays_below_max_message_bytes() {
         let mut seen = SeenCalls::default();
         for id in ["\u{1}".repeat(36), "\"".repeat(40), "x".repeat(40), "é".repeat(20), String::new()] {
             (0..2000).for_each(|_| seen.add(&id));
@@ -340,8 +339,8 @@ mod tests {
         let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
         socket::listen(&listener, socket::Backlog::new(0).unwrap()).unwrap();
         let _queued = UnixStream::connect(&path).unwrap();
-        let sent = send(&path, &Message::new(Phase::Pre), Duration::from_millis(20));
-        assert_eq!(sent.unwrap_err().kind(), io::ErrorKind::WouldBlock);
+        let result = send(&path, &Message::new(Phase::Pre), Duration::from_millis(20));
+        assert_eq!(result.unwrap_err().kind(), io::ErrorKind::WouldBlock);
     }
 
     #[test]

@@ -73,7 +73,7 @@ pub fn check_snapshots(layout: &Layout) -> Findings {
         let next =
             format!("run `journalctl -u {unit} -n 50` to find the cause, then `systemctl start {unit}`");
         let timer_next = format!("check the timer with `systemctl list-timers {unit}.timer`; {next}");
-        match CheckRecord::last(layout, kind) {
+        match CheckRecord::read_last(layout, kind) {
             Ok(None) if days_in_use > MAX_CHECK_AGE_DAYS => {
                 let what = format!("there has been no {} on this machine", noun(kind));
                 findings = findings.warning(what, timer_next);

@@ -85,7 +85,7 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let layout = Layout::new(root.path());
         let settings = serde_json::from_value(settings.clone()).unwrap();
-        certificate::store_settings(&layout, &settings).unwrap();
+        certificate::write_settings(&layout, &settings).unwrap();
         let day = SignedDuration::from_hours(24);
         let mut certificate = HostCertificate {
             host_name: settings.host_name.clone(),

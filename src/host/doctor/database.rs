@@ -64,7 +64,8 @@ pub async fn check(layout: &Layout) -> Findings {
     }
 }
 
-/// Returns the next step after a failed identity check. Only a mismatch suggests adopting or restoring a database.
+/// Returns the next step after a failed identity check. It suggests adopting or restoring a database only after a
+/// mismatch.
 fn identity_next_step(error: &IdentityError) -> &'static str {
     if error.is_mismatch() { IDENTITY_NEXT_STEP } else { NEXT_STEP }
 }

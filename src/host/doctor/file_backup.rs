@@ -78,7 +78,7 @@ mod tests {
     use svc_base::diagnosis::Level;
 
     #[test]
-    fn invalid_state_of_the_file_backup_is_a_problem() {
+    fn check_reports_invalid_state_as_problem() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         std::fs::create_dir_all(layout.files_state()).unwrap();

@@ -25,14 +25,14 @@ pub fn check_env_files(layout: &Layout) -> Findings {
     let mut findings = Findings::new("env-files");
     let dir = layout.host_env();
     let dir = dir.parent().unwrap_or(Path::new("/"));
-    let users = read_accounts(layout);
+    let accounts = read_accounts(layout);
     let mut count = 0;
     for (name, owner, is_required) in ENV_FILES {
         let path = dir.join(name);
         match std::fs::metadata(&path) {
             Ok(meta) => {
                 count += 1;
-                findings = check_file(findings, &path, &meta, owner, &users);
+                findings = check_file(findings, &path, &meta, owner, &accounts);
             }
             Err(error) if error.kind() == ErrorKind::NotFound && is_required => {
                 let next = "without it, no service starts: recover the slot, or write the file as \
@@ -51,7 +51,7 @@ pub fn check_env_files(layout: &Layout) -> Findings {
 /// Checks the files with secrets that this machine's services have written.
 pub fn check_secrets(layout: &Layout) -> Findings {
     let mut findings = Findings::new("secrets");
-    let users = read_accounts(layout);
+    let accounts = read_accounts(layout);
     let mut count = 0;
     let paths = [
         layout.tls_key(),
@@ -65,7 +65,7 @@ pub fn check_secrets(layout: &Layout) -> Findings {
         match std::fs::metadata(&path) {
             Ok(meta) => {
                 count += 1;
-                findings = check_file(findings, &path, &meta, GATEWAY_USER, &users);
+                findings = check_file(findings, &path, &meta, GATEWAY_USER, &accounts);
             }
             Err(error) if error.kind() == ErrorKind::NotFound => {}
             Err(error) => {
@@ -81,7 +81,7 @@ fn check_file(
     path: &Path,
     meta: &std::fs::Metadata,
     owner: &str,
-    users: &Accounts,
+    accounts: &Accounts,
 ) -> Findings {
     let mode = meta.permissions().mode() & 0o7777;
     let path = path.display();
@@ -93,7 +93,7 @@ fn check_file(
             format!("run `chmod 0600 {path}`, then rotate its secrets if other users may have read them");
         findings.problem(what, next)
     };
-    match users.uid(owner) {
+    match accounts.uid(owner) {
         Some(id) if id != meta.uid() => {
             let what = format!("{path} is owned by uid {}, not by {owner}", meta.uid());
             findings.problem(what, format!("run `chown {owner}: {path}`"))

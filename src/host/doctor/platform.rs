@@ -16,7 +16,7 @@ use svc_http::client::{self, Timeouts};
 
 /// Less than the skew that causes rejections: proofs and tokens are accepted with a leeway of 30 s.
 const MAX_CLOCK_SKEW_SECONDS: i64 = 20;
-/// Heartbeats that have failed for less time are only a warning: the platform may be restarting.
+/// Heartbeat failures that have lasted for less than this are only a warning: the platform may be restarting.
 const MIN_PROBLEM_AGE: SignedDuration = SignedDuration::from_mins(2);
 const TIMEOUTS: Timeouts = Timeouts {
     connect: Duration::from_secs(4),

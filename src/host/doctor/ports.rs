@@ -18,27 +18,27 @@ pub fn check(layout: &Layout) -> Findings {
     if layout.root() != Path::new("/") {
         return findings.skipped("SVC_ROOT is not /, and the ports belong to the whole machine");
     }
-    let gateway = services_env(layout).or_default::<std::net::SocketAddr>(&vars::GATEWAY_LISTEN).port();
+    let gateway_port = services_env(layout).or_default::<std::net::SocketAddr>(&vars::GATEWAY_LISTEN).port();
     let read = |name: &str| std::fs::read_to_string(format!("/proc/net/{name}"));
     // Without IPv6, there is no tcp6.
     match (read("tcp"), read("tcp6").or_else(|_| Ok::<_, std::io::Error>(String::new()))) {
-        (Ok(v4), Ok(v6)) => assess(findings, &parse_listeners(&v4, &v6), gateway),
+        (Ok(v4), Ok(v6)) => assess(findings, &parse_listeners(&v4, &v6), gateway_port),
         (Err(error), _) | (_, Err(error)) => findings.skipped(format!("cannot read /proc/net/tcp: {error}")),
     }
 }
 
-fn assess(findings: Findings, listeners: &[(IpAddr, u16)], gateway: u16) -> Findings {
+fn assess(findings: Findings, listeners: &[(IpAddr, u16)], gateway_port: u16) -> Findings {
     let mut findings = findings;
     for (ip, port) in listeners.iter().filter(|(ip, _)| !ip.to_canonical().is_loopback()) {
         let next = "find the process with `ss -ltnp`, and check that nftables blocks the port";
         if *port == POSTGRES_PORT {
             let what = format!("the database listens on {ip}, not only on loopback");
             findings = findings.problem(what, "set listen_addresses of svc-postgres to 127.0.0.1");
-        } else if ![gateway, SSH_PORT].contains(port) {
+        } else if ![gateway_port, SSH_PORT].contains(port) {
             findings = findings.warning(format!("an unexpected process listens on {ip}:{port}"), next);
         }
     }
-    findings.or_ok(format!("only the gateway (port {gateway}) and ssh listen beyond loopback"))
+    findings.or_ok(format!("only the gateway (port {gateway_port}) and ssh listen beyond loopback"))
 }
 
 /// Returns the listening sockets in `/proc/net/tcp` and `/proc/net/tcp6` (proc(5)). Addresses are 32-bit words in the

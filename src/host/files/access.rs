@@ -145,9 +145,9 @@ impl FilesSettings {
         SnapshotOrigin { machine: self.identity.machine, epoch: self.epoch() }
     }
 
-    /// Whether this process runs as the owner of the state directory, which is created if it is missing. Other users,
-    /// such as root, must not create files there, because the service could not use them.
-    fn owns_state(&self) -> bool {
+    /// Creates the state directory if it is missing. Returns whether this process runs as its owner: other users, such
+    /// as root, must not create files there, because the service could not use them.
+    fn ensure_owned_state_dir(&self) -> bool {
         let dir = self.layout.files_state();
         std::fs::create_dir_all(&dir).is_ok()
             && std::fs::metadata(&dir).is_ok_and(|meta| meta.uid() == nix::unistd::geteuid().as_raw())
@@ -169,7 +169,11 @@ impl FilesSettings {
     }
 
     fn cache(&self) -> Cache {
-        if self.owns_state() { Cache::new(self.layout.files_state().join("cache")) } else { Cache::none() }
+        if self.ensure_owned_state_dir() {
+            Cache::new(self.layout.files_state().join("cache"))
+        } else {
+            Cache::none()
+        }
     }
 
     /// Opens the slot's repository with the platform's key, or else with this machine's; `None` if nothing has been
@@ -227,7 +231,7 @@ impl FilesSettings {
     }
 
     /// Opens the repository with the first key that opens it. The platform's key and the machine's differ only if the
-    /// platform's database is older than the machine's key.
+    /// platform's database was restored from a copy older than the machine's key.
     async fn open_with_known_keys(&self, cache: &Cache) -> Result<OpenedRepository, AccessError> {
         let stored = self.read_key()?;
         let mut key_error = None;
@@ -258,7 +262,8 @@ impl FilesSettings {
         Err(wrong_key.unwrap_or(FilesError::WrongKey).into())
     }
 
-    /// Sends this machine's key, if it has one, to the platform, in case the platform's database is older than the key.
+    /// Sends this machine's key, if it has one, to the platform, in case the platform's database was restored from a
+    /// copy older than the key.
     ///
     /// # Errors
     /// [`AccessError`] if the key file cannot be read, or if the platform is unavailable or refuses the request.
@@ -276,7 +281,7 @@ impl FilesSettings {
     fn store_key(&self, key: &RepositoryKey) -> Result<(), FileError> {
         let path = self.layout.files_key();
         let text = key.password().expose_secret();
-        if !self.owns_state() || fsx::read_if_exists(&path)?.as_deref() == Some(text.as_bytes()) {
+        if !self.ensure_owned_state_dir() || fsx::read_if_exists(&path)?.as_deref() == Some(text.as_bytes()) {
             return Ok(());
         }
         fsx::write_atomic(&path, text.as_bytes(), KEY_MODE)

@@ -27,8 +27,12 @@ pub enum ChangesError {
 /// Returns the changes since the reply with the token `saved_token`.
 ///
 /// # Errors
-/// [`ChangesError`] if the watcher cannot be reached, does not respond in time, or sends an invalid response.
-pub async fn request(sockets: &Path, saved_token: Option<String>) -> Result<ChangesReply, ChangesError> {
+/// [`ChangesError`] if the watcher cannot be reached, does not respond within `REQUEST_TIMEOUT`, or sends an invalid
+/// response.
+pub async fn request_changes(
+    sockets: &Path,
+    saved_token: Option<String>,
+) -> Result<ChangesReply, ChangesError> {
     let exchange = async {
         let mut stream = UnixStream::connect(sockets.join(SOCKET)).await?;
         let request = ChangesRequest { saved: saved_token };

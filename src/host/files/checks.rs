@@ -21,7 +21,7 @@ const DRILL_INTERVAL: SignedDuration = SignedDuration::from_hours(7 * 24 - 12);
 const FAILURE_REPORT_DELAY: SignedDuration = SignedDuration::from_hours(36);
 /// Maximum number of overdue shares that one run verifies, to catch up after days without a run.
 const MAX_OVERDUE_SHARES: usize = 3;
-/// The name of the index in the record of damage.
+/// The value of `damaged_latest` if the index is damaged.
 pub const DAMAGED_INDEX: &str = "index";
 /// Maximum number of affected files that a message names.
 const MAX_NAMED_FILES: usize = 5;
@@ -197,13 +197,13 @@ impl FileChecks {
         self.update_failing_since(now);
     }
 
-    /// Records that the latest snapshot (`what` is its id), the pointer to it, the index or the key file is missing or
+    /// Records that the latest snapshot (`part` is its id), the pointer to it, the index or the key file is missing or
     /// damaged. A save then replaces it by reading all files again, but not more often than `MIN_REPAIR_INTERVAL`, in
     /// case the store loses each new snapshot.
-    pub fn record_damaged_latest(&mut self, what: &str, now: Timestamp) {
+    pub fn record_damaged_latest(&mut self, part: &str, now: Timestamp) {
         let is_recent = |at: Timestamp| at <= now && now.duration_since(at) < MIN_REPAIR_INTERVAL;
-        if self.damaged_latest.as_deref() != Some(what) && !self.latest_damaged_at.is_some_and(is_recent) {
-            self.damaged_latest = Some(what.to_owned());
+        if self.damaged_latest.as_deref() != Some(part) && !self.latest_damaged_at.is_some_and(is_recent) {
+            self.damaged_latest = Some(part.to_owned());
             (self.latest_damaged_at, self.damage_found_at) = (Some(now), Some(now));
         }
     }
@@ -361,7 +361,7 @@ mod tests {
         /// Once all shares have been verified, none stays unverified for longer than the interval plus the number of
         /// missed days.
         #[test]
-        fn every_share_is_verified_in_time(days in 1_u16..40, missed in 0_i32..3) {
+        fn every_share_is_verified_within_interval(days in 1_u16..40, missed in 0_i32..3) {
             let mut checks = FileChecks::default();
             let mut day = 0;
             for run in 0..200_i32 {

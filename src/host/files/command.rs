@@ -28,7 +28,7 @@ pub fn show_status(layout: &Layout) -> Result<(), Failure> {
     let outcome = RestoreOutcome::read(layout).or_exit(Exit::Internal)?;
     let checks = FileChecks::read(layout).or_exit(Exit::Internal)?;
     let now = Timestamp::now();
-    let text = describe(status.as_ref(), outcome.as_ref(), now) + &describe_checks(&checks, now);
+    let text = describe_status(status.as_ref(), outcome.as_ref(), now) + &describe_checks(&checks, now);
     stdout::print(&text)?;
     let has_failed = outcome.is_some_and(|outcome| outcome.error.is_some());
     let is_unsaved = status.is_none_or(|status| status.is_unsaved(now));
@@ -54,7 +54,7 @@ fn describe_checks(checks: &FileChecks, now: Timestamp) -> String {
     format_rows(&rows)
 }
 
-fn describe(status: Option<&FilesStatus>, outcome: Option<&RestoreOutcome>, now: Timestamp) -> String {
+fn describe_status(status: Option<&FilesStatus>, outcome: Option<&RestoreOutcome>, now: Timestamp) -> String {
     let time = |at: Timestamp| {
         format!("{}, {} s ago", clock::rfc3339_ms(at), now.duration_since(at).as_secs().max(0))
     };
@@ -167,7 +167,7 @@ mod tests {
     #[test]
     fn describe_includes_saved_and_unsaved_state() {
         let at = |second: i64| Timestamp::from_second(second).unwrap();
-        let none = describe(None, None, at(0));
+        let none = describe_status(None, None, at(0));
         assert_eq!(none, "saved       not yet: svc-files has not run\n");
         let mut status = FilesStatus::default();
         (status.saved_until, status.changed_since) = (Some(at(100)), Some(at(130)));
@@ -180,7 +180,7 @@ mod tests {
         status.notes = vec!["special file: home/socket".to_owned()];
         let mut outcome = RestoreOutcome::default();
         (outcome.taken_at, outcome.files) = (Some(at(50)), 2);
-        let text = describe(Some(&status), Some(&outcome), at(140));
+        let text = describe_status(Some(&status), Some(&outcome), at(140));
         for part in [
             "40 s ago",
             "10 s ago; not saved yet",
@@ -196,7 +196,7 @@ mod tests {
         }
         let failed = RestoreOutcome { error: Some("damaged".to_owned()), ..RestoreOutcome::default() };
         assert!(
-            describe(None, Some(&failed), at(0))
+            describe_status(None, Some(&failed), at(0))
                 .contains("no: damaged; run `svc-sync-agent restore-home --retry`")
         );
     }

@@ -52,8 +52,8 @@ use crate::system::lock::{Lock, LockError};
 use crate::system::progress::Progress;
 use crate::system::vars;
 
-/// How long transient errors of the store or the platform are retried before the boot fails. systemd then restarts the
-/// unit.
+/// How long transient errors from the store or the platform are retried before the boot fails. systemd then restarts
+/// the unit.
 const OUTAGE_TIMEOUT: Duration = Duration::from_secs(3600);
 const RESTORE_PHASE: &str = "restoring the owner's files";
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
@@ -295,11 +295,11 @@ async fn restore_files(
 /// Whether the pointer must name a snapshot of an earlier machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ExpectedSnapshot {
-    /// An earlier restore of it failed, or the platform knows that an earlier machine has saved files.
+    /// It must: an earlier restore failed, or the platform knows that an earlier machine has saved files.
     Certain,
     /// It must if there are any snapshots, because this machine has saved none.
     IfAnyExists,
-    /// The snapshots may be this machine's own, and its files are newer than these.
+    /// It need not: the snapshots may be this machine's own, and therefore older than its files.
     Unknown,
 }
 
@@ -388,7 +388,7 @@ async fn download(
         Ok(restore(&repository, &snapshot, &options, &counts).await?)
     };
     let is_transient = |error: &GateError| matches!(error, GateError::Files(error) if error.is_transient());
-    let began = Instant::now();
+    let start = Instant::now();
     let restored = tokio::select! {
         restored = retry(OUTAGE_TIMEOUT, is_transient, attempt) => restored?,
         never = show_progress(&counts, progress) => match never {},
@@ -401,7 +401,7 @@ async fn download(
             "the owner, mode, times or attributes of some files could not be restored"
         );
     }
-    tracing::info!(seconds = began.elapsed().as_secs(), "downloaded the owner's files");
+    tracing::info!(seconds = start.elapsed().as_secs(), "downloaded the owner's files");
     let to_line = |path| HomePath::from_relative(path).to_line();
     let outcome = RestoreOutcome {
         version: FORMAT,
@@ -412,7 +412,7 @@ async fn download(
         bytes: restored.bytes,
         incomplete: restored.incomplete,
         damaged: restored.damaged.count,
-        damaged_paths: restored.damaged.first.into_iter().map(to_line).collect(),
+        damaged_paths: restored.damaged.first_paths.into_iter().map(to_line).collect(),
         error: None,
         is_given_up: false,
     };
@@ -420,9 +420,9 @@ async fn download(
     Ok(outcome)
 }
 
-/// Returns the id and time of the snapshot that the pointer names. With `should_skip_damaged`, returns the newest
-/// readable one if that one, or its home directory, is damaged or lost. A replaced machine may have added snapshots
-/// after the one that the pointer names, so these are used only if there are no others.
+/// Returns the id and time of the snapshot that the pointer names. With `should_skip_damaged`, if that snapshot
+/// or its home directory is damaged or lost, returns the newest readable snapshot instead. A replaced machine may have
+/// added snapshots after the one that the pointer names, so these are used only if there are no others.
 async fn choose_snapshot(
     repository: &Repository,
     latest: &FilesSnapshotRef,
@@ -463,8 +463,8 @@ async fn choose_snapshot(
 }
 
 /// Returns the time up to which a snapshot contains all changes. Any holder of the slot's store credentials can write
-/// the pointer's time, so it can only make the result earlier. A time before 1970 is replaced, because it has no RFC
-/// 3339 form.
+/// the pointer's time, so it can only make the result earlier. A time before 1970 is replaced with the epoch, because
+/// RFC 3339 has no negative years.
 fn restored_as_of(latest: &FilesSnapshotRef, snapshot: &Snapshot) -> Timestamp {
     latest.taken_at.min(snapshot.time).max(Timestamp::UNIX_EPOCH)
 }

@@ -38,7 +38,8 @@ const APPS_DIRECTORY: &str = "home/apps";
 
 /// Moves everything in `from` to `to`, on the same file system, and gives existing directories the owner, mode,
 /// attributes and times of the restored ones. An existing entry that a restored one replaces is moved to the same path
-/// in `replaced`, which is created if it is missing and must be empty. Directories created in it belong to `owner`.
+/// in `replaced`, which is created if it is missing and must not contain that path yet. Directories created in it
+/// belong to `owner`.
 /// Returns the number of entries that were set aside: existing ones that were replaced, and those of the snapshot that
 /// conflict with a reserved directory.
 ///
@@ -122,7 +123,7 @@ fn move_between(
     let times = modification_time(&fstat(from).map_err(wrap("read", &full_path))?);
     // Moving an entry out changes the modification time of `from`. It is reset, because a call repeated after a kill
     // needs the original time.
-    let keep_times = || futimens(from, &times).map_err(wrap("change the times of", &full_path));
+    let reset_times = || futimens(from, &times).map_err(wrap("change the times of", &full_path));
     for name in list_in_move_order(from).map_err(wrap("list", &full_path))? {
         let target = full_path.join(OsStr::from_bytes(name.as_bytes()));
         let source = statat(from, &name, AtFlags::SYMLINK_NOFOLLOW).map_err(wrap("read", &target))?;
@@ -137,13 +138,13 @@ fn move_between(
         let is_staging = STAGING_NAMES.iter().any(|staging| inner_path == Path::new(staging));
         if is_directory(&source) && existing.as_ref().is_some_and(is_directory) && !is_staging {
             set_aside_count += merge(from, to, path, &name, destination)?;
-            keep_times()?;
+            reset_times()?;
             continue;
         }
         if is_staging || !is_directory(&source) && is_written_by_services(&inner_path) {
             tracing::error!(path = %target.display(), "the snapshot has an entry that conflicts with a reserved directory; setting it aside");
             destination.set_aside(from, path, &name)?;
-            keep_times()?;
+            reset_times()?;
             set_aside_count += 1;
             continue;
         }
@@ -152,7 +153,7 @@ fn move_between(
             set_aside_count += 1;
         }
         renameat(from, &name, to, &name).map_err(wrap("move", &target))?;
-        keep_times()?;
+        reset_times()?;
     }
     Ok(set_aside_count)
 }

@@ -3,7 +3,7 @@
 //! While the machine runs, [`service`] repeatedly saves the user's home directory: the watcher reports which
 //! directories have changed, and a schedule decides when to save. On a new machine, [`gate`] restores the latest
 //! snapshot before the database is restored and the gateway starts. The pointer (`svc_store::files_pointer`) names that
-//! snapshot; a replaced machine cannot move it.
+//! snapshot; a replaced machine cannot move the pointer.
 //!
 //! [`history`] lists and sends earlier states of files, and [`restore_entry`] restores a single file or directory on a
 //! running machine.

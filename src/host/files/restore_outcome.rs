@@ -31,7 +31,7 @@ pub struct RestoreOutcome {
     /// The number of damaged files that were left out, and of damaged directories that were restored empty.
     #[serde(default)]
     pub damaged: u64,
-    /// The first few of their paths.
+    /// The paths of the first few damaged entries.
     #[serde(default)]
     pub damaged_paths: Vec<String>,
     /// Why the snapshot was not restored.

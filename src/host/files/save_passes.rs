@@ -18,7 +18,7 @@ use super::changes::{self, ChangesError};
 use crate::audit::file_changes::ChangesReply;
 
 /// After a pass that took at least this long, the watcher is queried for files that were moved during the pass.
-const MIN_RECHECKED_DURATION: Duration = Duration::from_secs(1);
+const RECHECK_THRESHOLD: Duration = Duration::from_secs(1);
 /// Maximum number of passes after the first one.
 const MAX_REPETITIONS: usize = 2;
 
@@ -49,14 +49,14 @@ pub struct SavePasses {
     pub is_full: bool,
     /// The token of the watcher's last reply whose changes the passes contain.
     pub token: Option<String>,
-    /// [`MIN_RECHECKED_DURATION`], except in tests.
-    min_rechecked_duration: Duration,
+    /// [`RECHECK_THRESHOLD`], except in tests.
+    recheck_threshold: Duration,
 }
 
 impl SavePasses {
     /// `token` is the token of the watcher's reply before the first pass.
     pub fn new(result: SaveResult, is_full: bool, token: Option<String>) -> Self {
-        Self { result, is_full, token, min_rechecked_duration: MIN_RECHECKED_DURATION }
+        Self { result, is_full, token, recheck_threshold: RECHECK_THRESHOLD }
     }
 
     /// Adds passes for changes that the previous ones may have missed.
@@ -68,10 +68,10 @@ impl SavePasses {
         saver.options_mut().should_measure_excluded = false;
         let mut has_repeated_full_save = false;
         for _ in 0..MAX_REPETITIONS {
-            if self.result.duration < self.min_rechecked_duration {
+            if self.result.duration < self.recheck_threshold {
                 break;
             }
-            let reply = changes::request(sockets, self.token.clone()).await;
+            let reply = changes::request_changes(sockets, self.token.clone()).await;
             let parent = (self.result.id, self.result.snapshot.clone());
             match MissedChanges::from_reply(&reply) {
                 MissedChanges::None => break,
@@ -159,10 +159,10 @@ mod tests {
             Self { dir, saver, first, requests }
         }
 
-        /// Repeats a save of changes whose token is 0.
+        /// Repeats an incremental save whose token is 0.
         async fn repeat(&mut self) -> SavePasses {
             let passes = SavePasses::new(self.first.clone(), false, Some("0".to_owned()));
-            let mut passes = SavePasses { min_rechecked_duration: Duration::ZERO, ..passes };
+            let mut passes = SavePasses { recheck_threshold: Duration::ZERO, ..passes };
             passes.repeat(&mut self.saver, self.dir.path()).await.unwrap();
             passes
         }

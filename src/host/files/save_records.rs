@@ -47,15 +47,16 @@ struct FileBackupRecord {
 /// Decides which saves get a line.
 #[derive(Debug, Default)]
 pub(super) struct SaveRecords {
-    /// When the last line was written, and its status.
+    /// When the last line was written or could not be written, and its status.
     last_line: Option<(Instant, Status)>,
-    /// The snapshots taken since the last line, and the bytes uploaded for them.
+    /// The number of snapshots taken since a line was last written, and the bytes uploaded for them.
     snapshots: u64,
     uploaded_bytes: u64,
 }
 
 impl SaveRecords {
-    /// Records a save that began at `began`. `size_bytes` is the size of all saved files.
+    /// Records a successful save. `size_bytes` is the size of all saved files, and `began` is when the save began, as
+    /// wall-clock and monotonic time.
     pub(super) fn record_success(
         &mut self,
         layout: &Layout,
@@ -74,7 +75,7 @@ impl SaveRecords {
         self.write_if_due(layout, &record);
     }
 
-    /// Records a failed save that began at `began`.
+    /// Records a failed save; `began` is as in [`Self::record_success`].
     pub(super) fn record_failure(&mut self, layout: &Layout, error: &str, began: (Timestamp, Instant)) {
         let error = Some(error.to_owned());
         let record = FileBackupRecord { error, ..self.new_record(Status::Error, began) };

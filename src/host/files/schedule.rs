@@ -9,7 +9,7 @@ pub const UNWATCHED_INTERVAL: Duration = Duration::from_secs(60);
 /// Minimum pause after a save, because each new snapshot costs several requests to the store. It does not apply to a
 /// requested save.
 pub const MIN_PAUSE: Duration = Duration::from_secs(15);
-/// The same, after a save without changes.
+/// Like [`MIN_PAUSE`], but after a save without changes.
 const MIN_UNCHANGED_PAUSE: Duration = Duration::from_secs(5);
 /// While the watcher reports all changes, checks of unwatched files take at most 1/50 of the time, and saves of the
 /// whole home directory at most 1/100, unless the interval would then exceed its maximum.
@@ -101,7 +101,7 @@ impl Schedule {
         self.changed_since
     }
 
-    /// Returns the scope of the save that is due now.
+    /// Records the observation, and returns the scope of the save that is due now.
     pub fn decide(&mut self, observation: Observation, now: Instant) -> SaveScope {
         if observation != Observation::Unchanged {
             self.changed_since.get_or_insert(now);
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn change_is_saved_in_time_unless_saves_are_slow() {
+    fn change_is_saved_within_max_age_unless_saves_are_slow() {
         for seconds in 0..=15 {
             let duration = Duration::from_secs(seconds);
             let pause = pause_after(duration);

@@ -80,7 +80,7 @@ struct FileBackup {
     settings: FilesSettings,
     schedule: Schedule,
     status: FilesStatus,
-    /// `None` until the repository has been opened.
+    /// `None` until the repository has been opened, and after a failed save.
     saver: Option<OpenSaver>,
     /// The token of the watcher's last reply whose changes have been saved.
     saved_token: Option<String>,
@@ -164,7 +164,7 @@ impl FileBackup {
             self.write_status();
         }
         let sockets = self.settings.layout.watch_sockets();
-        let reply = changes::request(&sockets, self.saved_token.clone()).await;
+        let reply = changes::request_changes(&sockets, self.saved_token.clone()).await;
         let observation = changes::to_observation(&reply);
         let scope = self.schedule.decide(observation, Instant::now());
         self.record_changed_since(checked_at);
@@ -191,8 +191,8 @@ impl FileBackup {
                     self.schedule.request_everything();
                 }
             }
-            // The reason may be that another machine has replaced this one. Retry until a heartbeat confirms this, or
-            // the platform returns the slot to this machine.
+            // The save may have failed because another machine has replaced this one. Retry until a heartbeat confirms
+            // the replacement, or the platform returns the slot to this machine.
             Err(error) => {
                 // The saver's view of the repository may be stale, and new rules have not been applied.
                 (self.saver, self.rules) = (None, None);
@@ -234,10 +234,10 @@ impl FileBackup {
         self.ensure_home_is_complete()?;
         let checks = FileChecks::read(&self.settings.layout).map_err(AccessError::File)?;
         let is_repair = self.status.needs_repair(checks.damage_found_at);
-        // A requested save must not succeed because of what the store contained earlier.
-        let must_check = self.schedule.is_requested() || scope == SaveScope::Everything;
+        // A requested save must not succeed based on an earlier state of the store.
+        let should_check_store = self.schedule.is_requested() || scope == SaveScope::Everything;
         let open = match self.saver.take().filter(|_| !is_repair) {
-            Some(open) if !must_check || open.is_pointer_current(&self.settings).await? => open,
+            Some(open) if !should_check_store || open.is_pointer_current(&self.settings).await? => open,
             _ => {
                 let (open, key_error) = OpenSaver::open(&self.settings).await?;
                 self.status.record_key(key_error.as_ref());
@@ -245,8 +245,8 @@ impl FileBackup {
             }
         };
         let open = self.saver.insert(open);
-        let lost_snapshot = if must_check { open.find_lost_parent().await? } else { None };
-        if must_check {
+        let lost_snapshot = if should_check_store { open.find_lost_parent().await? } else { None };
+        if should_check_store {
             open.saver.require_index_check();
         }
         open.saver.set_lost_snapshot(lost_snapshot.or(checks.damaged_snapshot()));
@@ -332,7 +332,7 @@ impl FileBackup {
         }
     }
 
-    /// Refuses to save a home directory whose files could not be restored: its snapshot would hide the earlier ones.
+    /// Refuses to save a home directory whose files could not be restored: its snapshot would hide earlier snapshots.
     fn ensure_home_is_complete(&self) -> Result<(), SaveError> {
         match RestoreOutcome::read(&self.settings.layout).map_err(AccessError::File)? {
             Some(RestoreOutcome { error: Some(_), .. }) => Err(AccessError::NotRestored.into()),

@@ -31,7 +31,7 @@ use crate::system::config;
 use crate::system::layout::Layout;
 use crate::system::lock::Lock;
 
-/// The file that requests a verification.
+/// The name of the request file for a verification, in the requests directory.
 pub const REQUEST: &str = "files-verify";
 /// The name of the pointer in messages.
 const POINTER: &str = "pointer files/latest";
@@ -62,8 +62,8 @@ enum CheckError {
 ///
 /// # Errors
 /// `Refused` if something is damaged or differs; `Unavailable` if a check could not be completed; `TryAgain` if another
-/// verification is still running after an hour; `Config` if the configuration is invalid; `Internal` if a file of the
-/// machine cannot be read or written.
+/// verification is still running after an hour; `Config` if the configuration is invalid; `Internal` if a local file
+/// cannot be read or written.
 pub async fn run(layout: Layout, should_verify_all: bool) -> Result<(), Failure> {
     let lock = Lock::wait(&layout.files_state().join(LOCK_FILE), LOCK_TIMEOUT).await;
     // Remove the request even without the lock or with an invalid configuration, because systemd restarts this program
@@ -161,8 +161,8 @@ async fn verify_shares(
         return Err(error.into());
     }
     checks.record_readable();
-    // Contains all damaged blobs, because the shares with known damage are verified in each run.
-    let mut blobs: HashSet<Id> = HashSet::new();
+    // After the loop, this contains all damaged blobs, because the shares with known damage are verified in each run.
+    let mut damaged_blobs: HashSet<Id> = HashSet::new();
     for share in shares {
         let verified = verify(&repository, *share).await?;
         result.packs += verified.packs;
@@ -178,15 +178,15 @@ async fn verify_shares(
                 "a pack is damaged, but its content can be read from this or other packs"
             );
         }
-        blobs.extend(verified.damaged.iter().flat_map(|damaged| &damaged.blobs));
+        damaged_blobs.extend(verified.damaged.iter().flat_map(|damaged| &damaged.blobs));
         checks.record_share(*share, &verified, clock::now_ms());
         // Write the result before the search for affected files, which can take a long time.
         checks.write(&settings.layout).map_err(AccessError::File)?;
     }
-    let affected = if blobs.is_empty() {
+    let affected = if damaged_blobs.is_empty() {
         AffectedFiles::default()
     } else {
-        find_affected_files(&repository, &blobs).await?
+        find_affected_files(&repository, &damaged_blobs).await?
     };
     (checks.affected_snapshots, checks.has_more_affected) = (affected.snapshots, affected.has_more);
     let describe = |file: AffectedPath| AffectedFile {

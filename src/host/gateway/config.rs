@@ -163,8 +163,8 @@ fn read_issuer(env: &mut Env) -> Option<TrustedIssuer> {
     Some(TrustedIssuer { issuer: issuer?, audiences, jwks_url: jwks_url? })
 }
 
-/// Returns the URL of the issuer's keys. If it is a URL but not `http` or `https`, the issuer is ignored rather than
-/// rejected, because earlier releases started with it.
+/// Returns the URL of the issuer's keys. If `IDP_JWKS_URL` or, in its absence, the issuer is a URL but not `http` or
+/// `https`, the issuer is ignored rather than rejected, because earlier releases started with such a configuration.
 fn read_jwks_url(env: &mut Env, issuer: Option<&str>) -> Option<Url> {
     if env.is_set(&vars::IDP_JWKS_URL) {
         let url: Url = env.optional(&vars::IDP_JWKS_URL)?;

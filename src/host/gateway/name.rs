@@ -93,7 +93,7 @@ impl fmt::Display for Quoted<'_> {
     }
 }
 
-/// An invalid name, with the rule that it violates.
+/// The rule that an invalid name violates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct InvalidName(&'static str);

@@ -36,7 +36,7 @@ pub struct Upstreams {
     shell: Proxy,
     code: Proxy,
     history: Proxy,
-    downloads: Arc<Semaphore>,
+    download_permits: Arc<Semaphore>,
 }
 
 impl Upstreams {
@@ -54,7 +54,7 @@ impl Upstreams {
             shell: proxy_to("shell.sock"),
             code: proxy_to("code.sock"),
             history: Proxy::new(history, history_limits),
-            downloads: Arc::new(Semaphore::new(MAX_DOWNLOADS)),
+            download_permits: Arc::new(Semaphore::new(MAX_DOWNLOADS)),
         }
     }
 }
@@ -90,7 +90,7 @@ pub async fn proxy_to_history(upstreams: &Upstreams, request: Request) -> Respon
 
 /// Proxies a download to the file history.
 pub async fn proxy_download(upstreams: &Upstreams, request: Request) -> Response {
-    match Arc::clone(&upstreams.downloads).try_acquire_owned() {
+    match Arc::clone(&upstreams.download_permits).try_acquire_owned() {
         Ok(permit) => forward_to_history(upstreams, request, permit).await,
         Err(_) => {
             let detail = "Too many downloads are in progress; try again when one has ended.";
@@ -162,7 +162,7 @@ fn unavailable_response(problem: Problem, wants_page: bool) -> Response {
     if !wants_page || problem.code.status() != StatusCode::SERVICE_UNAVAILABLE {
         return problem.into_response();
     }
-    let text = format!(
+    let page = format!(
         "<!doctype html><html lang=\"en\"><meta charset=\"utf-8\">\
          <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\
          <meta http-equiv=\"refresh\" content=\"{RETRY_AFTER_SECONDS}\"><title>One moment</title>\
@@ -170,7 +170,7 @@ fn unavailable_response(problem: Problem, wants_page: bool) -> Response {
          <main role=\"status\"><h1>One moment</h1><p>{} This page reloads automatically.</p></main>",
         problem.detail
     );
-    let mut response = (problem.code.status(), Html(text)).into_response();
+    let mut response = (problem.code.status(), Html(page)).into_response();
     let headers = response.headers_mut();
     headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
     headers.insert(header::RETRY_AFTER, HeaderValue::from(RETRY_AFTER_SECONDS));

@@ -206,14 +206,14 @@ async fn limit_body(max_bytes: usize, request: Request, next: Next) -> Response 
 async fn unknown_route(request: Request) -> Response {
     // Without a principal, an unknown path gets the same refusal as a known one, so that the refusal does not reveal
     // which paths exist.
-    let refusal = match request.extensions().get::<Result<Authentication, AuthFailure>>() {
+    let response = match request.extensions().get::<Result<Authentication, AuthFailure>>() {
         Some(Ok(_)) => Problem::new(Code::NotFound, "There is no such route; see /api/bridge/openapi.json.")
             .into_response(),
         Some(Err(failure)) => failure.into_response(),
         None => AuthFailure::Missing.into_response(),
     };
     body::LIMITS.drain(request.into_body()).await;
-    refusal
+    response
 }
 
 async fn method_not_allowed(request: Request) -> Problem {

@@ -45,7 +45,7 @@ pub struct Writers {
     kernel: Arc<Kernel>,
     database: Arc<Database>,
     state: Mutex<WritersState>,
-    /// Serializes changes, so that `watch` does not undo a concurrent `quiesce`.
+    /// Serializes changes to the quiesce state, so that `watch` does not undo a concurrent `quiesce`.
     change_lock: tokio::sync::Mutex<()>,
 }
 

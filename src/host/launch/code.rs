@@ -49,7 +49,7 @@ const ENTRY_POINTS: [&str; 2] = ["out/node/entry.js", "node_modules/code-server/
 )]
 struct Args {}
 
-/// The release's programs to run.
+/// The paths of the release's code-server and of the Node.js that runs it.
 #[derive(Debug, PartialEq, Eq)]
 struct CodeServer {
     node: PathBuf,
@@ -78,9 +78,9 @@ impl CodeServer {
             argument: "code-server",
         })?;
         // code-server's own archive includes Node.js.
-        let nodes = [runtime.join("node/bin/node"), dir.join("lib/node")];
-        let node = nodes.iter().find(|node| node.is_file()).cloned();
-        let [path, _] = nodes;
+        let node_paths = [runtime.join("node/bin/node"), dir.join("lib/node")];
+        let node = node_paths.iter().find(|path| path.is_file()).cloned();
+        let [path, _] = node_paths;
         let node = node.ok_or(MissingRuntime { component: "Node.js", path, argument: "node" })?;
         Ok(Self { node, entry })
     }
@@ -161,7 +161,7 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
 }
 
 /// Notifies systemd once code-server accepts connections, then feeds the watchdog as long as it does. Returns only if
-/// code-server does not start to accept connections in time.
+/// code-server does not accept connections within [`STARTUP_TIMEOUT`].
 async fn supervise(socket: &Path) -> anyhow::Error {
     let accepting = async {
         while !is_accepting(socket).await {

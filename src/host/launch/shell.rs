@@ -45,8 +45,8 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     let listener = bound.context("cannot listen on the Unix socket").or_exit(Exit::Unavailable)?;
     let stop = server::stop_on_signal().context("cannot handle signals").or_exit(Exit::Internal)?;
     tokio::spawn(systemd::feed_watchdog(stop.clone(), async || true));
-    let status = format!("serving {} files", site.len());
-    tracing::info!(files = site.len(), bytes = site.bytes(), "serving the shell");
+    let status = format!("serving {} files", site.file_count());
+    tracing::info!(files = site.file_count(), bytes = site.total_bytes(), "serving the shell");
     systemd::notify(&[NotifyState::Ready, NotifyState::Status(&status)]);
     unix_socket::serve(listener, router(site), stop).await;
     systemd::notify(&[NotifyState::Stopping]);

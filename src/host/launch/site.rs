@@ -59,7 +59,7 @@ struct SiteFile {
 /// The files of a build, by relative path.
 pub struct Site {
     files: BTreeMap<String, SiteFile>,
-    bytes: u64,
+    total_bytes: u64,
 }
 
 impl Site {
@@ -69,7 +69,7 @@ impl Site {
         if !index.is_file() {
             return Err(SiteError::NoShell(index));
         }
-        let mut site = Self { files: BTreeMap::new(), bytes: 0 };
+        let mut site = Self { files: BTreeMap::new(), total_bytes: 0 };
         let mut pending = vec![root.to_owned()];
         while let Some(dir) = pending.pop() {
             let read_error = |path: &Path| {
@@ -86,8 +86,8 @@ impl Site {
                 }
                 let name = path.strip_prefix(root).ok().and_then(Path::to_str);
                 let (Some(name), true) = (name, meta.is_file()) else { continue };
-                site.bytes += meta.len();
-                if site.bytes > MAX_SITE_BYTES || site.files.len() >= MAX_SITE_FILES {
+                site.total_bytes += meta.len();
+                if site.total_bytes > MAX_SITE_BYTES || site.files.len() >= MAX_SITE_FILES {
                     return Err(SiteError::TooLarge(root.to_owned()));
                 }
                 let content = fs::read(&path).map_err(read_error(&path))?;
@@ -97,12 +97,12 @@ impl Site {
         Ok(site)
     }
 
-    pub fn len(&self) -> usize {
+    pub fn file_count(&self) -> usize {
         self.files.len()
     }
 
-    pub fn bytes(&self) -> u64 {
-        self.bytes
+    pub fn total_bytes(&self) -> u64 {
+        self.total_bytes
     }
 
     /// Returns the file for a URL path, with its name; the index page for a path that names no file and has no file
@@ -236,10 +236,11 @@ mod tests {
         assert!(!plain.headers().contains_key("content-encoding"));
         assert_eq!(compressed.headers()["content-encoding"], "gzip");
         let compressed = body(compressed);
-        let mut read = Vec::new();
-        io::Read::read_to_end(&mut flate2::read::GzDecoder::new(compressed.as_slice()), &mut read).unwrap();
-        assert_eq!(read, body(plain));
-        assert!(compressed.len() < read.len() / 4);
+        let mut decompressed = Vec::new();
+        let mut decoder = flate2::read::GzDecoder::new(compressed.as_slice());
+        io::Read::read_to_end(&mut decoder, &mut decompressed).unwrap();
+        assert_eq!(decompressed, body(plain));
+        assert!(compressed.len() < decompressed.len() / 4);
     }
 
     #[test]

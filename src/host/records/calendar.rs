@@ -67,7 +67,7 @@ mod tests {
     }
 
     proptest! {
-        /// In any zone, a day starts where the previous one ends, and limits reset in the future.
+        /// In any zone, days and months start where the previous ones end, and the next ones start in the future.
         #[test]
         fn days_and_months_are_contiguous(
             zone in prop::sample::select(vec![

@@ -183,7 +183,7 @@ pub enum GapReason {
     #[serde(rename = "unheard")]
     #[strum(serialize = "unheard")]
     Undelivered,
-    /// The watcher did not reply in time.
+    /// The watcher did not reply before the hook's deadline.
     Late,
     /// The hook's input was invalid or too large.
     Unreadable,

@@ -185,7 +185,7 @@ impl FollowedFile {
         Self { id, offset: 0, read_length: None, is_skipping: false }
     }
 
-    /// Starts after a line; `None` if this is not a line boundary in the file.
+    /// Starts at a position; `None` if it is not the start of a line, or is beyond the end of the file.
     fn after(position: LinePosition, file: &File) -> io::Result<Option<Self>> {
         let is_valid = position.offset <= file.metadata()?.len() && is_line_start(file, position.offset)?;
         Ok(is_valid.then(|| Self { offset: position.offset, ..Self::new(position.file) }))

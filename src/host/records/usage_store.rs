@@ -53,26 +53,26 @@ pub struct UsageStore {
     line_count: Mutex<u64>,
     /// Days with dropped interactions, which are counted but missing from the files.
     incomplete_days: Mutex<BTreeSet<Date>>,
-    restore_marker: Option<RestoreMarker>,
+    restore_detector: Option<RestoreDetector>,
 }
 
-/// A file that is replaced after a restore has replaced the records. The ledger is then read again: otherwise, the
-/// restored totals would be missing, and the next compaction would delete them.
-pub struct RestoreMarker {
+/// Detects restores of the records by a file that is replaced after each one. The ledger is then read again: otherwise,
+/// the restored totals would be missing, and the next compaction would delete them.
+pub struct RestoreDetector {
     path: PathBuf,
-    /// The state of the file when the records were last read.
-    last: Mutex<Option<FileStamp>>,
+    /// The file's stamp when the records were last read.
+    last_stamp: Mutex<Option<FileStamp>>,
 }
 
-impl RestoreMarker {
-    /// Remembers the file's current state. Call this before the records are read.
+impl RestoreDetector {
+    /// Remembers the file's current stamp. Call this before the records are read.
     pub fn new(path: PathBuf) -> Self {
-        let marker = Self { path, last: Mutex::default() };
-        *lock(&marker.last) = marker.read();
-        marker
+        let detector = Self { path, last_stamp: Mutex::default() };
+        *lock(&detector.last_stamp) = detector.read_stamp();
+        detector
     }
 
-    fn read(&self) -> Option<FileStamp> {
+    fn read_stamp(&self) -> Option<FileStamp> {
         File::open(&self.path).and_then(|file| FileStamp::of_file(&file)).ok()
     }
 }
@@ -85,32 +85,31 @@ impl UsageStore {
     /// [`FileError`] if a log file exists and cannot be read, or the temporary file cannot be removed.
     pub fn open(records: Records, logs: PathBuf, seal_file: PathBuf) -> Result<Self, FileError> {
         fsx::remove_if_exists(&logs.join(NEW_USAGE_FILE))?;
-        let (ledger, lines) = read_ledger_and_line_count(&logs, &seal_file)?;
-        let (ledger, line_count) = (Mutex::new(ledger), Mutex::new(lines));
+        let (ledger, line_count) = read_ledger_and_line_count(&logs, &seal_file)?;
         Ok(Self {
-            ledger,
+            ledger: Mutex::new(ledger),
             records,
             logs,
             seal_file,
-            line_count,
+            line_count: Mutex::new(line_count),
             incomplete_days: Mutex::default(),
-            restore_marker: None,
+            restore_detector: None,
         })
     }
 
-    /// Makes the store read its files again whenever the marker's file has been replaced.
+    /// Makes the store read its files again after each restore.
     #[must_use]
-    pub fn with_restore_marker(self, marker: RestoreMarker) -> Self {
-        Self { restore_marker: Some(marker), ..self }
+    pub fn with_restore_detector(self, detector: RestoreDetector) -> Self {
+        Self { restore_detector: Some(detector), ..self }
     }
 
     /// Reads the files again if a restore has replaced them; calls to [`Self::record`] block in the meantime. Returns
     /// `false` if the files have to be read, but cannot be: nothing may be written in that case.
     fn reload_if_restored(&self, line_count: &mut u64) -> bool {
-        let Some(marker) = &self.restore_marker else { return true };
-        let mut last = lock(&marker.last);
-        let current = marker.read();
-        if *last == current {
+        let Some(detector) = &self.restore_detector else { return true };
+        let mut last_stamp = lock(&detector.last_stamp);
+        let current_stamp = detector.read_stamp();
+        if *last_stamp == current_stamp {
             return true;
         }
         let mut ledger = self.lock_ledger();
@@ -118,8 +117,8 @@ impl UsageStore {
             return false;
         }
         match read_ledger_and_line_count(&self.logs, &self.seal_file) {
-            Ok((restored, lines)) => {
-                (*ledger, *line_count, *last) = (restored, lines, current);
+            Ok((restored, restored_line_count)) => {
+                (*ledger, *line_count, *last_stamp) = (restored, restored_line_count, current_stamp);
                 tracing::info!("read the records again after a restore");
                 true
             }
@@ -130,9 +129,11 @@ impl UsageStore {
         }
     }
 
-    /// Whether a restore has replaced the files since they were last read. The next [`Self::write`] reads them again.
+    /// Returns whether a restore has replaced the files since they were last read. The next [`Self::write`] reads them
+    /// again.
     pub fn is_outdated(&self) -> bool {
-        self.restore_marker.as_ref().is_some_and(|marker| *lock(&marker.last) != marker.read())
+        let detector = self.restore_detector.as_ref();
+        detector.is_some_and(|detector| *lock(&detector.last_stamp) != detector.read_stamp())
     }
 
     fn lock_ledger(&self) -> MutexGuard<'_, Ledger> {
@@ -219,8 +220,8 @@ impl UsageStore {
         }
     }
 
-    /// Rewrites the file. Returns the new number of lines, or `None` if the compaction was postponed or there is no
-    /// file. The caller must prevent concurrent writes. The file is replaced only once the new one is durable.
+    /// Rewrites `usage.jsonl`. Returns the new number of lines, or `None` if the compaction was postponed or there is
+    /// no file. The caller must prevent concurrent writes. The file is replaced only once the new one is durable.
     fn rewrite(&self, line_count: &mut u64) -> Result<Option<u64>, FileError> {
         let (path, new) = (self.logs.join(USAGE_FILE), self.logs.join(NEW_USAGE_FILE));
         if !self.write_lines(line_count) || !self.records.flush(FLUSH_TIMEOUT) {
@@ -266,9 +267,9 @@ impl UsageStore {
     }
 
     /// Writes all usage and seals complete days. Days with dropped interactions, or with interactions recorded during
-    /// this call, stay unsealed and are recounted at the next startup. If the usage cannot be made durable in time, the
-    /// previous seals are kept. They are also kept once a sync has failed: the next start may record a lost interaction
-    /// again, and a sealed day would then count it twice.
+    /// this call, stay unsealed and are recounted at the next start. If the usage is not durable within
+    /// `FLUSH_TIMEOUT`, the previous seals are kept. They are also kept once a sync has failed: the next start may
+    /// record a lost interaction again, and a sealed day would then count it twice.
     pub fn seal(&self) {
         let mut line_count = lock(&self.line_count);
         let is_durable = self.reload_if_restored(&mut line_count)
@@ -312,9 +313,9 @@ pub fn read_ledger(logs: &Path, seal_file: &Path) -> Result<Ledger, FileError> {
 
 /// Reads the ledger, and counts the lines in `usage.jsonl`.
 fn read_ledger_and_line_count(logs: &Path, seal_file: &Path) -> Result<(Ledger, u64), FileError> {
-    let (mut ledger, mut lines) = (Ledger::default(), 0);
+    let (mut ledger, mut line_count) = (Ledger::default(), 0);
     for_each_line(&logs.join(USAGE_FILE), |line| {
-        lines += 1;
+        line_count += 1;
         if let Ok(line) = serde_json::from_slice(line) {
             ledger.apply_line(&line);
         }
@@ -339,7 +340,7 @@ fn read_ledger_and_line_count(logs: &Path, seal_file: &Path) -> Result<(Ledger, 
         }
     }
     ledger.shrink_to_fit();
-    Ok((ledger, lines))
+    Ok((ledger, line_count))
 }
 
 /// The counted fields of an interaction.

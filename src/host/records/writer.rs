@@ -1,4 +1,4 @@
-//! Writes the records of the gateway and of the audit's watcher. Callers append lines to queues in memory; one thread
+//! Writes the records of the gateway and of the audit watcher. Callers append lines to queues in memory; one thread
 //! writes them to disk, and another syncs the files.
 //!
 //! Each log file's accepted lines are written in order, at most [`FLUSH_INTERVAL`] later unless the disk fails. A crash

@@ -96,9 +96,9 @@ pub fn assess_clock(state: Option<ClockState>, now: ClockReading) -> (i64, Clock
     (now.clock.min(expected + uptime_seconds), ClockState { boot_time: expected, uptime_seconds, untrusted })
 }
 
-/// Whether the machine may have rebooted since the last check, although the uptime is longer now: the last check may
-/// have run even sooner after the previous boot. A clock jump that looks like a reboot is accepted, because it is too
-/// short to matter: at most `2 * MAX_REBOOT_SECONDS`.
+/// Returns whether the machine may have rebooted since the last check, although the uptime is longer now: the last
+/// check may have run even sooner after the previous boot. A clock jump that looks like a reboot is accepted, because
+/// it is too short to matter: at most `2 * MAX_REBOOT_SECONDS`.
 fn may_have_rebooted(state: ClockState, boot_time: i64, uptime_seconds: i64) -> bool {
     let last_check = state.boot_time + state.uptime_seconds;
     uptime_seconds <= MAX_REBOOT_SECONDS
@@ -198,7 +198,7 @@ mod tests {
 
     #[test]
     fn reboot_is_recognized_even_if_uptime_has_grown() {
-        let checked = |boot_minute: i64, uptime_minutes: i64| {
+        let reading_at = |boot_minute: i64, uptime_minutes: i64| {
             let uptime_seconds = uptime_minutes * 60;
             ClockReading {
                 clock: START + boot_minute * 60 + uptime_seconds,
@@ -206,12 +206,12 @@ mod tests {
                 last_write: None,
             }
         };
-        let before = assess_clock(None, checked(0, 2)).1;
-        let rebooted = checked(20, 42);
+        let before = assess_clock(None, reading_at(0, 2)).1;
+        let rebooted = reading_at(20, 42);
         let (trusted_time, state) = assess_clock(Some(before), rebooted);
         assert_eq!((trusted_time, state.untrusted), (rebooted.clock, None));
         // The clock has jumped: if the machine had rebooted, an hourly check would have run sooner.
-        for jumped in [checked(5 * 60, 42), checked(20, 5 * 60)] {
+        for jumped in [reading_at(5 * 60, 42), reading_at(20, 5 * 60)] {
             assert!(assess_clock(Some(before), jumped).0 < jumped.clock, "{jumped:?}");
         }
     }

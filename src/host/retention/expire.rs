@@ -16,7 +16,7 @@ use svc_base::fsx::{self, FileError};
 const RETENTION_DAYS: i32 = 30;
 
 /// Returns the date in a log file's name.
-fn log_day(name: &str) -> Option<Date> {
+fn parse_log_day(name: &str) -> Option<Date> {
     [ACTIVITY, AUDIT, INTERACTIONS].iter().find_map(|log| log.parse_day(name))
 }
 
@@ -24,7 +24,7 @@ fn log_day(name: &str) -> Option<Date> {
 fn expired_names(names: Vec<String>, today: Date) -> Vec<String> {
     let Ok(oldest) = today.checked_sub(RETENTION_DAYS.days()) else { return Vec::new() };
     let mut expired: Vec<String> =
-        names.into_iter().filter(|name| log_day(name).is_some_and(|day| day < oldest)).collect();
+        names.into_iter().filter(|name| parse_log_day(name).is_some_and(|day| day < oldest)).collect();
     expired.sort();
     expired
 }
@@ -154,7 +154,7 @@ mod tests {
             }
             if correct_hours > 25 {
                 let overdue = files.keys().find(|name| {
-                    day_at(true_time).since(log_day(name).unwrap()).unwrap().get_days() > RETENTION_DAYS
+                    day_at(true_time).since(parse_log_day(name).unwrap()).unwrap().get_days() > RETENTION_DAYS
                 });
                 prop_assert_eq!(overdue, None, "in hour {}", hour);
             }

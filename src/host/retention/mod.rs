@@ -1,4 +1,5 @@
-//! `svc-heartbeat`: rotates and expires the machine's log files once a day, and measures its storage.
+//! `svc-heartbeat`: rotates and expires the machine's log files and measures its storage, once a day. A timer starts it
+//! every hour.
 //!
 //! This module contains the command line, the configuration and the sequence of steps. Each run derives its work from
 //! the files on disk, so the next run completes the work of a killed one. A failed step does not stop the others.
@@ -104,7 +105,7 @@ async fn measure_storage(layout: &Layout, server: &PostgresServer, today: Date) 
     if storage::is_measured(&storage::log_path(layout), today).or_exit(Exit::Internal)? {
         return Ok(());
     }
-    let line = storage::measure(layout, server, today).await.map_err(|error| {
+    let line = storage::measure_and_append(layout, server, today).await.map_err(|error| {
         let exit = if error.is_database_error() { Exit::Unavailable } else { Exit::Internal };
         Failure::new(exit, error)
     })?;

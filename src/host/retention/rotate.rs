@@ -61,7 +61,7 @@ pub fn rotate(
                 return Ok(Some(name));
             }
             Err(Errno::EEXIST) => {}
-            // Another program has renamed or deleted it.
+            // Another program has renamed or deleted the file.
             Err(Errno::ENOENT) => return Ok(None),
             Err(error) => return Err(FileError::wrap("rename", &current)(error.into())),
         }
@@ -138,7 +138,7 @@ mod tests {
     }
 
     /// Reads the files in a directory, with their content.
-    fn files(dir: &Path) -> BTreeMap<String, String> {
+    fn read_files(dir: &Path) -> BTreeMap<String, String> {
         let entries = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
         entries
             .map(|path| {
@@ -164,7 +164,7 @@ mod tests {
         assert_eq!(rotate(dir.path(), AUDIT, &utc(), TODAY).unwrap(), None);
         write_log_file(&dir.path().join("audit.jsonl"), &line(at(TODAY, 0), 2), at(TODAY, 0));
         assert_eq!(rotate(dir.path(), AUDIT, &utc(), TODAY).unwrap(), None);
-        assert_eq!(files(dir.path())["audit-2026-11-20.jsonl"], text);
+        assert_eq!(read_files(dir.path())["audit-2026-11-20.jsonl"], text);
     }
 
     #[test]
@@ -178,7 +178,7 @@ mod tests {
         open.set_modified(SystemTime::from(at(yesterday, 2))).unwrap();
         rotate(dir.path(), ACTIVITY, &utc(), TODAY).unwrap().unwrap();
         open.write_all(b"ne\n").unwrap();
-        assert!(files(dir.path())["activity-2026-11-20.log"].ends_with("half of a line\n"));
+        assert!(read_files(dir.path())["activity-2026-11-20.log"].ends_with("half of a line\n"));
     }
 
     #[test]
@@ -189,7 +189,7 @@ mod tests {
             write_log_file(&dir.path().join("audit.jsonl"), &line(at(yesterday, 3), n), at(yesterday, 9));
             rotate(dir.path(), AUDIT, &utc(), TODAY).unwrap().unwrap();
         }
-        let names: Vec<String> = files(dir.path()).into_keys().collect();
+        let names: Vec<String> = read_files(dir.path()).into_keys().collect();
         assert_eq!(names, ["audit-2026-11-20.2.jsonl", "audit-2026-11-20.3.jsonl", "audit-2026-11-20.jsonl"]);
     }
 
@@ -246,7 +246,7 @@ mod tests {
             });
             assert_eq!(rotated, 1);
         }
-        let files = files(dir.path());
+        let files = read_files(dir.path());
         let mut lines: Vec<&str> = files.values().flat_map(|text| text.lines()).collect();
         assert_eq!((files.len(), lines.len()), (20, 20));
         lines.sort_unstable();
@@ -295,7 +295,7 @@ mod tests {
                 }
             }
             rotate(dir.path(), AUDIT, &utc(), today.tomorrow().unwrap()).unwrap();
-            let files = files(dir.path());
+            let files = read_files(dir.path());
             prop_assert!(!files.contains_key("audit.jsonl"));
             let kept: usize = files.values().map(|text| text.lines().count()).sum();
             prop_assert_eq!(kept, lines.len());

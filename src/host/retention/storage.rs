@@ -74,7 +74,8 @@ pub struct FileSizes {
     pub home_bytes: u64,
     pub apps_bytes: u64,
     pub logs_bytes: u64,
-    /// Number of directories that were unreadable or not reached in time. If nonzero, the sizes are too small.
+    /// Number of directories that were unreadable or not reached within `WALK_TIMEOUT`. If nonzero, the sizes are too
+    /// small.
     #[serde(rename = "unreadable", skip_serializing_if = "is_zero")]
     pub skipped_directories: u64,
 }
@@ -101,8 +102,9 @@ pub fn log_path(layout: &Layout) -> PathBuf {
 ///
 /// # Errors
 /// [`StorageError`] if the home directory, the database or the log file is not accessible, or the database does not
-/// respond in time. A later run on this day measures again, unless the line was written but could not be synced.
-pub async fn measure(
+/// respond within `DATABASE_TIMEOUT`. A later run on this day measures again, unless the line was written but could not
+/// be synced.
+pub async fn measure_and_append(
     layout: &Layout,
     server: &PostgresServer,
     today: Date,

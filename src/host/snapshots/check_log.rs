@@ -104,11 +104,11 @@ impl CheckRecord {
         }
     }
 
-    /// Returns the last check of a kind on this machine, or `None` if there is none.
+    /// Reads the record of the last check of a kind on this machine; `None` if there is none.
     ///
     /// # Errors
     /// [`LastCheckError`] if the file exists and cannot be read or parsed.
-    pub fn last(layout: &Layout, kind: CheckKind) -> Result<Option<Self>, LastCheckError> {
+    pub fn read_last(layout: &Layout, kind: CheckKind) -> Result<Option<Self>, LastCheckError> {
         let path = layout.last_check(kind.as_str());
         let Some(text) = fsx::read_if_exists(&path)? else { return Ok(None) };
         serde_json::from_slice(&text).map(Some).map_err(|source| LastCheckError::Malformed { path, source })

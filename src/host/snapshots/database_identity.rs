@@ -157,7 +157,7 @@ async fn read_current_database(client: &Client) -> Result<String, Error> {
 }
 
 async fn read_identity(client: &Client, database: &str) -> Result<LiveIdentity, IdentityError> {
-    let live = client
+    let row = client
         .query_opt(
             "SELECT (SELECT system_identifier::text FROM pg_control_system()), d.oid, \
                     (SELECT substr(c, strpos(c, '=') + 1) FROM pg_db_role_setting g, unnest(g.setconfig) c \
@@ -166,7 +166,7 @@ async fn read_identity(client: &Client, database: &str) -> Result<LiveIdentity, 
             &[&database],
         )
         .await?;
-    let row = live.ok_or_else(|| IdentityError::Absent(database.to_owned()))?;
+    let row = row.ok_or_else(|| IdentityError::Absent(database.to_owned()))?;
     let restore_id: Option<String> = row.try_get(2)?;
     Ok(LiveIdentity {
         system_identifier: row.try_get(0)?,

@@ -19,8 +19,8 @@ pub fn read_settings(layout: &Layout) -> CertificateSettings {
     delivered.unwrap_or_else(initial)
 }
 
-/// Stores delivered settings, which contain a secret if the ACME account has an external account binding.
-pub fn store_settings(layout: &Layout, settings: &CertificateSettings) -> Result<(), FileError> {
+/// Writes delivered settings, which contain a secret if the ACME account has an external account binding.
+pub fn write_settings(layout: &Layout, settings: &CertificateSettings) -> Result<(), FileError> {
     write_if_changed(&layout.certificate_settings(), settings, 0o600)
 }
 

@@ -35,7 +35,7 @@ impl HeartbeatFailure {
 
 /// Writes the record when the result of the heartbeats changes. A disk error is only logged; the next heartbeat retries
 /// the write.
-pub struct FailureLog<'a> {
+pub struct FailureRecorder<'a> {
     layout: &'a Layout,
     /// The current failure, whether or not it could be written.
     failure: Option<HeartbeatFailure>,
@@ -44,7 +44,7 @@ pub struct FailureLog<'a> {
     file_may_exist: bool,
 }
 
-impl<'a> FailureLog<'a> {
+impl<'a> FailureRecorder<'a> {
     /// Continues the record of an earlier process.
     pub fn open(layout: &'a Layout) -> Self {
         let failure = HeartbeatFailure::read(layout).ok().flatten();
@@ -89,12 +89,12 @@ mod tests {
         let layout = Layout::new(dir.path());
         std::fs::create_dir_all(layout.heartbeat_failure().parent().unwrap()).unwrap();
         let read = || HeartbeatFailure::read(&layout).unwrap();
-        let mut log = FailureLog::open(&layout);
-        log.record_success();
+        let mut recorder = FailureRecorder::open(&layout);
+        recorder.record_success();
         assert_eq!(read(), None);
-        log.record_failure("timeout".to_owned(), false);
+        recorder.record_failure("timeout".to_owned(), false);
         let first = read().unwrap();
-        let mut restarted = FailureLog::open(&layout);
+        let mut restarted = FailureRecorder::open(&layout);
         restarted.record_failure("401 Unauthorized".to_owned(), true);
         let second = read().unwrap();
         assert_eq!((second.since, second.error.as_str()), (first.since, "401 Unauthorized"));
@@ -106,19 +106,19 @@ mod tests {
     fn failed_write_and_removal_are_retried() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
-        let mut log = FailureLog::open(&layout);
+        let mut recorder = FailureRecorder::open(&layout);
         // The directory does not exist yet.
-        log.record_failure("timeout".to_owned(), false);
+        recorder.record_failure("timeout".to_owned(), false);
         std::fs::create_dir_all(layout.heartbeat_failure().parent().unwrap()).unwrap();
-        log.record_failure("timeout".to_owned(), false);
+        recorder.record_failure("timeout".to_owned(), false);
         assert!(HeartbeatFailure::read(&layout).unwrap().is_some());
         // A directory in place of the file cannot be removed.
         std::fs::remove_file(layout.heartbeat_failure()).unwrap();
         std::fs::create_dir(layout.heartbeat_failure()).unwrap();
-        log.record_success();
+        recorder.record_success();
         std::fs::remove_dir(layout.heartbeat_failure()).unwrap();
         std::fs::write(layout.heartbeat_failure(), "{}").unwrap();
-        log.record_success();
+        recorder.record_success();
         assert!(!layout.heartbeat_failure().exists());
     }
 }

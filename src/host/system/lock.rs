@@ -11,7 +11,7 @@ use svc_base::fsx::FileError;
 /// Interval between attempts to acquire a lock that another run holds.
 const RETRY_INTERVAL: Duration = Duration::from_millis(200);
 
-/// The lock is held until this is dropped.
+/// A held lock, which is released when this value is dropped.
 #[derive(Debug)]
 pub struct Lock {
     _file: File,

@@ -53,7 +53,7 @@ impl Compression {
 
     /// Returns the maximum size of a dump, as a multiple of the database's size on disk. Values can be longer as text
     /// than on disk. Without compression, NULLs and values that PostgreSQL compresses are written out in full.
-    pub fn max_growth(self) -> u64 {
+    pub fn max_growth_factor(self) -> u64 {
         match self {
             Self::None => 32,
             Self::Gzip(_) | Self::Zstd(_) => 2,
@@ -66,14 +66,14 @@ impl FromStr for Compression {
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         const EXPECTED: &str = "must be none, gzip:1 to gzip:9, or zstd:1 to zstd:19";
-        let level = |text: &str, max: u8| match text.parse::<u8>() {
+        let parse_level = |text: &str, max: u8| match text.parse::<u8>() {
             Ok(level) if (1..=max).contains(&level) => Ok(level),
             _ => Err(EXPECTED),
         };
         match text.split_once(':') {
             None if text == "none" => Ok(Self::None),
-            Some(("gzip", text)) => level(text, 9).map(Self::Gzip),
-            Some(("zstd", text)) => level(text, 19).map(Self::Zstd),
+            Some(("gzip", text)) => parse_level(text, 9).map(Self::Gzip),
+            Some(("zstd", text)) => parse_level(text, 19).map(Self::Zstd),
             _ => Err(EXPECTED),
         }
     }
@@ -137,7 +137,7 @@ impl PgTools {
     }
 
     /// Builds the command that writes a dump of the exported snapshot to stdout, in custom format.
-    pub fn dump(&self, server: &PostgresServer, snapshot: &str, compression: Compression) -> Command {
+    pub fn dump_command(&self, server: &PostgresServer, snapshot: &str, compression: Compression) -> Command {
         let mut command = self.command("pg_dump", Some(server));
         command
             .args(["-Fc", "-Z", &compression.to_string(), "--no-password", "--lock-wait-timeout=60s"])
@@ -149,7 +149,12 @@ impl PgTools {
 
     /// Builds the command that dumps only these tables and views (`schema.name`, quoted where needed), with their
     /// dependent objects.
-    pub fn dump_relations(&self, server: &PostgresServer, database: &str, relations: &[&str]) -> Command {
+    pub fn dump_relations_command(
+        &self,
+        server: &PostgresServer,
+        database: &str,
+        relations: &[&str],
+    ) -> Command {
         let mut command = self.command("pg_dump", Some(server));
         command.args(["-Fc", "-Z0", "--no-password", "--lock-wait-timeout=60s", "--strict-names"]);
         for relation in relations {
@@ -160,7 +165,7 @@ impl PgTools {
     }
 
     /// Builds the command that loads a dump from stdin into a database, in one transaction.
-    pub fn load_in_transaction(&self, server: &PostgresServer, database: &str) -> Command {
+    pub fn load_in_transaction_command(&self, server: &PostgresServer, database: &str) -> Command {
         let mut vars = connection_vars(server);
         // The owner's settings may make transactions read-only by default.
         vars.push(("PGOPTIONS", "-c default_transaction_read_only=off".to_owned()));
@@ -174,7 +179,7 @@ impl PgTools {
     }
 
     /// Builds the command that reads a whole dump from stdin without loading it; it fails if the dump is damaged.
-    pub fn check_dump(&self) -> Command {
+    pub fn check_dump_command(&self) -> Command {
         let mut command = self.command("pg_restore", None);
         command.args(["-f", "/dev/null"]).stdin(Stdio::piped()).stdout(Stdio::null());
         command
@@ -185,7 +190,12 @@ impl PgTools {
     ///
     /// # Errors
     /// If the file cannot be opened.
-    pub fn load(&self, server: &PostgresServer, database: &str, dump: &Path) -> std::io::Result<Command> {
+    pub fn load_command(
+        &self,
+        server: &PostgresServer,
+        database: &str,
+        dump: &Path,
+    ) -> std::io::Result<Command> {
         let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
         let mut vars = connection_vars(server);
         vars.push(("PGOPTIONS", load_options(cores)));
@@ -200,7 +210,7 @@ impl PgTools {
     }
 
     /// Builds the command that lists a dump file's entries on stdout, without a connection.
-    pub fn list(&self, dump: &Path) -> Command {
+    pub fn list_command(&self, dump: &Path) -> Command {
         let mut command = self.command("pg_restore", None);
         command.arg("-l").arg(dump).stdin(Stdio::null()).stdout(Stdio::piped());
         command
@@ -208,7 +218,13 @@ impl PgTools {
 
     /// Builds the command that loads the entries named by a list from a dump file into a database. The user in the
     /// server's configuration will own all of them.
-    pub fn load_listed(&self, server: &PostgresServer, database: &str, dump: &Path, list: &Path) -> Command {
+    pub fn load_listed_command(
+        &self,
+        server: &PostgresServer,
+        database: &str,
+        dump: &Path,
+        list: &Path,
+    ) -> Command {
         let mut command = self.command("pg_restore", Some(server));
         command.args([
             "--exit-on-error",
@@ -225,7 +241,7 @@ impl PgTools {
 
     /// Builds the command that loads a dump from stdin, as it arrives, into a database that has no other sessions. It
     /// uses a single session.
-    pub fn load_stream(&self, server: &PostgresServer, database: &str) -> Command {
+    pub fn load_stream_command(&self, server: &PostgresServer, database: &str) -> Command {
         let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
         let mut vars = connection_vars(server);
         vars.push(("PGOPTIONS", load_options(cores)));
@@ -262,7 +278,7 @@ impl PgTools {
 
 fn connection_vars(server: &PostgresServer) -> Vec<(&'static str, String)> {
     let config = server.config();
-    // A client encoding that the owner has set for the database could not represent every row, and would fail the dump.
+    // A client encoding that the owner has set for the database might not represent every row, so the dump might fail.
     let fixed = [("PGCONNECT_TIMEOUT", "10"), ("PGAPPNAME", "svc"), ("PGCLIENTENCODING", "UTF8")];
     let mut vars = Vec::from(fixed.map(|(name, value)| (name, value.to_owned())));
     match config.get_hosts().first() {
@@ -446,7 +462,7 @@ mod tests {
     fn dump_passes_password_only_in_environment() {
         let server = PostgresServer::new("postgres://me:hunter2@127.0.0.1:5433/svc".parse().unwrap());
         for tools in [PgTools::Directory("/pg".into()), PgTools::Container] {
-            let command = tools.dump(&server, "00000003-1", Compression::DEFAULT);
+            let command = tools.dump_command(&server, "00000003-1", Compression::DEFAULT);
             let command = command.as_std();
             let mut args = command.get_args().map(|arg| arg.to_string_lossy());
             assert!(!args.any(|arg| arg.contains("hunter2")));

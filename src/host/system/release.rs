@@ -55,13 +55,13 @@ impl Release {
     }
 }
 
-/// Reads the digest of the bundle that the release came from; `None` if there is no such file.
+/// Reads the digest in [`DIGEST_FILE`]; `None` if the file does not exist.
 ///
 /// # Errors
 /// If the file exists and cannot be read.
 pub fn read_digest(dir: &Path) -> Result<Option<String>, FileError> {
-    let read = fsx::read_if_exists(&dir.join(DIGEST_FILE))?;
-    Ok(read.map(|text| String::from_utf8_lossy(&text).trim().to_owned()))
+    let content = fsx::read_if_exists(&dir.join(DIGEST_FILE))?;
+    Ok(content.map(|text| String::from_utf8_lossy(&text).trim().to_owned()))
 }
 
 /// Returns the version to which the `current` link points.

@@ -1,8 +1,8 @@
 //! The settings that root accepts from env files that another user can write. This is an allowlist, so root ignores a
 //! new setting in such a file until the setting has been reviewed and added here.
 //!
-//! Root's own settings are in its process environment and in `update.env`, which take precedence over every other
-//! file.
+//! Root's own settings are in its process environment and in `update.env`. They take precedence over those in every
+//! other file.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};

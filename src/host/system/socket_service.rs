@@ -62,7 +62,7 @@ pub async fn listen(service: &SocketService) -> Result<(), Failure> {
         match accepted.and_then(|(connection, _)| connection.into_std()) {
             Ok(connection) if processes.len() < service.max_processes => {
                 match spawn(&program, service.arguments, connection) {
-                    Ok(child) => drop(processes.spawn(wait(child, stop.clone()))),
+                    Ok(child) => drop(processes.spawn(wait_or_terminate(child, stop.clone()))),
                     Err(error) => tracing::error!(error = %format_chain(&error), "cannot start a process"),
                 }
             }
@@ -85,7 +85,7 @@ fn spawn(program: &Path, arguments: &[&str], connection: UnixStream) -> std::io:
 }
 
 /// Waits for a process to end, and terminates it on `stop`.
-async fn wait(mut child: Child, stop: CancellationToken) {
+async fn wait_or_terminate(mut child: Child, stop: CancellationToken) {
     if stop.run_until_cancelled(child.wait()).await.is_none() {
         if let Some(pid) = child.id().and_then(|pid| i32::try_from(pid).ok()) {
             // It is not an error if the process has already ended.

@@ -68,7 +68,7 @@ pub struct RenewingCredentials {
 
 struct SourceState {
     active: ActiveSession,
-    /// A due renewal is not attempted before this time.
+    /// Until this time, `current` does not renew a session that is still usable.
     not_before: Timestamp,
     /// Whether the platform was unreachable at the last failed renewal.
     was_unreachable: bool,
@@ -244,8 +244,8 @@ impl RenewingCredentials {
                 Err(error) => {
                     state.is_withdrawn |= matches!(error, CredentialError::Withdrawn);
                     state.was_unreachable = matches!(error, CredentialError::Unavailable(_));
-                    let later = Timestamp::now().saturating_add(RETRY_INTERVAL);
-                    state.not_before = later.unwrap_or(Timestamp::MAX);
+                    let not_before = Timestamp::now().saturating_add(RETRY_INTERVAL);
+                    state.not_before = not_before.unwrap_or(Timestamp::MAX);
                     return Err(error);
                 }
             }

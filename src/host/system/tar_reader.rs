@@ -228,23 +228,28 @@ struct LongNames {
 
 impl LongNames {
     /// Reads a record about the next entry. Returns `false` if `raw` is itself an entry.
-    fn read_record(&mut self, raw: &mut tar::Entry<'_, impl Read>, max: usize) -> Result<bool, TarError> {
-        let max_name = max as u64 + 1;
-        let max_attributes = 2 * max_name + MAX_ATTRIBUTE_BYTES;
+    fn read_record(
+        &mut self,
+        raw: &mut tar::Entry<'_, impl Read>,
+        max_name_bytes: usize,
+    ) -> Result<bool, TarError> {
+        // A NUL byte may follow the name.
+        let max_record_bytes = max_name_bytes as u64 + 1;
+        let max_header_bytes = 2 * max_record_bytes + MAX_ATTRIBUTE_BYTES;
         match raw.header().entry_type() {
             EntryType::GNULongName => {
-                let text = read_bounded(raw, max_name)?;
+                let text = read_bounded(raw, max_record_bytes)?;
                 set_once(&mut self.path, truncate_at_nul(&text))?;
             }
             EntryType::GNULongLink => {
-                let text = read_bounded(raw, max_name)?;
+                let text = read_bounded(raw, max_record_bytes)?;
                 set_once(&mut self.link, truncate_at_nul(&text))?;
             }
-            EntryType::XHeader => self.read_attributes(&read_bounded(raw, max_attributes)?)?,
+            EntryType::XHeader => self.read_attributes(&read_bounded(raw, max_header_bytes)?)?,
             // Attributes for all later entries. Some writers store a commit id or a time there; both are ignored.
             EntryType::XGlobalHeader => {
                 let mut global = Self::default();
-                global.read_attributes(&read_bounded(raw, max_attributes)?)?;
+                global.read_attributes(&read_bounded(raw, max_header_bytes)?)?;
                 if global != Self::default() {
                     return Err(rejected_attribute(b"path or linkpath", "it would apply to every entry"));
                 }
@@ -282,13 +287,13 @@ fn rejected_attribute(key: &[u8], why: &'static str) -> TarError {
     TarError::rejected(Path::new(OsStr::from_bytes(key)), why)
 }
 
-/// Reads a whole long-name record or PAX header of at most `max` bytes. Memory grows with the bytes present, not with
+/// Reads a whole long-name record or PAX header of at most `max_bytes`. Memory grows with the bytes present, not with
 /// the size in the header.
-fn read_bounded(raw: &mut tar::Entry<'_, impl Read>, max: u64) -> Result<Vec<u8>, TarError> {
+fn read_bounded(raw: &mut tar::Entry<'_, impl Read>, max_bytes: u64) -> Result<Vec<u8>, TarError> {
     let claimed = raw.header().entry_size().map_err(TarError::Malformed)?;
-    if claimed > max {
+    if claimed > max_bytes {
         let quantity = "bytes in a long-name record or PAX header";
-        return Err(TarError::LimitExceeded { quantity, limit: max });
+        return Err(TarError::LimitExceeded { quantity, limit: max_bytes });
     }
     let mut text = Vec::new();
     raw.read_to_end(&mut text).map_err(TarError::Malformed)?;

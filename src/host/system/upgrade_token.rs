@@ -6,8 +6,7 @@
 //! can write it: root follows no links, and accepts only a regular file whose content has the format of this machine's
 //! token.
 //!
-//! Invariant: even after a crash while a token is being stored, the file is complete: it has the old content or the
-//! new.
+//! Invariant: a crash while a token is being stored leaves either the complete old file or the complete new one.
 
 use std::fs::{File, OpenOptions};
 use std::io::Read;
@@ -134,7 +133,7 @@ impl UpgradeToken {
     /// the token may have left a file that a power failure would revert.
     pub fn make_durable(&self) -> Result<(), FileError> {
         let Some(token_file) = &self.stored else { return Ok(()) };
-        fsx::remove_leftover_temp(&token_file.path)?;
+        fsx::remove_leftover_temps(&token_file.path)?;
         let Some(file) = token_file.open()? else { return Ok(()) };
         file.sync_all().map_err(FileError::wrap("sync", &token_file.path))?;
         fsx::sync_dir(token_file.path.parent().unwrap_or(Path::new("/")))

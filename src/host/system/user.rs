@@ -2,7 +2,7 @@
 //!
 //! A user could replace a path in its own directories with a symbolic link, so these programs read and write such
 //! paths not as root, but in a process that runs as that user. [`switch_user_for_database_tools`] is for a whole
-//! program, [`applet_command`] for part of one.
+//! program, and [`applet_command`] for part of one.
 
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -107,7 +107,7 @@ pub fn applet_command(layout: &Layout, user: MachineUser, args: &[&str]) -> io::
 
 /// Makes the kernel send SIGTERM to this process, which [`applet_command`] started, when the thread that started it
 /// ends.
-pub fn end_with_parent() {
+pub fn set_parent_death_signal() {
     if let Err(error) = nix::sys::prctl::set_pdeathsig(nix::sys::signal::Signal::SIGTERM) {
         tracing::warn!(%error, "cannot set the parent-death signal; this process may outlive its parent");
     }

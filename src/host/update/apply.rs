@@ -7,7 +7,7 @@ use super::history;
 use super::journal::{Allowances, Journal, JournalError, UpdateKind, UpdatePlan};
 use super::protocol::{Outcome, UpdateResult};
 use super::request::{self, RequestFile};
-use super::services::{ServicesError, Systemctl};
+use super::services::{ServiceManagerError, Systemctl};
 use super::state::Stage;
 use super::updater::{self, Updater};
 use super::{releases, snapshot, trust};
@@ -71,7 +71,7 @@ enum Caller {
 }
 
 fn build_updater(layout: Layout) -> Result<Updater<Systemctl>, Failure> {
-    let services = Systemctl::find(&layout).ok_or(ServicesError::Missing).or_exit(Exit::Config)?;
+    let services = Systemctl::find(&layout).ok_or(ServiceManagerError::Missing).or_exit(Exit::Config)?;
     root_settings::copy_platform_url(&layout).or_exit(Exit::Internal)?;
     let mut env = config::environment(&layout);
     let has_database = env.is_set(&vars::DATABASE_URL);
@@ -107,8 +107,8 @@ impl ResumedUpdate {
         let Outcome { version, outcome: result, stage, .. } = &self.outcome;
         match target {
             UpdateTarget::Requested | UpdateTarget::Resume => false,
-            // The operator wants to leave the release that was being installed, or repeats the interrupted rollback.
-            // Unless that release is now current, another rollback would go one release too far.
+            // The operator wants to leave the release that the interrupted update was installing, or repeats an
+            // interrupted rollback. Unless that update succeeded, another rollback would go one release too far.
             UpdateTarget::Previous => self.kind == UpdateKind::Rollback || *result != UpdateResult::Updated,
             UpdateTarget::Version(requested, _) => match result {
                 UpdateResult::Updated | UpdateResult::Refused => false,

@@ -12,7 +12,7 @@ use super::fetch::{ExpectedArchive, FetchError};
 use super::journal::{Journal, JournalError};
 use super::releases;
 use super::releases::InstallError;
-use super::services::{Services, ServicesError, Systemctl};
+use super::services::{ServiceManager, ServiceManagerError, Systemctl};
 use super::trust;
 use super::units::{self, UnitsError};
 use crate::system::config;
@@ -64,7 +64,7 @@ enum BootError {
     #[error(transparent)]
     Password(#[from] PasswordError),
     #[error(transparent)]
-    Services(#[from] ServicesError),
+    ServiceManager(#[from] ServiceManagerError),
     #[error(transparent)]
     File(#[from] FileError),
     #[error(transparent)]

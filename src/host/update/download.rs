@@ -140,7 +140,7 @@ async fn back_off(backoff: &mut Backoff, error: DownloadError) -> Result<(), Dow
 pub struct Download<'a> {
     source: &'a BundleSource,
     client: reqwest::Client,
-    /// A strong ETag; an interrupted download without one fails.
+    /// A strong ETag; an interrupted HTTP download without one fails.
     etag: Option<String>,
     length: Option<u64>,
     /// Number of bytes received so far.

@@ -5,7 +5,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::services::{Services, ServicesError, UnitState};
+use super::services::{ServiceManager, ServiceManagerError, UnitState};
 use crate::system::probe::GatewayClient;
 use svc_base::error_chain::format_chain;
 
@@ -81,10 +81,10 @@ fn assess(units: &[(String, UnitState)], passes_probe: bool) -> HealthState {
 }
 
 async fn check_health(
-    services: &impl Services,
+    services: &impl ServiceManager,
     units: &[String],
     probe: &GatewayProbe,
-) -> Result<HealthState, ServicesError> {
+) -> Result<HealthState, ServiceManagerError> {
     let mut states = Vec::new();
     for name in units {
         states.push((name.clone(), services.state(name).await?));
@@ -97,7 +97,7 @@ async fn check_health(
 /// # Errors
 /// A message about the unit that failed, or about what was not healthy yet at the deadline.
 pub async fn wait_until_healthy(
-    services: &impl Services,
+    services: &impl ServiceManager,
     units: &[String],
     probe: &GatewayProbe,
     timeout: Duration,
@@ -137,19 +137,19 @@ mod tests {
     #[test]
     fn assess_distinguishes_starting_from_failed_units() {
         let other = "svc-code.service";
-        let starting = |state: &HealthState| matches!(state, HealthState::Starting(_));
-        let failed = |state: &HealthState| matches!(state, HealthState::Failed(_));
+        let is_starting = |state: &HealthState| matches!(state, HealthState::Starting(_));
+        let is_failed = |state: &HealthState| matches!(state, HealthState::Failed(_));
         assert_eq!(
             assess(&[unit(GATEWAY_UNIT, "active", 0), unit(other, "active", 1)], true),
             HealthState::Healthy
         );
-        assert!(starting(&assess(&[unit(GATEWAY_UNIT, "active", 0)], false)));
-        assert!(starting(&assess(&[unit(GATEWAY_UNIT, "activating", 2)], false)));
-        assert!(starting(&assess(&[unit(GATEWAY_UNIT, "active", 0), unit(other, "reloading", 0)], true)));
-        assert!(failed(&assess(&[unit(GATEWAY_UNIT, "activating", 3)], false)));
-        assert!(failed(&assess(&[unit(GATEWAY_UNIT, "failed", 0)], true)));
-        assert!(failed(&assess(&[unit(GATEWAY_UNIT, "inactive", 0)], false)));
-        assert!(failed(&assess(&[unit(GATEWAY_UNIT, "active", 0), unit(other, "failed", 0)], true)));
+        assert!(is_starting(&assess(&[unit(GATEWAY_UNIT, "active", 0)], false)));
+        assert!(is_starting(&assess(&[unit(GATEWAY_UNIT, "activating", 2)], false)));
+        assert!(is_starting(&assess(&[unit(GATEWAY_UNIT, "active", 0), unit(other, "reloading", 0)], true)));
+        assert!(is_failed(&assess(&[unit(GATEWAY_UNIT, "activating", 3)], false)));
+        assert!(is_failed(&assess(&[unit(GATEWAY_UNIT, "failed", 0)], true)));
+        assert!(is_failed(&assess(&[unit(GATEWAY_UNIT, "inactive", 0)], false)));
+        assert!(is_failed(&assess(&[unit(GATEWAY_UNIT, "active", 0), unit(other, "failed", 0)], true)));
         assert_eq!(
             assess(&[unit(GATEWAY_UNIT, "active", 0), unit(other, "inactive", 0)], true),
             HealthState::Healthy

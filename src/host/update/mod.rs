@@ -111,7 +111,7 @@ impl ApplyArgs {
         snapshot::waive(layout, version).or_exit(Exit::Internal)
     }
 
-    fn target(self) -> UpdateTarget {
+    fn into_target(self) -> UpdateTarget {
         let allow = Allowances {
             downgrade: self.allow_downgrade,
             quarantined: self.allow_quarantined,
@@ -154,7 +154,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
                 Command::Boot => boot::run(layout).await,
                 Command::Apply(apply) => {
                     apply.waive_snapshot(&layout)?;
-                    apply::run(layout, apply.target()).await
+                    apply::run(layout, apply.into_target()).await
                 }
                 Command::Rollback => apply::run(layout, UpdateTarget::Previous).await,
                 Command::Resume => apply::run(layout, UpdateTarget::Resume).await,

@@ -190,7 +190,7 @@ mod tests {
     #[test]
     fn check_release_rejects_downgrade_without_allowance() {
         let downgrade = || Allowances { downgrade: true, ..Allowances::default() };
-        for (version, created, older) in [
+        for (version, created, is_older) in [
             ("9", "2026-06-02T00:00:00Z", false),
             ("1", "2026-06-02T00:00:00Z", false),
             ("9", "2026-05-31T00:00:00Z", true),
@@ -200,7 +200,7 @@ mod tests {
             let manifest = manifest(version, created, None);
             assert_eq!(
                 matches!(check(&manifest, "1.10", &Allowances::default()), Err(PolicyError::Older { .. })),
-                older,
+                is_older,
                 "{version} {created}"
             );
             check(&manifest, "1.10", &downgrade()).unwrap();

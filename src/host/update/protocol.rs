@@ -9,7 +9,7 @@ use svc_base::fsx::{self, FileError};
 use svc_http::request_id;
 use svc_machine::name::ImageVersion;
 
-/// The format version of `releases.json` and `history.jsonl`.
+/// The format version of `releases.json`, `history.jsonl` and `last.json`.
 pub const RECORD_FORMAT: u32 = 1;
 
 /// The request file, as the gateway and the sync agent write it.

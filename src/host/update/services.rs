@@ -24,7 +24,7 @@ const COMMAND_TIMEOUT: Duration = Duration::from_secs(10);
 const RESTART_TIMEOUT: Duration = Duration::from_secs(150);
 
 #[derive(Debug, thiserror::Error)]
-pub enum ServicesError {
+pub enum ServiceManagerError {
     #[error("no service manager found: /run/systemd/system is missing and SVC_SYSTEMCTL is not set")]
     Missing,
     #[error("cannot start {program}")]
@@ -46,24 +46,24 @@ pub struct UnitState {
     pub active: String,
     /// The result of its last run: `exit-code`, `timeout`, …
     pub result: String,
-    /// Number of automatic restarts since the last [`Services::restart`] of the unit.
+    /// Number of automatic restarts since the last [`ServiceManager::restart`] of the unit.
     pub restarts: u32,
 }
 
 /// The service manager.
 #[async_trait]
-pub trait Services: Send + Sync {
+pub trait ServiceManager: Send + Sync {
     /// Applies the user, directory and unit definitions in `/etc`.
-    async fn reload(&self) -> Result<(), ServicesError>;
+    async fn reload(&self) -> Result<(), ServiceManagerError>;
     /// Starts the unit and its dependencies, without waiting. Units that are already running are unaffected.
-    async fn start(&self, unit: &str) -> Result<(), ServicesError>;
+    async fn start(&self, unit: &str) -> Result<(), ServiceManagerError>;
     /// Resets the unit's count of automatic restarts, restarts the unit and waits until it is up or has failed.
-    async fn restart(&self, unit: &str) -> Result<(), ServicesError>;
+    async fn restart(&self, unit: &str) -> Result<(), ServiceManagerError>;
     /// Restarts the unit if it is running or starting, without waiting.
-    async fn try_restart(&self, unit: &str) -> Result<(), ServicesError>;
+    async fn try_restart(&self, unit: &str) -> Result<(), ServiceManagerError>;
     /// Stops the unit, or all units that match a pattern, and waits until they have ended.
-    async fn stop(&self, unit: &str) -> Result<(), ServicesError>;
-    async fn state(&self, unit: &str) -> Result<UnitState, ServicesError>;
+    async fn stop(&self, unit: &str) -> Result<(), ServiceManagerError>;
+    async fn state(&self, unit: &str) -> Result<UnitState, ServiceManagerError>;
 }
 
 /// The implementation that calls `systemctl`.
@@ -95,12 +95,12 @@ impl Systemctl {
         Some(Self { program: "systemctl".into(), setup_commands })
     }
 
-    async fn run_systemctl(&self, args: &[&str], timeout: Duration) -> Result<String, ServicesError> {
+    async fn run_systemctl(&self, args: &[&str], timeout: Duration) -> Result<String, ServiceManagerError> {
         run(&self.program.display().to_string(), args, timeout).await
     }
 }
 
-async fn run(program: &str, args: &[&str], timeout: Duration) -> Result<String, ServicesError> {
+async fn run(program: &str, args: &[&str], timeout: Duration) -> Result<String, ServiceManagerError> {
     let command = format!("{program} {}", args.join(" "));
     let child = Command::new(program)
         .args(args)
@@ -109,22 +109,27 @@ async fn run(program: &str, args: &[&str], timeout: Duration) -> Result<String, 
         .stderr(Stdio::piped())
         .kill_on_drop(true)
         .spawn()
-        .map_err(|source| ServicesError::Start { program: program.to_owned(), source })?;
+        .map_err(|source| ServiceManagerError::Start { program: program.to_owned(), source })?;
     let Ok(output) = tokio::time::timeout(timeout, child.wait_with_output()).await else {
-        return Err(ServicesError::Timeout { command, timeout });
+        return Err(ServiceManagerError::Timeout { command, timeout });
     };
-    let output = output.map_err(|source| ServicesError::Start { program: program.to_owned(), source })?;
+    let output =
+        output.map_err(|source| ServiceManagerError::Start { program: program.to_owned(), source })?;
     if !output.status.success() {
         let stderr = String::from_utf8_lossy(&output.stderr);
         let last = stderr.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or_default();
-        return Err(ServicesError::Failed { command, status: output.status, stderr: last.trim().to_owned() });
+        return Err(ServiceManagerError::Failed {
+            command,
+            status: output.status,
+            stderr: last.trim().to_owned(),
+        });
     }
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
 #[async_trait]
-impl Services for Systemctl {
-    async fn reload(&self) -> Result<(), ServicesError> {
+impl ServiceManager for Systemctl {
+    async fn reload(&self) -> Result<(), ServiceManagerError> {
         for (program, args) in &self.setup_commands {
             let args: Vec<&str> = args.iter().map(String::as_str).collect();
             run(program, &args, RELOAD_TIMEOUT).await?;
@@ -132,28 +137,29 @@ impl Services for Systemctl {
         self.run_systemctl(&["daemon-reload"], RELOAD_TIMEOUT).await.map(drop)
     }
 
-    async fn start(&self, unit: &str) -> Result<(), ServicesError> {
+    async fn start(&self, unit: &str) -> Result<(), ServiceManagerError> {
         self.run_systemctl(&["start", "--no-block", unit], COMMAND_TIMEOUT).await.map(drop)
     }
 
-    async fn restart(&self, unit: &str) -> Result<(), ServicesError> {
-        // systemd 252 keeps the count if the unit is waiting for an automatic restart, and a unit that crashes at
-        // startup is almost always waiting. A unit that is not loaded cannot be reset, but has no count either.
+    async fn restart(&self, unit: &str) -> Result<(), ServiceManagerError> {
+        // A restart in systemd 252 does not reset the count if the unit is waiting for an automatic restart, and a unit
+        // that crashes at startup is almost always waiting. A unit that is not loaded cannot be reset, but has no count
+        // either.
         if let Err(error) = self.run_systemctl(&["reset-failed", unit], COMMAND_TIMEOUT).await {
             tracing::debug!(error = %format_chain(&error), "could not reset a unit's restart count");
         }
         self.run_systemctl(&["restart", unit], RESTART_TIMEOUT).await.map(drop)
     }
 
-    async fn try_restart(&self, unit: &str) -> Result<(), ServicesError> {
+    async fn try_restart(&self, unit: &str) -> Result<(), ServiceManagerError> {
         self.run_systemctl(&["try-restart", "--no-block", unit], COMMAND_TIMEOUT).await.map(drop)
     }
 
-    async fn stop(&self, unit: &str) -> Result<(), ServicesError> {
+    async fn stop(&self, unit: &str) -> Result<(), ServiceManagerError> {
         self.run_systemctl(&["stop", unit], RESTART_TIMEOUT).await.map(drop)
     }
 
-    async fn state(&self, unit: &str) -> Result<UnitState, ServicesError> {
+    async fn state(&self, unit: &str) -> Result<UnitState, ServiceManagerError> {
         let output = self
             .run_systemctl(&["show", "--property=ActiveState,Result,NRestarts", unit], COMMAND_TIMEOUT)
             .await?;

@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use super::journal::Journal;
 use super::protocol::SnapshotWait;
 use super::request::read_untrusted;
-use super::services::Services;
+use super::services::ServiceManager;
 use super::state::MAX_ERROR_CHARS;
 use crate::snapshots::backup_progress::BackupProgress;
 use crate::system::backoff::{Backoff, DeadlinePassed};
@@ -152,7 +152,7 @@ pub struct SnapshotWaiter<'a, S> {
     timeout: Duration,
 }
 
-impl<'a, S: Services> SnapshotWaiter<'a, S> {
+impl<'a, S: ServiceManager> SnapshotWaiter<'a, S> {
     pub fn new(layout: &'a Layout, services: &'a S, timeout: Duration) -> Self {
         Self { layout, services, timeout }
     }
@@ -165,7 +165,7 @@ impl<'a, S: Services> SnapshotWaiter<'a, S> {
     pub async fn wait_for_snapshot(&self, journal: &mut Journal) -> Result<(), SnapshotError> {
         let mut backoff = Backoff::new(self.timeout);
         let (mut next_start, mut start_backoff) = (Instant::now(), MIN_START_BACKOFF);
-        let mut last_checked = Timestamp::now();
+        let mut last_recorded_at = Timestamp::now();
         let mut detector = ProgressDetector::new(self.read_progress().as_ref());
         let since = clock::now_ms();
         let mut is_held_back = false;
@@ -181,11 +181,11 @@ impl<'a, S: Services> SnapshotWaiter<'a, S> {
                 return Ok(());
             }
             // A run that started earlier has already been recorded, or is older than this wait.
-            let ended = last.filter(|last| last.timestamp >= last_checked);
-            if let Some(ended) = &ended {
-                last_checked = Timestamp::now();
-                is_held_back = ended.held.is_some();
-                self.record_wait(journal, since, &ended.describe_wait_reason())?;
+            let ended_run = last.filter(|last| last.timestamp >= last_recorded_at);
+            if let Some(ended_run) = &ended_run {
+                last_recorded_at = Timestamp::now();
+                is_held_back = ended_run.held.is_some();
+                self.record_wait(journal, since, &ended_run.describe_wait_reason())?;
             }
             // An accepted snapshot, or the next hourly one, can still end the wait.
             if !is_held_back && Instant::now() >= next_start {

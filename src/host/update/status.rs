@@ -64,12 +64,12 @@ fn read_status(layout: &Layout) -> Result<Status, Failure> {
     let mut releases = Vec::new();
     for version in releases::list_versions(layout).or_exit(Exit::Internal)? {
         let dir = layout.release(&version);
-        let manifest = Release::read(&dir).or_exit(Exit::Internal)?;
+        let release = Release::read(&dir).or_exit(Exit::Internal)?;
         releases.push(ReleaseRow {
             current: current.as_ref() == Some(&version),
-            created_at: manifest.created_at,
+            created_at: release.created_at,
             bundle_sha256: release::read_digest(&dir).or_exit(Exit::Internal)?,
-            components: manifest.components,
+            components: release.components,
             version,
         });
     }

@@ -48,7 +48,7 @@ pub fn adopt(layout: &Layout, offered: &KeySet) -> Result<(), UpdateError> {
 
 fn write(layout: &Layout, set: &KeySet) -> Result<(), FileError> {
     let path = layout.update_env();
-    fsx::remove_leftover_temp(&path)?;
+    fsx::remove_leftover_temps(&path)?;
     let text = fsx::read_if_exists(&path)?.unwrap_or_default();
     let pairs = [
         (vars::SVC_BUNDLE_PUBLIC_KEYS.name, set.keys.to_string()),
@@ -112,8 +112,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         adopt(&layout, &set(2, NEW)).unwrap();
-        for earlier in [set(1, OLD), set(2, OLD)] {
-            adopt(&layout, &earlier).unwrap();
+        for offered in [set(1, OLD), set(2, OLD)] {
+            adopt(&layout, &offered).unwrap();
             assert_eq!(read(&layout).unwrap(), set(2, NEW));
         }
     }

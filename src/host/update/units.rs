@@ -72,9 +72,9 @@ pub fn install(layout: &Layout, version: &ImageVersion) -> Result<(), UnitsError
     Ok(())
 }
 
-/// Returns the installed runnable units that this release does not have, as names for [`Services::stop`].
+/// Returns the installed runnable units that this release does not have, as names for [`ServiceManager::stop`].
 ///
-/// [`Services::stop`]: super::services::Services::stop
+/// [`ServiceManager::stop`]: super::services::ServiceManager::stop
 pub fn list_removed_units(layout: &Layout, version: &ImageVersion) -> Result<Vec<String>, UnitsError> {
     let wanted = list_release_files(layout, version)?;
     let installed = read_installed_files(layout)?;

@@ -70,7 +70,7 @@ impl From<TarError> for UnpackError {
 
 impl UnpackError {
     /// Returns whether the cause is this machine, for example its disk, rather than the archive.
-    pub fn is_disk_error(&self) -> bool {
+    pub fn is_local_error(&self) -> bool {
         use io::ErrorKind::{AlreadyExists, InvalidFilename, IsADirectory, NotADirectory};
         let archive_errors = [AlreadyExists, InvalidFilename, IsADirectory, NotADirectory];
         matches!(self, Self::Write { source, .. } if !archive_errors.contains(&source.kind()))
@@ -220,7 +220,7 @@ fn classify_link_error(link: &Path, source: io::Error) -> UnpackError {
     }
 }
 
-/// Copies a file. Errors from the archive and from the disk are distinguished.
+/// Copies an entry's content to a file. Errors from the archive and from the disk are distinguished.
 fn copy_content(from: &mut impl Read, to: &mut File, path: &Path) -> Result<(), UnpackError> {
     let mut buffer = [0; 64 * 1024];
     loop {
@@ -233,7 +233,7 @@ fn copy_content(from: &mut impl Read, to: &mut File, path: &Path) -> Result<(), 
     }
 }
 
-/// Returns the path without `./`; `None` if it is absolute or escapes the directory.
+/// Returns the path without `.` components; `None` if it is absolute or contains `..`.
 fn relative_path(path: &Path) -> Option<PathBuf> {
     let mut clean = PathBuf::new();
     for part in path.components() {

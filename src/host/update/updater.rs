@@ -23,7 +23,7 @@ use super::protocol::{Outcome, UpdateResult};
 use super::releases;
 use super::releases::InstallError;
 use super::request;
-use super::services::Services;
+use super::services::ServiceManager;
 use super::smoke_test;
 use super::snapshot;
 use super::state::{Event, MAX_ERROR_CHARS, Stage, State, StepFailure};
@@ -84,7 +84,7 @@ fn failed<E: Error + 'static>(stage: Stage) -> impl FnOnce(E) -> StepError {
 fn classify_fetch_error(error: FetchError) -> StepError {
     match &error {
         FetchError::NoSpace { .. } => failed(Stage::Preflight)(error),
-        FetchError::Unpack(unpack) if unpack.is_disk_error() => failed(Stage::Download)(error),
+        FetchError::Unpack(unpack) if unpack.is_local_error() => failed(Stage::Download)(error),
         FetchError::Download(_)
         | FetchError::Install(InstallError::File(_) | InstallError::Injected(_))
         | FetchError::File(_)
@@ -104,7 +104,7 @@ fn classify_policy_error(error: PolicyError) -> StepError {
     }
 }
 
-impl<S: Services> Updater<S> {
+impl<S: ServiceManager> Updater<S> {
     /// Plans an update, without writing anything yet.
     pub async fn plan_update(
         &self,
@@ -261,7 +261,7 @@ impl<S: Services> Updater<S> {
         releases::switch(&self.layout, &journal.plan.to).map_err(failed(Stage::Switch))
     }
 
-    /// Writes the token to `host.env`, from which older releases read it.
+    /// Writes the upgrade token to `host.env`, from which older releases read it.
     fn write_token_to_host_env(&self) -> Result<(), fsx::FileError> {
         match &self.platform {
             Ok(platform) => upgrade_token::write_to_host_env(&self.layout, &platform.upgrade_token),
@@ -360,6 +360,7 @@ impl<S: Services> Updater<S> {
         );
         history::record(&self.layout, &entry)?;
         if matches!(journal.state, State::Ended { end: UpdateResult::Failed, stage: Stage::Rollback, .. }) {
+            // No release is removed, in case an operator needs one.
             self.record_rollback_target(&journal.plan.from);
         } else if let Err(error) = history::prune(&self.layout) {
             if let HistoryError::Injected(error) = error {
@@ -386,7 +387,7 @@ impl<S: Services> Updater<S> {
     }
 
     /// After a failed rollback, makes `svc-update rollback` return to the release that worked, unless the rollback has
-    /// already switched to it. No release is removed, in case an operator needs one.
+    /// already switched to it.
     fn record_rollback_target(&self, from: &ImageVersion) {
         if release::current_version(&self.layout).as_ref() == Some(from) {
             return;

@@ -14,7 +14,8 @@ static PROVIDER: CryptoProvider = CryptoProvider {
     key_utils: KeyUtils::new_unimplemented(),
 };
 
-/// Installs the process-wide provider. No other is ever installed, so later calls have no effect.
+/// Installs the process-wide provider. A later call has no effect; its error is ignored, because no other provider is
+/// ever installed.
 pub(super) fn install() {
     let _ = PROVIDER.install_default();
 }

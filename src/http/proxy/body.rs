@@ -15,7 +15,7 @@ use svc_base::error_chain::format_chain;
 
 type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
-/// Maximum number of times that a response's body is polled after the pool has been closed.
+/// Maximum number of frames that a response's body returns after the pool has been closed.
 const MAX_FRAMES_AFTER_CLOSE: u8 = 16;
 
 /// The progress of a request body.

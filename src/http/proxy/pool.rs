@@ -135,16 +135,16 @@ async fn reap(pool: Weak<Pool>, idle_timeout: std::time::Duration) {
         tokio::time::sleep(idle_timeout / 4).await;
         let Some(pool) = pool.upgrade() else { return };
         let mut idle = pool.lock_idle();
-        let expired = idle
+        let expired_count = idle
             .connections
             .iter()
             .take_while(|connection| connection.idle_since.elapsed() >= idle_timeout)
             .count();
-        let dropped: Vec<_> = idle.connections.drain(..expired).collect();
+        let expired: Vec<_> = idle.connections.drain(..expired_count).collect();
         let is_empty = idle.connections.is_empty();
         idle.has_reaper = !is_empty;
         drop(idle);
-        drop(dropped);
+        drop(expired);
         if is_empty {
             return;
         }

@@ -10,7 +10,7 @@ use crate::event::{Event, RestoreMode};
 use crate::name::ServerType;
 use crate::state::State;
 
-pub const SLOTS: usize = 2;
+pub const SLOT_COUNT: usize = 2;
 
 #[derive(Debug, Clone)]
 pub enum Action {
@@ -113,8 +113,8 @@ pub fn actions() -> impl Strategy<Value = Vec<Action>> {
         2 => Just(OperatorDecision::Abandon),
     ];
     let action = prop_oneof![
-        2 => (0..SLOTS).prop_map(|slot| Action::Provision { slot }),
-        1 => (0..SLOTS).prop_map(|slot| Action::Recover { slot }),
+        2 => (0..SLOT_COUNT).prop_map(|slot| Action::Provision { slot }),
+        1 => (0..SLOT_COUNT).prop_map(|slot| Action::Recover { slot }),
         2 => (any::<Index>(), event).prop_map(|(machine, event)| Action::Deliver { machine, event }),
         4 => (any::<Index>(), host_action).prop_map(|(machine, host_action)| Action::Host { machine, host_action }),
         12 => (any::<Index>(), call_result)
@@ -124,8 +124,8 @@ pub fn actions() -> impl Strategy<Value = Vec<Action>> {
         1 => (any::<Index>(), decision).prop_map(|(operation, decision)| Action::Decide { operation, decision }),
         1 => any::<Index>().prop_map(|machine| Action::Undelete { machine }),
         2 => Just(Action::Reconcile),
-        3 => (0..SLOTS).prop_map(|slot| Action::Serve { slot }),
-        2 => (0..SLOTS).prop_map(|slot| Action::Connect { slot }),
+        3 => (0..SLOT_COUNT).prop_map(|slot| Action::Serve { slot }),
+        2 => (0..SLOT_COUNT).prop_map(|slot| Action::Connect { slot }),
     ];
     proptest::collection::vec(action, 1..120)
 }
@@ -193,7 +193,7 @@ impl LifecycleModel {
     /// and the host has sent a heartbeat.
     fn resume(&mut self, id: usize) {
         let Some(server_type) = self.server_type(id).filter(|_| self.is_on(id)) else { return };
-        if self.machines[id].registered {
+        if self.machines[id].has_registered {
             self.receive_heartbeat(id, self.machines[id].host_epoch);
             self.apply(id, &Event::ResumeRequested { server_type });
         }
@@ -234,19 +234,19 @@ impl LifecycleModel {
         self.apply(id, &Event::HealthyHeartbeat { epoch, server_type });
         let row = &mut self.machines[id];
         if row.machine.state.is_active() {
-            row.power_off_ordered = false;
-            row.unsaved = false;
-            row.loss_accepted = false;
+            row.is_power_off_ordered = false;
+            row.is_unsaved = false;
+            row.is_loss_accepted = false;
         }
-        row.proven |= row.registered && row.machine.state.is_active() && epoch == row.machine.epoch;
+        row.is_proven |= row.has_registered && row.machine.state.is_active() && epoch == row.machine.epoch;
     }
 
     /// Registers a host that has restored the snapshot that the pointer names.
     fn register(&mut self, id: usize) {
         let row = &mut self.machines[id];
-        if !row.registered && matches!(row.machine.state, State::Provisioning | State::Recovering) {
+        if !row.has_registered && matches!(row.machine.state, State::Provisioning | State::Recovering) {
             row.data = self.pointers[row.slot].data.clone();
-            row.registered = true;
+            row.has_registered = true;
         }
         let server_type = self.server_type(id).unwrap_or_else(small);
         self.apply(id, &Event::Registered { server_type });
@@ -256,12 +256,12 @@ impl LifecycleModel {
     fn adopt_heartbeat_response(&mut self, id: usize) {
         let row = &mut self.machines[id];
         row.host_epoch = row.host_epoch.max(row.machine.epoch);
-        row.quiesced &= !row.machine.state.is_active();
+        row.is_quiesced &= !row.machine.state.is_active();
     }
 
     fn run_host_action(&mut self, id: usize, host_action: HostAction) {
-        self.machines[id].booted |= self.cloud.server_of(id).is_some();
-        if !self.machines[id].booted {
+        self.machines[id].has_booted |= self.cloud.server_of(id).is_some();
+        if !self.machines[id].has_booted {
             return;
         }
         match (host_action, self.server_type(id)) {

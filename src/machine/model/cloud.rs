@@ -67,8 +67,8 @@ impl Cloud {
         }
     }
 
-    /// Completes all pending create requests. `run_all_operations` calls this before every round of steps, because the
-    /// platform repeats a create request only when an earlier one can no longer take effect.
+    /// Completes all pending create requests. `LifecycleModel::run_all_operations` calls this before every round of
+    /// steps, because the platform repeats a create request only when an earlier one can no longer take effect.
     pub fn complete_creates(&mut self) {
         for machine in std::mem::take(&mut self.pending_creates) {
             self.create(machine);

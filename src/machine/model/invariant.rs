@@ -62,11 +62,11 @@ pub fn check_always(model: &LifecycleModel) -> BTreeSet<Violation> {
         };
         require(servers <= 1, Violation::DuplicateServer);
         require(
-            servers == 0 || row.registered || model.pointers[row.slot].fence_epoch >= row.machine.epoch.0,
+            servers == 0 || row.has_registered || model.pointers[row.slot].fence_epoch >= row.machine.epoch.0,
             Violation::ServerBeforeFence,
         );
         require(is_running || row.connections == 0, Violation::RoutedWhileNotRunning);
-        require(!is_running || row.registered, Violation::RunningUnregistered);
+        require(!is_running || row.has_registered, Violation::RunningUnregistered);
         require(!needs_operation || has_open_operation, Violation::MissingOperation);
         if let State::Running { server_type } = state
             && let Some(actual_type) = model.server_type(id)
@@ -101,14 +101,14 @@ pub fn check_settled(model: &LifecycleModel) -> BTreeSet<Violation> {
     let has_server = |id: usize| !model.machines[id].is_server_known_gone();
     for (id, row) in model.machines.iter().enumerate() {
         let is_off = row.machine.state.is_active() && model.server_type(id).is_some() && !model.is_on(id);
-        if is_off && !row.power_off_ordered && !row.may_stay_off {
+        if is_off && !row.is_power_off_ordered && !row.may_stay_off {
             violations.insert(Violation::LeftOff);
         }
-        let has_never_served = matches!(row.machine.state, State::Failed { .. }) && !row.registered;
+        let has_never_served = matches!(row.machine.state, State::Failed { .. }) && !row.has_registered;
         let is_retired = |row: &MachineRow| matches!(row.machine.state, State::Retired { .. });
         // A retired machine without a server and without a backup does not count.
         let is_candidate = |id: &usize| {
-            !is_retired(&model.machines[*id]) || model.machines[*id].backed_up || has_server(*id)
+            !is_retired(&model.machines[*id]) || model.machines[*id].has_backed_up || has_server(*id)
         };
         let newest = model.list_registered_before(id).into_iter().find(is_candidate);
         if has_never_served

@@ -112,7 +112,7 @@ impl LifecycleModel {
             Step::SwitchOn => self.switch_on(index, id, call_result),
             Step::AwaitHost => {
                 if call_result == CallResult::Success && self.is_on(id) {
-                    self.machines[id].quiesced = false;
+                    self.machines[id].is_quiesced = false;
                 }
                 if matches!(call_result, CallResult::Success | CallResult::Refused) {
                     self.end_operation(index, OperationOutcome::Succeeded);
@@ -135,7 +135,7 @@ impl LifecycleModel {
     /// Finds the machine that the operation takes out of service.
     fn outgoing_machine(&self, index: usize, id: usize) -> Option<usize> {
         match self.operations[index].kind {
-            OperationKind::Delete => self.machines[id].registered.then_some(id),
+            OperationKind::Delete => self.machines[id].has_registered.then_some(id),
             _ => self.find_last_registered(id),
         }
     }
@@ -147,7 +147,7 @@ impl LifecycleModel {
         }) else {
             return self.advance(index, call_result, Step::Fence);
         };
-        if self.machines[outgoing].power_off_ordered {
+        if self.machines[outgoing].is_power_off_ordered {
             return self.advance(index, call_result, self.step_after_backup(index));
         }
         // If the outgoing machine is being deleted, its delete operation takes the backup.
@@ -162,13 +162,13 @@ impl LifecycleModel {
         let is_reachable = self.is_on(outgoing);
         match call_result {
             CallResult::Success | CallResult::LostReply if is_reachable => {
-                self.machines[outgoing].quiesced = self.rules.stops_writers;
+                self.machines[outgoing].is_quiesced = self.rules.stops_writers;
                 let before = self.pointers[self.machines[outgoing].slot].writer_epoch;
                 self.back_up(outgoing);
                 let is_saved = self.pointers[self.machines[outgoing].slot].writer_epoch >= before
                     && self.pointers[self.machines[outgoing].slot].data == self.machines[outgoing].data;
                 if is_saved {
-                    self.machines[outgoing].unsaved = false;
+                    self.machines[outgoing].is_unsaved = false;
                     self.advance(index, call_result, self.step_after_backup(index));
                 } else {
                     self.request_decision(index, outgoing);
@@ -192,8 +192,8 @@ impl LifecycleModel {
     fn skip_backup(&mut self, index: usize, outgoing: usize) {
         let is_loss_accepted = self.operations[index].is_loss_accepted;
         let row = &mut self.machines[outgoing];
-        row.loss_accepted |= is_loss_accepted;
-        row.unsaved = self.rules.marks_unsaved && !is_loss_accepted;
+        row.is_loss_accepted |= is_loss_accepted;
+        row.is_unsaved = self.rules.marks_unsaved && !is_loss_accepted;
         self.operations[index].step = self.step_after_backup(index);
     }
 
@@ -221,7 +221,7 @@ impl LifecycleModel {
             (OperatorDecision::AcceptLoss, _) => {}
             (OperatorDecision::Abandon, OperationKind::Boot) => self.apply(id, &Event::OperationAbandoned),
             (OperatorDecision::Abandon, OperationKind::Delete) => {
-                if !self.undelete(id) && !self.machines[id].registered {
+                if !self.undelete(id) && !self.machines[id].has_registered {
                     self.end_operation(index, OperationOutcome::Cancelled);
                 }
             }
@@ -238,11 +238,11 @@ impl LifecycleModel {
         let row = &self.machines[id];
         let is_deleted = matches!(row.machine.state, State::Deleted { .. });
         let has_newer = self.machines.iter().any(|other| {
-            other.slot == row.slot && other.machine.epoch > row.machine.epoch && other.registered
+            other.slot == row.slot && other.machine.epoch > row.machine.epoch && other.has_registered
         });
         if !is_deleted
-            || row.removed
-            || !row.registered
+            || row.is_removed
+            || !row.has_registered
             || has_newer
             || self.active_machine(row.slot).is_some()
         {
@@ -257,7 +257,7 @@ impl LifecycleModel {
             .outgoing_machine(index, id)
             .filter(|&outgoing| !self.machines[outgoing].is_server_known_gone())
         {
-            self.machines[outgoing].power_off_ordered = true;
+            self.machines[outgoing].is_power_off_ordered = true;
             if matches!(call_result, CallResult::Success | CallResult::LostReply) {
                 self.cloud.set_power(outgoing, Power::Off);
             }
@@ -283,9 +283,9 @@ impl LifecycleModel {
         }
         if call_result == CallResult::Success {
             let row = &mut self.machines[id];
-            row.power_off_ordered = false;
-            row.unsaved = false;
-            row.loss_accepted = false;
+            row.is_power_off_ordered = false;
+            row.is_unsaved = false;
+            row.is_loss_accepted = false;
         }
         self.advance(index, call_result, Step::AwaitHost);
     }

@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 use proptest::test_runner::TestRunner;
 
-use super::action::{Action, SLOTS, actions};
+use super::action::{Action, SLOT_COUNT, actions};
 use super::invariant::{Violation, check_always, check_settled};
 use super::{LifecycleModel, Rules};
 use crate::event::{Effect, Event};
@@ -31,7 +31,7 @@ const MAX_STEPS: usize = 10;
 
 /// Runs a history on a new model. The error contains the step and the violations.
 fn run_history(rules: Rules, history: &[Action]) -> Result<(), (usize, BTreeSet<Violation>)> {
-    let mut model = LifecycleModel::new(rules, SLOTS);
+    let mut model = LifecycleModel::new(rules, SLOT_COUNT);
     for (step, action) in history.iter().enumerate() {
         model.apply_action(action);
         ensure_no_violations(step, check_always(&model))?;
@@ -296,8 +296,8 @@ fn detects_server_before_fence_and_late_pointer_move() {
 
     let mut model = LifecycleModel::new(SOUND_RULES, 1);
     model.provision(0);
-    model.machines[0].booted = true;
-    model.machines[0].registered = true;
+    model.machines[0].has_booted = true;
+    model.machines[0].has_registered = true;
     model.pointers[0] = super::Pointer { fence_epoch: 1, writer_epoch: 2, ..super::Pointer::default() };
     model.back_up(0);
     assert!(check_always(&model).contains(&Violation::PointerMovedByReplacedMachine));
@@ -309,7 +309,7 @@ fn histories_reach_every_state() {
     let mut runner = TestRunner::deterministic();
     let mut reached = BTreeSet::new();
     for _ in 0..300 {
-        let mut model = LifecycleModel::new(SOUND_RULES, SLOTS);
+        let mut model = LifecycleModel::new(SOUND_RULES, SLOT_COUNT);
         for action in actions().new_tree(&mut runner).expect("no action is filtered out").current() {
             model.apply_action(&action);
             for row in &model.machines {

@@ -13,11 +13,11 @@ impl LifecycleModel {
         if row.machine.state.is_active() || self.has_open_operation(id) {
             return false;
         }
-        if !row.registered || !self.rules.keeps_predecessors {
+        if !row.has_registered || !self.rules.keeps_predecessors {
             return true;
         }
         let later = self.machines.iter().filter(|other| {
-            other.slot == row.slot && other.machine.epoch > row.machine.epoch && other.registered
+            other.slot == row.slot && other.machine.epoch > row.machine.epoch && other.has_registered
         });
         // A machine whose server the provider has lost does not count as a successor, unless the machine itself was
         // deleted.
@@ -26,10 +26,10 @@ impl LifecycleModel {
             if other.is_server_known_gone() && self.rules.keeps_if_successor_lost {
                 is_deleted
             } else {
-                other.proven
+                other.is_proven
             }
         });
-        !row.unsaved && (matches!(row.machine.state, State::Deleted { .. }) || later.next().is_some())
+        !row.is_unsaved && (matches!(row.machine.state, State::Deleted { .. }) || later.next().is_some())
     }
 
     fn has_open_operation(&self, id: usize) -> bool {
@@ -41,7 +41,7 @@ impl LifecycleModel {
         for id in 0..self.machines.len() {
             if self.is_removable(id) && !self.cloud.pending_creates.contains(&id) {
                 if self.detect_returned_server(id) {
-                    self.machines[id].unsaved = true;
+                    self.machines[id].is_unsaved = true;
                     continue;
                 }
                 if self.is_last_copy(id) {
@@ -56,8 +56,8 @@ impl LifecycleModel {
     /// returns `true`.
     pub fn detect_returned_server(&mut self, id: usize) -> bool {
         let row = &self.machines[id];
-        let was_gone = row.is_server_known_gone() && !row.removed;
-        let may_be_found = was_gone && row.registered && self.rules.rechecks_missing_servers;
+        let was_gone = row.is_server_known_gone() && !row.is_removed;
+        let may_be_found = was_gone && row.has_registered && self.rules.rechecks_missing_servers;
         let is_found = may_be_found && self.cloud.server_of(id).is_some();
         if is_found {
             self.apply(id, &Event::ServerFound);
@@ -71,18 +71,18 @@ impl LifecycleModel {
         let row = &self.machines[id];
         let is_later =
             |other: &&MachineRow| other.slot == row.slot && other.machine.epoch > row.machine.epoch;
-        let has_data = |other: &MachineRow| other.registered && !other.is_server_known_gone();
+        let has_data = |other: &MachineRow| other.has_registered && !other.is_server_known_gone();
         let is_deleted = |other: &MachineRow| matches!(other.machine.state, State::Deleted { .. });
         let mut later = self.machines.iter().filter(is_later);
-        let holds_data = row.registered && self.cloud.server_of(id).is_some() && !is_deleted(row);
+        let holds_data = row.has_registered && self.cloud.server_of(id).is_some() && !is_deleted(row);
         holds_data && !later.any(|other| has_data(other) || is_deleted(other))
     }
 
     /// Deletes a server. If an operator accepted the loss of its data, its rows are recorded as accepted losses.
     pub fn remove(&mut self, id: usize) {
         let row = &mut self.machines[id];
-        row.removed = true;
-        if row.loss_accepted {
+        row.is_removed = true;
+        if row.is_loss_accepted {
             let accepted_loss = row.data.clone();
             self.acknowledged[row.slot].accepted_loss.extend(accepted_loss);
         }

@@ -1,9 +1,8 @@
 //! Authenticates operators, and checks the access rules that the control API's routes declare.
 //!
 //! Invariants: a route declares its access rule next to its handler, and a route whose rule does not admit operators
-//! rejects them.
-//! Named operators' tokens are looked up on every request, so that a revocation takes effect immediately in every
-//! process.
+//! rejects them. Named operators' tokens are looked up on every request, so that a revocation takes effect immediately
+//! in every process.
 
 use std::time::Duration;
 

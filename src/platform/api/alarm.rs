@@ -39,7 +39,7 @@ pub async fn handle(
         .run(&platform, async |tx| {
             let count_unknown =
                 async || db::unknown_servers::count(tx, platform.config.timing.orphan_grace).await;
-            let before = db::alarms::get(tx, alarm_kind.as_str()).await?.ok_or_else(not_found)?;
+            let before = db::alarms::find_active(tx, alarm_kind.as_str()).await?.ok_or_else(not_found)?;
             let before = alarms::to_wire_alarm(&before, &count_unknown().await?);
             let after = alarms::release(tx, alarm_kind).await?.ok_or_else(not_found)?;
             let after = alarms::to_wire_alarm(&after, &count_unknown().await?);

@@ -46,7 +46,7 @@ pub async fn handle(
     let stage = fields.required("stage");
     let progress = read_progress(&mut fields);
     let stage: BootStageName = fields.finish(stage)?;
-    if let Some(progress) = progress.map(|progress| json!(boot_progress(stage, progress))) {
+    if let Some(progress) = progress.map(|progress| json!(to_boot_progress(stage, progress))) {
         record_progress(&platform, &tx, &machine, &progress).await?;
         db::commit(tx).await?;
         return Ok(StatusCode::NO_CONTENT.into_response());
@@ -62,7 +62,7 @@ pub async fn handle(
     Ok(StatusCode::NO_CONTENT.into_response())
 }
 
-fn boot_progress(stage: BootStageName, progress: StageProgress) -> BootProgress {
+fn to_boot_progress(stage: BootStageName, progress: StageProgress) -> BootProgress {
     let StageProgress { bytes, total_bytes, rows, total_rows } = progress;
     BootProgress { stage: stage.to_string(), bytes, total_bytes, rows, total_rows }
 }
@@ -80,8 +80,8 @@ fn read_progress(fields: &mut Fields) -> Option<StageProgress> {
     Some(progress)
 }
 
-/// Records progress, which extends the deadlines for the registration and its operation. A report that repeats the last
-/// one is not progress.
+/// Records progress, which extends the deadlines for the registration and for the machine's operation. A report that
+/// repeats the last one is not progress.
 async fn record_progress(
     platform: &Platform,
     tx: &Transaction<'_>,

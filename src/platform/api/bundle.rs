@@ -31,14 +31,14 @@ pub async fn handle(
     let not_found = || {
         Problem::new(Code::BundleNotFound, format!("Version {version} has no published file with this name."))
     };
-    let parsed: ImageVersion = version.parse().map_err(|_| not_found())?;
+    let image_version: ImageVersion = version.parse().map_err(|_| not_found())?;
     let media_type = match suffix {
         "" => "application/gzip",
         ".sha256" => "text/plain; charset=utf-8",
         ".json" => "application/json",
         _ => "application/octet-stream",
     };
-    object::serve(&platform.bucket, &key::bundle(&parsed, suffix), media_type, &call, not_found).await
+    object::serve(&platform.bucket, &key::bundle(&image_version, suffix), media_type, &call, not_found).await
 }
 
 pub static ENDPOINT: Endpoint = Endpoint {

@@ -73,7 +73,7 @@ async fn delete(
         let event = Event::DeleteRequested;
         let context = EventContext { options, ..EventContext::default() };
         let change = lifecycle::apply(tx, &platform.mint, &machine, &event, context).await;
-        let created = match change.map_err(|error| problems::lifecycle_problem(error, &machine))? {
+        let operation = match change.map_err(|error| problems::lifecycle_problem(error, &machine))? {
             Change::Moved { created } => created.map(|created| created.operation),
             Change::Unchanged => {
                 // The response to a repeated request names the first request's operation.
@@ -87,8 +87,7 @@ async fn delete(
             }
         };
         let deleted = db::machines::get(tx, id).await?.ok_or_else(not_found)?;
-        let body =
-            response_body(platform, tx, &deleted, &Deletion { operation: created, options, copies }).await?;
+        let body = response_body(platform, tx, &deleted, &Deletion { operation, options, copies }).await?;
         let reply = Reply::new(StatusCode::ACCEPTED, body);
         let (before, after) = (Some(machine.audit_record()), Some(deleted.audit_record()));
         Ok(MutationEffect::changed(
@@ -113,7 +112,7 @@ async fn response_body(
     machine: &MachineRow,
     deletion: &Deletion,
 ) -> Result<DeletedMachine, DbError> {
-    let also = find_also_deleted(tx, machine).await?.map(|(predecessor, operation)| {
+    let also_deleted = find_also_deleted(tx, machine).await?.map(|(predecessor, operation)| {
         let until = undelete_until(platform, &predecessor, operation.options);
         AlsoDeletedMachine {
             machine_id: predecessor.id.into(),
@@ -139,7 +138,7 @@ async fn response_body(
         undelete_until: until.clone(),
         undeletable_until: until,
         operation_id: deletion.operation.map(Into::into),
-        also_deleted: also,
+        also_deleted,
     })
 }
 

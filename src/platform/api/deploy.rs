@@ -77,16 +77,16 @@ fn parse_request(mut fields: Fields) -> Result<RolloutRequest, Problem> {
     if let Some(duplicate) = handles.iter().flatten().find(|handle| except.contains(handle)) {
         fields.add_error("except", format!("must not contain {duplicate}, which is also in `handles`"));
     }
-    let mut number = |name: &str, min: u64, default: u64| {
-        let number = fields.optional_number(name).unwrap_or(default);
-        if !(min..=MAX_COUNT).contains(&number) {
+    let mut read_count = |name: &str, min: u64, default: u64| {
+        let count = fields.optional_number(name).unwrap_or(default);
+        if !(min..=MAX_COUNT).contains(&count) {
             fields.add_error(name, format!("must be {min} to {MAX_COUNT}"));
         }
-        number
+        count
     };
-    let canary = number("canary", 0, DEFAULT_CANARY);
-    let batch_size = number("batchSize", 1, DEFAULT_BATCH_SIZE);
-    let max_failures = number("maxFailures", 1, DEFAULT_MAX_FAILURES);
+    let canary = read_count("canary", 0, DEFAULT_CANARY);
+    let batch_size = read_count("batchSize", 1, DEFAULT_BATCH_SIZE);
+    let max_failures = read_count("maxFailures", 1, DEFAULT_MAX_FAILURES);
     let should_verify = fields.boolean("verify").unwrap_or(true);
     let request = version.map(|version| RolloutRequest {
         version,
@@ -250,7 +250,7 @@ enum RolloutCommand {
 }
 
 impl RolloutCommand {
-    fn action(self) -> &'static str {
+    fn audit_action(self) -> &'static str {
         match self {
             Self::Pause => "deploy.pause",
             Self::Resume => "deploy.resume",
@@ -307,7 +307,7 @@ async fn execute_command(
             let (target, before, after) = (id.to_string(), record(before.state), record(next));
             Ok(MutationEffect::changed(
                 reply,
-                AuditChange { action: command.action(), target, before, after },
+                AuditChange { action: command.audit_action(), target, before, after },
             ))
         })
         .await?;
@@ -370,17 +370,17 @@ pub static START: Endpoint = Endpoint {
 };
 
 fn request_schema() -> Value {
-    let number = |min: u64| json!({ "type": "integer", "minimum": min, "maximum": MAX_COUNT });
-    let handles =
+    let count_schema = |min: u64| json!({ "type": "integer", "minimum": min, "maximum": MAX_COUNT });
+    let handles_schema =
         || json!({ "type": "array", "items": handle_name(), "minItems": 1, "maxItems": MAX_HANDLES });
     request_object(
         &[("imageVersion", image_version())],
         &[
-            ("handles", handles()),
-            ("except", handles()),
-            ("canary", number(0)),
-            ("batchSize", number(1)),
-            ("maxFailures", number(1)),
+            ("handles", handles_schema()),
+            ("except", handles_schema()),
+            ("canary", count_schema(0)),
+            ("batchSize", count_schema(1)),
+            ("maxFailures", count_schema(1)),
             ("verify", boolean()),
         ],
     )

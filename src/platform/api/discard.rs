@@ -114,7 +114,7 @@ fn ensure_left_slot(machine: &MachineRow) -> Result<(), Problem> {
 /// registered has no data.
 async fn ensure_data_saved(tx: &Transaction<'_>, machine: &MachineRow) -> Result<(), Problem> {
     if let Some(since) = machine.unsaved_since {
-        let why = if machine.unsaved_files {
+        let why = if machine.has_unsaved_files_only {
             "A later machine started without the owner's files, which may exist only on this server."
                 .to_owned()
         } else {

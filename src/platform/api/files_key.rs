@@ -89,8 +89,8 @@ fn respond(body: impl Serialize) -> Response {
     response
 }
 
-/// Returns the problem for a key that cannot be sent to a host. If the repository rejects every known key or is
-/// damaged, a retry cannot succeed, so the detail says what to do.
+/// Returns the problem for a key that cannot be sent to a host. If a retry cannot succeed, for example because no known
+/// key opens the repository, or the repository is damaged, the problem is a conflict with the error as its detail.
 fn files_key_problem(machine: MachineId, error: FilesKeyError) -> Problem {
     let error = match error {
         // A retry may succeed once the database is reachable again or PLATFORM_KEY_PREVIOUS is set.

@@ -40,7 +40,7 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
         &db::former_machines::list_needing_attention(&session).await?,
     );
     let hosts = &platform.config.hosts;
-    let open = rollouts::find_open(&session).await?;
+    let open_rollout = rollouts::find_open(&session).await?;
     let (overdue, total) =
         db::operations::list_long_running(&session, OVERDUE_AGE, MAX_LISTED_OPERATIONS).await?;
     let fleet = Fleet {
@@ -50,7 +50,7 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
         attention_total: summary.attention_total,
         bundle_keys: Some(bundle_keys::summarize(&rows, &hosts.trusted_keys(), hosts.bundle_keys_sequence)),
         certificates: certificates::summarize(&rows, &platform.config.trust),
-        rollout: resource::rollout::load_summaries(&session, open.as_slice()).await?.pop(),
+        rollout: resource::rollout::load_summaries(&session, open_rollout.as_slice()).await?.pop(),
         overdue_operations: overdue.iter().map(overdue_resource).collect(),
         overdue_operations_total: total.unsigned_abs(),
         alarms: alarms::list_active(&session, &platform.config.timing).await?,

@@ -35,8 +35,8 @@ pub async fn resume_healthy_machine(platform: &Platform, machine: &MachineRow, e
 }
 
 async fn try_resume(platform: &Platform, machine: &MachineRow, epoch: Epoch) -> anyhow::Result<bool> {
-    let Some(server) = machine.provider_server_id else { return Ok(false) };
-    let Some(server) = platform.provider.get(ServerId(server)).await? else {
+    let Some(server_id) = machine.provider_server_id else { return Ok(false) };
+    let Some(server) = platform.provider.get(ServerId(server_id)).await? else {
         platform.reconciler_wake.notify_one();
         return Ok(false);
     };

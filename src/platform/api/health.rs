@@ -25,9 +25,9 @@ pub async fn show_liveness() -> Response {
 }
 
 pub async fn show_readiness(State(platform): State<Arc<Platform>>) -> Response {
-    let routes = platform.routes.state();
+    let routes = platform.route_freshness.state();
     let ok = routes.is_usable() && !platform.stop.is_cancelled();
-    let age = platform.routes.age().map(|age| age.as_secs());
+    let age = platform.route_freshness.age().map(|age| age.as_secs());
     respond(ok, json!({"status": status_text(ok), "routes": routes.as_str(), "routesAgeSeconds": age}))
 }
 

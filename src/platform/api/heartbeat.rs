@@ -59,14 +59,14 @@ pub async fn handle(
         db::machines::find_stopping_operation(&session, machine).await?
     };
     let may_hold_slot = reconcile_with_store(&platform, machine, &report).await?;
-    let superseded = !machine.is_active() && stopping_operation.is_none() && !may_hold_slot;
+    let is_superseded = !machine.is_active() && stopping_operation.is_none() && !may_hold_slot;
     let epoch = report.sent.epoch;
     let is_healthy = report.sent.health.is_ok();
-    if !superseded {
+    if !is_superseded {
         let session = platform.host_db.session().await?;
         machine_changes::record_heartbeat(&session, id, &report.columns()).await?;
         // This must precede `record_proven`, which starts the retention period of the predecessor's server.
-        if report.has_item(wire::FILES_NOT_RESTORED) && machine.is_active() {
+        if report.has_attention_item(wire::FILES_NOT_RESTORED) && machine.is_active() {
             machine_changes::mark_predecessors_unsaved(&session, id).await?;
         }
         // The host is running although a power-off was requested, so it may write data that no snapshot contains.
@@ -77,8 +77,8 @@ pub async fn handle(
             if machine.proven_at.is_none() {
                 machine_changes::record_proven(&session, id).await?;
             }
-            // This release works, so the slot's next machine starts with it, even if it is older than the recorded one
-            // because the host rolled back.
+            // This release works, so the slot's next machine starts with it, even if it is older than the recorded one:
+            // the host may have rolled back.
             if !report.sent.updating {
                 db::slots::set_release_for_machine(&session, id, &report.sent.image_version).await?;
             }
@@ -96,7 +96,7 @@ pub async fn handle(
     let session = platform.host_db.session().await?;
     let keys =
         db::keys::list_public_keys_for_host(&session, db::keys::PROOF_PURPOSE, &machine.proof_kids).await?;
-    let desired = if superseded { None } else { db::rollouts::find_desired_release(&session, id).await? };
+    let desired = if is_superseded { None } else { db::rollouts::find_desired_release(&session, id).await? };
     drop(session);
     let (desired_image_version, desired_request_id) = match desired {
         Some(desired) => (desired.image_version, Some(desired.request_id)),
@@ -106,12 +106,12 @@ pub async fn handle(
     let body = HeartbeatResponse {
         desired_image_version: Some(desired_image_version),
         epoch: Some(machine.epoch),
-        superseded,
+        superseded: is_superseded,
         proof_keys: Some(wire::ProofKeys { keys: keys.collect() }),
         quiesce: stopping_operation.map(Into::into),
         desired_request_id,
         certificate: machine.is_active().then(|| platform.config.hosts.certificate_settings(machine.id)),
-        next_token: next_token.filter(|_| !superseded && machine.is_active()),
+        next_token: next_token.filter(|_| !is_superseded && machine.is_active()),
     };
     let mut response = Json(body).into_response();
     response.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));

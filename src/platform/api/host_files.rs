@@ -41,7 +41,7 @@ pub use endpoints::{LIST, RESTORE, SHOW_RESTORE, STATUS, VERSIONS};
 
 const RETRY_AFTER_SECONDS: u64 = 5;
 /// `Retry-After` for a request that timed out. `svcctl` does not wait this long, so it does not repeat the request.
-const RETRY_AFTER_TIMEOUT_SECONDS: u64 = 30;
+const TIMEOUT_RETRY_AFTER_SECONDS: u64 = 30;
 
 type Query = Vec<(&'static str, String)>;
 
@@ -262,7 +262,7 @@ fn host_problem(id: MachineId, error: FilesCallError, is_restore: bool) -> Probl
             let seconds = limit.as_secs();
             let detail =
                 format!("The host of machine {id} did not complete the request within {seconds} s. {advice}");
-            Problem::new(Code::Unavailable, detail).retry_after(RETRY_AFTER_TIMEOUT_SECONDS)
+            Problem::new(Code::Unavailable, detail).retry_after(TIMEOUT_RETRY_AFTER_SECONDS)
         }
         FilesCallError::TooLarge(max) => {
             let detail = format!(
@@ -286,7 +286,7 @@ fn host_problem(id: MachineId, error: FilesCallError, is_restore: bool) -> Probl
             Problem::new(Code::Unavailable, detail).retry_after(RETRY_AFTER_SECONDS)
         }
         FilesCallError::Problem { status: StatusCode::UNAUTHORIZED, .. } => {
-            Problem::new(Code::HostRefused, problems::proof_rejected(id))
+            Problem::new(Code::HostRefused, problems::describe_proof_rejection(id))
         }
         FilesCallError::Problem {
             status: status @ (StatusCode::FORBIDDEN | StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED),
@@ -372,7 +372,7 @@ async fn request_restore(
     Ok(outcome.into_reply().into_response())
 }
 
-/// Rejects a machine whose host is not in service. `subject` is the data that the host was to report.
+/// Rejects a machine whose host is not in service. `subject` names the data requested from the host.
 ///
 /// # Errors
 /// `machine_not_found` for a deleted machine; `invalid_state` for one that is replaced, not running or powered off.

@@ -64,8 +64,8 @@ impl RequestedLocations {
     }
 
     /// Returns whether the requested fallback locations differ from those of a running recovery, apart from their
-    /// order. `current` and `fallback` are the locations of its new machine, and `uses_fallback_location` is whether
-    /// the recovery has moved on from the location that it tried first.
+    /// order. `current` and `fallback` are the locations of the recovery's new machine, and `uses_fallback_location`
+    /// tells whether the recovery has moved on from the location that it tried first.
     pub fn differs_in_fallback(
         &self,
         current: &Location,

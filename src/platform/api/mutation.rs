@@ -1,4 +1,5 @@
-//! Runs operators' mutating calls: replays them by `Idempotency-Key`, writes audit rows, and supports `Prefer: wait`.
+//! Runs operators' mutating calls: replays responses by `Idempotency-Key`, writes audit rows, and supports
+//! `Prefer: wait`.
 //!
 //! Invariant: the change, its audit row and the stored response are written in one transaction. The transaction cannot
 //! include changes outside the database: `pointer.rs`, `host_files.rs` and `backup.rs` write an audit row before the
@@ -294,9 +295,9 @@ pub async fn write_audit(tx: &Transaction<'_>, actor: &str, change: &AuditChange
     db::audit::write(tx, &entry).await
 }
 
-/// Converts the reply into the response. With `Prefer: wait=N`, first waits until the operation has ended or N seconds
-/// have passed, and updates the machine's status and server type in the reply. If the database fails during the wait,
-/// responds immediately with the reply as it is, because the change has been committed.
+/// Converts the reply into the response. With `Prefer: wait=N`, first waits until the operation has ended, N seconds
+/// have passed, or the platform stops, and updates the machine's status and server type in the reply. If the database
+/// fails during the wait, responds immediately with the reply as it is, because the change has been committed.
 pub async fn respond(platform: &Platform, call: &ApiCall, mut reply: Reply) -> Response {
     let body_text = |name: &str| reply.body.get(name).and_then(Value::as_str).map(str::to_owned);
     let operation: Option<OperationId> = body_text("operationId").and_then(|id| id.parse().ok());

@@ -53,8 +53,8 @@ pub async fn serve(
         RequestedRange::Unsatisfiable => return Err(range_not_satisfiable(&meta)),
     };
     if status == StatusCode::PARTIAL_CONTENT {
-        let text = format!("bytes {}-{}/{}", range.start, range.end - 1, meta.size);
-        insert_header(&mut headers, header::CONTENT_RANGE, &text);
+        let content_range = format!("bytes {}-{}/{}", range.start, range.end - 1, meta.size);
+        insert_header(&mut headers, header::CONTENT_RANGE, &content_range);
     }
     headers.insert(header::CONTENT_LENGTH, HeaderValue::from(range.end - range.start));
     if call.request.method == Method::HEAD || range.is_empty() {
@@ -84,7 +84,7 @@ fn base_headers(meta: &ObjectMeta, media_type: &'static str) -> HeaderMap {
     headers.insert(header::ACCEPT_RANGES, HeaderValue::from_static("bytes"));
     headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("private, no-cache"));
     if let Some(etag) = &meta.e_tag {
-        insert_header(&mut headers, header::ETAG, &quoted(etag));
+        insert_header(&mut headers, header::ETAG, &quote_etag(etag));
     }
     headers
 }
@@ -95,13 +95,13 @@ fn insert_header(headers: &mut HeaderMap, name: HeaderName, value: &str) {
     }
 }
 
-fn quoted(etag: &str) -> String {
+fn quote_etag(etag: &str) -> String {
     if etag.ends_with('"') { etag.to_owned() } else { format!("\"{etag}\"") }
 }
 
 /// Returns whether `If-None-Match` matches this version, by weak comparison (RFC 9110, section 13.1.2).
 fn is_unchanged(headers: &HeaderMap, meta: &ObjectMeta) -> bool {
-    let Some(etag) = meta.e_tag.as_deref().map(quoted) else { return false };
+    let Some(etag) = meta.e_tag.as_deref().map(quote_etag) else { return false };
     let values = headers.get_all(header::IF_NONE_MATCH).iter().filter_map(|value| value.to_str().ok());
     let mut candidates = values.flat_map(|value| value.split(',')).map(str::trim);
     candidates.any(|candidate| candidate == "*" || candidate.strip_prefix("W/").unwrap_or(candidate) == etag)
@@ -110,7 +110,7 @@ fn is_unchanged(headers: &HeaderMap, meta: &ObjectMeta) -> bool {
 /// Returns whether `If-Range`, if present, matches this version, by strong comparison (RFC 9110, section 13.1.5).
 fn permits_range(headers: &HeaderMap, meta: &ObjectMeta) -> bool {
     let Some(value) = headers.get(header::IF_RANGE) else { return true };
-    meta.e_tag.as_deref().is_some_and(|etag| value.as_bytes() == quoted(etag).as_bytes())
+    meta.e_tag.as_deref().is_some_and(|etag| value.as_bytes() == quote_etag(etag).as_bytes())
 }
 
 #[derive(Debug, PartialEq, Eq)]

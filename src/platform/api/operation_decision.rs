@@ -51,7 +51,7 @@ enum OperatorDecision {
 }
 
 impl OperatorDecision {
-    fn action(&self) -> &'static str {
+    fn audit_action(&self) -> &'static str {
         match self {
             Self::Retry | Self::AcceptLoss | Self::Restore(_) => "operation.continue",
             Self::Abandon => "operation.abandon",
@@ -108,9 +108,9 @@ async fn apply_decision(
         return Ok(reply.into_response());
     }
     drop(session);
-    let is_undo =
+    let is_undelete =
         matches!(decision, OperatorDecision::Abandon) && unlocked.kind == OperationKind::Delete.as_str();
-    if is_undo && machine.deleted_at.is_some() && !unlocked.has_ended() {
+    if is_undelete && machine.deleted_at.is_some() && !unlocked.has_ended() {
         undelete::ensure_slot_is_free(platform, &machine).await?;
     }
     if let OperatorDecision::Restore(key) = &decision {
@@ -139,13 +139,13 @@ async fn apply_decision(
                 resume_step(tx, &operation, options, "the operator retried the step").await?;
             }
             OperatorDecision::AcceptLoss => resume_with_loss_accepted(tx, &operation).await?,
-            OperatorDecision::Restore(key) => restore_snapshot(tx, &operation, key).await?,
+            OperatorDecision::Restore(key) => choose_snapshot(tx, &operation, key).await?,
             OperatorDecision::Abandon => abandon_operation(platform, tx, &machine, &operation).await?,
         }
         let after = db::operations::get(tx, id).await?.ok_or_else(not_found)?;
         let reply = Reply::new(StatusCode::OK, resource::operation::load_with_log(tx, &after).await?);
         let change = AuditChange {
-            action: decision.action(),
+            action: decision.audit_action(),
             target: id.to_string(),
             before: Some(json!(svc_wire::operation::Operation::from(&operation))),
             after: Some(reply.body.clone()),
@@ -206,7 +206,7 @@ fn is_snapshot_question(operation: &OperationRow) -> bool {
 }
 
 /// Sets the snapshot that the new machine restores, if the operation is waiting for this choice.
-async fn restore_snapshot(
+async fn choose_snapshot(
     tx: &Transaction<'_>,
     operation: &OperationRow,
     key: &SnapshotKey,

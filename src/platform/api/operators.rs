@@ -67,12 +67,12 @@ async fn add(State(platform): State<Arc<Platform>>, request: Request) -> Result<
             let added = db::operators::insert(tx, &name, &scopes, &token, operator.actor()).await?;
             let added = added.ok_or_else(|| name_taken(&name))?;
             Ok(MutationEffect::changed(
-                issue_reply(StatusCode::CREATED, &added),
+                reply_without_token(StatusCode::CREATED, &added),
                 audit_change("operator.add", None, &added),
             ))
         })
         .await?;
-    issue_response(&platform, outcome, &token_value).await
+    response_with_token(&platform, outcome, &token_value).await
 }
 
 fn name_taken(name: &OperatorName) -> Problem {
@@ -101,7 +101,7 @@ async fn rotate(
     let token_value = platform.mint.operator_token(id);
     let outcome = mutation
         .run(&platform, async |tx| {
-            let before = db::operators::find_and_lock(tx, &name).await?.ok_or_else(|| not_found(&name))?;
+            let before = db::operators::lock(tx, &name).await?.ok_or_else(|| not_found(&name))?;
             // The caller receives a token with all of the operator's scopes.
             ensure_may_grant(&operator, &before.scopes)?;
             if before.revoked_at.is_some() {
@@ -113,10 +113,10 @@ async fn rotate(
             let hash = tokens::hash(token_value.expose_secret());
             let after = db::operators::rotate(tx, &name, &NewToken { id, hash: &hash, ttl }, overlap).await?;
             let change = audit_change("operator.rotate", Some(&before), &after);
-            Ok(MutationEffect::changed(issue_reply(StatusCode::OK, &after), change))
+            Ok(MutationEffect::changed(reply_without_token(StatusCode::OK, &after), change))
         })
         .await?;
-    issue_response(&platform, outcome, &token_value).await
+    response_with_token(&platform, outcome, &token_value).await
 }
 
 async fn revoke(
@@ -132,7 +132,7 @@ async fn revoke(
 
     let outcome = mutation
         .run(&platform, async |tx| {
-            let before = db::operators::find_and_lock(tx, &name).await?.ok_or_else(|| not_found(&name))?;
+            let before = db::operators::lock(tx, &name).await?.ok_or_else(|| not_found(&name))?;
             let after = db::operators::revoke(tx, &name).await?;
             let reply = Reply::new(StatusCode::OK, wire::Operator::from(&after));
             if before.revoked_at.is_some() {
@@ -220,12 +220,12 @@ fn ensure_may_grant(operator: &Operator, scopes: &Scopes) -> Result<(), Problem>
 }
 
 /// Returns the response without the token, as it is stored for replays.
-fn issue_reply(status: StatusCode, operator: &OperatorRow) -> Reply {
+fn reply_without_token(status: StatusCode, operator: &OperatorRow) -> Reply {
     Reply::new(status, TokenIssue { operator: operator.into(), token_id: operator.token_id.into() })
 }
 
 /// Returns the response with the token. A replayed response contains the token that was issued first.
-async fn issue_response(
+async fn response_with_token(
     platform: &Platform,
     outcome: MutationOutcome,
     token: &SecretString,

@@ -165,7 +165,7 @@ async fn rebuild_pointer(
     let mut inspection = inspect(platform, target, record.clone()).await?;
     ensure_exists(target, is_recorded, &inspection)?;
     let prefix = target.prefix();
-    // Look up the plan after the inspection: if the inspection has found a pointer that another attempt of this
+    // Look up the plan after the inspection: if the inspection has found a pointer that another attempt at this
     // request wrote, that attempt has already stored its plan.
     let planned = mutation.find_plan::<Pointer>(&platform.db.session().await?).await?;
     if let Some(planned) = &planned {
@@ -188,7 +188,7 @@ async fn rebuild_pointer(
     let Some(next) = &inspection.next else {
         return Err(Problem::new(Code::SnapshotUnusable, describe_failed_search(&inspection)));
     };
-    // The earlier attempt may still be writing its pointer, so a plan that differs only in the time is kept.
+    // The earlier attempt may still be writing its pointer, so a plan that differs only in `emptied_at` is kept.
     let next = match &planned {
         Some(planned) if Pointer { emptied_at: planned.emptied_at, ..next.clone() } == *planned => planned,
         _ => next,
@@ -217,7 +217,7 @@ async fn rebuild_pointer(
 }
 
 /// Stores the planned pointer and its audit row. Concurrent attempts must write the same pointer, so if another attempt
-/// of this request has stored the same plan, or any plan since `earlier` was looked up, returns that plan instead.
+/// at this request has stored the same plan, or any plan since `earlier` was looked up, returns that plan instead.
 async fn store_plan(
     tx: &Transaction<'_>,
     mutation: &Mutation,

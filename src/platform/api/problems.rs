@@ -81,7 +81,7 @@ pub fn machine_not_found(name: &str) -> Problem {
 }
 
 /// Describes a host's rejection of the platform's proof.
-pub fn proof_rejected(id: MachineId) -> String {
+pub fn describe_proof_rejection(id: MachineId) -> String {
     format!(
         "The host of machine {id} rejected the platform's proof (401): the host's clock is wrong, or the host has not \
          fetched the current keys. `svcctl status {id}` shows the host's last heartbeat."

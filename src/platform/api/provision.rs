@@ -274,7 +274,7 @@ async fn create_machine(
         https_port: config.hosts.https_port,
         preview_ttl: (request.kind == MachineKind::Preview).then_some(config.provisioning.preview_ttl),
         restore_snapshot: None,
-        restore_files: true,
+        should_restore_files: true,
     };
     let restore = plan.restore;
     let context = EventContext {

@@ -45,8 +45,8 @@ async fn quote(platform: &Platform, request: &ProvisionRequest) -> Result<Provis
         image_version = Some(provision::check_for_quote(platform, request, existing.as_ref()).await?);
         let fallback = request.locations.fallback_for(platform, &request.location);
         let locations = ServerLocations { location: &request.location, fallback: &fallback };
-        let quoted = server_cost::read_quoted_cost(platform, &request.server_type, locations).await;
-        cost = if needs_cost_confirmation { Some(quoted?) } else { quoted.ok() };
+        let quoted_cost = server_cost::read_quoted_cost(platform, &request.server_type, locations).await;
+        cost = if needs_cost_confirmation { Some(quoted_cost?) } else { quoted_cost.ok() };
         let count = async { Ok(server_quota::count_listed(platform).await?) };
         server_count = Some(platform.quotes.get_server_count(count).await?);
     }

@@ -221,7 +221,7 @@ async fn recover(
             https_port: platform.config.hosts.https_port,
             preview_ttl: preview_ttl(platform, &machine),
             restore_snapshot: plan.snapshot,
-            restore_files: !request.without_files,
+            should_restore_files: !request.without_files,
         };
         let event = Event::RecoverRequested { restore: plan.restore };
         let context = EventContext {
@@ -376,7 +376,7 @@ async fn respond_during_recovery(
 }
 
 /// Returns the names of the requested options that differ from those of the running recovery. `uses_fallback_location`
-/// is whether the recovery's server was ordered in a fallback location.
+/// tells whether the recovery's server was ordered in a fallback location.
 fn differing_options(
     request: &RecoveryRequest,
     machine: &MachineRow,
@@ -412,7 +412,7 @@ fn differing_options(
         ("`--allow-empty`", request.empty == EmptyStart::Refused && machine.restore == RestoreMode::Empty),
         ("`--accept-loss`", request.options.accept_loss && !options.accept_loss),
         ("`--replace-first`", request.options.replace_first && !options.replace_first),
-        ("`--without-files`", request.without_files && machine.restore_files),
+        ("`--without-files`", request.without_files && machine.should_restore_files),
     ]
     .into_iter()
     .filter_map(|(name, differs)| differs.then_some(name))

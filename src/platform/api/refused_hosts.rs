@@ -24,9 +24,9 @@ pub async fn report_rejected_token(
     {
         return;
     }
-    let (sent, recorded) = (claim.generation.0, machine.upgrade_token.generation.0);
-    tracing::warn!(machine = %machine.id, generation = sent, known = recorded,
+    let (sent_generation, recorded_generation) = (claim.generation.0, machine.upgrade_token.generation.0);
+    tracing::warn!(machine = %machine.id, generation = sent_generation, known = recorded_generation,
         "host token rejected: not issued with a current platform key; check that PLATFORM_KEY is the current key");
-    let detail = json!({machine.handle.as_str(): {"machineId": machine.id, "generation": sent}});
+    let detail = json!({machine.handle.as_str(): {"machineId": machine.id, "generation": sent_generation}});
     alarms::raise_or_log(platform, Alarm::HostTokensRefused, &detail).await;
 }

@@ -203,8 +203,8 @@ async fn register(
     let canonical =
         serde_json::to_vec(&registration.canonical()).map_err(|error| Problem::internal(&error))?;
     let body_hash = Sha256::digest(&canonical).to_vec();
-    if let Some(first) = &machine.registration_body_hash {
-        let is_same: bool = first.ct_eq(&body_hash).into();
+    if let Some(recorded_hash) = &machine.registration_body_hash {
+        let is_same: bool = recorded_hash.ct_eq(&body_hash).into();
         return if is_same { Ok(response) } else { Err(registration_rejected()) };
     }
     if machine.registration_expires_at.is_none() || machine.provider_server_id.is_none() {

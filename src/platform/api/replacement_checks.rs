@@ -60,7 +60,7 @@ pub async fn ensure_fits_disk(
             return Ok(());
         }
     };
-    let required_bytes = needed_bytes(database.size_bytes);
+    let required_bytes = required_disk_bytes(database.size_bytes);
     let disk_bytes = u64::from(info.disk_gb) << 30;
     if required_bytes <= disk_bytes {
         return Ok(());
@@ -76,7 +76,7 @@ pub async fn ensure_fits_disk(
 }
 
 #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, clippy::cast_precision_loss)]
-fn needed_bytes(database_bytes: u64) -> u64 {
+fn required_disk_bytes(database_bytes: u64) -> u64 {
     RESERVED_BYTES.saturating_add((database_bytes as f64 * BYTES_PER_DATABASE_BYTE) as u64)
 }
 
@@ -180,7 +180,7 @@ pub async fn ensure_holds_slot(platform: &Platform, machine: &MachineRow) -> Res
 /// # Errors
 /// `invalid_state` for such a machine.
 pub fn ensure_not_powered_off(machine: &MachineRow, accepts_loss: bool) -> Result<(), Problem> {
-    let risks_loss = holds_data(machine) && !accepts_loss;
+    let risks_loss = has_server_with_data(machine) && !accepts_loss;
     let Some(since) = machine.powered_off_at.filter(|_| risks_loss) else { return Ok(()) };
     let (id, since) = (machine.id, rfc3339_ms(since));
     let detail = format!(
@@ -204,7 +204,7 @@ pub async fn ensure_not_restarting(
     machine: &MachineRow,
     accepts_loss: bool,
 ) -> Result<(), Problem> {
-    if accepts_loss || !holds_data(machine) {
+    if accepts_loss || !has_server_with_data(machine) {
         return Ok(());
     }
     let restarts = [OperationKind::Resize, OperationKind::Reboot].map(OperationKind::as_str);
@@ -226,7 +226,7 @@ pub async fn ensure_not_restarting(
 }
 
 /// Returns whether the machine has a server that may hold data.
-fn holds_data(machine: &MachineRow) -> bool {
+fn has_server_with_data(machine: &MachineRow) -> bool {
     machine.registered_at.is_some() && machine.has_server() && machine.server_missing_since.is_none()
 }
 
@@ -289,8 +289,8 @@ pub async fn ensure_no_unsaved_data(
     unsaved.map_or(Ok(()), |machine| Err(unsaved_problem(machine)))
 }
 
-/// Returns whether the last machine that served may have data. A deleted machine has data while its server exists,
-/// unless an operator accepted the loss.
+/// Returns whether the last machine that served may have data. A deleted machine may have data only while its server
+/// exists, and only if no operator accepted the loss.
 async fn may_hold_data(client: &impl GenericClient, last: &MachineRow) -> Result<bool, DbError> {
     if last.deleted_at.is_none() {
         return Ok(true);
@@ -323,9 +323,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn needed_bytes_adds_reserve_and_saturates() {
-        assert_eq!(needed_bytes(0), RESERVED_BYTES);
-        assert_eq!(needed_bytes(40 << 30), RESERVED_BYTES + (50 << 30));
-        assert_eq!(needed_bytes(u64::MAX), u64::MAX);
+    fn required_disk_bytes_adds_reserve_and_saturates() {
+        assert_eq!(required_disk_bytes(0), RESERVED_BYTES);
+        assert_eq!(required_disk_bytes(40 << 30), RESERVED_BYTES + (50 << 30));
+        assert_eq!(required_disk_bytes(u64::MAX), u64::MAX);
     }
 }

@@ -61,7 +61,7 @@ async fn resize(
         // No session is held during requests to the provider and the store.
         drop(session);
         let info = require_server_type(platform, to).await?;
-        ensure_disk_fits(platform, &unlocked, &info).await?;
+        ensure_disk_does_not_shrink(platform, &unlocked, &info).await?;
         replacement_checks::ensure_holds_slot(platform, &unlocked).await?;
     } else {
         drop(session);
@@ -117,7 +117,7 @@ fn require_machine(machine: Option<MachineRow>, id: MachineId) -> Result<Machine
 /// `invalid_state` if the machine cannot be resized.
 fn changes_type(machine: &MachineRow, to: &ServerType) -> Result<bool, Problem> {
     let event = Event::ResizeRequested { to: to.clone() };
-    let outcome = transition(&machine.lifecycle(), &event);
+    let outcome = transition(&machine.to_lifecycle_machine(), &event);
     let outcome =
         outcome.map_err(|refusal| problems::lifecycle_problem(LifecycleError::Refused(refusal), machine))?;
     if machine.powered_off_at.is_some() {
@@ -149,7 +149,7 @@ async fn require_server_type(platform: &Platform, to: &ServerType) -> Result<Ser
 }
 
 /// Rejects a type with a smaller disk than the server's actual one, because disks cannot shrink.
-async fn ensure_disk_fits(
+async fn ensure_disk_does_not_shrink(
     platform: &Platform,
     machine: &MachineRow,
     to: &ServerTypeInfo,

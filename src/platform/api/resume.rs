@@ -92,11 +92,11 @@ async fn check_server_and_host(
             machine.id
         )));
     }
-    let Some(server) = machine.provider_server_id else {
+    let Some(server_id) = machine.provider_server_id else {
         return Err(invalid_state("The machine has no server: recover the slot."));
     };
-    let server =
-        platform.provider.get(ServerId(server)).await.map_err(|error| problems::provider_problem(&error))?;
+    let server = platform.provider.get(ServerId(server_id)).await;
+    let server = server.map_err(|error| problems::provider_problem(&error))?;
     match server {
         Some(server) if server.status == ServerStatus::Running => Ok(server.server_type),
         Some(_) => Err(invalid_state(&format!(

@@ -42,7 +42,7 @@ pub fn location() -> Value {
     text_matching(Location::PATTERN)
 }
 
-/// Locations to try, in this order, if the provider has no capacity in the requested one.
+/// Returns the schema for the locations to try, in this order, if the provider has no capacity in the requested one.
 pub fn fallback_locations() -> Value {
     json!({ "type": "array", "items": location(), "maxItems": MAX_FALLBACK_LOCATIONS })
 }

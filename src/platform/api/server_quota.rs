@@ -52,14 +52,14 @@ async fn count_used(
     client: &impl GenericClient,
     server_count: Option<ListedServerCount>,
 ) -> Result<u64, DbError> {
-    Ok(total_used(server_count, db::servers::count_own(client).await?))
+    Ok(compute_used(server_count, db::servers::count_own(client).await?))
 }
 
 /// Computes the number of servers in use. Without a list, only the servers of the platform's machines count. A server
 /// that was recorded after the list was requested may be missing from the list. It no longer counts as ordered, so it
 /// is added. A server that the provider has created but the platform has not recorded yet counts twice, as listed and
 /// as ordered.
-fn total_used(server_count: Option<ListedServerCount>, own: OwnServerCounts) -> u64 {
+fn compute_used(server_count: Option<ListedServerCount>, own: OwnServerCounts) -> u64 {
     let listed =
         server_count.and_then(|count| Some(count.listed? + own.existing.saturating_sub(count.recorded)));
     listed.unwrap_or_default().max(own.existing) + own.ordered
@@ -147,7 +147,7 @@ async fn measure_room(
     server_count: Option<ListedServerCount>,
 ) -> Result<(u64, Option<Problem>), DbError> {
     let used = count_used(client, server_count).await?;
-    if db::alarms::get(client, Alarm::ProviderLimit.as_str()).await?.is_some() {
+    if db::alarms::find_active(client, Alarm::ProviderLimit.as_str()).await?.is_some() {
         let detail = "The provider has refused to create a server because of the project's limit: raise the limit at the \
                       provider, or delete unused servers. The alarm provider_limit ends with the next accepted order, or a few minutes \
                       after the last refusal.";
@@ -169,7 +169,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn total_used_counts_servers_recorded_since_list() {
+    fn compute_used_counts_servers_recorded_since_list() {
         let own = |existing, ordered| OwnServerCounts { existing, ordered };
         let count = |listed, recorded| Some(ListedServerCount { listed, recorded });
         for (server_count, own, servers) in [
@@ -184,7 +184,7 @@ mod tests {
             // The list is incomplete.
             (count(Some(1), 3), own(3, 0), 3),
         ] {
-            assert_eq!(total_used(server_count, own), servers, "{server_count:?} {own:?}");
+            assert_eq!(compute_used(server_count, own), servers, "{server_count:?} {own:?}");
         }
     }
 }

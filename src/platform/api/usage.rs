@@ -85,7 +85,7 @@ fn host_problem(id: MachineId, error: &UsageError) -> Problem {
             Problem::new(Code::HostUnreachable, format!("The host of machine {id} could not be reached."))
         }
         UsageError::Host(HostCallError::Refused(StatusCode::UNAUTHORIZED)) => {
-            Problem::new(Code::HostRefused, problems::proof_rejected(id))
+            Problem::new(Code::HostRefused, problems::describe_proof_rejection(id))
         }
         UsageError::Host(HostCallError::Refused(
             status @ (StatusCode::FORBIDDEN | StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED),

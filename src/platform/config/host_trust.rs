@@ -18,7 +18,7 @@ const MAX_EXEMPT_MACHINES: usize = 1000;
 pub fn read(env: &mut Env, domain: Option<HostDomain>) -> Option<HostTrust> {
     let is_on = env.flag(&vars::CUSTOMER_VPS_TLS_VERIFY).is_on();
     let grace = Duration::from_secs(env.or_default(&vars::CUSTOMER_VPS_TLS_VERIFY_GRACE_SECONDS));
-    let exempt = parse_exempt_machines(env);
+    let exempt = read_exempt_machines(env);
     // `domain` is also `None` if `HOST_DOMAIN` is invalid, but then that error has already been reported.
     if is_on && !env.is_set(&vars::HOST_DOMAIN) {
         let why = "requires HOST_DOMAIN: the certificate is verified against the host's name";
@@ -38,7 +38,7 @@ pub fn read(env: &mut Env, domain: Option<HostDomain>) -> Option<HostTrust> {
     }
 }
 
-fn parse_exempt_machines(env: &mut Env) -> Option<HashSet<MachineId>> {
+fn read_exempt_machines(env: &mut Env) -> Option<HashSet<MachineId>> {
     let variable = &vars::CUSTOMER_VPS_TLS_VERIFY_EXCEPT;
     let text = env.text(variable).unwrap_or_default();
     let ids = text.split(',').map(str::trim).filter(|id| !id.is_empty());

@@ -101,7 +101,7 @@ pub async fn clear(client: &impl GenericClient, alarm: &str) -> Result<(), DbErr
     execute(client, "DELETE FROM fleet_alarms WHERE alarm = $1", &[&alarm]).await.map(drop)
 }
 
-pub async fn get(client: &impl GenericClient, alarm: &str) -> Result<Option<AlarmRow>, DbError> {
+pub async fn find_active(client: &impl GenericClient, alarm: &str) -> Result<Option<AlarmRow>, DbError> {
     let sql = format!("SELECT {COLUMNS} FROM fleet_alarms WHERE alarm = $1 AND {IS_ACTIVE}");
     Ok(query_opt(client, &sql, &[&alarm]).await?.as_ref().map(parse))
 }

@@ -20,8 +20,8 @@ pub async fn reserve(
     let (wanted, unused) = (i32::try_from(wanted).unwrap_or(i32::MAX), i32::try_from(unused).unwrap_or(0));
     let remaining = observed.map(|budget| budget.remaining);
     let capacity = observed.map(|budget| budget.capacity);
-    let per_second = observed.and_then(|budget| budget.per_second);
-    let age = observed.map(|budget| budget.at.elapsed().as_secs_f64());
+    let per_second = observed.and_then(|budget| budget.refill_per_second);
+    let age = observed.map(|budget| budget.received_at.elapsed().as_secs_f64());
     let params: super::Params<'_> = &[&account, &wanted, &unused, &remaining, &capacity, &per_second, &age];
     let row = query_opt(client, sql, params).await?;
     let (granted, wait) = row.map_or((0, 0.0), |row| (row.get::<_, i32>(0), row.get::<_, f64>(1)));

@@ -224,8 +224,8 @@ pub async fn record_prune(
     execute(client, sql, &[&user, &slot, &error, &advance.as_secs_f64()]).await.map(drop)
 }
 
-/// Records that a prune succeeded, but left work for a later one. Its claim expires, like that of an interrupted
-/// prune, so the slot is due again after the retry delay.
+/// Records that a prune succeeded, but left work for a later one. Its claim expires now instead of being released, so
+/// the slot is due again after the retry delay or, after an operator's request, immediately.
 pub async fn record_unfinished_prune(
     client: &impl GenericClient,
     user: &str,

@@ -38,7 +38,7 @@ pub struct KeptServerRow {
     /// Changes made after this time are not in any snapshot.
     pub unsaved_since: Option<Timestamp>,
     /// Whether `unsaved_since` is set only because a later machine started without the owner's files.
-    pub unsaved_files: bool,
+    pub has_unsaved_files_only: bool,
     /// When an operator abandoned the server's removal.
     pub removal_abandoned_at: Option<Timestamp>,
     /// The time since which the provider has reported the server missing.
@@ -106,7 +106,7 @@ pub async fn list_in_slot(
         is_deleted: row.get("is_deleted"),
         until: row.get("kept_until"),
         unsaved_since: row.get("unsaved_since"),
-        unsaved_files: row.get("unsaved_files"),
+        has_unsaved_files_only: row.get("unsaved_files"),
         removal_abandoned_at: row.get("removal_abandoned_at"),
         missing_since: row.get("server_missing_since"),
         deleted_by: row.get::<_, Option<_>>("deleted_by").map(OperationId),

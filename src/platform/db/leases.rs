@@ -33,8 +33,8 @@ pub async fn has_other_lease_in_slot(
 }
 
 /// Delays an operation whose step's outcome could not be stored, with exponential backoff: by 2^`attempts` seconds, but
-/// at most 2^10 seconds and at most `max`. `attempts` is the number of failed attempts at the step before this one; it
-/// is then incremented. Has no effect unless `owner` is the last holder of the operation's lease.
+/// at most 2^10 seconds and at most `max`. `attempts` is the number of earlier failed attempts at the step; it is then
+/// incremented. Has no effect unless `owner` is the last holder of the operation's lease.
 pub async fn postpone_operation(
     client: &impl GenericClient,
     id: OperationId,

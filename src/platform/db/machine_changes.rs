@@ -31,7 +31,7 @@ pub struct NewMachine {
     /// The key of the snapshot to restore; `None` means the snapshot that the pointer names.
     pub restore_snapshot: Option<String>,
     /// Whether the machine restores the owner's files at its first boot.
-    pub restore_files: bool,
+    pub should_restore_files: bool,
     pub server_type: ServerType,
     pub location: Location,
     pub fallback_locations: Vec<Location>,
@@ -80,7 +80,7 @@ pub async fn insert(tx: &Transaction<'_>, new: &NewMachine) -> Result<(), DbErro
             &preview_ttl,
             &new.restore_snapshot,
             &fallback_locations,
-            &new.restore_files,
+            &new.should_restore_files,
         ],
     )
     .await
@@ -88,7 +88,7 @@ pub async fn insert(tx: &Transaction<'_>, new: &NewMachine) -> Result<(), DbErro
 }
 
 fn to_stored_epoch(epoch: Epoch) -> Result<i32, DbError> {
-    i32::try_from(epoch.0).map_err(|_| DbError::Unreadable { what: "epoch", why: epoch.to_string() })
+    i32::try_from(epoch.0).map_err(|_| DbError::OutOfRange { what: "epoch", value: epoch.0 })
 }
 
 /// The columns that a state change writes.
@@ -423,6 +423,6 @@ pub async fn record_heartbeat(
     }
     // A separate statement, which usually changes no row: an update of this column makes every router reload the
     // machine's keys.
-    let kids = "UPDATE user_machines SET proof_kids = $2 WHERE machine_id = $1 AND proof_kids <> $2";
-    execute(client, kids, &[&id.0, &heartbeat.proof_kids]).await.map(drop)
+    let sql = "UPDATE user_machines SET proof_kids = $2 WHERE machine_id = $1 AND proof_kids <> $2";
+    execute(client, sql, &[&id.0, &heartbeat.proof_kids]).await.map(drop)
 }

@@ -58,7 +58,7 @@ pub struct MachineRow {
     /// The key of the snapshot to restore; `None` means the snapshot that the pointer names.
     pub restore_snapshot: Option<String>,
     /// Whether the machine restores the owner's files at its first boot.
-    pub restore_files: bool,
+    pub should_restore_files: bool,
     /// An earlier machine's snapshot that is newer than the restored one.
     pub unrestored_snapshot: Option<String>,
     pub server_type: ServerType,
@@ -106,7 +106,7 @@ pub struct MachineRow {
     /// final backup.
     pub unsaved_since: Option<Timestamp>,
     /// Whether `unsaved_since` is set only because a later machine started without the owner's files.
-    pub unsaved_files: bool,
+    pub has_unsaved_files_only: bool,
     /// When the server's retention period was ended early, so that the server is deleted.
     pub discard_ordered_at: Option<Timestamp>,
     /// When an operator abandoned the server's removal.
@@ -176,7 +176,7 @@ impl MachineRow {
             epoch: Epoch(parse_number_column(row, "epoch")?),
             restore: parse_column(row, "restore_mode")?,
             restore_snapshot: row.get("restore_snapshot"),
-            restore_files: row.get("restore_files"),
+            should_restore_files: row.get("restore_files"),
             unrestored_snapshot: row.get("unrestored_snapshot"),
             server_type: parse_column(row, "server_type")?,
             resize_to: parse_optional_column(row, "resize_to")?,
@@ -211,7 +211,7 @@ impl MachineRow {
             proven_at: row.get("proven_at"),
             final_backup_at: row.get("final_backup_at"),
             unsaved_since: row.get("unsaved_since"),
-            unsaved_files: row.get("unsaved_files"),
+            has_unsaved_files_only: row.get("unsaved_files"),
             discard_ordered_at: row.get("discard_ordered_at"),
             removal_abandoned_at: row.get("removal_abandoned_at"),
             server_missing_since: row.get("server_missing_since"),
@@ -227,7 +227,7 @@ impl MachineRow {
     }
 
     /// Returns the machine in the form that the lifecycle rules use.
-    pub fn lifecycle(&self) -> state::Machine {
+    pub fn to_lifecycle_machine(&self) -> state::Machine {
         state::Machine { state: self.state(), epoch: self.epoch }
     }
 

@@ -61,7 +61,7 @@ const MIGRATION_TIMEOUT: Duration = Duration::from_secs(120);
 /// Migrates the schema to this binary's version.
 ///
 /// # Errors
-/// When the migrations, including the wait for the lock, take longer than two minutes, when the database is
+/// When the migrations, including the wait for the lock, take longer than `MIGRATION_TIMEOUT`, when the database is
 /// unreachable, or when a migration fails; a failed migration is rolled back.
 pub async fn run(config: &Config) -> anyhow::Result<()> {
     tokio::time::timeout(MIGRATION_TIMEOUT, migrate(config)).await.with_context(|| {

@@ -78,6 +78,9 @@ pub enum DbError {
     /// A stored value is invalid.
     #[error("invalid stored {what}: {why}")]
     Unreadable { what: &'static str, why: String },
+    /// A value is too large for its column.
+    #[error("{what} {value} is out of range for the database")]
+    OutOfRange { what: &'static str, value: u32 },
 }
 
 impl DbError {
@@ -173,7 +176,7 @@ impl Db {
     /// Returns a connection from the pool.
     ///
     /// # Errors
-    /// `Unavailable` if no connection becomes available in time, or if a new one cannot be opened.
+    /// `Unavailable` if no connection becomes available within `CONNECT_TIMEOUT`, or if a new one cannot be opened.
     pub async fn session(&self) -> Result<Object, DbError> {
         self.pool.get().await.map_err(|error| DbError::Unavailable {
             what: "no connection available",
@@ -228,7 +231,7 @@ pub async fn lock(tx: &Transaction<'_>, subject: &str) -> Result<(), DbError> {
 
 async fn with_timeout<T>(work: impl Future<Output = Result<T, tokio_postgres::Error>>) -> Result<T, DbError> {
     match tokio::time::timeout(STATEMENT_TIMEOUT, work).await {
-        Ok(done) => Ok(done?),
+        Ok(result) => Ok(result?),
         Err(_) => Err(DbError::Unavailable { what: "statement timed out", source: None }),
     }
 }

@@ -151,17 +151,14 @@ pub async fn insert(
     query_opt(tx, &sql, params).await?.as_ref().map(OperatorRow::parse).transpose()
 }
 
-/// Reads an operator's row and locks it until the transaction ends.
-pub async fn find_and_lock(
-    tx: &Transaction<'_>,
-    name: &OperatorName,
-) -> Result<Option<OperatorRow>, DbError> {
+/// Reads and locks the row until the transaction ends.
+pub async fn lock(tx: &Transaction<'_>, name: &OperatorName) -> Result<Option<OperatorRow>, DbError> {
     let sql = format!("SELECT {COLUMNS} FROM operators WHERE name = $1 FOR UPDATE");
     query_opt(tx, &sql, &[&name.as_str()]).await?.as_ref().map(OperatorRow::parse).transpose()
 }
 
 /// Replaces an operator's token. The replaced token stays valid for `overlap` or until it expires, whichever is
-/// earlier; the token before it becomes invalid immediately.
+/// earlier; an even older token becomes invalid immediately.
 pub async fn rotate(
     tx: &Transaction<'_>,
     name: &OperatorName,

@@ -157,12 +157,12 @@ pub async fn record_returned(
 /// longer has this server.
 pub async fn record_missing(
     client: &impl GenericClient,
-    expected: &TrackedServer,
+    tracked: &TrackedServer,
 ) -> Result<Duration, DbError> {
     let sql = "UPDATE user_machines SET server_missing_since = coalesce(server_missing_since, clock_timestamp()) \
                WHERE machine_id = $1 AND provider_server_id = $2 \
                RETURNING extract(epoch FROM clock_timestamp() - server_missing_since)::float8";
-    let row = query_opt(client, sql, &[&expected.machine.0, &expected.server]).await?;
+    let row = query_opt(client, sql, &[&tracked.machine.0, &tracked.server]).await?;
     let seconds: f64 = row.map_or(0.0, |row| row.get(0));
     Ok(Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or_default())
 }

@@ -12,7 +12,7 @@ use svc_machine::id::{MachineId, OperationId};
 use svc_machine::name::{IdpUserId, Slot};
 
 /// Finds the newest operation that takes this machine out of service: its deletion, or the creation of its successor.
-/// If the machine was reinstated, the successor that left the slot in its favor counts, too.
+/// For a reinstated machine, this includes the creation of the successor that its reinstatement removed from the slot.
 pub async fn find_retiring_operation(
     client: &impl GenericClient,
     machine: MachineId,

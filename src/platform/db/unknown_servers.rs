@@ -18,13 +18,13 @@ pub struct UnknownServers {
     /// Released for deletion by an operator.
     pub released: i64,
     /// When the last grace period of the released servers ends.
-    pub last_deletion: Option<Timestamp>,
+    pub last_grace_end: Option<Timestamp>,
 }
 
 impl UnknownServers {
     /// Returns when the last unknown server may be deleted; `None` while any server is held.
     pub fn released_until(&self) -> Option<Timestamp> {
-        self.last_deletion.filter(|_| self.held == 0)
+        self.last_grace_end.filter(|_| self.held == 0)
     }
 }
 
@@ -56,7 +56,7 @@ pub async fn count(client: &impl GenericClient, grace: Duration) -> Result<Unkno
     Ok(row.map_or_else(UnknownServers::default, |row| UnknownServers {
         held: row.get(0),
         released: row.get(1),
-        last_deletion: row.get(2),
+        last_grace_end: row.get(2),
     }))
 }
 

@@ -48,8 +48,8 @@ pub async fn advance(
                upgrade_token_requested_at = CASE WHEN heartbeat_at > upgrade_token_requested_at THEN NULL \
                  ELSE upgrade_token_requested_at END \
                WHERE machine_id = $1 AND upgrade_token_generation < $2";
-    let unwritable = |_| DbError::Unreadable { what: "upgrade_token_generation", why: to.0.to_string() };
-    let to = i32::try_from(to.0).map_err(unwritable)?;
+    let out_of_range = |_| DbError::OutOfRange { what: "upgrade_token_generation", value: to.0 };
+    let to = i32::try_from(to.0).map_err(out_of_range)?;
     Ok(execute(tx, sql, &[&id.0, &to, &hash, &overlap.as_secs_f64()]).await? == 1)
 }
 

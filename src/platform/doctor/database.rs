@@ -21,8 +21,8 @@ pub async fn check(config: &PlatformConfig) -> Findings {
         Ok((client, _)) => client,
         Err(error) => return findings.problem(format_chain(&error), next),
     };
-    let read = client.query_one("SELECT current_setting('server_version'), now()", &[]).await;
-    let (version, now): (String, Timestamp) = match read {
+    let result = client.query_one("SELECT current_setting('server_version'), now()", &[]).await;
+    let (version, now): (String, Timestamp) = match result {
         Ok(row) => (row.get(0), row.get(1)),
         Err(error) => return findings.problem(format_chain(&error), next),
     };
@@ -42,8 +42,8 @@ pub async fn check(config: &PlatformConfig) -> Findings {
         findings
     };
     let newest = migrate::NEWEST_VERSION;
-    let applied = "SELECT max(version)::int FROM refinery_schema_history";
-    let applied = match client.query_one(applied, &[]).await {
+    let query = "SELECT max(version)::int FROM refinery_schema_history";
+    let applied = match client.query_one(query, &[]).await {
         Ok(row) => row.get::<_, Option<i32>>(0),
         Err(error) if error.code() == Some(&SqlState::UNDEFINED_TABLE) => None,
         Err(error) => {

@@ -23,7 +23,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
     let url = config.routing.idp.jwks_url.clone();
     let next = "check IDP_JWKS_URL (by default <IDP_ISSUER>/.well-known/jwks.json); without the identity provider's keys, \
                 users cannot sign in";
-    match fetch(url.clone()).await {
+    match fetch_key_set(url.clone()).await {
         Ok(set) if set.keys.iter().any(|key| key.kid.is_some()) => {
             let keys = pluralize(set.keys.len() as u64, "key");
             findings.ok(format!("{} has {keys}", url.host_str().unwrap_or_default()))
@@ -33,7 +33,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
     }
 }
 
-async fn fetch(url: url::Url) -> Result<KeySet, String> {
+async fn fetch_key_set(url: url::Url) -> Result<KeySet, String> {
     let client = client::build(Timeouts::CALL).map_err(|error| format!("{error:#}"))?;
     let response = client.get(url).send().await.map_err(|error| format_chain(&error.without_url()))?;
     if !response.status().is_success() {

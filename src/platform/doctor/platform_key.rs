@@ -22,14 +22,14 @@ struct KeyUsage {
     /// or as their previous key.
     processes: (i64, i64),
     /// The error for an active signing key, or the key of a slot's file backups, that neither platform key decrypts.
-    undecryptable: Option<KeyError>,
+    undecryptable_key_error: Option<KeyError>,
 }
 
 pub async fn check(config: &PlatformConfig) -> Findings {
     let findings = Findings::new("platform-key");
     let ids = config.keys.ids();
-    let (findings, named) = match load_named_key(config, &ids).await {
-        Ok(named) => (findings, named),
+    let (findings, named_key) = match load_named_key(config, &ids).await {
+        Ok(named_key) => (findings, named_key),
         Err(MarkerError::UnknownKey(other)) => return findings.problem(other.to_string(), other.advice()),
         Err(error @ MarkerError::Store(StoreError::Corrupt { .. })) => {
             let path = marker::MARKER_PATH;
@@ -45,7 +45,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
         ),
     };
     match load_usage(config).await {
-        Ok(Some(usage)) => assess(findings, &ids, &usage, named),
+        Ok(Some(usage)) => assess(findings, &ids, &usage, named_key),
         Ok(None) => findings.skipped("this release of svc-platform has not started yet"),
         Err(error) => {
             findings.problem(format!("{error:#}"), "correct the problem that the check `database` reports")
@@ -62,9 +62,9 @@ async fn load_named_key(config: &PlatformConfig, ids: &KeyIds) -> Result<Option<
     }
 }
 
-/// Assesses the keys. `named` is `None` if the store could not be read.
-fn assess(findings: Findings, ids: &KeyIds, usage: &KeyUsage, named: Option<MarkerKey>) -> Findings {
-    if let Some(error) = &usage.undecryptable {
+/// Assesses the keys. `named_key` is `None` if the store could not be read.
+fn assess(findings: Findings, ids: &KeyIds, usage: &KeyUsage, named_key: Option<MarkerKey>) -> Findings {
+    if let Some(error) = &usage.undecryptable_key_error {
         return findings.problem(
             format!("svc-platform cannot start: {error}"),
             "correct PLATFORM_KEY or PLATFORM_KEY_PREVIOUS: one of them is wrong",
@@ -95,7 +95,7 @@ fn assess(findings: Findings, ids: &KeyIds, usage: &KeyUsage, named: Option<Mark
                 ids.current
             ))
         }
-        Some(previous) if usage.dependents.is_empty() && named == Some(MarkerKey::Previous) => {
+        Some(previous) if usage.dependents.is_empty() && named_key == Some(MarkerKey::Previous) => {
             findings.warning(
                 format!(
                     "PLATFORM_KEY_PREVIOUS {previous} is still needed: the object store names it as the current key"
@@ -106,7 +106,7 @@ fn assess(findings: Findings, ids: &KeyIds, usage: &KeyUsage, named: Option<Mark
         }
         // A running svc-platform replaces the marker in the store only once it reaches the store. Without the key that
         // the marker names, svc-platform would stop once the store is available again.
-        Some(previous) if usage.dependents.is_empty() && named.is_none() => findings.warning(
+        Some(previous) if usage.dependents.is_empty() && named_key.is_none() => findings.warning(
             format!(
                 "PLATFORM_KEY_PREVIOUS {previous} may still be needed: the object store, which may name it as the \
                  current key, could not be read"
@@ -157,7 +157,7 @@ async fn read_usage(
     config: &PlatformConfig,
     client: &impl deadpool_postgres::GenericClient,
 ) -> Result<KeyUsage, DbError> {
-    let undecryptable = find_undecryptable_key_error(config, client).await?;
+    let undecryptable_key_error = find_undecryptable_key_error(config, client).await?;
     let (ids, ttl) = (config.keys.ids(), platform_key_rotation::row_ttl(&config.timing));
     let mint = TokenMint::new(&config.keys.current).with_previous(config.keys.previous.as_ref());
     let max_gap = config.timing.keys.max_heartbeat_gap;
@@ -171,7 +171,13 @@ async fn read_usage(
         ),
         None => (false, (0, 0)),
     };
-    Ok(KeyUsage { dependents, is_rotation_complete, is_previous_recorded, processes, undecryptable })
+    Ok(KeyUsage {
+        dependents,
+        is_rotation_complete,
+        is_previous_recorded,
+        processes,
+        undecryptable_key_error,
+    })
 }
 
 /// Returns the error that prevents `svc-platform` from starting, if any. With a single key, this check is unnecessary,
@@ -204,7 +210,7 @@ mod tests {
             is_rotation_complete: true,
             is_previous_recorded: true,
             processes: (1, 1),
-            undecryptable: None,
+            undecryptable_key_error: None,
         };
         let cases = [
             (Some(MarkerKey::Current), "can be dropped"),
@@ -212,10 +218,10 @@ mod tests {
             (Some(MarkerKey::Previous), "is still needed"),
             (None, "may still be needed"),
         ];
-        for (named, expected) in cases {
-            let findings = assess(Findings::new("platform-key"), &ids, &usage, named).into_list();
-            assert_eq!(findings.len(), 1, "{named:?}: {findings:?}");
-            assert!(findings[0].what.contains(expected), "{named:?}: {findings:?}");
+        for (named_key, expected) in cases {
+            let findings = assess(Findings::new("platform-key"), &ids, &usage, named_key).into_list();
+            assert_eq!(findings.len(), 1, "{named_key:?}: {findings:?}");
+            assert!(findings[0].what.contains(expected), "{named_key:?}: {findings:?}");
         }
     }
 }

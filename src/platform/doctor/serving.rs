@@ -16,7 +16,7 @@ use svc_http::tls::Identity;
 
 /// The user that the package's unit runs as.
 const SERVICE_USER: &str = "svc-platform";
-const EXPIRY_WARNING: SignedDuration = SignedDuration::from_hours(14 * 24);
+const EXPIRY_WARNING_PERIOD: SignedDuration = SignedDuration::from_hours(14 * 24);
 
 /// Checks the settings file's permissions, and the names of the settings in it.
 pub fn check_env_file(file: Option<&Path>) -> Vec<Finding> {
@@ -159,7 +159,7 @@ fn check_certificate(findings: Findings, name: &str, files: &TlsFiles) -> Findin
     let text = format!("{} expires at {:.0}", files.cert.display(), expires_at);
     if remaining.is_negative() {
         findings.problem(text, "renew the certificate, then restart svc-platform")
-    } else if remaining < EXPIRY_WARNING {
+    } else if remaining < EXPIRY_WARNING_PERIOD {
         findings.warning(text, "renew the certificate, then restart svc-platform")
     } else {
         findings.ok(text)

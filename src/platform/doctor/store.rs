@@ -25,8 +25,8 @@ const CHECK_STORE: &str =
 const USE_ANOTHER_STORE: &str = "use a store that supports this; docs/operating/stores.md compares several";
 /// Time limit for the parallel writer test; with a slow store, fewer rounds are run.
 const PARALLEL_TIMEOUT: Duration = Duration::from_secs(8);
-/// Maximum duration of a check: temporary objects older than this were left behind.
-const MAX_CHECK_DURATION: Duration = Duration::from_secs(3600);
+/// Age from which temporary objects of other processes count as left behind: no check takes this long.
+const MIN_LEFTOVER_AGE: Duration = Duration::from_secs(3600);
 
 pub async fn check(config: &PlatformConfig) -> Findings {
     let findings = Findings::new("store");
@@ -89,12 +89,12 @@ pub async fn check(config: &PlatformConfig) -> Findings {
 /// Counts the temporary objects that this process or an earlier check has left behind.
 async fn count_remaining_objects(bucket: &Bucket) -> Result<usize, object_store::Error> {
     let own_prefix = Path::from(RUN_PREFIX.as_str());
-    let oldest_start = SystemTime::now() - MAX_CHECK_DURATION;
+    let cutoff = SystemTime::now() - MIN_LEFTOVER_AGE;
     let objects = bucket.raw().list(Some(&Path::from(PREFIX)));
     objects
         .try_filter(|object| {
             let is_own = object.location.prefix_matches(&own_prefix);
-            ready(is_own || SystemTime::from(object.last_modified) < oldest_start)
+            ready(is_own || SystemTime::from(object.last_modified) < cutoff)
         })
         .try_fold(0, async |count, _| Ok(count + 1))
         .await
@@ -173,13 +173,13 @@ pub async fn check_host_credentials(config: &PlatformConfig) -> Findings {
     match hosts.probe_session().await {
         None => findings.ok("the store is a directory, which has no credentials"),
         Some(Ok(session)) => {
-            let until = session.expires_at;
+            let expires_at = session.expires_at;
             let stores = sessions::SessionStores::new(&config.store, session);
             let findings = check_slot_isolation(findings, &stores).await;
             let findings = check_write_once(findings, config, &hosts, &stores).await;
             check_outage_session(findings, &hosts)
                 .await
-                .or_ok(format!("STS issues sessions for a single slot, valid until {until:.0}"))
+                .or_ok(format!("STS issues sessions for a single slot, valid until {expires_at:.0}"))
         }
         Some(Err(error)) => findings.problem(
             format_chain(&error),

@@ -58,8 +58,8 @@ pub async fn create_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, 
             return Ok(adopt(&server));
         }
         let session = platform.db.session().await?;
-        let since = db::machines::load_create_request_age(&session, machine.id).await?;
-        let remaining = platform.config.provider.unconfirmed_create_timeout.saturating_sub(since);
+        let request_age = db::machines::load_create_request_age(&session, machine.id).await?;
+        let remaining = platform.config.provider.unconfirmed_create_timeout.saturating_sub(request_age);
         if !remaining.is_zero() {
             return Ok(StepOutcome::wait(remaining.min(LOOKUP_INTERVAL)));
         }

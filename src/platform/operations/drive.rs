@@ -105,7 +105,7 @@ fn current_lane(operation: &OperationRow) -> Lane {
     operation.step.parse().map_or(Lane::General, Step::lane)
 }
 
-/// Runs [`drive`] under the id of the request that created the operation, in a span with its log fields.
+/// Runs [`drive`] under the id of the request that created the operation, in a span with the operation's log fields.
 async fn drive_with_request_id(platform: &Platform, operation: OperationRow, owner: Uuid) {
     let id = operation.request_id.clone();
     let span = tracing::info_span!(

@@ -16,17 +16,17 @@ use crate::db::machine_row::MachineRow;
 
 /// Limits concurrent calls of [`try_restore`], because hosts trigger them.
 static PERMITS: Semaphore = Semaphore::const_new(2);
-const TIMEOUT: Duration = Duration::from_secs(5);
+const RESTORE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Returns whether the error of a host's file backup reports a fence.
 pub fn is_fence_error(error: &str) -> bool {
     error.contains("the slot is fenced at epoch") || pointer::is_unsound(error)
 }
 
-/// Like [`restore`], but does nothing if all permits are taken, and gives up after `TIMEOUT`.
+/// Like [`restore`], but does nothing if all permits are taken, and gives up after `RESTORE_TIMEOUT`.
 pub async fn try_restore(platform: &Platform, machine: &MachineRow) {
     let Ok(_permit) = PERMITS.try_acquire() else { return };
-    if tokio::time::timeout(TIMEOUT, restore(platform, machine)).await.is_err() {
+    if tokio::time::timeout(RESTORE_TIMEOUT, restore(platform, machine)).await.is_err() {
         tracing::warn!(machine = %machine.id, "the store took too long to restore the fence of the file backups");
     }
 }

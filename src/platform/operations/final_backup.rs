@@ -81,17 +81,17 @@ impl BackupFailure {
     }
 
     /// Returns the question for the operator, with the possible answers.
-    fn question(&self, leased: &LeasedOperation<'_>, machine: &MachineRow, saved: &NewestCopy) -> String {
+    fn question(&self, leased: &LeasedOperation<'_>, machine: &MachineRow, newest: &NewestCopy) -> String {
         let (id, operation) = (machine.id, leased.operation.id);
         match self {
             Self::Failed(why) => format!(
-                "No final backup of {id}: {why}. The newest copy is {saved}; data written since then is only on \
+                "No final backup of {id}: {why}. The newest copy is {newest}; data written since then is only on \
                  its server. `svcctl operation continue {operation}` requests the backup again; with `--accept-loss`, it \
                  continues without a backup; and `svcctl operation abandon {operation}` abandons the operation."
             ),
             Self::HeldBack { loss } => format!(
                 "The final backup of {id} is held back, because its database has shrunk: {loss}. The newest copy is still \
-                 {saved}. If this loss is intended: `svcctl backup accept {id}`, then `svcctl operation continue \
+                 {newest}. If this loss is intended: `svcctl backup accept {id}`, then `svcctl operation continue \
                  {operation}`. Otherwise `svcctl operation continue {operation} --accept-loss` continues with the \
                  newest copy, and `svcctl operation abandon {operation}` abandons the operation."
             ),
@@ -282,8 +282,8 @@ async fn attempt_backup(
 /// backup is rejected under an implausible fence. If the store fails, the backup reports the failure.
 async fn replace_implausible_fence(leased: &LeasedOperation<'_>, machine: &MachineRow) {
     let (bucket, slot) = (&leased.platform.bucket, SlotPrefix::new(&machine.user, &machine.slot));
-    let Ok(Some(read)) = pointer_io::read(bucket, &slot).await else { return };
-    let fence_epoch = read.value.fence_epoch;
+    let Ok(Some(pointer)) = pointer_io::read(bucket, &slot).await else { return };
+    let fence_epoch = pointer.value.fence_epoch;
     if fence_epoch <= machine.epoch.max_plausible() {
         return;
     }
@@ -355,8 +355,8 @@ fn classify_failure(last: &BackupOutcome) -> BackupFailure {
     }
 }
 
-/// Calls the silent host again until the deadline. After that, the host is skipped or, if it has sent a heartbeat since
-/// it became unreachable, an operator decides.
+/// Schedules another call to the silent host until the timeout for unreachable hosts has passed. After that, the host
+/// is skipped or, if it has sent a heartbeat since it became unreachable, an operator decides.
 async fn handle_unreachable(
     leased: &LeasedOperation<'_>,
     machine: &MachineRow,
@@ -364,10 +364,10 @@ async fn handle_unreachable(
     now: Timestamp,
 ) -> Result<StepOutcome, StepError> {
     let since = *progress.unreachable_since.get_or_insert(now);
-    let deadline = signed_duration(leased.platform.config.timing.final_backup_unreachable_timeout);
+    let timeout = signed_duration(leased.platform.config.timing.final_backup_unreachable_timeout);
     let silent_for = now.duration_since(since);
-    if silent_for < deadline {
-        let remaining = Duration::try_from(deadline - silent_for).unwrap_or_default();
+    if silent_for < timeout {
+        let remaining = Duration::try_from(timeout - silent_for).unwrap_or_default();
         return Ok(progress.wait(
             leased,
             poll_interval(silent_for, MAX_SILENT_POLL_INTERVAL).min(remaining.max(POLL_INTERVAL)),
@@ -405,12 +405,12 @@ async fn continue_with_loss(
     leased: &LeasedOperation<'_>,
     machine: &MachineRow,
 ) -> Result<StepOutcome, StepError> {
-    let saved = find_newest_copy(leased, machine).await;
+    let newest = find_newest_copy(leased, machine).await;
     let suffix = skip::record_unrestored_snapshot(leased, machine).await?;
     let note = format!(
-        "no final backup; the operator accepted the loss of data written since the newest copy, which is {saved}{suffix}"
+        "no final backup; the operator accepted the loss of data written since the newest copy, which is {newest}{suffix}"
     );
-    let record = StepRecord::LossAccepted { machine: machine.id, since: saved.saved_until() };
+    let record = StepRecord::LossAccepted { machine: machine.id, since: newest.saved_until() };
     Ok(StepOutcome::Done { note: Some(note.into()), record })
 }
 

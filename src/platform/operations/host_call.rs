@@ -1,5 +1,5 @@
-//! Calls a host: requests updates, drills and backups, stops and resumes its writers, fetches its usage report, and
-//! queries its file backup.
+//! Calls a host: requests updates, drills and backups, stops and resumes its writers, fetches its usage report, queries
+//! its file backup, and requests restores of files.
 //!
 //! Each call has a deadline and carries a proof for exactly this machine, method and path. A host's response never
 //! proves that a snapshot exists: the store must confirm it.
@@ -49,9 +49,9 @@ const FILES_TIMEOUTS: Timeouts = Timeouts {
 const PROOF_TTL_SECONDS: i64 = 30;
 const MAX_RESPONSE_BYTES: usize = 64 << 10;
 /// A daily report for one year takes about 40 KiB; a report by user has one entry per user and channel.
-const MAX_USAGE_BYTES: usize = 1 << 20;
+const MAX_USAGE_REPORT_BYTES: usize = 1 << 20;
 /// Enough for a page of 10,000 entries.
-const MAX_FILES_BYTES: usize = 8 << 20;
+const MAX_FILES_RESPONSE_BYTES: usize = 8 << 20;
 
 /// Requests a backup from a machine's host. Returns the request time by the host's clock, if the host reports it: a
 /// backup that began earlier belongs to another request.
@@ -211,7 +211,7 @@ pub enum UsageError {
     TooLarge(usize),
 }
 
-/// Fetches the host's usage report, unchanged and at most `MAX_USAGE_BYTES` long.
+/// Fetches the host's usage report, unchanged and at most `MAX_USAGE_REPORT_BYTES` long.
 ///
 /// # Errors
 /// [`UsageError`]; 403 from a release that does not serve usage to the platform.
@@ -223,7 +223,7 @@ pub async fn fetch_usage(
     let request = HostRequest::get(USAGE_PATH, query.pairs());
     let mut response = check_accepted(send(platform, machine, &request).await)?;
     let mut body = Vec::new();
-    match read_response(&mut response, MAX_USAGE_BYTES, &mut body).await {
+    match read_response(&mut response, MAX_USAGE_REPORT_BYTES, &mut body).await {
         Ok(()) => Ok(body),
         Err(ResponseBodyError::TooLarge(max)) => Err(UsageError::TooLarge(max)),
         Err(ResponseBodyError::Http(error)) => Err(HostCallError::Unreachable(error.into()).into()),
@@ -319,7 +319,7 @@ pub async fn call_files(
     files_call: FilesCall,
 ) -> Result<Vec<u8>, FilesCallError> {
     let max_bytes = match &files_call {
-        FilesCall::Status | FilesCall::Versions(_) | FilesCall::ListAt(_) => MAX_FILES_BYTES,
+        FilesCall::Status | FilesCall::Versions(_) | FilesCall::ListAt(_) => MAX_FILES_RESPONSE_BYTES,
         FilesCall::ShowRestore | FilesCall::Restore { .. } => MAX_RESPONSE_BYTES,
     };
     let is_status = matches!(files_call, FilesCall::Status);
@@ -332,8 +332,8 @@ pub async fn call_files(
             HostRequest { idempotency_key, ..HostRequest::post(FILES_RESTORE_PATH, Some(body)) }
         }
     };
-    let sent = send_with_timeouts(platform, machine, &request, FILES_TIMEOUTS).await;
-    let mut response = sent.map_err(FilesCallError::from_transport)?;
+    let result = send_with_timeouts(platform, machine, &request, FILES_TIMEOUTS).await;
+    let mut response = result.map_err(FilesCallError::from_transport)?;
     let status = response.status();
     let mut body = Vec::new();
     match read_response(&mut response, max_bytes, &mut body).await {
@@ -401,8 +401,8 @@ async fn call(
 }
 
 /// Returns the response if its status indicates success.
-fn check_accepted(sent: anyhow::Result<reqwest::Response>) -> Result<reqwest::Response, HostCallError> {
-    let response = sent.map_err(HostCallError::Unreachable)?;
+fn check_accepted(result: anyhow::Result<reqwest::Response>) -> Result<reqwest::Response, HostCallError> {
+    let response = result.map_err(HostCallError::Unreachable)?;
     if response.status().is_success() { Ok(response) } else { Err(HostCallError::Refused(response.status())) }
 }
 
@@ -443,17 +443,17 @@ async fn send_with_timeouts(
     if !request.query.is_empty() {
         url.query_pairs_mut().extend_pairs(&request.query);
     }
-    let signed =
+    let signed_proof =
         platform.keys.borrow().signer_for(&machine.proof_kids).sign(&build_request_claims(machine, request));
-    let call = client.request(request.method.clone(), url).header(proof::HEADER, signed);
-    let mut call = request_id::attach(call);
+    let builder = client.request(request.method.clone(), url).header(proof::HEADER, signed_proof);
+    let mut builder = request_id::attach(builder);
     if let Some(body) = &request.body {
-        call = call.json(body);
+        builder = builder.json(body);
     }
     if let Some(key) = &request.idempotency_key {
-        call = call.header(idempotency::HEADER, key);
+        builder = builder.header(idempotency::HEADER, key);
     }
-    call.send().await.context("the request failed")
+    builder.send().await.context("the request failed")
 }
 
 fn build_request_claims(machine: &MachineRow, request: &HostRequest) -> Claims {

@@ -3,9 +3,9 @@
 //!
 //! Invariant: a server that is missing from the provider's list is not yet proven to be gone. A machine fails only
 //! after two lookups by id find no server, while its host is sending no heartbeats; a server is deleted only if its
-//! machine has ended. If more than a few machines would fail at once, an alarm blocks this and an operator decides. A
-//! server with this installation's label but without a machine is not garbage: each machine is stored before its server
-//! is ordered, so the database has lost the row. An operator decides what to do with each such server.
+//! machine has ended. If more than a few machines would fail at once, an alarm blocks the failures until an operator
+//! decides. A server with this installation's label but without a machine is not garbage: each machine is stored before
+//! its server is ordered, so the database has lost the row. An operator decides what to do with each such server.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -41,7 +41,7 @@ const MAX_SHOWN_SERVERS: usize = 20;
 const MIN_SERVERS_TO_SUSPECT_TOKEN: usize = 4;
 
 /// Compares the provider's servers with the database. Returns whether unknown servers were recorded, and the failures
-/// in this pass; the next pass continues.
+/// in this pass, which the next pass retries.
 pub(super) async fn take_inventory(platform: &Platform) -> (InventoryStatus, anyhow::Result<()>) {
     let mut failures = Failures::default();
     match record_inventory(platform, &mut failures).await {
@@ -65,7 +65,7 @@ async fn record_inventory(platform: &Platform, failures: &mut Failures) -> anyho
     failures.record("servers that were created late", outcome);
     let outcome = fail_machines_with_missing_servers(platform, &listed, failures).await;
     failures.record("missing servers", outcome);
-    let outcome = record_missing_data_servers(platform, &listed, failures).await;
+    let outcome = record_missing_servers_with_data(platform, &listed, failures).await;
     failures.record("missing servers that may hold data", outcome);
     let outcome = handle_unknown_servers(platform, &listed, failures).await;
     let inventory = if outcome.is_ok() { InventoryStatus::Recorded } else { InventoryStatus::NotRecorded };
@@ -104,7 +104,7 @@ async fn fail_machines_with_missing_servers(
     db::servers::record_seen(&session, &present).await?;
     let present: HashSet<i64> = present.into_iter().collect();
     let missing: Vec<&TrackedServer> =
-        live.iter().filter(|machine| !present.contains(&machine.server)).collect();
+        live.iter().filter(|tracked| !present.contains(&tracked.server)).collect();
     // If many servers are missing from the list, they are not looked up individually: that would exhaust the provider's
     // rate limit and prove nothing.
     if check_permission(&session, &live, missing.len()).await? == WorkPermission::Blocked {
@@ -117,25 +117,25 @@ async fn fail_machines_with_missing_servers(
         return Ok(());
     }
     let mut lost = Vec::new();
-    for machine in missing {
-        let missing_for = db::servers::record_missing(&session, machine).await?;
-        let is_silent = machine.silent_for >= platform.config.timing.heartbeat_timeout;
+    for tracked in missing {
+        let missing_for = db::servers::record_missing(&session, tracked).await?;
+        let is_silent = tracked.silent_for >= platform.config.timing.heartbeat_timeout;
         if is_silent
             && missing_for >= platform.config.timing.reconcile_interval.min(CONFIRM_INTERVAL).mul_f64(0.9)
         {
-            lost.push(machine);
+            lost.push(tracked);
         }
     }
     drop(session);
-    for machine in lost {
-        failures.record(machine.machine, fail_machine(platform, machine).await);
+    for tracked in lost {
+        failures.record(tracked.machine, fail_machine(platform, tracked).await);
     }
     Ok(())
 }
 
 /// Records kept servers, and servers of failed machines, that the provider no longer has. The machines' states do not
 /// change.
-async fn record_missing_data_servers(
+async fn record_missing_servers_with_data(
     platform: &Platform,
     listed: &[Server],
     failures: &mut Failures,
@@ -145,12 +145,12 @@ async fn record_missing_data_servers(
     let watched = db::servers::list_holding_data(&session).await?;
     drop(session);
     let missing =
-        watched.iter().filter(|machine| !present.contains(&machine.server)).take(MAX_MONITORED_LOOKUPS);
+        watched.iter().filter(|tracked| !present.contains(&tracked.server)).take(MAX_MONITORED_LOOKUPS);
     let (missing, _) = confirm_missing(platform, missing.collect(), failures).await;
     let session = platform.db.session().await?;
-    for machine in missing {
-        db::servers::record_missing(&session, machine).await?;
-        tracing::warn!(machine = %machine.machine, server = machine.server, "the provider no longer has a server that may hold data");
+    for tracked in missing {
+        db::servers::record_missing(&session, tracked).await?;
+        tracing::warn!(machine = %tracked.machine, server = tracked.server, "the provider no longer has a server that may hold data");
     }
     Ok(())
 }
@@ -164,14 +164,14 @@ async fn confirm_missing<'a>(
 ) -> (Vec<&'a TrackedServer>, usize) {
     let (mut confirmed, mut looked_up, mut consecutive_failures) = (Vec::new(), 0, 0);
     let total = missing.len();
-    for machine in missing {
-        match is_missing(platform, machine).await {
+    for tracked in missing {
+        match is_missing(platform, tracked).await {
             Ok(is_missing) => {
                 (looked_up, consecutive_failures) = (looked_up + 1, 0);
-                confirmed.extend(is_missing.then_some(machine));
+                confirmed.extend(is_missing.then_some(tracked));
             }
             Err(error) => {
-                failures.record(machine.machine, Err(error));
+                failures.record(tracked.machine, Err(error));
                 consecutive_failures += 1;
             }
         }
@@ -183,11 +183,11 @@ async fn confirm_missing<'a>(
 }
 
 /// Looks up a server by id, and records it as seen if it exists. Returns whether the provider no longer has it.
-async fn is_missing(platform: &Platform, machine: &TrackedServer) -> anyhow::Result<bool> {
-    let exists = platform.provider.get(ServerId(machine.server)).await?.is_some();
+async fn is_missing(platform: &Platform, tracked: &TrackedServer) -> anyhow::Result<bool> {
+    let exists = platform.provider.get(ServerId(tracked.server)).await?.is_some();
     if exists {
         // The server is not listed because its label was removed.
-        db::servers::record_seen(&platform.db.session().await?, &[machine.server]).await?;
+        db::servers::record_seen(&platform.db.session().await?, &[tracked.server]).await?;
     }
     Ok(!exists)
 }
@@ -292,9 +292,9 @@ async fn handle_unknown_servers(
     let ids: Vec<i64> = unknown.iter().map(|server| server.id.0).collect();
     db::unknown_servers::replace(&session, &ids).await?;
     let grace = platform.config.timing.orphan_grace;
-    let counted = db::unknown_servers::count(&session, grace).await?;
+    let counts = db::unknown_servers::count(&session, grace).await?;
     let descriptions = describe_servers(&session, &unknown[..unknown.len().min(MAX_SHOWN_SERVERS)]).await?;
-    let detail = json!({"unknown": unknown.len(), "released": counted.released, "servers": descriptions});
+    let detail = json!({"unknown": unknown.len(), "released": counts.released, "servers": descriptions});
     alarms::raise_or_clear(&session, Alarm::UnknownServers, unknown.len(), &detail).await?;
     let due = db::unknown_servers::list_due(&session, grace).await?;
     drop(session);

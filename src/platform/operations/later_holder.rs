@@ -106,8 +106,8 @@ pub async fn find_claim(
 
 async fn read_pointer(platform: &Platform, slot: &SlotPrefix) -> Result<Option<Pointer>, StoreError> {
     let read = pointer_io::read(&platform.bucket, slot);
-    let read = platform.bucket.run_with_timeout(&slot.pointer(), READ_TIMEOUT, read).await?;
-    Ok(read.map(|read| read.value))
+    let pointer = platform.bucket.run_with_timeout(&slot.pointer(), READ_TIMEOUT, read).await?;
+    Ok(pointer.map(|pointer| pointer.value))
 }
 
 async fn evaluate_fence(
@@ -351,7 +351,8 @@ pub async fn should_keep_server(platform: &Platform, machine: &MachineRow) -> Re
         (_, Some(holder)) => raise_alarm(platform, machine, holder).await,
         (_, None) => {}
     }
-    // A machine whose snapshot the pointer names has served traffic, so the database lacks its registration.
+    // A machine whose snapshot the pointer names has served traffic, so it had registered, even if the database does
+    // not record that.
     let own_snapshot = pointer.snapshot.filter(|snapshot| snapshot.machine_id == machine.id);
     Ok(own_claim.is_some() || machine.registered_at.is_none() && own_snapshot.is_some())
 }

@@ -1,4 +1,4 @@
-//! Gives the steps of a leased operation access to its data. Writes that require the lease check it in their own
+//! Gives the steps of a leased operation access to its data. Each write that requires the lease renews it in the same
 //! transaction.
 
 use std::time::Duration;
@@ -47,12 +47,12 @@ impl LeasedOperation<'_> {
 
     /// Records, under the lease, that a create request is about to be sent.
     pub async fn record_create_request(&self) -> Result<(), StepError> {
-        self.write_under_lease(LeasedWrite::CreateSent).await
+        self.write_under_lease(LeasedWrite::CreateRequested).await
     }
 
     /// Records, under the lease, that the create request had no effect.
     pub async fn clear_create_request(&self) -> Result<(), StepError> {
-        self.write_under_lease(LeasedWrite::CreateRefused).await
+        self.write_under_lease(LeasedWrite::CreateRequestCleared).await
     }
 
     /// Records, under the lease, that the create request had no effect, and selects the machine's next location.
@@ -72,7 +72,7 @@ impl LeasedOperation<'_> {
 
     /// Records, under the lease, that the machine no longer counts as powered off.
     pub async fn clear_powered_off(&self) -> Result<(), StepError> {
-        self.write_under_lease(LeasedWrite::ClearPoweredOff).await
+        self.write_under_lease(LeasedWrite::PoweredOffCleared).await
     }
 
     /// Records, under the lease, that the machine's server is kept, because the machine may be serving without a record
@@ -102,7 +102,7 @@ impl LeasedOperation<'_> {
 
     /// Records, under the lease, a snapshot that is newer than the one from which the machine is restored.
     pub async fn record_unrestored_snapshot(&self, key: String) -> Result<(), StepError> {
-        self.write_under_lease(LeasedWrite::Unrestored(key)).await
+        self.write_under_lease(LeasedWrite::UnrestoredSnapshot(key)).await
     }
 
     /// Raises, under the lease, the machine's epoch to at least `epoch`.
@@ -133,8 +133,10 @@ impl LeasedOperation<'_> {
         }
         let machine = self.operation.machine;
         match write {
-            LeasedWrite::CreateSent => db::machine_changes::record_create_request(&tx, machine).await?,
-            LeasedWrite::CreateRefused => db::machine_changes::clear_create_request(&tx, machine).await?,
+            LeasedWrite::CreateRequested => db::machine_changes::record_create_request(&tx, machine).await?,
+            LeasedWrite::CreateRequestCleared => {
+                db::machine_changes::clear_create_request(&tx, machine).await?;
+            }
             LeasedWrite::PowerOnRequested => {
                 db::machine_server::record_power_on_request(&tx, machine).await?;
             }
@@ -146,8 +148,8 @@ impl LeasedOperation<'_> {
                 let (id, step) = (self.operation.id, &self.operation.step);
                 db::operation_log::log_location_change(&tx, id, step, &why).await?;
             }
-            LeasedWrite::ClearPoweredOff => db::machine_server::clear_powered_off(&tx, machine).await?,
-            LeasedWrite::Unrestored(key) => {
+            LeasedWrite::PoweredOffCleared => db::machine_server::clear_powered_off(&tx, machine).await?,
+            LeasedWrite::UnrestoredSnapshot(key) => {
                 db::machine_changes::record_unrestored_snapshot(&tx, machine, &key).await?;
             }
             LeasedWrite::Unsaved(machine) => db::machine_changes::mark_unsaved(&tx, machine).await?,
@@ -246,16 +248,16 @@ impl LeasedOperation<'_> {
 
 /// A write that requires the lease.
 enum LeasedWrite {
-    CreateSent,
-    CreateRefused,
+    CreateRequested,
+    CreateRequestCleared,
     NextLocation(String),
     PowerOnRequested,
     PowerOffRequested(MachineId),
-    ClearPoweredOff,
+    PoweredOffCleared,
     EpochRaised(Epoch),
     Kept(MachineId),
     Unsaved(MachineId),
-    Unrestored(String),
+    UnrestoredSnapshot(String),
 }
 
 /// Marks a machine as failed because it did not register in time, unless it has registered in the meantime.

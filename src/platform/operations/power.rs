@@ -61,10 +61,10 @@ pub async fn reboot_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, 
         return Ok(StepOutcome::wait(resize::poll_interval(age)));
     }
     let unblocked_age = leased.unblocked_step_age().await?;
-    let step_age_at_first_request = leased.operation.facts.get(FIRST_REQUEST_AT).and_then(Value::as_f64);
+    let unblocked_age_at_first_request = leased.operation.facts.get(FIRST_REQUEST_AT).and_then(Value::as_f64);
     // Recorded before the request, because its response may be lost.
-    let Some(step_age_at_first_request) =
-        step_age_at_first_request.and_then(|age| Duration::try_from_secs_f64(age).ok())
+    let Some(unblocked_age_at_first_request) =
+        unblocked_age_at_first_request.and_then(|age| Duration::try_from_secs_f64(age).ok())
     else {
         let mut facts = leased.facts();
         facts.insert(FIRST_REQUEST_AT.to_owned(), json!(unblocked_age.as_secs_f64()));
@@ -72,7 +72,7 @@ pub async fn reboot_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, 
     };
     // Each failed action changes the facts, which counts as progress. Without this limit, the step could run for a day,
     // and each request whose response is lost would restart the server again.
-    if unblocked_age.saturating_sub(step_age_at_first_request)
+    if unblocked_age.saturating_sub(unblocked_age_at_first_request)
         >= leased.platform.config.timing.resize_health_timeout
     {
         return Ok(StepOutcome::Fail {

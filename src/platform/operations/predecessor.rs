@@ -240,7 +240,7 @@ pub async fn delete_predecessor(leased: &LeasedOperation<'_>) -> Result<StepOutc
         ));
     }
     if let Some(since) = machine.unsaved_since.filter(|_| !options.accept_loss) {
-        let data = if machine.unsaved_files {
+        let data = if machine.has_unsaved_files_only {
             "the owner's files, without which a later machine started".to_owned()
         } else {
             format!("data written since {since:.0} that no snapshot contains")

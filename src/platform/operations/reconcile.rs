@@ -28,7 +28,7 @@ use svc_machine::id::MachineId;
 /// Minimum time between passes during a burst of notifications.
 const MIN_PASS_INTERVAL: Duration = Duration::from_millis(500);
 
-/// Runs periodically until `stop`.
+/// Runs passes until the platform stops.
 pub async fn run(platform: Arc<Platform>) {
     let interval = platform.config.timing.reconcile_interval;
     loop {
@@ -103,8 +103,8 @@ async fn expire_registrations(platform: &Platform) -> anyhow::Result<()> {
     let mut failures = Failures::default();
     for machine in expired {
         tracing::warn!(%machine, "a registration expired");
-        let expired = leased::expire_registration(platform, machine).await;
-        failures.record(machine, expired.map_err(Into::into));
+        let outcome = leased::expire_registration(platform, machine).await;
+        failures.record(machine, outcome.map_err(Into::into));
     }
     failures.into_result()
 }

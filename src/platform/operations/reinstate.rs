@@ -104,17 +104,17 @@ async fn ensure_on(
 pub async fn await_host(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
     let machine = leased.machine().await?;
     let age = leased.step_age().await?;
-    let is_waiting = machine.status == Status::Failed
+    let is_reinstating = machine.status == Status::Failed
         && machine.failure.as_ref().is_some_and(|failure| failure.cause == FailureCause::Reinstating);
     if let Some(operation) = leased.find_retiring_operation().await? {
         // The response to the host's next heartbeat also resumes the writers; this call is faster.
         if let Err(error) = host_call::resume(leased.platform, &machine, operation).await {
             tracing::debug!(machine = %machine.id, error = %format_chain(&error), "cannot resume the host's writers yet");
-        } else if !is_waiting {
+        } else if !is_reinstating {
             return Ok(StepOutcome::done());
         }
     }
-    if !is_waiting {
+    if !is_reinstating {
         return Ok(StepOutcome::done_with_note("the host resumes its writers at its next heartbeat"));
     }
     if age >= leased.platform.config.timing.resize_health_timeout {

@@ -1,4 +1,5 @@
-//! Deletes rows whose retention period has ended: one process at a time, in batches, with a limit per pass.
+//! Deletes rows whose retention period has ended: once per interval in the whole installation, in batches, with a limit
+//! per pass.
 
 use std::time::Duration;
 

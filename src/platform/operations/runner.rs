@@ -81,7 +81,7 @@ pub async fn run_current_step(
         }
         Ok(StepOutcome::WaitFor { delay, code, why }) => {
             let next_step = NextStep { step, facts: &operation.facts, attempts: 0, due_in: delay };
-            wait_for(&leased, next_step, code, &why).await.map(|()| None)
+            store_waiting_with_code(&leased, next_step, code, &why).await.map(|()| None)
         }
         Err(StepError::LeaseLost) => Err(StepError::LeaseLost),
         // While the provider restricts the account, no server can be powered on. That is not a machine failure.
@@ -195,7 +195,8 @@ async fn retry_step(leased: &LeasedOperation<'_>, step: Step, error: &StepError)
         let next_step = NextStep { step, facts: &operation.facts, attempts, due_in: backoff(attempts) };
         let why = format!("{error}; retrying within {} s", max_backoff(attempts).as_secs_f64().ceil());
         // While the provider restricts the account, the operation has no deadline.
-        return wait_for(leased, next_step, db::operations::PROVIDER_ACCOUNT_BLOCKED, &why).await;
+        return store_waiting_with_code(leased, next_step, db::operations::PROVIDER_ACCOUNT_BLOCKED, &why)
+            .await;
     }
     // A single failure is not a reason to give up, even if no process has retried the step for a long time.
     if creates_machine(leased.kind)
@@ -279,7 +280,7 @@ async fn store_waiting(
 }
 
 /// Like [`store_waiting`], but with an error code that shows what the operation is waiting for.
-async fn wait_for(
+async fn store_waiting_with_code(
     leased: &LeasedOperation<'_>,
     next_step: NextStep<'_>,
     code: &str,
@@ -441,24 +442,24 @@ async fn end_operation(
 /// Renews the lease while the step is running. Returns when this process no longer holds the lease, or could not renew
 /// it before it expired.
 async fn renew_lease_until_lost(leased: &LeasedOperation<'_>) {
-    let lease = leased.platform.config.timing.lease_ttl;
+    let lease_ttl = leased.platform.config.timing.lease_ttl;
     let mut renewed_at = tokio::time::Instant::now();
-    let mut delay = lease / 4;
+    let mut delay = lease_ttl / 4;
     loop {
         tokio::time::sleep(delay).await;
         let attempted_at = tokio::time::Instant::now();
-        let remaining = lease.saturating_sub(renewed_at.elapsed());
+        let remaining = lease_ttl.saturating_sub(renewed_at.elapsed());
         if remaining.is_zero() {
             return;
         }
         let renewal = async {
             let session = leased.platform.db.session().await?;
-            db::operations::renew(&session, leased.operation.id, leased.owner, lease).await
+            db::operations::renew(&session, leased.operation.id, leased.owner, lease_ttl).await
         };
-        match tokio::time::timeout(remaining.min(lease / 2), renewal).await {
-            Ok(Ok(true)) => (renewed_at, delay) = (attempted_at, lease / 4),
+        match tokio::time::timeout(remaining.min(lease_ttl / 2), renewal).await {
+            Ok(Ok(true)) => (renewed_at, delay) = (attempted_at, lease_ttl / 4),
             Ok(Ok(false)) => return,
-            Ok(Err(_)) | Err(_) => delay = lease / 20,
+            Ok(Err(_)) | Err(_) => delay = lease_ttl / 20,
         }
     }
 }

@@ -29,7 +29,8 @@ use svc_store::pointer_io::{self, PointerError};
 
 /// How a step ended without an error.
 pub enum StepOutcome {
-    /// Continues with the next step; the record is written in the same transaction.
+    /// The operation continues with the next step, or succeeds after its last step. The record is written in the same
+    /// transaction.
     Done { note: Option<Cow<'static, str>>, record: StepRecord },
     /// The step runs again later with these facts; `None` keeps the stored ones.
     Wait { delay: Duration, facts: Option<Map<String, Value>> },

@@ -50,10 +50,10 @@ pub async fn re_sign_batch(platform: &Platform) -> Result<FenceProgress, Platfor
         return Ok(FenceProgress::Done);
     }
     drop(session);
-    let mut signed = stream::iter(slots)
+    let mut finished_slots = stream::iter(slots)
         .map(async |slot| re_sign_slot(platform, &slot).await.map(|()| slot))
         .buffered(MAX_CONCURRENT_SLOTS);
-    while let Some(slot) = signed.next().await {
+    while let Some(slot) = finished_slots.next().await {
         let slot = slot?;
         failpoint::trigger("platform-key-after-fence")?;
         let session = platform.db.session().await?;
@@ -75,14 +75,14 @@ async fn re_sign_slot(
     let Some((user, slot)) = parsed else { return Ok(()) };
     let prefix = SlotPrefix::new(&user, &slot);
     let pointer = prefix.pointer();
-    let signed = platform.bucket.run_with_timeout(&pointer, SLOT_TIMEOUT, async {
+    let re_sign = platform.bucket.run_with_timeout(&pointer, SLOT_TIMEOUT, async {
         match re_sign_fence(platform, &prefix).await {
             Ok(()) => Ok(Ok(())),
             Err(PointerError::Store(error)) => Err(error),
             Err(other) => Ok(Err(other)),
         }
     });
-    match signed.await {
+    match re_sign.await {
         // After the read, the slot was fenced for a later machine, with the current key.
         Ok(Ok(()) | Err(PointerError::Fenced(_))) => Ok(()),
         Ok(Err(_)) => Err(PlatformKeyRotationError::Contended(name())),
@@ -98,9 +98,9 @@ async fn re_sign_slot(
 /// Re-signs a fence that was signed with the previous key. A fence that neither key verifies was not signed by
 /// the platform, and is left unchanged.
 async fn re_sign_fence(platform: &Platform, slot: &SlotPrefix) -> Result<(), PointerError> {
-    let Some(read) = pointer_io::read(&platform.bucket, slot).await? else { return Ok(()) };
-    let (epoch, mint) = (read.value.fence_epoch, &platform.mint);
-    let signed = read.value.fence_machine_id.zip(read.value.fence_proof);
+    let Some(pointer) = pointer_io::read(&platform.bucket, slot).await? else { return Ok(()) };
+    let (epoch, mint) = (pointer.value.fence_epoch, &platform.mint);
+    let signed = pointer.value.fence_machine_id.zip(pointer.value.fence_proof);
     let Some((machine, proof)) = signed else { return Ok(()) };
     let is_signed_with_previous = mint.is_fence_signed(slot, epoch, machine, &proof)
         && !mint.is_fence_signed_with_current_key(slot, epoch, machine, &proof);

@@ -78,8 +78,9 @@ async fn advance_rollout(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyh
     let members = rollouts::list_members(&tx, &rollout, timeouts).await?;
     let pace =
         if rollout.state == RolloutState::Running { RolloutPace::Running } else { RolloutPace::Halted };
-    let limit = |number: i32| usize::try_from(number).unwrap_or(usize::MAX);
-    let limits = RolloutLimits { canary: limit(rollout.canary), max_failures: limit(rollout.max_failures) };
+    let to_usize = |number: i32| usize::try_from(number).unwrap_or(usize::MAX);
+    let limits =
+        RolloutLimits { canary: to_usize(rollout.canary), max_failures: to_usize(rollout.max_failures) };
     let effects = rollout_plan::next_effects(pace, limits, rollout.verification_state(), &members);
     let has_effects = !effects.is_empty();
     if has_effects {

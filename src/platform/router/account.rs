@@ -61,8 +61,8 @@ pub(super) fn choice_page(
     uri: &Uri,
 ) -> Option<Response> {
     let Identity::Disputed(session, subject) = identity else { return None };
-    let decided = RouterCookie::KeptAccount.get(headers, context.scheme);
-    if !context.wants_page || decided == Some(&kept_account_value(&session.user, &subject.user)) {
+    let kept_account = RouterCookie::KeptAccount.get(headers, context.scheme);
+    if !context.wants_page || kept_account == Some(&kept_account_value(&session.user, &subject.user)) {
         return None;
     }
     let names = router.account_name(&session.user).zip(router.account_name(&subject.user));

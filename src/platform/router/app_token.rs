@@ -100,7 +100,7 @@ mod tests {
     use super::*;
 
     fn signer() -> Signer {
-        Signer::from_pkcs8("app-1", &Signer::generate().unwrap()).unwrap()
+        Signer::from_pkcs8("app-1", &Signer::generate_pkcs8().unwrap()).unwrap()
     }
 
     #[test]

@@ -38,7 +38,7 @@ impl RouterCookie {
     /// Returns the name without the prefix. It is used over plain HTTP, and by clients that are not browsers.
     fn name(self) -> &'static str {
         match self {
-            Self::Session(host) => host.session_cookie(),
+            Self::Session(host) => host.session_cookie_name(),
             Self::State => "svc_code_state",
             Self::KeptAccount => "svc_kept_account",
             Self::LastUser => "svc_last_user",
@@ -48,10 +48,11 @@ impl RouterCookie {
     /// Returns the cookie's value. Over HTTPS, a cookie without the prefix is ignored if a browser sent it.
     pub(super) fn get<'a>(self, headers: &'a HeaderMap, scheme: &str) -> Option<&'a str> {
         if scheme != "https" {
-            return find(headers, |name| name == self.name());
+            return find_value(headers, |name| name == self.name());
         }
-        find(headers, |name| name.strip_prefix(HOST_PREFIX) == Some(self.name()))
-            .or_else(|| if is_browser(headers) { None } else { find(headers, |name| name == self.name()) })
+        find_value(headers, |name| name.strip_prefix(HOST_PREFIX) == Some(self.name())).or_else(|| {
+            if is_browser(headers) { None } else { find_value(headers, |name| name == self.name()) }
+        })
     }
 
     /// Returns the `Set-Cookie` value for this host. Scripts cannot read the cookie, and browsers send it only over
@@ -80,12 +81,12 @@ pub(super) fn is_browser(headers: &HeaderMap) -> bool {
 
 /// Returns the identity provider's session token.
 pub(super) fn provider_token(headers: &HeaderMap) -> Option<&str> {
-    find(headers, |name| name == PROVIDER_COOKIE)
+    find_value(headers, |name| name == PROVIDER_COOKIE)
 }
 
 /// Returns the value of the first cookie whose name matches. The router's cookies and the provider's are ASCII, but
 /// pages, machines and other hosts can set cookies that are not, and a browser sends all of them in one line.
-fn find(headers: &HeaderMap, matches: impl Fn(&str) -> bool) -> Option<&str> {
+fn find_value(headers: &HeaderMap, matches: impl Fn(&str) -> bool) -> Option<&str> {
     let pairs = headers.get_all(COOKIE).iter().flat_map(|line| line.as_bytes().split(|byte| *byte == b';'));
     let ascii = pairs.filter(|pair| pair.is_ascii()).filter_map(|pair| std::str::from_utf8(pair).ok());
     let mut pairs = ascii.filter_map(|pair| pair.trim().split_once('='));

@@ -57,11 +57,11 @@ pub(super) fn expired_page() -> Response {
     response
 }
 
-/// Sets a policy that allows only this script and style, by their hashes, and frames under `frames`.
-fn set_csp(response: &mut Response, script: &str, style: &str, frames: &str) {
+/// Sets a policy that allows only this script and style, by their hashes, and frames from `frame_src`.
+fn set_csp(response: &mut Response, script: &str, style: &str, frame_src: &str) {
     let hash = |text: &str| format!("'sha256-{}'", B64.encode(digest(&SHA256, text.as_bytes())));
     let policy = format!(
-        "default-src 'none'; script-src {}; style-src {}; img-src data:; connect-src 'self'; frame-src {frames}; \
+        "default-src 'none'; script-src {}; style-src {}; img-src data:; connect-src 'self'; frame-src {frame_src}; \
          frame-ancestors 'self'; base-uri 'none'; form-action 'none'",
         hash(script),
         hash(style)

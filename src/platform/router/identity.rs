@@ -118,14 +118,14 @@ impl Authenticator {
             Some(token) => self.sessions.find(context.host, token, now).await,
             None => Ok(None),
         };
-        let token = cookie::provider_token(headers);
+        let provider_token = cookie::provider_token(headers);
         // If the session cannot be looked up, the provider's cookie still identifies the caller, unless the session may
         // belong to another user: that session would take precedence.
         let (session, failure) = match lookup {
             Ok(session) => (session, None),
             Err(error) => (None, Some(error)),
         };
-        match (session, token) {
+        match (session, provider_token) {
             (None, None) => failure.map_or(Ok(None), |error| Err(error.into())),
             (Some(session), None) => Ok(Some(Identity::Session(session))),
             // A request with a session does not wait for the provider's keys.

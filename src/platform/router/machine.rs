@@ -71,6 +71,7 @@ struct ProofCache {
 struct CachedProof {
     route: Route,
     app: Option<String>,
+    /// The Unix time in seconds.
     signed_at: i64,
     header: HeaderValue,
 }

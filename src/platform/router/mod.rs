@@ -109,7 +109,7 @@ impl RouterService {
     /// Serves the public listener on `shards` until `stop`.
     ///
     /// [`server::serve_on`] is generic, so its code is generated in the crate that calls it. The call must be in this
-    /// crate, which release builds optimize for speed: they optimize the control plane's crate for size.
+    /// crate, because release builds optimize this crate for speed, but the control plane's crate for size.
     pub async fn serve(
         self,
         shards: Shards,

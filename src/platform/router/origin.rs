@@ -10,7 +10,7 @@ pub(super) fn is_cross_origin(headers: &HeaderMap, scheme: &str, authority: &str
     if headers.contains_key(ORIGIN) {
         return is_foreign_origin(headers, scheme, authority);
     }
-    // Browsers that omit `Origin` still send `Sec-Fetch-Site`.
+    // Browsers omit `Origin` from some requests, but still send `Sec-Fetch-Site`.
     headers.get(&FETCH_SITE).is_some_and(|site| !matches!(site.as_bytes(), b"same-origin" | b"none"))
 }
 
@@ -33,10 +33,10 @@ pub(super) fn must_check(method: &Method, is_upgrade: bool) -> bool {
 }
 
 /// Compares hosts without the scheme's default port: an origin omits it, but `Host` may contain it.
-fn is_same_host(origin: &str, scheme: &str, authority: &str) -> bool {
+fn is_same_host(origin_host: &str, scheme: &str, authority: &str) -> bool {
     let port = if scheme == "https" { ":443" } else { ":80" };
     let normalize = |text: &str| text.strip_suffix(port).unwrap_or(text).to_ascii_lowercase();
-    normalize(origin) == normalize(authority)
+    normalize(origin_host) == normalize(authority)
 }
 
 #[cfg(test)]

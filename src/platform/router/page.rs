@@ -115,7 +115,7 @@ pub(super) fn upstream_unreachable(wants_page: bool) -> Response {
         .into_response()
 }
 
-/// Returns the response to a request that the machine accepted but did not answer in time.
+/// Returns the response to a request that the machine accepted but did not answer before the proxy's timeout.
 pub(super) fn upstream_timeout(wants_page: bool) -> Response {
     let (title, text) = (
         "Your computer is taking too long to respond",

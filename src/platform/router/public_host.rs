@@ -11,7 +11,7 @@ pub enum PublicHost {
 }
 
 impl PublicHost {
-    /// Returns the value in `sessions.host`.
+    /// Returns the value stored in `sessions.host`.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::App => "app",
@@ -23,7 +23,7 @@ impl PublicHost {
         [Self::App, Self::Code].into_iter().find(|host| host.as_str() == text)
     }
 
-    pub fn session_cookie(self) -> &'static str {
+    pub fn session_cookie_name(self) -> &'static str {
         match self {
             Self::App => "svc_session",
             Self::Code => "svc_code_session",

@@ -36,8 +36,8 @@ pub(super) fn rate_limited(wait: Duration) -> Problem {
 }
 
 /// Returns a redirect that browsers do not cache, because its target depends on the caller.
-pub(super) fn redirect(code: StatusCode, to: &str) -> Response {
-    let mut response = code.into_response();
+pub(super) fn redirect(status: StatusCode, to: &str) -> Response {
+    let mut response = status.into_response();
     match HeaderValue::from_str(to) {
         Ok(to) => {
             response.headers_mut().insert(LOCATION, to);

@@ -241,7 +241,7 @@ impl Sessions {
         Ok(row.try_get(0)?)
     }
 
-    /// Revokes a session, its child sessions and their unused codes, and returns the generation of this sign-out. The
+    /// Revokes a session, its child sessions and its unused codes, and returns the generation of this sign-out. The
     /// sign-out ends all of the user's app tokens, because a token does not name the session for which it was issued.
     pub(super) async fn revoke(&self, session: &Session) -> Result<i64, SessionError> {
         let sql = format!(
@@ -313,22 +313,23 @@ impl Sessions {
         }))
     }
 
-    /// Applies changed rows to cached sessions, and ignores other rows. Returns the users whose sessions have ended.
+    /// Updates cached sessions from changed rows, and ignores rows of sessions that are not cached. Returns the users
+    /// whose sessions have ended.
     pub(super) fn apply_changes(&self, rows: &[Row]) -> Vec<IdpUserId> {
-        let (mut cache, mut ended) = (self.lock_cache(), Vec::new());
+        let (mut cache, mut affected_users) = (self.lock_cache(), Vec::new());
         for row in rows {
             let Ok(hash) = parse_hash(row) else { continue };
             let Some(cached) = cache.get_mut(&hash) else { continue };
             let current = parse_session(row).ok().flatten();
             if let (CachedSession::Live(session), None) = (&*cached, &current) {
-                ended.push(session.user.clone());
+                affected_users.push(session.user.clone());
             }
             *cached = current.map_or_else(
                 || CachedSession::Unknown(Instant::now()),
                 |session| CachedSession::Live(Arc::new(session)),
             );
         }
-        ended
+        affected_users
     }
 
     /// Clears the cache after a period in which changes may have been missed.
@@ -431,7 +432,7 @@ pub(super) fn random_token() -> Result<String, SessionError> {
 }
 
 /// Whether `text` has the format of a random token.
-pub(super) fn is_token(text: &str) -> bool {
+pub(super) fn has_token_format(text: &str) -> bool {
     B64.decode(text).is_ok_and(|bytes| bytes.len() == TOKEN_BYTES)
 }
 
@@ -444,9 +445,9 @@ mod tests {
     use super::*;
     use crate::signing_set::AppKeys;
 
-    /// Returns sessions whose database is unreachable.
+    /// Returns [`Sessions`] whose database is unreachable.
     fn sessions_without_database() -> Sessions {
-        let signer = || Arc::new(Signer::from_pkcs8("k1", &Signer::generate().unwrap()).unwrap());
+        let signer = || Arc::new(Signer::from_pkcs8("k1", &Signer::generate_pkcs8().unwrap()).unwrap());
         let public = || ProofKeys { keys: Vec::new() };
         let app = AppKeys { current: signer(), public: public() };
         let set = SigningSet { current: signer(), next: None, retired: Vec::new(), public: public(), app };

@@ -60,8 +60,8 @@ fn digest_user(id: &str, user: &IdpUserId) -> String {
     B64.encode(sha256(format!("{id}\0{user}").as_bytes()))
 }
 
-pub(super) fn sha256(token: &[u8]) -> TokenHash {
-    digest(&SHA256, token).as_ref().try_into().expect("SHA-256 is 32 bytes")
+pub(super) fn sha256(bytes: &[u8]) -> TokenHash {
+    digest(&SHA256, bytes).as_ref().try_into().expect("SHA-256 is 32 bytes")
 }
 
 #[cfg(test)]
@@ -69,7 +69,7 @@ mod tests {
     use super::*;
 
     fn signer(kid: &str) -> Signer {
-        Signer::from_pkcs8(kid, &Signer::generate().unwrap()).unwrap()
+        Signer::from_pkcs8(kid, &Signer::generate_pkcs8().unwrap()).unwrap()
     }
 
     fn user(id: &str) -> IdpUserId {

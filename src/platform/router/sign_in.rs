@@ -17,7 +17,7 @@ use super::cookie::RouterCookie;
 use super::request_context::RequestContext;
 use super::responses::{redirect, session_problem, sign_in_required};
 use super::return_path::{is_local_path, local_path};
-use super::session::{CodeGrant, SessionOrigin, is_token, random_token};
+use super::session::{CodeGrant, SessionOrigin, has_token_format, random_token};
 use crate::public_host::PublicHost;
 use crate::signed_lifetimes::SESSION_SECONDS;
 use svc_http::buffered_request::BufferedRequest;
@@ -53,7 +53,7 @@ pub(super) fn start_sign_in(
         }
         PublicHost::Code => {
             let state = match RouterCookie::State.get(headers, context.scheme) {
-                Some(state) if is_token(state) => state.to_owned(),
+                Some(state) if has_token_format(state) => state.to_owned(),
                 _ => random_token().map_err(|error| Problem::internal(&error))?,
             };
             let return_to = local_path(uri);
@@ -92,6 +92,7 @@ pub(super) async fn issue_code(
     let grant = CodeGrant {
         origin: SessionOrigin {
             parent: identity.session().map(|session| session.hash),
+            // Not stored: redeeming the code reads the generation.
             sign_out_generation: 0,
         },
         user: identity.user().clone(),
@@ -134,10 +135,10 @@ pub(super) async fn redeem_code(
     let (token, _) = opened.map_err(|error| session_problem(&error))?;
     let mut response = redirect(StatusCode::FOUND, &grant.return_to);
     let headers = response.headers_mut();
-    let session =
+    let set_cookie =
         RouterCookie::Session(PublicHost::Code).set_cookie_header(&token, context.scheme, SESSION_SECONDS);
     // The nonce remains until it expires, because another tab may still need it.
-    headers.append(SET_COOKIE, session);
+    headers.append(SET_COOKIE, set_cookie);
     browser_data::record_user(router, &mut response, context, &call.headers, &grant.user);
     Ok(response)
 }

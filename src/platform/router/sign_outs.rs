@@ -34,20 +34,20 @@ struct SignOut {
 /// amortized constant time.
 struct UserMap<T> {
     by_id: HashMap<IdpUserId, T>,
-    sweep_at: usize,
+    sweep_threshold: usize,
 }
 
 impl<T> Default for UserMap<T> {
     fn default() -> Self {
-        Self { by_id: HashMap::new(), sweep_at: MIN_SWEEP_USERS }
+        Self { by_id: HashMap::new(), sweep_threshold: MIN_SWEEP_USERS }
     }
 }
 
 impl<T> UserMap<T> {
     fn insert(&mut self, user: &IdpUserId, value: T, is_current: impl Fn(&T) -> bool) {
-        if self.by_id.len() >= self.sweep_at {
+        if self.by_id.len() >= self.sweep_threshold {
             self.by_id.retain(|_, value| is_current(value));
-            self.sweep_at = MIN_SWEEP_USERS.max(self.by_id.len() * 2);
+            self.sweep_threshold = MIN_SWEEP_USERS.max(self.by_id.len() * 2);
         }
         self.by_id.insert(user.clone(), value);
     }

@@ -67,7 +67,7 @@ impl Watcher {
                 watched = self.watch(&mut last_poll, &mut outage) => watched,
             };
             let Err(error) = watched;
-            outage.report(&self.freshness, &error);
+            outage.record_failure(&self.freshness, &error);
             tokio::select! {
                 () = stop.cancelled() => return,
                 () = tokio::time::sleep(self.interval) => {}
@@ -98,7 +98,7 @@ impl Watcher {
                 self.sessions.clear_cache();
             }
             *last_poll = Some(started_at);
-            outage.end(&self.freshness);
+            outage.record_success(&self.freshness);
             tokio::time::sleep(MIN_POLL_INTERVAL.min(self.interval)).await;
             tokio::select! {
                 () = wake.notified() => {}
@@ -159,7 +159,7 @@ struct Outage {
 }
 
 impl Outage {
-    fn report(&mut self, freshness: &RouteFreshness, error: &anyhow::Error) {
+    fn record_failure(&mut self, freshness: &RouteFreshness, error: &anyhow::Error) {
         let routes = match freshness.state() {
             // A poll has failed, so the routes are no longer confirmed.
             RoutesState::Current => RoutesState::Stale,
@@ -181,7 +181,7 @@ impl Outage {
         }
     }
 
-    fn end(&mut self, freshness: &RouteFreshness) {
+    fn record_success(&mut self, freshness: &RouteFreshness) {
         ROUTES_AGE.set([], freshness.age().map_or(f64::NAN, |age| age.as_secs_f64()));
         if self.logged.take().is_some() {
             tracing::info!("database reachable; routes are current");

@@ -97,7 +97,7 @@ impl Budget {
     async fn reserve_call(&self) -> Result<(), Duration> {
         let Some(shared) = &self.shared else { return Ok(()) };
         let (unused, observed) = {
-            let mut state = self.state();
+            let mut state = self.lock_state();
             if state.reserved > 0 && state.reserved_until.is_some_and(|until| until > Instant::now()) {
                 state.reserved -= 1;
                 return Ok(());
@@ -113,7 +113,7 @@ impl Budget {
         if grant.calls == 0 {
             return Err(grant.wait.max(Duration::from_millis(20)).mul_f64(1.0 + jitter() / 4.0));
         }
-        let mut state = self.state();
+        let mut state = self.lock_state();
         state.reserved += grant.calls - 1;
         state.reserved_until = Some(Instant::now() + RESERVATION_TTL);
         Ok(())
@@ -129,10 +129,14 @@ impl Budget {
         ) else {
             return;
         };
-        let per_second = min_refill_rate(limit.saturating_sub(remaining), reset + elapsed);
-        let at = std::time::Instant::now();
-        self.state().observed =
-            Some(ObservedBudget { remaining: remaining as f64, capacity: limit as f64, per_second, at });
+        let refill_per_second = min_refill_rate(limit.saturating_sub(remaining), reset + elapsed);
+        let received_at = std::time::Instant::now();
+        self.lock_state().observed = Some(ObservedBudget {
+            remaining: remaining as f64,
+            capacity: limit as f64,
+            refill_per_second,
+            received_at,
+        });
         if remaining == 0 {
             // The provider refills evenly, and sends the time of the full refill.
             self.suspend_for(reset / u32::try_from(limit.max(1)).unwrap_or(u32::MAX));
@@ -157,17 +161,17 @@ impl Budget {
 
     fn suspend_for(&self, wait: Duration) {
         let until = Instant::now() + wait.min(self.max_wait);
-        let mut state = self.state();
+        let mut state = self.lock_state();
         state.suspended_until = Some(state.suspended_until.map_or(until, |previous| previous.max(until)));
         state.reserved = 0;
     }
 
     /// Returns the time until which calls are suspended; `None` if they are not.
     fn suspended_until(&self) -> Option<Instant> {
-        self.state().suspended_until.filter(|until| *until > Instant::now())
+        self.lock_state().suspended_until.filter(|until| *until > Instant::now())
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn lock_state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

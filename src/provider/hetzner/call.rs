@@ -170,11 +170,11 @@ impl Connection {
             let error = ProviderError::new(call.name, ErrorKind::Transient, cause);
             return Err(FailedExchange { error, retry: Retry::Never });
         };
-        let after = self.limits.timeout;
+        let timeout = self.limits.timeout;
         let start = Instant::now();
-        let sent = tokio::time::timeout(after, self.send(call)).await;
+        let result = tokio::time::timeout(timeout, self.send(call)).await;
         PROVIDER_DURATION.record([call.name], start.elapsed());
-        let response = match sent {
+        let response = match result {
             Ok(Ok(response)) => response,
             Ok(Err(cause)) => {
                 let kind = match &cause {
@@ -191,7 +191,7 @@ impl Connection {
                 let error = ProviderError::new(
                     call.name,
                     kind_if_effect_unknown(call.idempotence),
-                    Cause::Timeout { after },
+                    Cause::Timeout { after: timeout },
                 );
                 return Err(FailedExchange { error, retry: Retry::Never });
             }

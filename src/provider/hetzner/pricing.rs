@@ -161,17 +161,17 @@ mod tests {
 
     #[test]
     fn into_prices_rejects_invalid_amount_of_requested_type() {
-        let read = |text: &str, name: &str| {
+        let parse_prices = |text: &str, name: &str| {
             let response: PricingResponse = serde_json::from_str(text)?;
             response.into_prices(&name.parse().unwrap())
         };
         for (valid, invalid) in [("9.5081000000000000", "free"), ("\"EUR\"", "\"euro\"")] {
-            assert!(read(&RESPONSE.replace(valid, invalid), "cpx22").is_err());
+            assert!(parse_prices(&RESPONSE.replace(valid, invalid), "cpx22").is_err());
         }
         let broken =
             r#""cpx12", "prices": [{"location": "nbg1", "price_monthly": {"net": "free", "gross": 1}}]"#;
         let response = RESPONSE.replace(r#""cpx12", "prices": []"#, broken);
-        assert!(read(&response, "cpx12").is_err());
-        assert_eq!(read(&response, "cpx22").unwrap().servers.len(), 1);
+        assert!(parse_prices(&response, "cpx12").is_err());
+        assert_eq!(parse_prices(&response, "cpx22").unwrap().servers.len(), 1);
     }
 }

@@ -1,8 +1,8 @@
 //! The keys that are trusted to sign release manifests, and the succession of key sets on a host.
 //!
 //! Invariants: a key set is not empty, and one of its keys has signed the manifest that contains it, so that a host
-//! always trusts at least one key that can still sign. A host's sequence only increases, so that an older release never
-//! restores a removed key.
+//! always trusts at least one key that can still sign. A host's sequence number only increases, so that an older
+//! release never restores a removed key.
 
 use std::fmt;
 use std::str::FromStr;
@@ -19,10 +19,10 @@ use super::{ManifestError, SignedManifest, parse_signatures};
 const SIGNATURE_CONTEXT: &[u8] = b"svc-host-bundle-manifest-v1\n";
 /// Maximum number of trusted keys, and of signatures in a file.
 pub const MAX_KEYS: usize = 16;
-/// Maximum increase in the sequence, so that a typo does not prevent later increases.
+/// Maximum increase of the sequence number, so that a typo does not prevent later increases.
 const MAX_SEQUENCE_STEP: u32 = 1000;
 
-/// Returns the highest sequence that a host with this sequence accepts.
+/// Returns the highest sequence number that a host with this one accepts.
 pub const fn max_sequence_after(sequence: u32) -> u32 {
     sequence.saturating_add(MAX_SEQUENCE_STEP)
 }
@@ -93,13 +93,17 @@ impl TrustedKeys {
     }
 
     /// Requires at least one valid signature by a trusted key, and no invalid signature by a trusted key.
-    pub(super) fn check(&self, manifest: &[u8], signature: &[u8]) -> Result<(), ManifestError> {
+    pub(super) fn verify_signatures(
+        &self,
+        manifest: &[u8],
+        signature_file: &[u8],
+    ) -> Result<(), ManifestError> {
         if self.0.is_empty() {
             return Err(ManifestError::NoKeys);
         }
         let signed = [SIGNATURE_CONTEXT, manifest].concat();
         let (mut unknown_ids, mut valid) = (Vec::new(), 0);
-        for (id, bytes) in parse_signatures(signature)? {
+        for (id, bytes) in parse_signatures(signature_file)? {
             match self.0.iter().find(|key| key.id() == id) {
                 Some(key) => {
                     UnparsedPublicKey::new(&ED25519, key.0)
@@ -114,7 +118,7 @@ impl TrustedKeys {
     }
 }
 
-/// The keys that a host trusts, with a sequence that increases with each set.
+/// The keys that a host trusts, with a sequence number that increases with each set.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "KeySetJson", into = "KeySetJson")]
 pub struct KeySet {
@@ -178,18 +182,18 @@ impl KeySet {
     /// [`KeySetError::Unproven`] if none has signed it, [`ManifestError::InvalidSignature`] if a signature by one of
     /// them is invalid, and [`ManifestError::MalformedSignature`] if the signature file is malformed.
     pub(super) fn check_signed_by_own_key(&self, signed: &SignedManifest) -> Result<(), ManifestError> {
-        self.keys.check(&signed.manifest, &signed.signature).map_err(|error| match error {
+        self.keys.verify_signatures(&signed.manifest, &signed.signature).map_err(|error| match error {
             ManifestError::UnknownKey { .. } => KeySetError::Unproven { ids: self.keys.ids() }.into(),
             error => error,
         })
     }
 
-    /// Returns the offered set if its sequence is higher than this one's; `None` if the offered set is older or the
-    /// same.
+    /// Returns the offered set if its sequence number is higher than this one's; `None` if the offered set is older
+    /// or the same.
     ///
     /// # Errors
-    /// [`KeySetError::SequenceTaken`] if the sequences are equal but the keys differ, and
-    /// [`KeySetError::SequenceTooHigh`] if the offered sequence is higher than [`max_sequence_after`] allows.
+    /// [`KeySetError::SequenceTaken`] if the sequence numbers are equal but the keys differ, and
+    /// [`KeySetError::SequenceTooHigh`] if the offered number is higher than [`max_sequence_after`] allows.
     pub fn successor(&self, offered: &Self) -> Result<Option<Self>, KeySetError> {
         let max = max_sequence_after(self.sequence);
         match offered.sequence {
@@ -254,7 +258,7 @@ mod tests {
     fn successor_requires_a_higher_sequence() {
         let trusted = set(2, &[1, 2]);
         assert_eq!(trusted.successor(&set(1, &[1])), Ok(None));
-        assert_eq!(trusted.successor(&set(2, &[2, 1])), Ok(None), "took another order for a different set");
+        assert_eq!(trusted.successor(&set(2, &[2, 1])), Ok(None), "the order of the keys mattered");
         assert!(matches!(trusted.successor(&set(2, &[2])), Err(KeySetError::SequenceTaken { .. })));
         assert_eq!(trusted.successor(&set(3, &[2])), Ok(Some(set(3, &[2]))));
         assert_eq!(trusted.successor(&set(1002, &[2])), Ok(Some(set(1002, &[2]))));
@@ -264,8 +268,8 @@ mod tests {
     }
 
     proptest! {
-        /// For any offered sets in any order, the sequence never decreases, and an older set never restores a removed
-        /// key.
+        /// For any offered sets in any order, the sequence number never decreases, and an older set never restores a
+        /// removed key.
         #[test]
         fn sequence_never_decreases(offers in proptest::collection::vec((1u32..2000, 1u8..5), 1..20)) {
             let mut trusted = set(0, &[1]);

@@ -65,11 +65,11 @@ pub(super) async fn probe_conditional_copy(s3: &S3Config) -> Support {
         client.send(Method::PUT, &source, &[], CONTENT).await?;
         let from = format!("/{}/{source}", s3.bucket);
         let headers = [("x-amz-copy-source", from.as_str()), ("x-amz-copy-source-if-match", OTHER_ETAG)];
-        let copied = client.send(Method::PUT, &target, &headers, b"").await;
+        let response = client.send(Method::PUT, &target, &headers, b"").await;
         for key in [&source, &target] {
             client.send(Method::DELETE, key, &[], b"").await?;
         }
-        copied
+        response
     };
     require_refusal(probe.await, &[StatusCode::PRECONDITION_FAILED], "it copied a different version")
 }

@@ -99,10 +99,10 @@ mod tests {
         let mut env = Env::from_pairs(pairs.iter().map(|(name, value)| (&**name, &**value)));
         let config = StoreConfig::read(&mut env);
         let bucket = env.finish(config).unwrap().open().unwrap();
-        let failure = server.add_fault(Rule::new(Fault::Status(400)).method("HEAD"));
-        let failed = probe_visibility(&bucket).await.unwrap_err();
-        assert!(matches!(failed, StoreError::Unavailable { .. }), "{failed}");
-        assert_eq!(failure.hits(), 1);
+        let fault = server.add_fault(Rule::new(Fault::Status(400)).method("HEAD"));
+        let error = probe_visibility(&bucket).await.unwrap_err();
+        assert!(matches!(error, StoreError::Unavailable { .. }), "{error}");
+        assert_eq!(fault.hits(), 1);
         assert_eq!(server.uploads("probe"), Vec::<String>::new());
     }
 }

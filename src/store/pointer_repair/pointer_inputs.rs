@@ -11,6 +11,7 @@ use svc_machine::epoch::Epoch;
 pub(super) struct PointerInputs<'a> {
     pub(super) found: &'a PointerState,
     pub(super) keys: &'a [String],
+    /// The `seq` of the newest log entry, and the pointer in that entry or in `latest`.
     pub(super) newest_entry: (u64, Option<Pointer>),
     /// The epoch in `system/vps-meta.json`.
     pub(super) metadata_epoch: Epoch,

@@ -1,8 +1,8 @@
 //! The program that `cargo xtask bench records` runs once per round: it measures the real writer and usage store, and
 //! upper bounds for the writer.
 //!
-//! It links the product, which the kit never does. Each figure is printed as a line of JSON with `name`, `whose` and
-//! `value`.
+//! It is a separate program because it links the product, which xtask and the kit never do. Each figure is printed as a
+//! line of JSON with `name`, `whose` and `value`.
 
 #![allow(clippy::print_stdout, reason = "figures go to standard output")]
 

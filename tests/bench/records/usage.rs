@@ -26,11 +26,11 @@ pub fn measure(dir: &Path) -> Result<()> {
     fs::create_dir_all(&logs)?;
     write_usage(&logs.join("usage.jsonl"))?;
     let writer = Writer::start(logs.clone())?;
-    let before = resident_mib()?;
+    let before_mib = resident_mib()?;
     let started = Instant::now();
     let store = UsageStore::open(writer.records(), logs.clone(), dir.join("seals.json"))?;
     print_figure("3 years of usage: open", "svc", started.elapsed().as_secs_f64() * 1000.0);
-    print_figure("3 years of usage: memory", "svc", resident_mib()? - before);
+    print_figure("3 years of usage: memory", "svc", resident_mib()? - before_mib);
     for (name, group_by) in [
         ("3 years of usage: by day, p99", GroupBy::Day),
         ("3 years of usage: by week, p99", GroupBy::Week),

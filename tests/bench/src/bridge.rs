@@ -211,7 +211,7 @@ impl Testbed {
             let before = cpu_time(process.pid())?;
             let result = self.wrk.run_load(&request, connections, seconds)?;
             let spent = cpu_time(process.pid())? - before;
-            tally.add(name, side, result.per_second());
+            tally.add(name, side, result.requests_per_second());
             if let Some((cost, p99)) = extra {
                 tally.add(cost, side, result.cpu_micros_per_request(spent));
                 tally.add(p99, side, if side == PRODUCT { result.p99 } else { result.p50 });

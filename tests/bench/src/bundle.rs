@@ -1,5 +1,5 @@
 //! Bundle benchmark: `svc-update boot` downloads, hashes and unpacks in one pass. It is compared with shell tools that
-//! read the archive from memory. All write to a tmpfs, because disks vary too much.
+//! read the archive from memory. All commands write to a tmpfs, because disks vary too much.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -52,9 +52,9 @@ fn run_rounds(svc: &Path, rounds: u32, out: &Path) -> Result<Tally> {
     let archive = dir.path().join("bundle.tar.gz");
     fs::copy(&cached, &archive)?;
     fs::write(dir.path().join("bundle.tar.gz.sha256"), format!("{digest}  bundle.tar.gz\n"))?;
-    let packed = fs::metadata(&archive)?.len() / 1_000_000;
+    let packed_mb = fs::metadata(&archive)?.len() / 1_000_000;
     println!(
-        "  archive: {packed} MB; unpacked: {} MB in {} files",
+        "  archive: {packed_mb} MB; unpacked: {} MB in {} files",
         archive::TOTAL_BYTES / 1_000_000,
         archive::FILE_COUNT
     );
@@ -66,14 +66,14 @@ fn run_rounds(svc: &Path, rounds: u32, out: &Path) -> Result<Tally> {
         let sides: [Side<'_>; 3] = [
             (PRODUCT, &|root| svc_command(svc, root, address, &digest)),
             (TWO_STEP, &|target| {
-                shell(
+                shell_command(
                     dir.path(),
                     target,
                     "sha256sum --quiet -c bundle.tar.gz.sha256 && tar -xzf bundle.tar.gz -C \"$0\"",
                 )
             }),
             (ONE_PASS, &|target| {
-                let mut command = shell(
+                let mut command = shell_command(
                     dir.path(),
                     target,
                     "set -o pipefail; tee >(sha256sum >\"$0/.sum\") <bundle.tar.gz | \"$UNPACKER\" -dc | tar -x -C \"$0\"",
@@ -132,7 +132,7 @@ fn svc_command(svc: &Path, root: &Path, source: SocketAddr, digest: &str) -> Com
     command
 }
 
-fn shell(dir: &Path, target: &Path, script: &str) -> Command {
+fn shell_command(dir: &Path, target: &Path, script: &str) -> Command {
     let mut command = Command::new("bash");
     command.args(["-c", script]).arg(target).current_dir(dir);
     command

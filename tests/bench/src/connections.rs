@@ -87,7 +87,7 @@ impl Endpoint {
         let head = read_head(&mut connection.tls)?;
         ensure!(head.starts_with("HTTP/1.1 101"), "unexpected response to GET /ws: {head}");
         let mut reply = [0; MESSAGE_BYTES + 2];
-        connection.echo(&message(), &mut reply)?;
+        connection.echo(&build_message(), &mut reply)?;
         ensure!(reply[2..].iter().copied().eq(0..MESSAGE_BYTES as u8), "the echo differs from the message");
         Ok(connection)
     }
@@ -109,15 +109,15 @@ impl Connection {
 }
 
 /// Builds a masked binary frame with the payload 0, 1, 2 and so on.
-pub fn message() -> Vec<u8> {
+pub fn build_message() -> Vec<u8> {
     let mut frame = vec![0x82, 0x80 | MESSAGE_BYTES as u8];
     frame.extend(MASK);
     frame.extend((0..MESSAGE_BYTES).map(|index| (index as u8) ^ MASK[index % 4]));
     frame
 }
 
-/// Returns the message round trips per second, with one in flight per connection.
-pub fn messages_per_second(endpoint: &Endpoint, connections: usize, seconds: u32) -> Result<f64> {
+/// Measures the message round trips per second, with one message in flight per connection.
+pub fn measure_messages_per_second(endpoint: &Endpoint, connections: usize, seconds: u32) -> Result<f64> {
     let start_barrier = Arc::new(Barrier::new(connections + 1));
     let duration = Duration::from_secs(u64::from(seconds));
     let threads: Vec<_> = (0..connections)
@@ -128,24 +128,24 @@ pub fn messages_per_second(endpoint: &Endpoint, connections: usize, seconds: u32
                 // Every thread waits here, even if its connection failed; otherwise the barrier would never open.
                 start_barrier.wait();
                 let mut connection = connection?;
-                let (message, mut reply) = (message(), [0; MESSAGE_BYTES + 2]);
-                let until = Instant::now() + duration;
-                let mut sent = 0;
-                while Instant::now() < until {
+                let (message, mut reply) = (build_message(), [0; MESSAGE_BYTES + 2]);
+                let deadline = Instant::now() + duration;
+                let mut round_trips = 0;
+                while Instant::now() < deadline {
                     connection.echo(&message, &mut reply)?;
-                    sent += 1;
+                    round_trips += 1;
                 }
-                Ok(sent)
+                Ok(round_trips)
             })
         })
         .collect();
     start_barrier.wait();
     let started = Instant::now();
-    let mut sent = 0;
+    let mut round_trips = 0;
     for thread in threads {
-        sent += thread.join().map_err(|_| anyhow::anyhow!("a connection's thread panicked"))??;
+        round_trips += thread.join().map_err(|_| anyhow::anyhow!("a connection's thread panicked"))??;
     }
-    Ok(sent as f64 / started.elapsed().as_secs_f64())
+    Ok(round_trips as f64 / started.elapsed().as_secs_f64())
 }
 
 /// Opens `count` connections, sequentially in each of a few threads.

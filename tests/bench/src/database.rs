@@ -23,8 +23,8 @@ pub const SCALE: u32 = 100;
 const DOCUMENTS_PER_SCALE: u32 = 6_000;
 const FILL_TIMEOUT: Duration = Duration::from_secs(3600);
 
-/// Documents of about 350 bytes. About half of each document cannot be compressed.
-const DOCUMENTS: &str = "\
+/// Creates documents of about 350 bytes. About half of each document cannot be compressed.
+const DOCUMENTS_SQL: &str = "\
     CREATE FUNCTION pg_temp.noise(bigint, text) RETURNS text LANGUAGE sql IMMUTABLE AS \
       $$SELECT encode(sha256(convert_to($1 || $2, 'UTF8')), 'base64')$$; \
     CREATE TABLE documents (id bigint PRIMARY KEY, body jsonb NOT NULL); \
@@ -54,7 +54,7 @@ pub async fn create(dir: &Path, scale: u32) -> Result<PgServer> {
 
 /// Opens the cached database. Creates it first if it is missing, or if the statements that fill it have changed.
 pub async fn open_cached(dir: &Path) -> Result<PgServer> {
-    let (cache, recipe) = (dir.join("postgresql"), format!("scale {SCALE}: {DOCUMENTS}"));
+    let (cache, recipe) = (dir.join("postgresql"), format!("scale {SCALE}: {DOCUMENTS_SQL}"));
     if fs::read_to_string(cache.join("recipe")).ok().as_ref() != Some(&recipe) {
         println!("  creating a database of scale {SCALE} (only once); it is cached in {}", cache.display());
         let partial = dir.join(".postgresql");
@@ -108,7 +108,7 @@ async fn fill(server: &PgServer, scale: u32) -> Result<()> {
     let client = server.connect(NAME).await?;
     let rows = scale * DOCUMENTS_PER_SCALE;
     for statement in
-        [&*DOCUMENTS.replace("$ROWS", &rows.to_string()), "VACUUM (FREEZE, ANALYZE)", "CHECKPOINT"]
+        [&*DOCUMENTS_SQL.replace("$ROWS", &rows.to_string()), "VACUUM (FREEZE, ANALYZE)", "CHECKPOINT"]
     {
         with_timeout(client.batch_execute(statement))
             .await
@@ -147,8 +147,8 @@ pub fn tables(scale: u32) -> [(&'static str, u64); 5] {
 pub async fn check_rows(server: &PgServer, scale: u32) -> Result<()> {
     let client = server.connect(NAME).await?;
     for (table, rows) in tables(scale) {
-        let counted = with_timeout(client.query_one(&format!("SELECT count(*) FROM {table}"), &[])).await?;
-        let actual: i64 = counted.try_get(0)?;
+        let row = with_timeout(client.query_one(&format!("SELECT count(*) FROM {table}"), &[])).await?;
+        let actual: i64 = row.try_get(0)?;
         ensure!(actual.unsigned_abs() == rows, "{table} has {actual} rows instead of {rows}");
     }
     Ok(())

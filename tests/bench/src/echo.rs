@@ -57,7 +57,7 @@ fn serve_connection(tcp: TcpStream, config: Arc<ServerConfig>) -> Result<()> {
         let mut header = [0; FRAME_HEADER_BYTES];
         tls.read_exact(&mut header)?;
         let mut echo = EchoFrame::new(header)?;
-        tls.read_exact(echo.payload())?;
+        tls.read_exact(echo.payload_mut())?;
         send(&mut tls, echo.unmask())?;
     }
 }
@@ -72,7 +72,7 @@ pub struct EchoFrame {
 }
 
 impl EchoFrame {
-    /// Starts a frame; the caller reads its payload into [`Self::payload`].
+    /// Starts a frame; the caller reads its payload into [`Self::payload_mut`].
     pub fn new(header: [u8; FRAME_HEADER_BYTES]) -> Result<Self> {
         let [opcode, length, mask @ ..] = header;
         let is_masked = length & 0x80 != 0;
@@ -83,13 +83,13 @@ impl EchoFrame {
         Ok(Self { frame, mask })
     }
 
-    pub fn payload(&mut self) -> &mut [u8] {
+    pub fn payload_mut(&mut self) -> &mut [u8] {
         &mut self.frame[2..]
     }
 
     pub fn unmask(&mut self) -> &[u8] {
         let mask = self.mask;
-        self.payload().iter_mut().zip(mask.iter().cycle()).for_each(|(byte, mask)| *byte ^= mask);
+        self.payload_mut().iter_mut().zip(mask.iter().cycle()).for_each(|(byte, mask)| *byte ^= mask);
         &self.frame
     }
 }
@@ -137,7 +137,9 @@ mod tests {
                 .len(),
             10
         );
-        assert!(connections::messages_per_second(&endpoint, 3, 1).expect("every message is echoed") > 10.0);
+        let rate =
+            connections::measure_messages_per_second(&endpoint, 3, 1).expect("every message is echoed");
+        assert!(rate > 10.0, "{rate} messages/s");
         assert!(endpoint.open_https().is_err(), "the echo server does not serve HTTP");
     }
 }

@@ -74,9 +74,9 @@ impl Tally {
             None => (None, None),
             Some(peer) => {
                 let theirs = self.samples_of(spec.name, peer);
-                let paired: Vec<f64> =
+                let ratios: Vec<f64> =
                     ours.iter().zip(theirs).filter(|(_, t)| **t != 0.0).map(|(o, t)| o / t).collect();
-                (Some(Figure::from_samples(theirs)?), median(&paired))
+                (Some(Figure::from_samples(theirs)?), median(&ratios))
             }
         };
         let is_met = spec.target.is_met(ours_figure.median, ratio);

@@ -86,14 +86,14 @@ pub async fn measure(options: &Options) -> Result<Tally> {
     let mut tally = Tally::default();
     for round in 0..options.rounds {
         print_round(round, options.rounds);
-        let run = tempfile::Builder::new().prefix("round-").tempdir_in(dir.path())?;
-        let mut turns = [PRODUCT, RESTIC, RCLONE];
-        turns.rotate_left(round as usize % 3);
-        for turn in turns {
-            let side_dir = tempfile::Builder::new().prefix("side-").tempdir_in(run.path())?;
-            let store = BenchStore::open(side_dir.path())?;
+        let round_dir = tempfile::Builder::new().prefix("round-").tempdir_in(dir.path())?;
+        let mut sides = [PRODUCT, RESTIC, RCLONE];
+        sides.rotate_left(round as usize % 3);
+        for side in sides {
+            let side_dir = tempfile::Builder::new().prefix("side-").tempdir_in(round_dir.path())?;
+            let store = BenchStore::start(side_dir.path())?;
             nix::unistd::sync();
-            match turn {
+            match side {
                 PRODUCT => measure_product(options, &source, side_dir.path(), &store, &mut tally)?,
                 RESTIC => measure_restic(&source, side_dir.path(), &store, &mut tally)?,
                 _ => {
@@ -251,9 +251,9 @@ fn measure_product(
     let before = cpu_times()?;
     std::thread::sleep(IDLE_INTERVAL);
     let after = cpu_times()?;
-    let per_second = |used: Duration| used.as_secs_f64() * 1e3 / IDLE_INTERVAL.as_secs_f64();
-    tally.add(WATCHER_IDLE_CPU, PRODUCT, per_second(after.0 - before.0));
-    tally.add(SERVICE_IDLE_CPU, PRODUCT, per_second(after.1 - before.1));
+    let millis_per_second = |used: Duration| used.as_secs_f64() * 1e3 / IDLE_INTERVAL.as_secs_f64();
+    tally.add(WATCHER_IDLE_CPU, PRODUCT, millis_per_second(after.0 - before.0));
+    tally.add(SERVICE_IDLE_CPU, PRODUCT, millis_per_second(after.1 - before.1));
     for number in 0..CHANGED_FILES_PER_ROUND {
         std::thread::sleep(CHANGE_INTERVAL);
         let path = machine.home().join(format!("home/projects/000/0000/file-{number}"));
@@ -264,7 +264,7 @@ fn measure_product(
         tally.add(CHANGE_DELAY, PRODUCT, started.elapsed().as_secs_f64());
     }
     drop(watcher);
-    // Without the watcher, the whole home directory is compared.
+    // Without the watcher, the whole home directory is compared with the last snapshot.
     let whole = task::run(machine.command(svc, &["svc-sync-agent", "now"]), TIMEOUT)?;
     tally.add(FULL_COMPARISON, PRODUCT, whole.wall.as_secs_f64());
     drop(service);

@@ -85,14 +85,14 @@ impl Machine {
     /// Signs a proof for the owner, as the platform's router does; it is valid for one minute.
     pub fn sign_proof(&self) -> String {
         let now = jiff::Timestamp::now().as_second();
-        let part = |value: Value| B64.encode(value.to_string());
-        let signed = format!(
+        let encode = |value: Value| B64.encode(value.to_string());
+        let signing_input = format!(
             "{}.{}",
-            part(json!({ "alg": "EdDSA", "typ": "JWT", "kid": KEY_ID })),
-            part(json!({ "iss": "svc-platform", "aud": self.id, "sub": USER, "handle": "ada",
+            encode(json!({ "alg": "EdDSA", "typ": "JWT", "kid": KEY_ID })),
+            encode(json!({ "iss": "svc-platform", "aud": self.id, "sub": USER, "handle": "ada",
                 "slot": "primary", "route": "shell", "iat": now, "exp": now + 60 }))
         );
-        format!("{signed}.{}", B64.encode(self.key.sign(signed.as_bytes())))
+        format!("{signing_input}.{}", B64.encode(self.key.sign(signing_input.as_bytes())))
     }
 
     pub fn start(&self, svc: &Path) -> Result<Gateway> {

@@ -1,7 +1,7 @@
 //! Hook benchmark: an agent's program runs `svc-hook` through a shell before and after each tool call, in a home
 //! directory with 200,000 files. The measured time is how long the program waits, from the start of the shell to its
-//! end; the lower bound is a shell that runs `true`. The rounds with idle processors also require an audit entry for
-//! every write; otherwise, a hook that gave up early would look fast.
+//! end; the lower bound is a shell that runs `true`. With idle processors, each round also counts the written files
+//! that have no audit entry; otherwise, a hook that gave up early would look fast.
 
 use std::fs;
 use std::io::Write;
@@ -59,16 +59,16 @@ fn run_rounds(svc: &Path, rounds: u32) -> Result<Tally> {
     let mut call = 0;
     for round in 0..rounds {
         print_round(round, rounds);
-        let mut empty = Vec::new();
+        let mut empty_shell_times = Vec::new();
         for _ in 0..CALLS {
             let mut shell = Command::new("/bin/sh");
             shell.args(["-c", "true"]);
-            empty.push(time_command(&mut shell, b"")?);
+            empty_shell_times.push(time_command(&mut shell, b"")?);
         }
         let idle = home.run_calls(&mut call)?;
         for (name, side, times, percent) in [
-            (BEFORE_P50, EMPTY_SHELL, &empty, 50),
-            (BEFORE_P99, EMPTY_SHELL, &empty, 99),
+            (BEFORE_P50, EMPTY_SHELL, &empty_shell_times, 50),
+            (BEFORE_P99, EMPTY_SHELL, &empty_shell_times, 99),
             (BEFORE_P50, PRODUCT, &idle.before, 50),
             (BEFORE_P99, PRODUCT, &idle.before, 99),
             (AFTER_P50, PRODUCT, &idle.after, 50),
@@ -128,7 +128,7 @@ impl Home {
         let socket = UnixDatagram::bind(&notify)?;
         socket.set_read_timeout(Some(START_TIMEOUT))?;
         let log = fs::File::create(root.path().join("watch.log"))?;
-        let mut watcher = applet(root.path(), "svc-watch");
+        let mut watcher = applet_command(root.path(), "svc-watch");
         watcher.env("NOTIFY_SOCKET", &notify).stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
         let watcher = OwnedChild::spawn(&mut watcher)?;
         let mut buffer = [0_u8; 1024];
@@ -146,19 +146,19 @@ impl Home {
 
     /// Makes calls as an agent's program does; `number` counts the calls in all rounds.
     fn run_calls(&self, number: &mut usize) -> Result<CallResults> {
-        let mut calls = CallResults { before: Vec::new(), after: Vec::new(), written: Vec::new() };
+        let mut results = CallResults { before: Vec::new(), after: Vec::new(), written: Vec::new() };
         for _ in 0..CALLS {
             *number += 1;
-            calls.before.push(self.run_hook("PreToolUse", *number)?);
+            results.before.push(self.run_hook("PreToolUse", *number)?);
             for file in 0..FILES_PER_CALL {
                 let folder = folder_name((*number * 7919 + file * 104_729) % FOLDERS);
                 let path = format!("{folder}/call-{number}-{file}");
                 fs::write(self.home().join(&path), "written")?;
-                calls.written.push(path);
+                results.written.push(path);
             }
-            calls.after.push(self.run_hook("PostToolUse", *number)?);
+            results.after.push(self.run_hook("PostToolUse", *number)?);
         }
-        Ok(calls)
+        Ok(results)
     }
 
     fn run_hook(&self, event: &str, call: usize) -> Result<Duration> {
@@ -183,14 +183,14 @@ impl Home {
 
     /// Waits for at most [`AUDIT_TIMEOUT`] until every written path has an entry; returns the number of paths that have
     /// none.
-    fn count_unaudited(&self, calls: &CallResults) -> Result<usize> {
+    fn count_unaudited(&self, results: &CallResults) -> Result<usize> {
         let deadline = Instant::now() + AUDIT_TIMEOUT;
         loop {
             let entries = self.read_audit_entries();
             let audited: std::collections::HashSet<&str> =
                 entries.iter().filter_map(|entry| entry["path"].as_str()).collect();
             ensure!(!audited.is_empty() || Instant::now() < deadline, "the audit log has no entries");
-            let missing = calls.written.iter().filter(|path| !audited.contains(path.as_str())).count();
+            let missing = results.written.iter().filter(|path| !audited.contains(path.as_str())).count();
             if missing == 0 || Instant::now() >= deadline {
                 return Ok(missing);
             }
@@ -203,7 +203,7 @@ fn folder_name(folder: usize) -> String {
     format!("projects/p{}/d{}", folder / 40, folder % 40)
 }
 
-fn applet(root: &Path, name: &str) -> Command {
+fn applet_command(root: &Path, name: &str) -> Command {
     let mut command = Command::new(root.join("bin").join(name));
     command.env_clear().env("PATH", "/usr/bin:/bin").env("SVC_ROOT", root);
     command
@@ -227,12 +227,12 @@ fn time_command(command: &mut Command, input: &[u8]) -> Result<Duration> {
 /// Starts a busy process for each processor; each is killed when it is dropped.
 fn start_load() -> Result<Vec<OwnedChild>> {
     let processors = std::thread::available_parallelism()?.get();
-    let spin = || {
-        let mut spin = Command::new("/bin/sh");
-        spin.args(["-c", "while :; do :; done"]).stdin(Stdio::null());
-        OwnedChild::spawn(&mut spin).context("cannot start a busy process")
+    let start_busy_process = || {
+        let mut shell = Command::new("/bin/sh");
+        shell.args(["-c", "while :; do :; done"]).stdin(Stdio::null());
+        OwnedChild::spawn(&mut shell).context("cannot start a busy process")
     };
-    (0..processors).map(|_| spin()).collect()
+    (0..processors).map(|_| start_busy_process()).collect()
 }
 
 fn percentile(times: &[Duration], percent: usize) -> f64 {

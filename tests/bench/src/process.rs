@@ -20,7 +20,7 @@ const POLL_INTERVAL: Duration = Duration::from_micros(100);
 const STOP_TIMEOUT: Duration = Duration::from_secs(15);
 const STOP_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// A server that is stopped on drop, with its process group, and killed if it does not stop in time.
+/// A server that is stopped on drop, with its process group, and killed if it does not exit within [`STOP_TIMEOUT`].
 pub struct ServerProcess {
     name: String,
     child: Child,

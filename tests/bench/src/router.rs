@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use anyhow::Result;
 
-use super::connections::{Connection, messages_per_second, open_connections};
+use super::connections::{Connection, measure_messages_per_second, open_connections};
 use super::figures::{PRODUCT, Spec, Tally, Target};
 use super::peers::haproxy::HaProxy;
 use super::peers::nginx::{Nginx, Pem, RunningPeer, Upstreams};
@@ -73,7 +73,7 @@ struct Testbed {
     nginx: Nginx,
     haproxy: HaProxy,
     upstream: RunningPeer,
-    echo: SocketAddr,
+    echo_address: SocketAddr,
     trusted_cert: PathBuf,
     reader_cookie: String,
     echo_cookie: String,
@@ -95,7 +95,7 @@ pub async fn measure(options: &Options) -> Result<Tally> {
         testbed.measure_idle_memory(&mut tally).await?;
         let (nginx, haproxy) = (testbed.start_nginx_router()?, testbed.start_haproxy_router()?);
         let routers = [
-            RouterSide { side: PRODUCT, address: testbed.site.router()?, pid: testbed.site.pid()? },
+            RouterSide { side: PRODUCT, address: testbed.site.router_address()?, pid: testbed.site.pid()? },
             RouterSide { side: NGINX, address: nginx.address, pid: nginx.process.pid() },
             RouterSide { side: HAPROXY, address: haproxy.address, pid: haproxy.process.pid() },
         ];
@@ -114,11 +114,11 @@ impl Testbed {
         let large = dir.path().join("large");
         std::fs::write(&large, vec![7; BODY_BYTES])?;
         let upstream = nginx.start_upstream(dir.path(), &pem, &large)?;
-        let echo = echo::serve(&identity.cert_pem, &identity.key_pem)?;
+        let echo_address = echo::serve(&identity.cert_pem, &identity.key_pem)?;
         let mut site = Site::prepare(&options.svc, dir.path()).await?;
         site.start().await?;
         site.register_machine(READER, upstream.address, &identity).await?;
-        site.register_machine(ECHO_USER, echo, &identity).await?;
+        site.register_machine(ECHO_USER, echo_address, &identity).await?;
         let reader_cookie = site.open_session(READER).await?;
         let echo_cookie = site.open_session(ECHO_USER).await?;
         Ok(Self {
@@ -128,7 +128,7 @@ impl Testbed {
             nginx,
             haproxy,
             upstream,
-            echo,
+            echo_address,
             trusted_cert: pem.cert,
             reader_cookie,
             echo_cookie,
@@ -136,7 +136,11 @@ impl Testbed {
     }
 
     fn upstreams(&self) -> Upstreams<'_> {
-        Upstreams { upstream: self.upstream.address, websocket: self.echo, trusted_cert: &self.trusted_cert }
+        Upstreams {
+            upstream: self.upstream.address,
+            websocket: self.echo_address,
+            trusted_cert: &self.trusted_cert,
+        }
     }
 
     fn start_nginx_router(&self) -> Result<RunningPeer> {
@@ -154,10 +158,10 @@ impl Testbed {
         self.site.open_session(READER).await?;
         let pid = self.site.pid()?;
         tally.add(IDLE_MEMORY, PRODUCT, memory_mib(pid)?);
-        self.measure_growth(tally, HTTPS_MEMORY, PRODUCT, pid, self.site.router()?)?;
+        self.measure_growth(tally, HTTPS_MEMORY, PRODUCT, pid, self.site.router_address()?)?;
         self.site.start().await?;
         self.site.open_session(ECHO_USER).await?;
-        self.measure_growth(tally, WEBSOCKET_MEMORY, PRODUCT, self.site.pid()?, self.site.router()?)?;
+        self.measure_growth(tally, WEBSOCKET_MEMORY, PRODUCT, self.site.pid()?, self.site.router_address()?)?;
         for name in [HTTPS_MEMORY, WEBSOCKET_MEMORY] {
             let nginx = self.start_nginx_router()?;
             let pid = nginx.process.pid();
@@ -196,19 +200,19 @@ impl Testbed {
         let direct = self.run_load(self.upstream.address, "/", false, 1, seconds)?;
         for router in routers {
             let result = self.run_load(router.address, "/", false, 1, seconds)?;
-            tally.add(RATE_1, router.side, result.per_second());
+            tally.add(RATE_1, router.side, result.requests_per_second());
             tally.add(ADDED_LATENCY, router.side, result.p50 - direct.p50);
         }
         tally.add(
             RATE_32,
             DIRECT,
-            self.run_load(self.upstream.address, "/", false, 32, seconds)?.per_second(),
+            self.run_load(self.upstream.address, "/", false, 32, seconds)?.requests_per_second(),
         );
         for (connections, rate, cost) in [(32, RATE_32, CPU_32), (128, RATE_128, CPU_128)] {
             for router in routers {
                 let before = cpu_time(router.pid)?;
                 let result = self.run_load(router.address, "/", false, connections, seconds)?;
-                tally.add(rate, router.side, result.per_second());
+                tally.add(rate, router.side, result.requests_per_second());
                 tally.add(cost, router.side, result.cpu_micros_per_request(cpu_time(router.pid)? - before));
             }
         }
@@ -218,11 +222,11 @@ impl Testbed {
         }
         for router in &routers[..2] {
             let endpoint = self.site.endpoint(router.address, &self.echo_cookie)?;
-            tally.add(MESSAGES, router.side, messages_per_second(&endpoint, 32, seconds)?);
+            tally.add(MESSAGES, router.side, measure_messages_per_second(&endpoint, 32, seconds)?);
         }
         for router in &routers[..2] {
             let result = self.run_load(router.address, "/", true, 32, seconds)?;
-            tally.add(HANDSHAKES, router.side, result.per_second());
+            tally.add(HANDSHAKES, router.side, result.requests_per_second());
         }
         Ok(())
     }

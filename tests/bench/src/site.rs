@@ -136,7 +136,7 @@ impl Site {
         Ok(self.running_platform()?.pid())
     }
 
-    pub fn router(&self) -> Result<SocketAddr> {
+    pub fn router_address(&self) -> Result<SocketAddr> {
         Ok(self.running_platform()?.router)
     }
 
@@ -159,7 +159,7 @@ impl Site {
     /// Opens a session as a browser does, once the router has loaded the user's machine. Returns the session cookie.
     pub async fn open_session(&self, user: &str) -> Result<String> {
         let token = self.idp.mint(user, &MintOptions::default());
-        let router = self.router()?;
+        let router = self.router_address()?;
         let client = reqwest::Client::builder()
             .tls_certs_only([Certificate::from_pem(self.ca.root_pem().as_bytes())?])
             .resolve(APP_HOST, router)

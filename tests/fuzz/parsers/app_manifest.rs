@@ -16,14 +16,14 @@ fn manifests() -> impl Strategy<Value = Vec<u8>> {
     let column = ("c_[a-z0-9]{1,8}", prop::sample::select(&TYPES[..]));
     let table = ("t_[a-z0-9]{1,8}", prop::collection::vec(column, 1..5), any::<bool>());
     let tables = prop::collection::vec(table, 0..4).prop_map(|tables| -> Map<String, Value> {
-        let described = tables.into_iter().map(|(name, columns, is_indexed)| {
-            let first = columns[0].0.clone();
-            let indexes = if is_indexed { json!([[first]]) } else { json!([]) };
+        let table_entries = tables.into_iter().map(|(name, columns, is_indexed)| {
+            let first_column = columns[0].0.clone();
+            let indexes = if is_indexed { json!([[first_column]]) } else { json!([]) };
             let columns: Map<String, Value> =
                 columns.into_iter().map(|(name, kind)| (name, kind.into())).collect();
             (name, json!({ "columns": columns, "indexes": indexes }))
         });
-        described.collect()
+        table_entries.collect()
     });
     ("\\PC{1,20}", "[a-z][a-z0-9-]{0,20}", tables).prop_map(|(name, slug, tables)| {
         let manifest = json!({ "name": name, "slug": slug, "version": "1.0", "runtime": "vite",
@@ -41,7 +41,7 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
         Err(_) => return Ok(()),
     };
     match read_manifest(stored.to_string().as_bytes()) {
-        Ok(again) if again == (stored.clone(), statements.clone()) => {}
+        Ok(reparsed) if reparsed == (stored.clone(), statements.clone()) => {}
         other => return Err(format!("{stored} is reparsed as {other:?}")),
     }
     for path in [&stored["build"]["output"], &stored["icon"]] {
@@ -69,9 +69,9 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
 fn check_valid(bytes: &[u8]) -> Result<(), String> {
     let expected: Value = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
     let (stored, statements) = read_manifest(bytes).map_err(|errors| errors.join("; "))?;
-    let tables = expected["storage"]["tables"].as_object().map_or(0, Map::len);
+    let table_count = expected["storage"]["tables"].as_object().map_or(0, Map::len);
     let is_same =
         ["name", "slug", "version", "runtime", "icon"].iter().all(|field| stored[field] == expected[field]);
-    let created = statements.iter().filter(|sql| sql.starts_with("CREATE TABLE ")).count();
-    if is_same && created == tables { Ok(()) } else { Err(format!("parsed as {stored}")) }
+    let created_count = statements.iter().filter(|sql| sql.starts_with("CREATE TABLE ")).count();
+    if is_same && created_count == table_count { Ok(()) } else { Err(format!("parsed as {stored}")) }
 }

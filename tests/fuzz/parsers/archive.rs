@@ -142,7 +142,8 @@ pub(super) fn hostile_archive() -> impl Strategy<Value = Vec<u8>> {
     let body = prop_oneof![
         3 => prop::collection::vec(any::<u8>(), 0..60),
         1 => name().prop_map(|name| format!("{name}\0").into_bytes()),
-        1 => ("path|linkpath|size|mtime|GNU.sparse.map", name()).prop_map(|(key, value)| pax(&key, &value)),
+        1 => ("path|linkpath|size|mtime|GNU.sparse.map", name())
+            .prop_map(|(key, value)| format_pax_record(&key, &value)),
     ];
     let size =
         prop_oneof![8 => Just(None), 1 => any::<u64>().prop_map(Some), 1 => (0..5000u64).prop_map(Some)];
@@ -153,7 +154,7 @@ pub(super) fn hostile_archive() -> impl Strategy<Value = Vec<u8>> {
 }
 
 /// Formats `len key=value\n`, where `len` includes its own digits.
-fn pax(key: &str, value: &str) -> Vec<u8> {
+fn format_pax_record(key: &str, value: &str) -> Vec<u8> {
     let rest = format!(" {key}={value}\n");
     let mut length = rest.len() + 1;
     while length.to_string().len() + rest.len() != length {

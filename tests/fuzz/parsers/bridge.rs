@@ -19,7 +19,7 @@ const MAX_OPERATIONS: usize = 50;
 /// Checks that the statement uses only known names, that placeholders match parameters, and that nothing terminates the
 /// statement early.
 fn check_statement(statement: &Statement) -> Result<(), String> {
-    let Statement { text, params, .. } = statement;
+    let Statement { text, param_count, .. } = statement;
     if text.len() > MAX_STATEMENT_BYTES {
         return Err(format!(
             "the statement is {} bytes long, over the limit of {MAX_STATEMENT_BYTES}",
@@ -47,10 +47,10 @@ fn check_statement(statement: &Statement) -> Result<(), String> {
             .map_err(|_| format!("the statement has a placeholder without a number: {text}"))?;
         placeholders.insert(number);
     }
-    if placeholders.iter().copied().eq(1..=*params) {
+    if placeholders.iter().copied().eq(1..=*param_count) {
         Ok(())
     } else {
-        Err(format!("{params} parameters do not match the placeholders in {text}"))
+        Err(format!("{param_count} parameters do not match the placeholders in {text}"))
     }
 }
 
@@ -143,8 +143,8 @@ fn check_any_request(bytes: &[u8]) -> Result<(), String> {
             };
         }
     };
-    if request.operations > MAX_OPERATIONS {
-        return Err(format!("accepted {} operations, more than {MAX_OPERATIONS}", request.operations));
+    if request.operation_count > MAX_OPERATIONS {
+        return Err(format!("accepted {} operations, more than {MAX_OPERATIONS}", request.operation_count));
     }
     for statement in &request.statements {
         check_statement(statement)?;
@@ -165,11 +165,11 @@ fn check_valid_request(bytes: &[u8]) -> Result<(), String> {
     let value: Value = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
     let is_complete = match request.action {
         "schemas" => request.statements.is_empty(),
-        "transaction" => Some(request.operations) == value["operations"].as_array().map(Vec::len),
+        "transaction" => Some(request.operation_count) == value["operations"].as_array().map(Vec::len),
         _ => !request.statements.is_empty(),
     };
     let has_same_action = value["action"] == request.action;
-    let has_statements = request.statements.len() >= request.operations;
+    let has_statements = request.statements.len() >= request.operation_count;
     if is_complete && has_same_action && has_statements {
         Ok(())
     } else {
@@ -198,8 +198,8 @@ fn check_any_filter(bytes: &[u8]) -> Result<(), String> {
         return Err(format!("a parameter cannot be encoded: {}", statement.text));
     }
     // A filter has at most 50 terms, and a list is one parameter.
-    if statement.params > 50 {
-        return Err(format!("the statement has {} parameters, more than 50", statement.params));
+    if statement.param_count > 50 {
+        return Err(format!("the statement has {} parameters, more than 50", statement.param_count));
     }
     let is_empty = statement.text == "TRUE";
     if is_empty != fingerprint.is_empty() {
@@ -219,7 +219,8 @@ fn check_any_filter(bytes: &[u8]) -> Result<(), String> {
         (format!("{{\"or\":[{text}]}}"), format!("({})", statement.text)),
     ] {
         match read_filter(&outer) {
-            Some(Ok((nested, _))) if nested.text == expected && nested.params == statement.params => {}
+            Some(Ok((nested, _)))
+                if nested.text == expected && nested.param_count == statement.param_count => {}
             Some(Err(reason)) if reason.contains("levels deep") => {}
             other => return Err(format!("within {outer}, the filter parses as {other:?}")),
         }

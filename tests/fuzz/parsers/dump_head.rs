@@ -44,8 +44,8 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
 }
 
 fn check_valid(bytes: &[u8]) -> Result<(), String> {
-    let size = usize::from(bytes[8]);
-    let last = &bytes[bytes.len() - size..];
+    let int_size = usize::from(bytes[8]);
+    let last = &bytes[bytes.len() - int_size..];
     let expected = last.iter().rev().fold(0_u64, |sum, byte| sum << 8 | u64::from(*byte));
     let actual = count_dump_entries(bytes);
     if actual.map(u64::from) == Some(expected) {

@@ -66,14 +66,14 @@ fn check_seal(text: &str) -> Result<(), String> {
 
 fn check_valid(bytes: &[u8]) -> Result<(), String> {
     let text = std::str::from_utf8(bytes).map_err(|error| error.to_string())?;
-    let readers = [
+    let accepted_by = [
         read_event_id(None, text, EPOCH).is_some(),
         read_event_id(Some("notes"), text, EPOCH).is_some_and(|(epoch, _)| epoch == EPOCH),
         text.parse::<TailPosition>().is_ok(),
     ];
-    if readers.iter().filter(|is_read| **is_read).count() == 1 {
+    if accepted_by.iter().filter(|is_accepted| **is_accepted).count() == 1 {
         Ok(())
     } else {
-        Err(format!("{readers:?}: not accepted by exactly one reader"))
+        Err(format!("{accepted_by:?}: not accepted by exactly one reader"))
     }
 }

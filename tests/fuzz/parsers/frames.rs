@@ -60,8 +60,8 @@ fn check_any_hook(bytes: &[u8]) -> Result<(), String> {
         ["file_path", "notebook_path"].iter().filter_map(|field| input["tool_input"][field].as_str()),
     );
     allowed.extend(["", "claude", "claude-code", "codex", "agent"]);
-    let own_name = std::env::var("SVC_AGENT_NAME").unwrap_or_default();
-    allowed.push(&own_name);
+    let agent_name = std::env::var("SVC_AGENT_NAME").unwrap_or_default();
+    allowed.push(&agent_name);
     let sent = serde_json::to_value(&message).map_err(|error| error.to_string())?;
     for (name, value) in sent.as_object().into_iter().flatten() {
         let is_own = ["phase", "sentAt", "version", "isBackground"].contains(&name.as_str());
@@ -76,11 +76,11 @@ fn check_any_hook(bytes: &[u8]) -> Result<(), String> {
 fn check_any_message(line: &[u8]) -> Result<(), String> {
     let Ok(message) = serde_json::from_slice::<Message>(line) else { return Ok(()) };
     let text = serde_json::to_vec(&message).map_err(|error| error.to_string())?;
-    let again: Message =
+    let reparsed: Message =
         serde_json::from_slice(&text).map_err(|error| format!("cannot be reparsed: {error}"))?;
     // The wire format does not carry fractions of a millisecond.
-    let again = Message { sent_at: message.sent_at, ..again };
-    if again == message { Ok(()) } else { Err(format!("{message:?} was reparsed as {again:?}")) }
+    let reparsed = Message { sent_at: message.sent_at, ..reparsed };
+    if reparsed == message { Ok(()) } else { Err(format!("{message:?} was reparsed as {reparsed:?}")) }
 }
 
 fn check_valid_hook(bytes: &[u8]) -> Result<(), String> {
@@ -141,19 +141,19 @@ async fn check_any_frames(bytes: &[u8]) -> Result<(), String> {
         }
         let mut written = Vec::new();
         frame.write(&mut written).await.map_err(|error| error.to_string())?;
-        let again = RunnerFrame::read(&mut &written[..]).await.map_err(|error| error.to_string())?;
-        if again.as_ref() != Some(&frame) {
-            return Err(format!("{frame:?} was reparsed as {again:?}"));
+        let reparsed = RunnerFrame::read(&mut &written[..]).await.map_err(|error| error.to_string())?;
+        if reparsed.as_ref() != Some(&frame) {
+            return Err(format!("{frame:?} was reparsed as {reparsed:?}"));
         }
     }
     let mut input = bytes;
     while let Ok(Some(frame)) = GatewayFrame::read(&mut input).await {
         let mut written = Vec::new();
         frame.write(&mut written).await.map_err(|error| error.to_string())?;
-        let again = GatewayFrame::read(&mut &written[..]).await.map_err(|error| error.to_string())?;
-        let is_same = match (&frame, again) {
-            (GatewayFrame::Run(request), Some(GatewayFrame::Run(reparsed))) => {
-                serde_json::to_vec(request).ok() == serde_json::to_vec(&reparsed).ok()
+        let reparsed = GatewayFrame::read(&mut &written[..]).await.map_err(|error| error.to_string())?;
+        let is_same = match (&frame, reparsed) {
+            (GatewayFrame::Run(request), Some(GatewayFrame::Run(reparsed_request))) => {
+                serde_json::to_vec(request).ok() == serde_json::to_vec(&reparsed_request).ok()
             }
             (GatewayFrame::Go, Some(GatewayFrame::Go))
             | (GatewayFrame::Cancel, Some(GatewayFrame::Cancel)) => true,
@@ -211,23 +211,23 @@ fn run_adapter(kind: AdapterKind, bytes: &[u8]) -> Outcome {
 
 /// Checks that a run's stored result is within its limits.
 fn check_bounds(outcome: &Outcome) -> Result<(), String> {
-    let within = |field: &str, text: Option<&str>, max: usize| match text {
+    let check_length = |field: &str, text: Option<&str>, max: usize| match text {
         Some(text) if text.chars().count() > max => {
             Err(format!("{field} has {} characters", text.chars().count()))
         }
         _ => Ok(()),
     };
-    within("the conversation", outcome.conversation_id.as_deref(), 201)?;
-    within("the model", outcome.model.as_deref(), 201)?;
+    check_length("the conversation", outcome.conversation_id.as_deref(), 201)?;
+    check_length("the model", outcome.model.as_deref(), 201)?;
     for tool in &outcome.tools {
-        within("a tool's name", Some(&tool.name), 201)?;
-        within("a tool's input", Some(&tool.input_preview), 201)?;
+        check_length("a tool's name", Some(&tool.name), 201)?;
+        check_length("a tool's input", Some(&tool.input_preview), 201)?;
     }
     if let Some(DispatchError { name, message, stack, tool, .. }) = &outcome.error {
-        within("an error's name", Some(name), 201)?;
-        within("an error's message", Some(message), 2001)?;
-        within("an error's stack", stack.as_deref(), 4001)?;
-        within("an error's tool", tool.as_deref(), 201)?;
+        check_length("an error's name", Some(name), 201)?;
+        check_length("an error's message", Some(message), 2001)?;
+        check_length("an error's stack", stack.as_deref(), 4001)?;
+        check_length("an error's tool", tool.as_deref(), 201)?;
     }
     Ok(())
 }

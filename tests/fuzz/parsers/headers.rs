@@ -144,7 +144,7 @@ const HOP_BY_HOP: [&str; 7] = [
 fn check_any_hop_by_hop(bytes: &[u8]) -> Result<(), String> {
     let before = parse_headers(bytes);
     let mut after = before.clone();
-    let upgrades = strip_hop_by_hop(&mut after);
+    let has_upgrade = strip_hop_by_hop(&mut after);
     let listed = before.get_all(CONNECTION).iter().flat_map(|value| value.as_bytes().split(|b| *b == b','));
     for name in listed.filter_map(|name| HeaderName::from_bytes(name.trim_ascii()).ok()) {
         if after.contains_key(&name) && name != UPGRADE && name != CONNECTION {
@@ -161,19 +161,19 @@ fn check_any_hop_by_hop(bytes: &[u8]) -> Result<(), String> {
         let mut protocols = text.split(',').map(str::trim);
         protocols.any(|protocol| ["h2c", "http", "tls"].iter().any(|name| protocol.starts_with(name)))
     };
-    let is_valid = match (upgrades, connection.as_slice(), upgrade.as_slice()) {
+    let is_valid = match (has_upgrade, connection.as_slice(), upgrade.as_slice()) {
         (false, [], []) => true,
         (true, [b"upgrade"], [protocols]) => !names_http_or_tls(protocols),
         _ => false,
     };
     if !is_valid {
         return Err(format!(
-            "invalid upgrade headers: Connection {connection:?}, Upgrade {upgrade:?} (upgrade reported: {upgrades})"
+            "invalid upgrade headers: Connection {connection:?}, Upgrade {upgrade:?} (reported: {has_upgrade})"
         ));
     }
-    let mut again = after.clone();
-    if strip_hop_by_hop(&mut again) != upgrades || again != after {
-        return Err(format!("a second pass changed the result: {after:?} became {again:?}"));
+    let mut second_pass = after.clone();
+    if strip_hop_by_hop(&mut second_pass) != has_upgrade || second_pass != after {
+        return Err(format!("a second pass changed the result: {after:?} became {second_pass:?}"));
     }
     Ok(())
 }

@@ -64,7 +64,7 @@ fn check_any_listing(bytes: &[u8]) -> Result<(), String> {
     let Ok(listing) = std::str::from_utf8(bytes) else { return Ok(()) };
     let (list, extensions) = match read_listing(listing) {
         Ok(read) => read,
-        Err(reason) => return check_printable(&reason),
+        Err(reason) => return check_error_text(&reason),
     };
     for line in list.lines() {
         let id = line.strip_suffix(';').filter(|id| id.parse::<u32>().is_ok());
@@ -82,14 +82,14 @@ fn check_any_listing(bytes: &[u8]) -> Result<(), String> {
             }
         }
     }
-    let known = ["citext", "hstore", "pg_trgm", "pgcrypto", "uuid-ossp"];
-    match extensions.iter().find(|name| !known.contains(&name.as_str())) {
+    let allowed_extensions = ["citext", "hstore", "pg_trgm", "pgcrypto", "uuid-ossp"];
+    match extensions.iter().find(|name| !allowed_extensions.contains(&name.as_str())) {
         Some(name) => Err(format!("the extension {name} would be created")),
         None => Ok(()),
     }
 }
 
-fn check_printable(text: &str) -> Result<(), String> {
+fn check_error_text(text: &str) -> Result<(), String> {
     let is_unsafe = |c: char| c.is_control() && c != '\n';
     if text.contains(is_unsafe) || text.len() > 16_384 {
         return Err(format!(
@@ -149,7 +149,7 @@ fn manifests() -> impl Strategy<Value = Vec<u8>> {
 /// Checks that a manifest is accepted only if it lists exactly the archive's entries.
 fn check_any_manifest(bytes: &[u8]) -> Result<(), String> {
     match compare_manifest(bytes, &ARCHIVE_ENTRIES) {
-        Err(reason) => check_printable(&reason),
+        Err(reason) => check_error_text(&reason),
         Ok(()) => {
             // Ignored members may be JSON that this test's parser rejects, such as an unpaired surrogate.
             let Ok(manifest) = serde_json::from_slice::<Value>(bytes) else { return Ok(()) };

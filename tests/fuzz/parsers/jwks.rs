@@ -67,8 +67,8 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
 
 fn check_valid(bytes: &[u8]) -> Result<(), String> {
     let set: Value = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
-    let for_signatures = |key: &&Value| key["use"] != "enc";
-    let expected = set["keys"].as_array().into_iter().flatten().filter(for_signatures).count();
+    let is_for_signatures = |key: &&Value| key["use"] != "enc";
+    let expected = set["keys"].as_array().into_iter().flatten().filter(is_for_signatures).count();
     let read = read_keys(bytes).map_err(|error| error.to_string())?;
     if read.len() == expected { Ok(()) } else { Err(format!("{read:?} instead of {expected} keys")) }
 }

@@ -56,13 +56,13 @@ async fn bucket_with_sidecar(sidecar: &[u8]) -> Result<Bucket, String> {
     let bucket = Bucket::new(Arc::new(InMemory::new()));
     let key = complete_sidecar().key;
     let valid_sidecar = serde_json::to_vec(&complete_sidecar()).expect("a sidecar serializes to JSON");
-    let unrecorded = snapshot_key(timestamp(0), Epoch(7));
+    let key_without_sidecar = snapshot_key(timestamp(0), Epoch(7));
     let objects: [(Path, &[u8]); 5] = [
         (slot().snapshot(&key).ok_or("the key is invalid")?, DUMP),
         (slot().sidecar(&key).ok_or("the key is invalid")?, sidecar),
         (Path::from(format!("other/primary/{key}")), DUMP),
         (Path::from(format!("other/primary/{key}.json")), &valid_sidecar),
-        (slot().snapshot(&unrecorded).ok_or("the key is invalid")?, DUMP),
+        (slot().snapshot(&key_without_sidecar).ok_or("the key is invalid")?, DUMP),
     ];
     for (path, content) in objects {
         bucket.put(&path, content.to_vec()).await.map_err(|error| error.to_string())?;
@@ -149,10 +149,10 @@ fn check_next_writer(read: &Pointer) -> Result<(), String> {
         return Err(format!("the version {} was accepted", read.version));
     }
     let text = serde_json::to_vec(read).expect("a pointer serializes to JSON");
-    let again: Pointer =
+    let reparsed: Pointer =
         serde_json::from_slice(&text).map_err(|error| format!("cannot be reparsed: {error}"))?;
-    if !is_same_on_wire(&again, read) {
-        return Err(format!("{read:?} was reparsed as {again:?}"));
+    if !is_same_on_wire(&reparsed, read) {
+        return Err(format!("{read:?} was reparsed as {reparsed:?}"));
     }
     let next = [
         pointer::fence(Some(read), &Fence::unsigned(Epoch(u32::MAX), complete_sidecar().machine_id)),

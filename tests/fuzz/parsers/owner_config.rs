@@ -19,7 +19,7 @@ fn configs() -> impl Strategy<Value = Vec<u8>> {
     let zone = prop::sample::select(&["UTC", "Europe/Berlin", "America/New_York"][..]);
     let agents = prop::collection::btree_map("[a-z]{1,8}", (1..=86_400_u64, "[a-z]{1,8}"), 0..3);
     (zone, 0..10_000_u32, 1..=64_usize, agents).prop_map(|(zone, cents, concurrency, agents)| {
-        let described: serde_json::Map<String, Value> = agents
+        let agents_json: serde_json::Map<String, Value> = agents
             .into_iter()
             .map(|(name, (seconds, program))| {
                 let agent = json!({ "adapter": "claude-code", "command": [program, SECRET],
@@ -30,7 +30,7 @@ fn configs() -> impl Strategy<Value = Vec<u8>> {
         let config = json!({
             "costLimits": { "daily": f64::from(cents) / 100.0, "monthly": 100, "timeZone": zone },
             "storage": { "appBytes": 1_000_000, "apps": { "notes": 5 } },
-            "agents": described, "dispatch": { "concurrency": concurrency },
+            "agents": agents_json, "dispatch": { "concurrency": concurrency },
             "prices": { "m": { "input": 3, "output": 15.5, "cachedInput": 0.3 } },
             "editor": { "theme": SECRET },
         });

@@ -21,15 +21,15 @@ struct Publisher {
     key: SigningKey,
     trusted: TrustedKeys,
     /// The publisher's signature line for [`MANIFEST`].
-    line: String,
+    signature_line: String,
 }
 
 static PUBLISHER: LazyLock<Publisher> = LazyLock::new(|| {
     let key = SigningKey::from_pem(include_bytes!("../../kit/src/bundle/ed25519-test-only.txt"))
         .expect("the key is valid");
     let trusted = key.public_key_base64().parse().expect("the key is valid");
-    let line = key.signature_line(MANIFEST.as_bytes());
-    Publisher { key, trusted, line }
+    let signature_line = key.signature_line(MANIFEST.as_bytes());
+    Publisher { key, trusted, signature_line }
 });
 
 fn now() -> Timestamp {
@@ -54,11 +54,11 @@ pub fn manifest() -> Target {
 
 fn manifests() -> impl Strategy<Value = Vec<u8>> {
     let version = || "[0-9]{1,4}(\\.[0-9a-z]{1,3}){0,3}";
-    let millis = 1_767_323_045_678..1_800_000_000_000_i64;
+    let created_ms = 1_767_323_045_678..1_800_000_000_000_i64;
     let sequence = prop::option::of(1..=u32::MAX);
-    let lifetime = 0..4_000_000_000_000_i64;
-    (any::<[u8; 32]>(), any::<u64>(), prop::option::of(version()), millis, lifetime, sequence).prop_map(
-        |(digest, size_bytes, min_version, created, lifetime, sequence)| {
+    let lifetime_ms = 0..4_000_000_000_000_i64;
+    (any::<[u8; 32]>(), any::<u64>(), prop::option::of(version()), created_ms, lifetime_ms, sequence)
+        .prop_map(|(digest, size_bytes, min_version, created_ms, lifetime_ms, sequence)| {
             let timestamp = |millis| Timestamp::from_millisecond(millis).expect("the time is in range");
             let manifest = Manifest {
                 version: 1,
@@ -66,25 +66,24 @@ fn manifests() -> impl Strategy<Value = Vec<u8>> {
                 sha256: hex::encode(digest),
                 size_bytes,
                 min_version: min_version.map(|text| text.parse().expect("the version is valid")),
-                created_at: timestamp(created),
+                created_at: timestamp(created_ms),
                 // At least 1 ms after `NOW`.
-                expires_at: timestamp(now().as_millisecond() + 1 + lifetime),
+                expires_at: timestamp(now().as_millisecond() + 1 + lifetime_ms),
                 trusted_keys: sequence.map(|sequence| KeySet { sequence, keys: PUBLISHER.trusted.clone() }),
                 removes: sequence.map(|sequence| format!("agents/{sequence}")).into_iter().collect(),
             };
             serde_json::to_vec(&manifest).expect("a manifest serializes to JSON")
-        },
-    )
+        })
 }
 
 /// Checks that the rules hold even if the publisher signs arbitrary content, and that a signature is valid only for its
 /// own manifest.
 fn check_any_manifest(bytes: &[u8]) -> Result<(), String> {
-    if bytes != MANIFEST.as_bytes() && accept(bytes, PUBLISHER.line.as_bytes()).is_some() {
+    if bytes != MANIFEST.as_bytes() && accept(bytes, PUBLISHER.signature_line.as_bytes()).is_some() {
         return Err("a signature for a different manifest was accepted".to_owned());
     }
-    let signed = PUBLISHER.key.signature_line(bytes);
-    let Some(manifest) = accept(bytes, signed.as_bytes()) else { return Ok(()) };
+    let signature_line = PUBLISHER.key.signature_line(bytes);
+    let Some(manifest) = accept(bytes, signature_line.as_bytes()) else { return Ok(()) };
     if manifest.version != 1 || manifest.image_version.as_str() != VERSION || manifest.expires_at <= now() {
         return Err(format!("{manifest:?} was accepted"));
     }
@@ -109,8 +108,8 @@ fn check_version(version: &str) -> Result<(), String> {
 }
 
 fn check_valid_manifest(bytes: &[u8]) -> Result<(), String> {
-    let signed = PUBLISHER.key.signature_line(bytes);
-    let parsed = accept(bytes, signed.as_bytes()).ok_or("the manifest was rejected")?;
+    let signature_line = PUBLISHER.key.signature_line(bytes);
+    let parsed = accept(bytes, signature_line.as_bytes()).ok_or("the manifest was rejected")?;
     let expected: Manifest = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
     if parsed == expected { Ok(()) } else { Err(format!("parsed as {parsed:?}")) }
 }
@@ -134,12 +133,12 @@ fn signature_files() -> impl Strategy<Value = Vec<u8>> {
     });
     let foreign_lines = || prop::collection::vec(foreign_line.clone(), 0..3);
     (foreign_lines(), foreign_lines()).prop_map(|(before, after)| {
-        [before.concat(), PUBLISHER.line.clone(), after.concat()].concat().into_bytes()
+        [before.concat(), PUBLISHER.signature_line.clone(), after.concat()].concat().into_bytes()
     })
 }
 
 fn publisher_signature() -> (String, Vec<u8>) {
-    parse_signatures(PUBLISHER.line.as_bytes()).expect("the publisher's line is valid").remove(0)
+    parse_signatures(PUBLISHER.signature_line.as_bytes()).expect("the publisher's line is valid").remove(0)
 }
 
 /// Checks that a file is accepted only if it contains the publisher's own signature and no other signature by the same

@@ -18,7 +18,7 @@ use svc::machine::id::MachineId;
 use super::Target;
 use super::objects::block_on;
 
-const NOW: i64 = 1_780_000_000;
+const NOW_SECONDS: i64 = 1_780_000_000;
 const KID: &str = "k1";
 const ISSUER: &str = "https://id.example";
 const AUDIENCE: &str = "svc";
@@ -28,7 +28,7 @@ static KEY: LazyLock<Ed25519KeyPair> =
     LazyLock::new(|| Ed25519KeyPair::from_seed_unchecked(&[7; 32]).expect("32 bytes are a seed"));
 
 fn now() -> Timestamp {
-    Timestamp::from_second(NOW).expect("the time is in range")
+    Timestamp::from_second(NOW_SECONDS).expect("the time is in range")
 }
 
 fn public_key_base64() -> String {
@@ -100,8 +100,9 @@ pub fn jwt() -> Target {
 fn jwts() -> impl Strategy<Value = Vec<u8>> {
     let user = "[A-Za-z0-9][A-Za-z0-9._|:@+-]{0,30}";
     let audience = prop_oneof![Just(json!(AUDIENCE)), Just(json!(["other", AUDIENCE]))];
-    let claims = (user, audience, 1..100_000i64).prop_map(|(user, audience, lifetime)| {
-        json!({ "iss": ISSUER, "sub": user, "aud": audience, "exp": NOW + lifetime, "iat": NOW, "nbf": NOW })
+    let claims = (user, audience, 1..100_000i64).prop_map(|(user, audience, lifetime_seconds)| {
+        json!({ "iss": ISSUER, "sub": user, "aud": audience, "exp": NOW_SECONDS + lifetime_seconds,
+            "iat": NOW_SECONDS, "nbf": NOW_SECONDS })
     });
     (claims, any::<bool>()).prop_map(|(claims, is_token)| {
         let claims = claims.to_string().into_bytes();
@@ -150,7 +151,7 @@ fn jwt_user(token: &str) -> Option<String> {
 }
 
 fn sample_user_claims() -> Value {
-    json!({ "iss": ISSUER, "sub": "sample_user", "aud": AUDIENCE, "exp": NOW + 60 })
+    json!({ "iss": ISSUER, "sub": "sample_user", "aud": AUDIENCE, "exp": NOW_SECONDS + 60 })
 }
 
 fn sample_user_token() -> String {
@@ -168,8 +169,10 @@ fn check_any_jwt(bytes: &[u8]) -> Result<(), String> {
             Value::Null => is_ours(&claims["azp"]),
             audience => is_ours(audience),
         };
-        let is_unexpired = claims["exp"].as_f64().is_some_and(|end| NOW as f64 <= end + JWT_LEEWAY_SECONDS);
-        let has_begun = claims["nbf"].as_f64().is_none_or(|begin| NOW as f64 + JWT_LEEWAY_SECONDS >= begin);
+        let is_unexpired =
+            claims["exp"].as_f64().is_some_and(|end| NOW_SECONDS as f64 <= end + JWT_LEEWAY_SECONDS);
+        let has_begun =
+            claims["nbf"].as_f64().is_none_or(|begin| NOW_SECONDS as f64 + JWT_LEEWAY_SECONDS >= begin);
         if claims["sub"] != user.as_str()
             || claims["iss"] != ISSUER
             || !is_for_us
@@ -182,7 +185,8 @@ fn check_any_jwt(bytes: &[u8]) -> Result<(), String> {
     Ok(())
 }
 
-/// Checks that a valid token, or a token with valid claims, is accepted for its user. `accept` returns that user.
+/// Signs the claims, which the bytes contain directly or as a token, and checks that the new token is accepted for the
+/// claims' user. `accept` returns the user.
 fn check_valid(bytes: &[u8], accept: impl Fn(&str) -> Option<String>) -> Result<(), String> {
     let payload = std::str::from_utf8(bytes).ok().and_then(verified_claims);
     let claims: Value =
@@ -204,15 +208,15 @@ pub fn proof() -> Target {
 
 const MACHINE: MachineId = MachineId(uuid::Uuid::from_u128(7));
 
-fn proof_claims(user: &str, lifetime: i64) -> Value {
+fn proof_claims(user: &str, lifetime_seconds: i64) -> Value {
     json!({ "iss": proof::ISSUER, "aud": MACHINE, "sub": user, "handle": "ada", "slot": "primary",
-        "route": "shell", "iat": NOW, "exp": NOW + lifetime })
+        "route": "shell", "iat": NOW_SECONDS, "exp": NOW_SECONDS + lifetime_seconds })
 }
 
 fn proofs() -> impl Strategy<Value = Vec<u8>> {
     let user = "[A-Za-z0-9][A-Za-z0-9._|:@+-]{0,30}";
-    (user, 1..=proof::MAX_LIFETIME_SECONDS, any::<bool>()).prop_map(|(user, lifetime, is_token)| {
-        let claims = proof_claims(&user, lifetime).to_string().into_bytes();
+    (user, 1..=proof::MAX_LIFETIME_SECONDS, any::<bool>()).prop_map(|(user, lifetime_seconds, is_token)| {
+        let claims = proof_claims(&user, lifetime_seconds).to_string().into_bytes();
         if is_token { sign_token(&header(), &claims).into_bytes() } else { claims }
     })
 }
@@ -235,12 +239,12 @@ fn check_any_proof(bytes: &[u8]) -> Result<(), String> {
             && signed["handle"] == claims.handle.as_str()
             && signed["slot"] == claims.slot.as_str()
             && signed["aud"].as_str().and_then(|text| text.parse().ok()) == Some(MACHINE.0);
-        let lifetime = i128::from(claims.exp) - i128::from(claims.iat);
-        let is_current = NOW <= claims.exp.saturating_add(proof::LEEWAY_SECONDS)
-            && NOW >= claims.iat.saturating_sub(proof::LEEWAY_SECONDS);
+        let lifetime_seconds = i128::from(claims.exp) - i128::from(claims.iat);
+        let is_current = NOW_SECONDS <= claims.exp.saturating_add(proof::LEEWAY_SECONDS)
+            && NOW_SECONDS >= claims.iat.saturating_sub(proof::LEEWAY_SECONDS);
         if !is_same
             || claims.iss != proof::ISSUER
-            || lifetime > proof::MAX_LIFETIME_SECONDS.into()
+            || lifetime_seconds > proof::MAX_LIFETIME_SECONDS.into()
             || !is_current
         {
             return Err(format!("{signed} is accepted as {claims:?}"));

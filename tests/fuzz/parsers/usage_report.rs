@@ -17,7 +17,7 @@ fn reports() -> impl Strategy<Value = Vec<u8>> {
     let entry = (0..10_000_u32, any::<u32>(), prop::option::of("[a-z0-9.-]{1,20}"));
     prop::collection::vec(entry, 0..4).prop_map(|entries| {
         let total: u32 = entries.iter().map(|(cents, ..)| cents).sum();
-        let described: Vec<Value> = entries
+        let entries_json: Vec<Value> = entries
             .into_iter()
             .map(|(cents, tokens, model)| {
                 let mut entry = json!({ "date": "2026-11-23", "userId": "user_1", "cost": f64::from(cents) / 100.0,
@@ -29,7 +29,7 @@ fn reports() -> impl Strategy<Value = Vec<u8>> {
             })
             .collect();
         let report = json!({ "totalCost": f64::from(total) / 100.0, "totalTokensIn": 5, "totalTokensOut": 6,
-            "totalDispatches": 7, "entries": described, "later": "a field from a newer host" });
+            "totalDispatches": 7, "entries": entries_json, "later": "a field from a newer host" });
         report.to_string().into_bytes()
     })
 }

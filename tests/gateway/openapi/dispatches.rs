@@ -1,13 +1,13 @@
-//! Tests the error responses to dispatches.
+//! Tests the error responses to dispatch requests.
 
 use serde_json::json;
 
 use super::{EXAMPLE_ID, TestGateway, operations};
 use crate::contract::ApiUnderTest;
 
-/// Checks rejected dispatches, with a runner that never responds.
+/// Checks rejected requests about dispatches, with a runner that never responds.
 pub async fn check_dispatches(gateway: &TestGateway) {
-    let _runner = gateway.host.machine.owner_socket("agent.sock").unwrap();
+    let _runner = gateway.host.machine.bind_owner_socket("agent.sock").unwrap();
     let another = json!({ "id": EXAMPLE_ID, "prompt": "another" });
     gateway.dispatch(&another).await.assert_problem(422, "idempotency_mismatch");
     for operation in operations().filter(|operation| operation.path.contains("{id}")) {

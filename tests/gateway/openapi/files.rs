@@ -22,9 +22,9 @@ pub const HISTORY_OPERATIONS: [&str; 3] = ["listFileVersions", "listFilesAt", "d
 /// Checks requests about earlier versions of files: unknown paths, a missing key, repeated restores, and outages of the
 /// store and the history service.
 pub async fn check_files(gateway: &TestGateway) {
-    let reads = || operations().filter(|operation| HISTORY_OPERATIONS.contains(&operation.id));
+    let history_operations = || operations().filter(|operation| HISTORY_OPERATIONS.contains(&operation.id));
     let get = |path: &str| gateway.send(gateway.request_as("owner", &Method::GET, path));
-    for operation in reads().filter(|operation| operation.id != "listFileVersions") {
+    for operation in history_operations().filter(|operation| operation.id != "listFileVersions") {
         get(&format!("{}?path=never", operation.path)).await.assert_problem(404, "not_found");
     }
     let key = get("/api/files/key").await;
@@ -47,30 +47,30 @@ pub async fn check_files(gateway: &TestGateway) {
     request().await;
     request().await.assert_problem(409, "invalid_state");
     std::fs::remove_file(machine.path("var/lib/svc/requests/files-restore")).unwrap();
-    let repeat = |path: &str| {
+    let restore_idempotently = |path: &str| {
         let request = post().header("x-svc-proof", proof()).header("idempotency-key", "a");
         gateway.send(request.json(&json!({ "path": path })))
     };
-    let first = repeat("projects/plan.md").await;
-    let again = repeat("projects/plan.md").await;
+    let first = restore_idempotently("projects/plan.md").await;
+    let again = restore_idempotently("projects/plan.md").await;
     assert_eq!((first.status, again.status, &first.body), (202, 202, &again.body));
-    repeat("projects/other.md").await.assert_problem(422, "idempotency_mismatch");
+    restore_idempotently("projects/other.md").await.assert_problem(422, "idempotency_mismatch");
     let history = gateway.history.as_ref().unwrap();
     for kind in ["data", "index"] {
         history.damage(kind);
     }
     std::fs::remove_dir_all(history.host.machine.path("var/lib/svc/files/cache")).unwrap();
-    for operation in reads() {
+    for operation in history_operations() {
         let problem = get(&format!("{}?path=projects/plan.md", operation.path)).await;
         problem.assert_problem(409, "conflict");
     }
     history.store.take_down();
-    for operation in reads() {
+    for operation in history_operations() {
         let problem = get(&format!("{}?path=projects/plan.md", operation.path)).await;
         problem.assert_problem(503, "store_unavailable");
     }
     std::fs::remove_file(gateway.history_socket()).unwrap();
-    for operation in reads() {
+    for operation in history_operations() {
         get(&format!("{}?path=projects/plan.md", operation.path)).await.assert_problem(503, "unavailable");
     }
 }

@@ -20,9 +20,9 @@ pub fn install(packages: &[&str], reason: &str) -> Result<()> {
     let can_install = nix::unistd::geteuid().is_root() && is_in_path("apt-get");
     ensure!(can_install, "{reason}: run as root on Debian, or install {names}");
     println!("setup: installing {names}");
-    let install = [&["install", "--yes", "--no-install-recommends"], packages].concat();
+    let install_args = [&["install", "--yes", "--no-install-recommends"], packages].concat();
     // Package lists may be missing or outdated.
-    run_apt_get(&install).or_else(|_| run_apt_get(&["update"]).and_then(|()| run_apt_get(&install)))
+    run_apt_get(&install_args).or_else(|_| run_apt_get(&["update"]).and_then(|()| run_apt_get(&install_args)))
 }
 
 fn run_apt_get(args: &[&str]) -> Result<()> {
@@ -43,6 +43,8 @@ pub fn is_in_path(program: &str) -> bool {
 
 /// Whether a Debian package is installed.
 pub fn is_installed(package: &str) -> bool {
-    let lists = Path::new("/var/lib/dpkg/info");
-    [format!("{package}.list"), format!("{package}:amd64.list")].iter().any(|list| lists.join(list).exists())
+    let info_dir = Path::new("/var/lib/dpkg/info");
+    [format!("{package}.list"), format!("{package}:amd64.list")]
+        .iter()
+        .any(|list| info_dir.join(list).exists())
 }

@@ -42,7 +42,8 @@ pub async fn run(options: &Options) -> Result<()> {
     let (chromium, test_dir) = (find_chromium()?, install_playwright()?);
     let (svc, bundle_dir, with_code_server) = (options.svc.clone(), out.join("bundle"), options.code_server);
     println!("browser: building apps, shell and bundle");
-    let bundle = tokio::task::spawn_blocking(move || build(&svc, &bundle_dir, with_code_server)).await??;
+    let bundle =
+        tokio::task::spawn_blocking(move || build_bundle(&svc, &bundle_dir, with_code_server)).await??;
     // In `/tmp`, because a Unix socket's path is limited to 107 bytes.
     let dir = tempfile::Builder::new().prefix("svc-web-").tempdir_in("/tmp")?;
     child::remove_on_exit(dir.path());
@@ -118,11 +119,11 @@ fn node_test_command() -> Command {
     node
 }
 
-fn build(svc: &Path, out: &Path, with_code_server: bool) -> Result<PathBuf> {
+fn build_bundle(svc: &Path, out: &Path, with_code_server: bool) -> Result<PathBuf> {
     let mut options = bundle::Options::new(svc, IMAGE_VERSION, out)?;
     apps::build(&mut options, &fetch::target_dir().join("browser/apps"), Some(&apps::test_key(IDP_HOST)))?;
     if with_code_server {
-        options.runtime = runtime::fetch_editor()?;
+        options.runtime = runtime::fetch_code_server()?;
     }
     bundle::build(&options)?;
     Ok(out.to_owned())

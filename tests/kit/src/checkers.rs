@@ -1,6 +1,6 @@
 //! Debian programs that check a machine's files: units, user-data, shell scripts.
 //!
-//! Relocatable programs are pinned and fetched into `target/tools`. systemd's tools are those of this machine; missing
+//! Relocatable programs are pinned and fetched into `target/tools`. systemd's tools come from this machine; missing
 //! ones are installed if this user may install packages.
 
 use std::path::Path;
@@ -109,7 +109,7 @@ pub fn cloud_init_schema() -> Result<Command> {
     Ok(command)
 }
 
-/// Returns a program that parses text as cloud-init does. Each input line is a JSON string with the text to parse; each
+/// Returns a command that parses text as cloud-init does. Each input line is a JSON string with the text to parse; each
 /// output line is the result: `{"parsed": …}` or `{"error": "…"}`.
 pub fn cloud_init_parser() -> Result<Command> {
     const SCRIPT: &str = "

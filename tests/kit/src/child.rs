@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn run_kills_programs_of_command_after_timeout() {
+    fn run_kills_descendants_after_timeout() {
         // On a busy machine, the shell may need more time to start its child.
         let grandchild = [100, 1_000, 10_000].into_iter().find_map(|ms| {
             let mut shell = Command::new("/bin/sh");

@@ -3,7 +3,7 @@
 /// Part of an error message in the `fail` crate.
 const MESSAGE: &[u8] = b"unable to configure failpoint";
 
-/// Returns whether this executable was built with fail points.
+/// Returns whether the executable with this content was built with fail points.
 pub fn has_fail_points(executable: &[u8]) -> bool {
     executable.windows(MESSAGE.len()).any(|window| window == MESSAGE)
 }

@@ -33,10 +33,10 @@ impl OpenConnections {
         Ok(Self { streams })
     }
 
-    /// Sends an incomplete request head with this many bytes on each connection.
-    pub fn send_incomplete_requests(&mut self, bytes: usize) -> Result<()> {
+    /// Sends an incomplete request head of `head_bytes` bytes on each connection.
+    pub fn send_incomplete_requests(&mut self, head_bytes: usize) -> Result<()> {
         let mut head = b"GET / HTTP/1.1\r\nhost: app.test\r\nx-padding: ".to_vec();
-        head.resize(bytes, b'x');
+        head.resize(head_bytes, b'x');
         self.streams.iter_mut().try_for_each(|tls| {
             tls.write_all(&head)?;
             tls.flush()
@@ -49,7 +49,7 @@ impl OpenConnections {
         for tls in &mut self.streams {
             tls.sock.set_nonblocking(true)?;
             // Session tickets arrive after the handshake; they are not a response.
-            let end = loop {
+            let read_error = loop {
                 match tls.conn.read_tls(&mut tls.sock) {
                     Ok(0) => break None,
                     Ok(_) => {
@@ -58,7 +58,7 @@ impl OpenConnections {
                     Err(error) => break Some(error.kind()),
                 }
             };
-            ensure!(end == Some(ErrorKind::WouldBlock), "a connection was closed: {end:?}");
+            ensure!(read_error == Some(ErrorKind::WouldBlock), "a connection was closed: {read_error:?}");
             let state = tls.conn.process_new_packets()?;
             ensure!(
                 !state.peer_has_closed() && state.plaintext_bytes_to_read() == 0,

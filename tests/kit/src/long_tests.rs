@@ -88,20 +88,21 @@ impl Totals {
         )
     }
 
-    /// Sums the figures in the file and writes the result as JSON. A missing file means that no test with figures has
-    /// run.
+    /// Sums the figures in the file at `figures_path` and writes the totals to `report_path` as JSON. A missing file
+    /// means that no test with figures has run.
     ///
     /// # Errors
     /// Fails for a malformed line or a file error.
-    pub fn collect(lines: &Path, report: &Path) -> Result<Self> {
-        let text = match std::fs::read_to_string(lines) {
+    pub fn collect(figures_path: &Path, report_path: &Path) -> Result<Self> {
+        let text = match std::fs::read_to_string(figures_path) {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
-            text => text.with_context(|| format!("cannot read {}", lines.display()))?,
+            text => text.with_context(|| format!("cannot read {}", figures_path.display()))?,
         };
         let totals = Self::parse(&text)?;
         let mut text = serde_json::to_vec_pretty(&totals)?;
         text.push(b'\n');
-        std::fs::write(report, text).with_context(|| format!("cannot write {}", report.display()))?;
+        std::fs::write(report_path, text)
+            .with_context(|| format!("cannot write {}", report_path.display()))?;
         Ok(totals)
     }
 }

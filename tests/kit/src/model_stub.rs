@@ -24,8 +24,8 @@ impl ModelStub {
     /// Starts a stub; its files are written to the existing directory `dir`.
     ///
     /// # Errors
-    /// Fails if the script file cannot be written, if Python is missing, or if the stub exits or does not start in
-    /// time, for example because the script is invalid.
+    /// Fails if the script file cannot be written, if Python is missing, or if the stub exits or does not start within
+    /// `START_TIMEOUT`, for example because the script is invalid.
     pub fn start(script: &Value, dir: &Path) -> Result<Self> {
         let stub = Path::new(env!("CARGO_MANIFEST_DIR")).with_file_name("agents").join("stub/stub.py");
         let (script_file, port_file) = (dir.join("model-script.json"), dir.join("model-port"));

@@ -46,7 +46,7 @@ pub struct Moto(S3Process);
 
 impl Moto {
     /// # Errors
-    /// Fails if moto cannot be fetched, or does not start in time.
+    /// Fails if moto cannot be fetched or started.
     pub fn start() -> Result<Self> {
         let packages = fetch(&fetch::target_dir())?;
         let port = net::free_port()?;

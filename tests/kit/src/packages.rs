@@ -35,7 +35,8 @@ impl DebTool {
     pub fn locate_or_fetch(&self) -> Result<FetchedProgram> {
         ensure!(cfg!(target_arch = "x86_64"), "{} is pinned for x86_64 only", self.path);
         let tool = directory_name(self.debs).context("the program has no package")?;
-        let root = fetch::locate_or_create(&fetch::target_dir(), &tool, |dir| unpack(self.debs, dir))?;
+        let root =
+            fetch::locate_or_create(&fetch::target_dir(), &tool, |dir| download_and_unpack(self.debs, dir))?;
         Ok(FetchedProgram { program: root.join(self.path), libraries: root.join("usr/lib/x86_64-linux-gnu") })
     }
 }
@@ -73,7 +74,7 @@ impl FetchedProgram {
     }
 }
 
-fn unpack(debs: &[Deb], into: &Path) -> Result<()> {
+fn download_and_unpack(debs: &[Deb], into: &Path) -> Result<()> {
     let download = tempfile::tempdir()?;
     let dir = download.path();
     for folder in ["state/lists/partial", "cache/archives/partial", "debs"] {

@@ -33,7 +33,7 @@ const START_TIMEOUT: Duration = Duration::from_secs(30);
 /// Fetches the package once into `target/tools`.
 ///
 /// # Errors
-/// Fails if apt-get cannot download the package, or on a processor other than x86_64.
+/// Fails if the architecture is not x86_64, or if apt-get cannot download the package.
 pub fn fetch() -> Result<FetchedProgram> {
     PEBBLE.locate_or_fetch()
 }
@@ -60,7 +60,7 @@ impl Options {
 pub struct Pebble {
     dir: tempfile::TempDir,
     api_address: SocketAddr,
-    management: SocketAddr,
+    management_address: SocketAddr,
     name_server: OwnedChild,
     server: OwnedChild,
 }
@@ -71,7 +71,7 @@ impl Pebble {
     pub async fn start(options: &Options) -> Result<Self> {
         let dir = tempfile::tempdir()?;
         let loopback = || anyhow::Ok(SocketAddr::from((Ipv4Addr::LOCALHOST, free_port()?)));
-        let (api_address, management, dns, dns_management) =
+        let (api_address, management_address, dns_address, dns_management_address) =
             (loopback()?, loopback()?, loopback()?, loopback()?);
         let ca = Ca::new()?;
         let (certificate, key) = ca.issue(&["127.0.0.1"])?;
@@ -84,7 +84,7 @@ impl Pebble {
         let blocked: Vec<_> = options.blocked_domain.iter().collect();
         let config = json!({ "pebble": {
             "listenAddress": api_address.to_string(),
-            "managementListenAddress": management.to_string(),
+            "managementListenAddress": management_address.to_string(),
             "certificate": path("cert.pem"),
             "privateKey": path("key.pem"),
             "httpPort": free_port()?,
@@ -109,7 +109,8 @@ impl Pebble {
             "-tlsalpn01",
             "",
         ]);
-        name_server.args(["-dns01", &dns.to_string(), "-management", &dns_management.to_string()]);
+        name_server.args(["-dns01", &dns_address.to_string()]);
+        name_server.args(["-management", &dns_management_address.to_string()]);
         let log = |name: &str| fs::File::create(path(name));
         name_server.stdin(Stdio::null()).stdout(log("names.log")?).stderr(log("names.err")?);
         let name_server = OwnedChild::spawn(&mut name_server).context("cannot start the name server")?;
@@ -117,18 +118,22 @@ impl Pebble {
         // Without these variables, Pebble waits up to 15 seconds before each validation, rejects some valid nonces at
         // random, and reuses some authorizations at random.
         server.env("PEBBLE_VA_NOSLEEP", "1").env("PEBBLE_WFE_NONCEREJECT", "0").env("PEBBLE_AUTHZREUSE", "0");
-        server.arg("-strict").arg("-config").arg(path("config.json")).args(["-dnsserver", &dns.to_string()]);
+        server
+            .arg("-strict")
+            .arg("-config")
+            .arg(path("config.json"))
+            .args(["-dnsserver", &dns_address.to_string()]);
         server.stdin(Stdio::null()).stdout(log("pebble.log")?).stderr(log("pebble.err")?);
         let server = OwnedChild::spawn(&mut server).context("cannot start pebble")?;
-        let mut pebble = Self { dir, api_address, management, name_server, server };
-        pebble.wait_until_listening(dns_management)?;
+        let mut pebble = Self { dir, api_address, management_address, name_server, server };
+        pebble.wait_until_listening(dns_management_address)?;
         pebble.write_roots(&ca.root_pem()).await?;
         Ok(pebble)
     }
 
-    fn wait_until_listening(&mut self, name_server: SocketAddr) -> Result<()> {
+    fn wait_until_listening(&mut self, dns_management_address: SocketAddr) -> Result<()> {
         let deadline = Instant::now() + START_TIMEOUT;
-        for address in [name_server, self.api_address, self.management] {
+        for address in [dns_management_address, self.api_address, self.management_address] {
             while TcpStream::connect(address).is_err() {
                 let has_ended = self.server.status().is_some() || self.name_server.status().is_some();
                 ensure!(!has_ended && Instant::now() < deadline, "pebble did not start: {}", self.log());
@@ -142,7 +147,7 @@ impl Pebble {
     async fn write_roots(&self, api_root: &str) -> Result<()> {
         // The crypto provider is installed once per process; later attempts fail harmlessly.
         let _ = rustls::crypto::ring::default_provider().install_default();
-        let url = format!("https://{}/roots/0", self.management);
+        let url = format!("https://{}/roots/0", self.management_address);
         let issuer_root = client(api_root)?.get(url).send().await?.error_for_status()?.text().await?;
         fs::write(self.roots(), format!("{api_root}{issuer_root}"))?;
         Ok(())

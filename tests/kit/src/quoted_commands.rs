@@ -33,8 +33,8 @@ pub fn check(program: &Command, text: &str, language: Language) -> QuoteReport {
     let commands = find_command_lines(program.get_name(), text, language);
     let checked = commands.len();
     let describe_error = |(arguments, quoting): (String, Quoting)| {
-        let parsed = || if quoting == Quoting::Line { parse_error(program, &arguments) } else { None };
-        let reason = find_error(program, &arguments, quoting).or_else(parsed)?;
+        let parser_error = || if quoting == Quoting::Line { parse_error(program, &arguments) } else { None };
+        let reason = find_error(program, &arguments, quoting).or_else(parser_error)?;
         Some(format!("`{} {arguments}`: {reason}", program.get_name()))
     };
     QuoteReport { checked, errors: commands.into_iter().filter_map(describe_error).collect() }
@@ -174,7 +174,8 @@ fn find_command_lines(program: &str, text: &str, language: Language) -> Vec<(Str
     command_lines
 }
 
-/// Joins lines that belong together: those that a backslash continues and, in Markdown, those of a quotation.
+/// Joins lines that belong together: those that a backslash continues and, in Markdown, those of a quotation. Drops
+/// Markdown comment lines.
 pub fn join_lines(text: &str, language: Language) -> String {
     let mut joined = String::new();
     let is_comment = |line: &&str| language == Language::Markdown && line.starts_with("<!--");

@@ -1,4 +1,4 @@
-//! Stock `restic`, which must read the repositories that `svc_files` writes.
+//! Stock `restic`, which must be able to read the repositories that `svc_files` writes.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

@@ -25,7 +25,7 @@ impl S3Process {
     ///
     /// # Errors
     /// Fails if the log cannot be created or the command cannot be started; fails with the server's log if it exits or
-    /// does not listen in time.
+    /// does not listen within `START_TIMEOUT`.
     pub fn start(name: &'static str, mut command: Command, port: u16, log: &Path) -> Result<Self> {
         let server = command
             .stdin(Stdio::null())
@@ -48,7 +48,7 @@ impl S3Process {
     /// Creates the bucket and waits until it accepts objects, because a server may reject them at first.
     ///
     /// # Errors
-    /// Fails if the server still rejects the bucket or an object after the timeout.
+    /// Fails if the server still rejects the bucket or an object after `START_TIMEOUT`.
     pub async fn create_bucket(&self) -> Result<()> {
         let url = format!("{}/{BUCKET}", self.endpoint());
         let client = reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(30)).build()?;

@@ -20,8 +20,8 @@ const ATTACK_FILE: &str = "/home/svc/home/lab-attack.sh";
 const PRINT_AND_CLEAN_UP: &str = "cd /home/svc/home && cat lab-attack.out && rm -rf lab-* apps/lab-*";
 const TIMEOUT: Duration = Duration::from_secs(300);
 const ATTACKS_TIMEOUT: Duration = Duration::from_secs(1200);
-/// The programs take minutes to start on an emulated processor.
-const BUNDLED_TIMEOUT: Duration = Duration::from_secs(1800);
+/// The bundled agents take minutes to start on an emulated processor.
+const BUNDLED_AGENTS_TIMEOUT: Duration = Duration::from_secs(1800);
 
 /// Runs `agent.sh`.
 pub async fn run_dispatch(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
@@ -30,14 +30,16 @@ pub async fn run_dispatch(stack: &Stack, machine: &MachineRecord) -> Result<((),
 
 /// Runs `bundled_agent.sh` with a stub for the model's API. Requires a full release.
 pub async fn run_bundled_agents(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
-    let done = json!({ "text": "All done." });
+    let final_turn = json!({ "text": "All done." });
     let write = json!({ "name": "Write", "input": { "file_path": "/home/svc/home/lab-from-claude", "content": "x\n" } });
     let command = json!({ "name": "exec_command", "input": { "cmd": "echo x >lab-from-codex" } });
-    let script = json!({ "tracks": { "claude": [{ "tools": [write] }, done], "codex": [{ "tools": [command] }, done] } });
+    let model_script = json!({ "tracks": {
+        "claude": [{ "tools": [write] }, final_turn], "codex": [{ "tools": [command] }, final_turn]
+    } });
     let dir = tempfile::tempdir()?;
-    let model = ModelStub::start(&script, dir.path())?;
+    let model = ModelStub::start(&model_script, dir.path())?;
     let script = format!("MODEL=http://{HOST_FROM_GUEST}:{}\n{BUNDLED_AGENT}", model.port());
-    let ((), summary) = run(stack, machine, &script, BUNDLED_TIMEOUT).await?;
+    let ((), summary) = run(stack, machine, &script, BUNDLED_AGENTS_TIMEOUT).await?;
     Ok(((), format!("{summary}; {} requests to the model's API", model.request_count())))
 }
 
@@ -51,8 +53,8 @@ pub async fn attack_from_terminal(stack: &Stack, machine: &MachineRecord) -> Res
     let vm = stack.provider.machine(&machine.server)?;
     vm.run(&attack_writer_script(), TIMEOUT).await?.into_stdout()?;
     browser::run_in_terminal(stack, &format!("sh {ATTACK_FILE} </dev/null")).await?;
-    let reached = vm.run(PRINT_AND_CLEAN_UP, TIMEOUT).await?.into_stdout()?;
-    let lines: Vec<&str> = reached.lines().collect();
+    let output = vm.run(PRINT_AND_CLEAN_UP, TIMEOUT).await?.into_stdout()?;
+    let lines: Vec<&str> = output.lines().collect();
     let [summary] = lines.as_slice() else { bail!("the terminal reached {lines:?}") };
     ensure!(
         summary.starts_with("done as svc in ") && summary.contains("svc-code.service"),

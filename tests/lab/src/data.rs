@@ -60,7 +60,7 @@ pub async fn interrupt_store(stack: &Stack, machine: &MachineRecord) -> Result<(
     );
     eventually("the fleet reports the failing backup", BOOT_TIMEOUT, || check_fleet_attention(stack, true))
         .await?;
-    ensure!(stack.slot.pointer(&stack.store)? == before, "a failed backup moved the pointer");
+    ensure!(stack.slot.read_pointer(&stack.store)? == before, "a failed backup moved the pointer");
     let dropped = outage.hits();
     stack.store.heal();
     vm.run(&retry_switch_command(true), SHORT_TIMEOUT)
@@ -89,10 +89,13 @@ fn retry_switch_command(is_enabled: bool) -> String {
     format!("{change} && systemctl daemon-reload")
 }
 
-async fn check_fleet_attention(stack: &Stack, expected: bool) -> Result<()> {
+async fn check_fleet_attention(stack: &Stack, is_backup_failing: bool) -> Result<()> {
     let fleet: Value = stack.svcctl(&["--json", "fleet"]).await?.ensure_success()?.json()?;
     let attention = fleet["attention"].to_string();
-    ensure!(attention.contains("backup_failing") == expected, "the fleet's attention list is {attention}");
+    ensure!(
+        attention.contains("backup_failing") == is_backup_failing,
+        "the fleet's attention list is {attention}"
+    );
     Ok(())
 }
 
@@ -107,25 +110,25 @@ pub async fn restore_side_database(stack: &Stack, machine: &MachineRecord) -> Re
     let delete =
         json!({"action": "delete", "app": "notes", "table": "notes", "filter": {"title": {"ne": ""}}});
     stack.web.call_bridge(&stack.owner_token(), &delete).await?;
-    ensure!(stack.web.titles(&stack.owner_token()).await?.is_empty(), "some rows were not deleted");
-    send_side_request(stack, Method::POST, "", json!({})).await?;
-    let opened = wait_for_status(stack, "open").await?;
+    ensure!(stack.web.list_titles(&stack.owner_token()).await?.is_empty(), "some rows were not deleted");
+    send_side_database_request(stack, Method::POST, "", json!({})).await?;
+    let opened = wait_for_side_database(stack, "open").await?;
     let tables = opened["tables"].to_string();
     ensure!(tables.contains(NOTES), "the snapshot has {tables}");
-    send_side_request(stack, Method::POST, "/copy", json!({"tables": [NOTES]})).await?;
-    let copied = wait_for_status(stack, "open").await?["lastCopy"].clone();
+    send_side_database_request(stack, Method::POST, "/copy", json!({"tables": [NOTES]})).await?;
+    let copied = wait_for_side_database(stack, "open").await?["lastCopy"].clone();
     ensure!(copied.get("error").is_none_or(Value::is_null), "{copied}");
-    let restored = stack.web.titles(&stack.owner_token()).await?;
+    let restored = stack.web.list_titles(&stack.owner_token()).await?;
     ensure!(restored == rows, "there were {rows:?}, now {restored:?}");
-    send_side_request(stack, Method::DELETE, "", Value::Null).await?;
-    wait_for_status(stack, "closed").await?;
+    send_side_database_request(stack, Method::DELETE, "", Value::Null).await?;
+    wait_for_side_database(stack, "closed").await?;
     let leftover = vm.run(LIST_EXTRA_DATABASES, SHORT_TIMEOUT).await?.into_stdout()?;
     ensure!(leftover.trim().is_empty(), "leftover databases: {leftover}");
     let inserted = &copied["tables"][0]["inserted"];
     Ok(((), format!("{} rows deleted; {inserted} restored from {}", rows.len(), opened["key"])))
 }
 
-async fn send_side_request(stack: &Stack, method: Method, path: &str, body: Value) -> Result<()> {
+async fn send_side_database_request(stack: &Stack, method: Method, path: &str, body: Value) -> Result<()> {
     let request =
         stack.web.request(method, &format!("/api/side-database{path}")).bearer_auth(stack.owner_token());
     let request = if body.is_null() { request } else { request.json(&body) };
@@ -136,7 +139,7 @@ async fn send_side_request(stack: &Stack, method: Method, path: &str, body: Valu
 }
 
 /// Waits until nothing is pending and the side database has this status.
-async fn wait_for_status(stack: &Stack, status: &str) -> Result<Value> {
+async fn wait_for_side_database(stack: &Stack, status: &str) -> Result<Value> {
     eventually(&format!("the side database is {status}"), BOOT_TIMEOUT + Duration::from_secs(60), || async {
         let request = stack.web.request(Method::GET, "/api/side-database").bearer_auth(stack.owner_token());
         let state: Value = request.send().await?.error_for_status()?.json().await?;
@@ -166,7 +169,7 @@ pub async fn export_and_import(stack: &Stack, machine: &MachineRecord) -> Result
         .into_stdout()
         .context("import")?;
     let restored = eventually("the rows are restored", BOOT_TIMEOUT, || async {
-        let restored = stack.web.titles(&stack.owner_token()).await?;
+        let restored = stack.web.list_titles(&stack.owner_token()).await?;
         ensure!(restored == rows, "there were {rows:?}, now {restored:?}");
         Ok(restored)
     })

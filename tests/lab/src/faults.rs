@@ -23,10 +23,10 @@ PGPASSWORD=$(echo "$url" | sed 's|.*://[^:]*:\([^@]*\)@.*|\1|') /opt/svc/runtime
   -c 'create table public.large_table as select g id, repeat(md5(random()::text), 8) t from generate_series(1, 400000) g'
 "#;
 
-/// Kills the database's container: the gateway keeps running, and serves again as soon as the database does.
+/// Kills the database's container: the gateway keeps running, and serves again once the database has restarted.
 pub async fn kill_database(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
-    let before = stack.web.titles(&stack.owner_token()).await?;
+    let before = stack.web.list_titles(&stack.owner_token()).await?;
     let gateway = vm.run(PRINT_GATEWAY_PID, SHORT_TIMEOUT).await?.into_stdout()?;
     vm.run("podman kill --signal KILL svc-postgres", SHORT_TIMEOUT).await?.into_stdout()?;
     let killed = Instant::now();
@@ -50,22 +50,22 @@ pub async fn fill_disk(stack: &Stack, machine: &MachineRecord) -> Result<((), St
     let fill = "fallocate -l $(($(df --output=avail -B1 / | tail -n 1) - 65536)) /filler; dd if=/dev/zero of=/filler2 bs=1M status=none; sync; true";
     vm.run(fill, LONG_TIMEOUT).await?.into_stdout()?;
     let mut accepted = Vec::new();
-    let mut refused = None;
+    let mut problem_code = None;
     for nth in 0..400 {
         let title = format!("full {nth:03}");
-        match insert_large(stack, &title).await? {
+        match insert_large_note(stack, &title).await? {
             None => accepted.push(title),
             Some(code) => {
-                refused = Some(code);
+                problem_code = Some(code);
                 break;
             }
         }
     }
-    let refused = refused.context("400 rows of 100 kB fit on a full disk")?;
-    ensure!(refused == "database_unavailable", "the gateway returned {refused}");
-    let failed = vm.run(RUN_BACKUP, LONG_TIMEOUT).await?;
-    let current = stack.slot.pointer(&stack.store)?;
-    ensure!(failed.status.success() || current == pointer, "a failed backup moved the pointer");
+    let problem_code = problem_code.context("400 rows of 100 kB fit on a full disk")?;
+    ensure!(problem_code == "database_unavailable", "the gateway returned {problem_code}");
+    let backup = vm.run(RUN_BACKUP, LONG_TIMEOUT).await?;
+    let current = stack.slot.read_pointer(&stack.store)?;
+    ensure!(backup.status.success() || current == pointer, "a failed backup moved the pointer");
     verified_pointer(stack)?;
     vm.run("rm /filler /filler2 && sync", LONG_TIMEOUT).await?.into_stdout()?;
     let after = wait_until_served(stack).await?;
@@ -76,7 +76,8 @@ pub async fn fill_disk(stack: &Stack, machine: &MachineRecord) -> Result<((), St
     let lost: Vec<&String> = accepted.iter().filter(|title| !after.contains(title)).collect();
     ensure!(lost.is_empty(), "acknowledged rows were lost: {lost:?}");
     let owner = stack.owner_token();
-    eventually("a row can be added again", BOOT_TIMEOUT, || stack.web.insert(&owner, RECOVERY_TITLE)).await?;
+    eventually("a row can be added again", BOOT_TIMEOUT, || stack.web.insert_note(&owner, RECOVERY_TITLE))
+        .await?;
     for title in &accepted {
         delete_note(stack, title).await?;
     }
@@ -85,14 +86,14 @@ pub async fn fill_disk(stack: &Stack, machine: &MachineRecord) -> Result<((), St
     Ok((
         (),
         format!(
-            "{} rows accepted, then {refused}; all are present after the space was freed, same gateway",
+            "{} rows accepted, then {problem_code}; all are present after the space was freed, same gateway",
             accepted.len()
         ),
     ))
 }
 
 /// Inserts a 100 kB note; returns the gateway's problem code if it rejects the note.
-async fn insert_large(stack: &Stack, title: &str) -> Result<Option<String>> {
+async fn insert_large_note(stack: &Stack, title: &str) -> Result<Option<String>> {
     let data = json!({"title": title, "body": "x".repeat(100_000), "pinned": false, "rank": 1});
     let call = json!({"action": "insert", "app": "notes", "table": "notes", "data": data});
     let response = stack
@@ -159,7 +160,7 @@ pub async fn cut_power_during_backup(stack: &Stack, machine: &MachineRecord) -> 
     vm.run(RUN_BACKUP, LONG_TIMEOUT).await?.into_stdout().context("first backup")?;
     let before = verified_pointer(stack)?;
     vm.run(CREATE_LARGE_TABLE, LONG_TIMEOUT).await?.into_stdout().context("cannot create a large table")?;
-    let rows = stack.web.titles(&stack.owner_token()).await?;
+    let rows = stack.web.list_titles(&stack.owner_token()).await?;
     let start_dump = "systemctl start --no-block svc-db-backup.service; for n in $(seq 600); do pgrep -x pg_dump && exit 0; sleep 0.1; done; exit 1";
     vm.run(start_dump, LONG_TIMEOUT).await?.into_stdout().context("pg_dump did not start")?;
     stack.provider.kill_server(&machine.server).await?;
@@ -184,7 +185,7 @@ pub async fn cut_power_during_backup(stack: &Stack, machine: &MachineRecord) -> 
 
 /// Returns the pointer after checking the digest of its snapshot.
 pub(super) fn verified_pointer(stack: &Stack) -> Result<Value> {
-    let pointer = stack.slot.pointer(&stack.store)?;
+    let pointer = stack.slot.read_pointer(&stack.store)?;
     let key = pointer["snapshot"]["key"].as_str().with_context(|| format!("no snapshot in {pointer}"))?;
     let sha256 = encode(Sha256::digest(stack.slot.read(&stack.store, key)?));
     ensure!(pointer["snapshot"]["sha256"] == sha256.as_str(), "the digest of {key} differs from the pointer");
@@ -194,7 +195,7 @@ pub(super) fn verified_pointer(stack: &Stack) -> Result<Value> {
 /// Waits until the machine is serving its owner; returns the titles of all notes.
 pub async fn wait_until_served(stack: &Stack) -> Result<Vec<String>> {
     let owner = stack.owner_token();
-    eventually("the owner is served", BOOT_TIMEOUT, || stack.web.titles(&owner)).await
+    eventually("the owner is served", BOOT_TIMEOUT, || stack.web.list_titles(&owner)).await
 }
 
 async fn delete_note(stack: &Stack, title: &str) -> Result<()> {

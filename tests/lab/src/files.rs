@@ -163,7 +163,7 @@ fn create_repository(dir: &Path) -> Result<(PathBuf, String)> {
     Ok((dir.join("repository.tar"), commit))
 }
 
-/// Checks that the base64 archive contains an intact repository with this last commit and no changed file.
+/// Checks that the base64 archive contains an intact repository with this last commit and no uncommitted changes.
 fn check_repository(dir: &Path, archive: &str, commit: &str) -> Result<()> {
     let unpacked = dir.join("restored-repository");
     fs::create_dir_all(&unpacked)?;

@@ -137,7 +137,7 @@ async fn run_all(
 async fn build_image(with_full_release: bool) -> Result<((Image, Accel), String)> {
     let built = tokio::task::spawn_blocking(move || {
         if with_full_release {
-            release::prepare()?;
+            release::prefetch_full_parts()?;
         }
         let image = Image::build_or_reuse(&target_dir(), &PgBinaries::locate_or_fetch(&target_dir())?)?;
         let accel = Accel::probe(&image)?;

@@ -46,12 +46,12 @@ pub async fn check_platform_package(stack: &Stack, machine: &MachineRecord) -> R
         .await?
         .into_stdout()
         .context("cannot start the platform")?;
-    let ready = async || {
+    let check_ready = async || {
         let body = vm.run(CHECK_READY, SHORT_TIMEOUT).await?.into_stdout()?;
         ensure!(body.contains("\"database\":\"ok\""), "/readyz/control: {body}");
         Ok(())
     };
-    eventually("the packaged platform is ready", LONG_TIMEOUT, ready).await?;
+    eventually("the packaged platform is ready", LONG_TIMEOUT, check_ready).await?;
     let user = vm
         .run("ps -o user= -p $(systemctl show -P MainPID svc-platform.service)", SHORT_TIMEOUT)
         .await?
@@ -59,14 +59,14 @@ pub async fn check_platform_package(stack: &Stack, machine: &MachineRecord) -> R
     ensure!(user.trim().starts_with("svc-plat"), "the platform runs as {}", user.trim());
     let doctor = vm.run("/usr/bin/svcctl doctor platform", LONG_TIMEOUT).await?;
     ensure!(doctor.status.success(), "doctor failed: {}{}", doctor.stdout, doctor.stderr);
-    let lines = doctor.stdout.lines().filter(|line| line.starts_with("ok")).count();
+    let passed_checks = doctor.stdout.lines().filter(|line| line.starts_with("ok")).count();
 
     let first = vm.run(PRINT_PLATFORM_PID, SHORT_TIMEOUT).await?.into_stdout()?;
     vm.run(&format!("kill -9 {}", first.trim()), SHORT_TIMEOUT).await?.into_stdout()?;
     eventually("the packaged platform has restarted", LONG_TIMEOUT, async || {
         let second = vm.run(PRINT_PLATFORM_PID, SHORT_TIMEOUT).await?.into_stdout()?;
         ensure!(second != first && second.trim() != "0", "the platform's pid is {}", second.trim());
-        ready().await
+        check_ready().await
     })
     .await?;
     let stopped = "systemctl stop svc-platform && systemctl show -P Result svc-platform.service";
@@ -80,7 +80,7 @@ pub async fn check_platform_package(stack: &Stack, machine: &MachineRecord) -> R
     Ok((
         (),
         format!(
-            "ready as svc-platform under its unit, {lines} doctor checks ok, restarted after a kill, purged; {in_container}"
+            "ready as svc-platform under its unit, {passed_checks} doctor checks ok, restarted after a kill, purged; {in_container}"
         ),
     ))
 }
@@ -126,7 +126,7 @@ async fn check_container(vm: &Machine) -> Result<String> {
 /// units, and keeps the owner's data.
 pub async fn check_host_package(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
-    let before = stack.web.titles(&stack.owner_token()).await?;
+    let before = stack.web.list_titles(&stack.owner_token()).await?;
     vm.run(REMOVE_RELEASE_AND_UNITS, LONG_TIMEOUT)
         .await?
         .into_stdout()
@@ -186,7 +186,7 @@ pub async fn check_host_package(stack: &Stack, machine: &MachineRecord) -> Resul
     ))
 }
 
-/// Builds one of this source tree's packages with the lab's binary.
+/// Builds this source tree's packages with the lab's binary; returns the path of the named one.
 async fn build_package(stack: &Stack, name: &str) -> Result<PathBuf> {
     let (svc, out) = (stack.svc.clone(), stack.dir.join("deb"));
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
@@ -198,7 +198,7 @@ async fn build_package(stack: &Stack, name: &str) -> Result<PathBuf> {
 
 /// Returns the lab's platform settings as seen from a guest, without TLS, because the machine lacks the certificate.
 fn platform_settings(stack: &Stack) -> String {
-    let mut text = String::new();
+    let mut env_file = String::new();
     for (name, value) in stack.platform_env() {
         let value = match name.as_str() {
             "PLATFORM_LISTEN" => API_ADDRESS.to_owned(),
@@ -207,7 +207,7 @@ fn platform_settings(stack: &Stack) -> String {
             "ROUTER_TLS_CERT_FILE" | "ROUTER_TLS_KEY_FILE" => continue,
             _ => value.replace("127.0.0.1", HOST_FROM_GUEST),
         };
-        text.push_str(&format!("{name}=\"{value}\"\n"));
+        env_file.push_str(&format!("{name}=\"{value}\"\n"));
     }
-    text
+    env_file
 }

@@ -14,7 +14,7 @@ use kit::pg::PgBinaries;
 const IDP_HOST: &str = "idp.svc.test";
 
 /// Prefetches the parts of [`full_options`]; requires Node.js 20 or newer and npm.
-pub fn prepare() -> Result<()> {
+pub fn prefetch_full_parts() -> Result<()> {
     for program in ["node", "npm"] {
         let version = Command::new(program).arg("--version").output();
         version.with_context(|| {

@@ -14,7 +14,7 @@ use kit::scenario::{
     CONFIRM_FLAGS, HANDLE, IMAGE_VERSION, MachineRecord, RecoveryTimeouts, Stack, USER, eventually,
 };
 pub use kit::scenario::{
-    backup, check_owner_gets_503, check_restored_rows, delete, insert_and_find, insert_later_row,
+    backup, check_owner_gets_503, check_restored_rows, delete, insert_and_find_rows, insert_later_row,
 };
 
 /// Maximum time from power-on to a serving gateway, under emulation.
@@ -64,22 +64,22 @@ pub async fn provision(stack: &Stack) -> Result<(MachineRecord, String)> {
 pub async fn reboot(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
     let timeout = Duration::from_secs(60);
-    let (boot, marker) = (
+    let (previous_boot_id, marker) = (
         vm.run(PRINT_BOOT_ID, timeout).await?.into_stdout()?,
         vm.run(PRINT_MARKER_TIME, timeout).await?.into_stdout()?,
     );
-    let before = stack.web.titles(&stack.owner_token()).await?;
+    let before = stack.web.list_titles(&stack.owner_token()).await?;
     // SSH disconnects before it can return a status.
     vm.run("systemctl reboot", timeout).await.ok();
     let started = std::time::Instant::now();
     eventually("the machine reboots", BOOT_TIMEOUT, || async {
         let boot_id = vm.run(PRINT_BOOT_ID, Duration::from_secs(30)).await?.into_stdout()?;
-        ensure!(boot_id != boot, "the machine has not rebooted yet");
+        ensure!(boot_id != previous_boot_id, "the machine has not rebooted yet");
         Ok(())
     })
     .await?;
     let owner = stack.owner_token();
-    let after = eventually("the rows are found", BOOT_TIMEOUT, || stack.web.titles(&owner)).await?;
+    let after = eventually("the rows are found", BOOT_TIMEOUT, || stack.web.list_titles(&owner)).await?;
     let seconds = started.elapsed().as_secs_f64();
     ensure!(after == before, "there were {before:?}, now {after:?}");
     ensure!(
@@ -123,7 +123,7 @@ pub async fn recover(
 /// Powers on the first machine: once it detects that it has been replaced, it stops serving and cannot back up.
 pub async fn check_old_machine_fenced(stack: &Stack, first: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&first.server)?;
-    let pointer = || stack.slot.pointer(&stack.store);
+    let pointer = || stack.slot.read_pointer(&stack.store);
     let (before, timeout) = (pointer()?, Duration::from_secs(60));
     vm.power_on_at_previous_size()?;
     eventually("the old machine detects that it has been replaced", BOOT_TIMEOUT, || async {
@@ -193,7 +193,7 @@ pub async fn resize(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
     let size = "nproc; awk '/MemTotal/ {print int($2 / 1024)}' /proc/meminfo";
     let (identity_before, small) =
         (vm.run(&identity, timeout).await?.into_stdout()?, vm.run(size, timeout).await?.into_stdout()?);
-    let before = stack.web.titles(&stack.owner_token()).await?;
+    let before = stack.web.list_titles(&stack.owner_token()).await?;
     stack.svcctl(&["slot", "set", USER, "--plan", "builder"]).await?.ensure_success()?;
     let run = stack
         .svcctl(&["--json", "resize", HANDLE, "cpx32", "--yes", "--wait=800"])
@@ -202,7 +202,7 @@ pub async fn resize(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
     let record: serde_json::Value = run.json()?;
     ensure!(record["status"] == "running" && record["serverType"] == "cpx32", "the record is {record}");
     let owner = stack.owner_token();
-    let after = eventually("the rows are found", BOOT_TIMEOUT, || stack.web.titles(&owner)).await?;
+    let after = eventually("the rows are found", BOOT_TIMEOUT, || stack.web.list_titles(&owner)).await?;
     ensure!(after == before, "there were {before:?}, now {after:?}");
     let large = vm.run(size, timeout).await?.into_stdout()?;
     ensure!(
@@ -223,7 +223,7 @@ pub async fn resize(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
 }
 
 /// Starts a recovery while the store returns corrupted snapshots: the gate stays closed, and the platform reports the
-/// failed stage. With a healthy store, the next recovery works.
+/// failed stage. Then heals the store, so that the next recovery can succeed.
 pub async fn check_corrupted_snapshot_refused(stack: &Stack) -> Result<((), String)> {
     stack.store.add_fault(Rule::new(Fault::CorruptBody).method("GET").key_suffix(".dump").always());
     let run = stack.svcctl(&["--json", "recover", USER, "--yes", "--wait=800"]).await?;

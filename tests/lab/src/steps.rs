@@ -47,7 +47,7 @@ const fn full_step(name: &'static str, run: RunStep) -> LabStep {
 static STEPS: [LabStep; 35] = [
     quick_step("boot", |stack, machines| Box::pin(stages::measure_boot(stack, &machines.current))),
     quick_step("invariants", |stack, machines| Box::pin(invariants::check_machine(stack, &machines.current))),
-    quick_step("use", |stack, _| Box::pin(scenario::insert_and_find(stack))),
+    quick_step("use", |stack, _| Box::pin(scenario::insert_and_find_rows(stack))),
     quick_step("dispatch", |stack, machines| Box::pin(agent::run_dispatch(stack, &machines.current))),
     quick_step("reboot", |stack, machines| Box::pin(scenario::reboot(stack, &machines.current))),
     full_step("database-crash", |stack, machines| Box::pin(faults::kill_database(stack, &machines.current))),

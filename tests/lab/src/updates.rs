@@ -22,7 +22,7 @@ const FULL_VERSION: &str = "demo-5";
 
 /// Deploys a release with a rollout: the machine runs it, and serves the same rows.
 pub async fn deploy_update(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
-    let before = stack.web.titles(&stack.owner_token()).await?;
+    let before = stack.web.list_titles(&stack.owner_token()).await?;
     publish_as(stack, SECOND_VERSION, &stack.svc, release::small_options).await?;
     let started = Instant::now();
     let args = ["--json", "deploy", "start", SECOND_VERSION, "--no-verify", "--yes", "--wait=800"];
@@ -43,7 +43,7 @@ pub async fn deploy_update(stack: &Stack, machine: &MachineRecord) -> Result<(()
 /// and the rollout has the same outcome.
 pub async fn cut_power_during_update(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
-    let before = stack.web.titles(&stack.owner_token()).await?;
+    let before = stack.web.list_titles(&stack.owner_token()).await?;
     let previous = current_release(stack, machine).await?;
     publish_as(stack, POWER_CUT_VERSION, &stack.svc, release::small_options).await?;
     let run = stack
@@ -96,10 +96,10 @@ pub async fn cut_power_during_update(stack: &Stack, machine: &MachineRecord) -> 
     ))
 }
 
-/// Deploys a release whose gateway does not start: the machine rolls back, and the fleet reports it.
+/// Deploys a release whose gateway does not start: the machine rolls back, and the fleet reports the rollback.
 pub async fn roll_back_broken_update(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let before = current_release(stack, machine).await?;
-    // The script behaves like the applet whose name it is called by, except that svc-gateway fails.
+    // The script behaves like the applet that it is invoked as, except that svc-gateway fails.
     let svc = stack.dir.join("broken/svc");
     fs::create_dir_all(stack.dir.join("broken"))?;
     let script = format!(

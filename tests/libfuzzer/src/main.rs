@@ -3,7 +3,7 @@
 
 #![no_main]
 
-// The number of cases in a short run is unused here.
+// `Target::cases` is unused here.
 #[allow(dead_code)]
 #[path = "../../fuzz/parsers/mod.rs"]
 mod parsers;
@@ -20,7 +20,7 @@ use proptest::test_runner::TestRunner;
 const SAMPLE_COUNT: usize = 24;
 /// Environment variable that names the target.
 const TARGET_VAR: &str = "SVC_FUZZ_TARGET";
-/// Environment variable: if set, the program prints the names of all targets.
+/// Environment variable: if set, the program prints the names of all targets and exits.
 const LIST_VAR: &str = "SVC_FUZZ_LIST";
 /// Environment variable that names the directory for the samples.
 const SAMPLES_DIR_VAR: &str = "SVC_FUZZ_SAMPLES";

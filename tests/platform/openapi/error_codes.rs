@@ -13,7 +13,7 @@ use super::super::stack::{BUCKET, Process, SECRET, Stack, provision_body};
 use super::{TestPlatform, assert_rejects_invalid_ids, operations};
 use crate::contract::{ApiUnderTest, assert_rejects_invalid_requests, valid_call};
 
-/// Codes that are not triggered here, with the test that covers them or the reason that none does.
+/// Codes that no request here triggers, with the reason.
 const NOT_TRIGGERED: [(&str, &str); 3] = [
     // Every operator may query their own identity.
     ("whoAmI", "forbidden"),
@@ -25,7 +25,7 @@ const NOT_TRIGGERED: [(&str, &str); 3] = [
 
 /// Codes that these requests trigger only in some runs.
 const RACE_DEPENDENT: [(&str, &str); 6] = [
-    // Two overlapping requests.
+    // Only overlapping requests trigger these.
     ("provision", "unavailable"),
     ("recover", "unavailable"),
     ("resize", "unavailable"),
@@ -281,18 +281,18 @@ async fn trigger_rollout_errors(tester: &mut RejectionTester<'_>) {
         tester.post(&rollout_path(action), &json!({}), 409, "conflict").await;
     }
     // A rollout cannot be aborted after it has ended.
-    let mut done = open;
-    done["verify"] = json!(false);
+    let mut unverified = open;
+    unverified["verify"] = json!(false);
     let beat = super::super::stack::heartbeat_of(&platform.running);
     platform.stack.send_heartbeat(&platform.process, &platform.running, &beat).await;
-    let done = platform.send(platform.operator_call(Method::POST, path, &done)).await;
-    let done = done.body["rolloutId"].as_str().unwrap().to_owned();
+    let started = platform.send(platform.operator_call(Method::POST, path, &unverified)).await;
+    let rollout_id = started.body["rolloutId"].as_str().unwrap().to_owned();
     let has_succeeded = || async {
-        let rollout = platform.stack.get(&platform.process, &format!("/vps/deploy/{done}")).await.body;
+        let rollout = platform.stack.get(&platform.process, &format!("/vps/deploy/{rollout_id}")).await.body;
         (rollout["state"] == "succeeded").then_some(())
     };
     platform.stack.eventually("the rollout of the installed release ends", has_succeeded).await;
-    tester.post(&format!("/vps/deploy/{done}/abort"), &json!({}), 409, "conflict").await;
+    tester.post(&format!("/vps/deploy/{rollout_id}/abort"), &json!({}), 409, "conflict").await;
 }
 
 async fn trigger_operator_errors(tester: &mut RejectionTester<'_>) {
@@ -325,7 +325,8 @@ async fn trigger_usage_errors(tester: &mut RejectionTester<'_>) {
         (503, "", 503, "unavailable"),
         (200, "<html>", 502, "host_answer_invalid"),
     ] {
-        host.behavior.lock().unwrap().usage = (StatusCode::from_u16(status).unwrap(), body.to_owned());
+        host.behavior.lock().unwrap().usage_response =
+            (StatusCode::from_u16(status).unwrap(), body.to_owned());
         tester.send(usage_call(&host.guest.machine), expected_status, code).await;
     }
 }
@@ -359,7 +360,8 @@ async fn trigger_files_errors(tester: &mut RejectionTester<'_>) {
             let is_older = route == "status" && status == 404;
             let (expected_status, code) =
                 if is_older { (502, "host_refused") } else { (expected_status, code) };
-            host.behavior.lock().unwrap().files = (StatusCode::from_u16(status).unwrap(), body.to_owned());
+            host.behavior.lock().unwrap().files_response =
+                (StatusCode::from_u16(status).unwrap(), body.to_owned());
             tester.send(files_call(&host.guest.machine), expected_status, code).await;
         }
     }
@@ -370,8 +372,8 @@ async fn trigger_files_errors(tester: &mut RejectionTester<'_>) {
     tester.send(files_key, 409, "conflict").await;
     let config = "user_1/primary/files/config";
     stack.store.write(BUCKET, config, "no key opens this");
-    let plan = "/vps/slots/files-prune?idpUserId=user_1";
-    tester.send(platform.operator_call(Method::GET, plan, &Value::Null), 409, "conflict").await;
+    let prune_path = "/vps/slots/files-prune?idpUserId=user_1";
+    tester.send(platform.operator_call(Method::GET, prune_path, &Value::Null), 409, "conflict").await;
     stack.store.remove(BUCKET, config);
     stack.store.write(BUCKET, "user_files/primary/system/db/latest", "{not json");
     let latest = format!("/vps/{machine}/backups?latest=true");

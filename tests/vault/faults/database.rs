@@ -54,8 +54,8 @@ async fn database_restart_during_a_backup_fails_that_run() -> Result<()> {
     for (how, point) in
         [("stop", "backup.streaming"), ("kill", "backup.streaming"), ("stop", "backup.snapshot")]
     {
-        let slow = format!("{point}=sleep(300)");
-        let running = machine.spawn(&["svc-db-backup"], &[("FAILPOINTS", &slow)])?;
+        let pause = format!("{point}=sleep(300)");
+        let running = machine.spawn(&["svc-db-backup"], &[("FAILPOINTS", &pause)])?;
         if point == "backup.streaming" {
             wait_until("the upload", || !store.uploads(BUCKET).is_empty()).await?;
         } else {
@@ -86,8 +86,8 @@ async fn database_restart_during_restore_leaves_complete_database() -> Result<()
     let points =
         ["restore.created", "restore.loaded", "restore.counted", "restore.journal", "restore.closed"];
     for point in points {
-        let slow = format!("{point}=sleep(1500)");
-        let running = new.spawn(&["svc-restore"], &[("FAILPOINTS", &slow)])?;
+        let pause = format!("{point}=sleep(1500)");
+        let running = new.spawn(&["svc-restore"], &[("FAILPOINTS", &pause)])?;
         let deadline = Instant::now() + Duration::from_secs(60);
         while !new.databases().await?.iter().any(|name| name.starts_with("svc_restore_")) {
             ensure!(Instant::now() < deadline, "{point}: no scratch database:\n{}", running.stderr());
@@ -114,13 +114,13 @@ async fn database_restart_during_restore_leaves_complete_database() -> Result<()
         .record()
 }
 
-const CONNECTIONS: usize = 8;
+const MAX_CONNECTIONS: usize = 8;
 
 /// Creates a machine whose database server allows few connections.
 async fn machine_with_few_connections(store: &kit::s3::S3Server, epoch: u32) -> Result<Machine> {
     let setting = |name: &str, value: &str| (name.to_owned(), value.to_owned());
     let settings = vec![
-        setting("max_connections", &CONNECTIONS.to_string()),
+        setting("max_connections", &MAX_CONNECTIONS.to_string()),
         setting("superuser_reserved_connections", "0"),
     ];
     Machine::with_options(store, epoch, PgOptions { settings, ..PgOptions::default() }).await
@@ -130,7 +130,7 @@ async fn machine_with_few_connections(store: &kit::s3::S3Server, epoch: u32) -> 
 async fn occupy_connections(machine: &Machine, free: usize) -> Result<Vec<Client>> {
     let deadline = std::time::Instant::now() + Duration::from_secs(60);
     let mut sessions = Vec::new();
-    while sessions.len() < CONNECTIONS {
+    while sessions.len() < MAX_CONNECTIONS {
         // The server ends a session shortly after its client has disconnected, so a connection may not be free yet.
         match machine.postgres().connect("postgres").await {
             Ok(client) => sessions.push(client),
@@ -140,7 +140,7 @@ async fn occupy_connections(machine: &Machine, free: usize) -> Result<Vec<Client
             }
         }
     }
-    release_connections(&mut sessions, CONNECTIONS - free).await?;
+    release_connections(&mut sessions, MAX_CONNECTIONS - free).await?;
     Ok(sessions)
 }
 
@@ -169,7 +169,7 @@ async fn exhausted_connections_fail_the_run_with_a_message() -> Result<()> {
     machine.run(&["svc-db-backup"])?.expect(69);
     assert_failed(&machine, &["gate"], "too many clients")?;
     // A connection is free for the run, but none for `pg_dump`.
-    release_connections(&mut sessions, CONNECTIONS - 1).await?;
+    release_connections(&mut sessions, MAX_CONNECTIONS - 1).await?;
     let result = machine.run(&["svc-db-backup"])?;
     ensure!([Some(69), Some(70)].contains(&result.code), "{:?}: {}", result.code, result.stderr);
     // The server may not have freed the run's first connection when the run opens its second.

@@ -105,8 +105,8 @@ async fn fill_disk_at(
     point: &str,
     database_prefix: &str,
 ) -> Result<RunResult> {
-    let slow = format!("{point}=sleep(2500)");
-    let running = machine.spawn(&["svc-restore"], &[("FAILPOINTS", &slow)])?;
+    let pause = format!("{point}=sleep(2500)");
+    let running = machine.spawn(&["svc-restore"], &[("FAILPOINTS", &pause)])?;
     let deadline = std::time::Instant::now() + Duration::from_secs(60);
     while !machine.databases().await?.iter().any(|name| name.starts_with(database_prefix)) {
         ensure!(std::time::Instant::now() < deadline, "{point}:\n{}", running.stderr());
@@ -197,13 +197,14 @@ async fn release_is_unpacked_only_with_free_space() -> Result<()> {
     disk.delete_filler()?;
 
     let releases = fixture.machine.path("opt/svc/releases");
-    let has_started = || {
+    let has_partial_release = || {
         fs::read_dir(&releases).is_ok_and(|entries| {
             entries.flatten().any(|entry| entry.file_name().to_string_lossy().starts_with('.'))
         })
     };
-    let result =
-        apply_on_full_disk(&fixture, &disk, "update.downloading=sleep(1000)", has_started).await?.expect(70);
+    let result = apply_on_full_disk(&fixture, &disk, "update.downloading=sleep(1000)", has_partial_release)
+        .await?
+        .expect(70);
     assert!(result.stderr.contains("No space left on device"), "{}", result.stderr);
     let last = fixture.last_update()?;
     assert_eq!((&last["outcome"], &last["stage"]), (&"failed".into(), &"download".into()), "{last}");
@@ -241,12 +242,12 @@ async fn update_with_full_journal_disk_completes_later() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn full_disk_for_units_rolls_the_update_back() -> Result<()> {
+async fn full_disk_during_unit_install_rolls_back_the_update() -> Result<()> {
     let fixture = UpdateFixture::with_release(&PublishedRelease::new(NEW_VERSION, &[])?).await?;
     let Some(disk) = SmallDisk::mount(fixture.machine.path("etc/systemd"), 1)? else { return Ok(()) };
-    let long = "#\n".repeat(4000);
-    let unit = format!("systemd/system/svc-{NEW_VERSION}.service.d/10-long.conf");
-    PublishedRelease::new(NEW_VERSION, &[(&unit, &long)])?.serve(&fixture.source)?;
+    let drop_in_path = format!("systemd/system/svc-{NEW_VERSION}.service.d/10-long.conf");
+    let drop_in = "#\n".repeat(4000);
+    PublishedRelease::new(NEW_VERSION, &[(&drop_in_path, &drop_in)])?.serve(&fixture.source)?;
     disk.fill(0)?;
     fixture.apply(NEW_VERSION).await?.expect(65);
     let last = fixture.last_update()?;

@@ -19,6 +19,7 @@ pub struct SnapshotChecker<'a> {
 }
 
 struct RecordedSnapshot {
+    /// The ETags of the dump and of its sidecar.
     etags: (String, String),
     sidecar: Sidecar,
 }
@@ -151,15 +152,15 @@ mod tests {
             &path(&format!("{key}.json")),
             serde_json::to_vec(&sidecar).expect("plain fields serialize to JSON"),
         );
-        let moved = pointer::advance(current, &sidecar.snapshot_ref())
+        let advanced = pointer::advance(current, &sidecar.snapshot_ref())
             .expect("the slot is not fenced")
             .expect("the pointer should advance");
         store.write(
             BUCKET,
             &path("system/db/latest"),
-            serde_json::to_vec(&moved).expect("plain fields serialize to JSON"),
+            serde_json::to_vec(&advanced).expect("plain fields serialize to JSON"),
         );
-        moved
+        advanced
     }
 
     #[test]

@@ -219,8 +219,8 @@ fn find_files(dir: &std::path::Path, prefix: &str) -> Result<Vec<std::path::Path
 async fn sidecar_text_is_never_executed_as_sql() -> Result<()> {
     let (store, _old, new) = old_and_new_machines().await?;
     let objects = SnapshotObjects::read(&store)?;
-    let hostile = "x\"; DROP DATABASE svc WITH (FORCE); CREATE ROLE intruder SUPERUSER; --";
-    let literal = "x'; DROP TABLE kept; CREATE ROLE intruder SUPERUSER; --";
+    let identifier_injection = "x\"; DROP DATABASE svc WITH (FORCE); CREATE ROLE intruder SUPERUSER; --";
+    let literal_injection = "x'; DROP TABLE kept; CREATE ROLE intruder SUPERUSER; --";
     type Change = fn(&mut Value, &str);
     let changes: [(&str, Change); 4] = [
         ("a role", |sidecar, text| sidecar["roles"] = json!([text])),
@@ -236,7 +236,7 @@ async fn sidecar_text_is_never_executed_as_sql() -> Result<()> {
         }),
     ];
     for (name, change) in changes {
-        for text in [hostile, literal] {
+        for text in [identifier_injection, literal_injection] {
             objects.change_sidecar(|sidecar| change(sidecar, text));
             let result = new.run(&["svc-restore"])?;
             let admin = new.postgres().connect("postgres").await?;

@@ -99,6 +99,8 @@ function countEntries({ entries, nextCursor }: Listing): string {
 }
 
 function describeAbsence(path: string, time: string | null): string {
-  if (time !== null) return "The newest backup at or before this time does not contain this folder, or there is none.";
+  if (time !== null) {
+    return "There is no backup at or before this time, or the newest one does not contain this folder.";
+  }
   return path === HOME ? "No files have been saved yet." : "This folder is not in the newest backup.";
 }

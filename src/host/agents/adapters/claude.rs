@@ -266,10 +266,11 @@ impl Claude {
                 );
                 let models = line.model_usage.filter(|models| !models.is_empty());
                 self.conversation_totals = models.as_ref().map(Totals::sum).or(self.conversation_totals);
-                let by_model =
+                let models_cost =
                     models.is_some().then_some(self.conversation_totals).flatten().map(|totals| totals.cost);
-                let total = by_model.unwrap_or_else(|| to_dollars(line.total_cost_usd.unwrap_or_default()));
-                total.saturating_sub(self.run.cost.unwrap_or_default())
+                let conversation_cost =
+                    models_cost.unwrap_or_else(|| to_dollars(line.total_cost_usd.unwrap_or_default()));
+                conversation_cost.saturating_sub(self.run.cost.unwrap_or_default())
             }
         };
         self.run.add_cost(cost);

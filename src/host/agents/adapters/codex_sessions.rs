@@ -222,14 +222,14 @@ mod tests {
             ],
         );
         let day = sessions.join("2026/11/22");
-        let sub = "01a20129-47df-7410-b5ee-defcf2221170";
+        let subagent = "01a20129-47df-7410-b5ee-defcf2221170";
         write(
             &day,
-            &format!("rollout-x-{sub}.jsonl"),
+            &format!("rollout-x-{subagent}.jsonl"),
             &[
-                meta_line(sub, THREAD),
+                meta_line(subagent, THREAD),
                 usage_line("03:00:01.400", THREAD, 9000, 900),
-                usage_line("03:00:01.500", sub, 30, 3),
+                usage_line("03:00:01.500", subagent, 30, 3),
             ],
         );
         let other = "01a20129-0000-7410-b5ee-defcf2221170";

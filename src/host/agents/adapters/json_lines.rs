@@ -95,7 +95,7 @@ pub struct JsonLines {
 impl Adapter for JsonLines {
     fn parse_line(&mut self, at_ms: u64, line: &str) -> Vec<Event> {
         let Ok(line) = serde_json::from_str::<ProtocolLine>(line) else { return Vec::new() };
-        // Any other line implies model usage that has not been reported yet.
+        // Every line except `usage` implies model usage that has not been reported yet.
         self.run.has_unreported_usage = !matches!(line, ProtocolLine::Usage { .. });
         let event = match line {
             ProtocolLine::Started { conversation_id, model } => {

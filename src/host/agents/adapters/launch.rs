@@ -46,8 +46,8 @@ impl AdapterKind {
     ) -> Option<(PathBuf, String)> {
         match self {
             Self::ClaudeCode => {
-                let state = location.resolve("CLAUDE_CONFIG_DIR", ".claude");
-                Some((state.join("projects"), format!("{}.jsonl", to_session_id(conversation_id))))
+                let state_dir = location.resolve("CLAUDE_CONFIG_DIR", ".claude");
+                Some((state_dir.join("projects"), format!("{}.jsonl", to_session_id(conversation_id))))
             }
             Self::Codex | Self::JsonLines => None,
         }
@@ -182,7 +182,7 @@ mod tests {
 
     #[test]
     fn environment_determines_state_directories() {
-        let state = |variables: &[(&str, &str)]| {
+        let resolve_dirs = |variables: &[(&str, &str)]| {
             let environment =
                 variables.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
             let (home, working_dir) = (Path::new("/home/svc"), Path::new("/home/svc/home"));
@@ -200,7 +200,7 @@ mod tests {
             (&[("HOME", "/h"), ("CODEX_HOME", "")], "/h/.claude/projects", "/h/.codex/sessions"),
             (&[("HOME", "/h"), ("CLAUDE_CONFIG_DIR", "/y")], "/y/projects", "/h/.codex/sessions"),
         ] {
-            assert_eq!(state(variables), (claude.into(), codex.into()), "{variables:?}");
+            assert_eq!(resolve_dirs(variables), (claude.into(), codex.into()), "{variables:?}");
         }
     }
 

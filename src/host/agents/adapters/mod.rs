@@ -144,9 +144,9 @@ impl AdapterKind {
     }
 }
 
-/// Removes secrets, then puts the text on one line and truncates it to at most `max` characters.
-fn scrub_and_truncate(text: &str, max: usize) -> String {
-    preview::flatten_and_truncate(&preview::scrub(text), max)
+/// Removes secrets, then puts the text on one line and truncates it to at most `max_chars` characters.
+fn scrub_and_truncate(text: &str, max_chars: usize) -> String {
+    preview::flatten_and_truncate(&preview::scrub(text), max_chars)
 }
 
 /// The error for a run that reported none itself. [`run::RunState::finish`] adds the tool and the turn.

@@ -86,7 +86,8 @@ impl Secrets {
         self.0.first().map_or(0, String::len)
     }
 
-    /// Redacts the secrets; returns whether there were any. Must run before the text is truncated or put on one line.
+    /// Redacts the secrets; returns whether the text contained any. Must run before the text is truncated or put on one
+    /// line.
     pub fn redact(&self, text: &mut String) -> bool {
         let mut is_changed = false;
         for secret in &self.0 {
@@ -111,7 +112,7 @@ impl Secrets {
         if self.redact_value(&mut value) { Cow::Owned(value.to_string()) } else { Cow::Borrowed(line) }
     }
 
-    /// Returns whether there were any secrets.
+    /// Redacts the secrets in all string values; returns whether there were any.
     fn redact_value(&self, value: &mut Value) -> bool {
         match value {
             Value::String(text) => self.redact(text),
@@ -126,11 +127,12 @@ impl Secrets {
     }
 }
 
-/// Puts the text on one line and truncates it to at most `max` characters.
-pub fn flatten_and_truncate(text: &str, max: usize) -> String {
-    let mut flat: String = text.chars().take(max + 1).map(|c| if c.is_control() { ' ' } else { c }).collect();
-    if flat.chars().count() > max {
-        flat = flat.chars().take(max - 1).collect();
+/// Puts the text on one line and truncates it to at most `max_chars` characters.
+pub fn flatten_and_truncate(text: &str, max_chars: usize) -> String {
+    let mut flat: String =
+        text.chars().take(max_chars + 1).map(|c| if c.is_control() { ' ' } else { c }).collect();
+    if flat.chars().count() > max_chars {
+        flat = flat.chars().take(max_chars - 1).collect();
         flat.push('…');
     }
     flat

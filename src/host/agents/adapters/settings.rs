@@ -134,8 +134,9 @@ impl AgentSettings {
     pub fn cost(&self, outcome: &Outcome, requested: Option<&str>) -> Option<Dollars> {
         let price = |model: Option<&str>| self.prices.get(model?);
         let requested_price = || price(requested).filter(|price| outcome.model.is_none() || !price.is_free());
-        let priced = || Some(price(outcome.model.as_deref()).or_else(requested_price)?.cost(outcome));
-        outcome.cost.or_else(priced)
+        let calculated_cost =
+            || Some(price(outcome.model.as_deref()).or_else(requested_price)?.cost(outcome));
+        outcome.cost.or_else(calculated_cost)
     }
 
     /// Whether a run has reported its cost or tokens.
@@ -180,14 +181,14 @@ impl AgentEntry {
         {
             return Err(format!("agents: a name must have 1 to {MAX_AGENT_NAME_CHARS} printable characters"));
         }
-        let invalid = |what: &str| Err(format!("agents.{name}.{what}"));
+        let invalid = |requirement: &str| Err(format!("agents.{name}.{requirement}"));
         if self.command.first().is_none_or(String::is_empty)
-            || self.command.iter().any(|word| word.contains('\0'))
+            || self.command.iter().any(|argument| argument.contains('\0'))
         {
             return invalid("command must be a program and its arguments, without NUL");
         }
-        let is_name = |name: &str| !name.is_empty() && !name.contains(['=', '\0']);
-        if !self.environment.iter().all(|(name, value)| is_name(name) && !value.contains('\0')) {
+        let is_variable_name = |name: &str| !name.is_empty() && !name.contains(['=', '\0']);
+        if !self.environment.iter().all(|(name, value)| is_variable_name(name) && !value.contains('\0')) {
             return invalid("environment must have non-empty names without = or NUL, and values without NUL");
         }
         let deadline_seconds = self.deadline_seconds.unwrap_or(DEFAULT_DEADLINE_SECONDS);

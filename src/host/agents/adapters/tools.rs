@@ -141,10 +141,11 @@ mod tests {
         };
         assert!(event_id.len() <= MAX_ID_CHARS + 3, "{}", event_id.len());
         assert!(event_name.len() <= MAX_NAME_CHARS + 3, "{}", event_name.len());
-        let Some(Event::ToolEnded { id: ended, .. }) = tools.end(5, &id, ResultStatus::Success, None) else {
+        let Some(Event::ToolEnded { id: ended_id, .. }) = tools.end(5, &id, ResultStatus::Success, None)
+        else {
             panic!("the tool did not end");
         };
-        assert_eq!(ended, event_id);
+        assert_eq!(ended_id, event_id);
         assert_eq!(tools.into_recorded()[0].duration_ms, 5);
     }
 

@@ -39,18 +39,19 @@ impl Dispatcher {
         self.refuse_while_paused()?;
         let settings = self.kernel.settings();
         let reserved = self.kernel.reserve(&request.sender_id, &settings)?;
-        let reservation = reserved.map_err(|reached| cost_limit_problem(&request.sender_id, &reached))?;
+        let reservation = reserved.map_err(|reached| refuse_over_cost_limit(&request.sender_id, &reached))?;
         let id = request.id.clone().unwrap_or_else(DispatchId::generate);
-        let (target, all) = build_dispatches(&id, &request, reservation);
-        let existing = self.register(&id, &target, &all, &request.sender_id)?;
+        let (target, dispatches) = build_dispatches(&id, &request, reservation);
+        let existing = self.register(&id, &target, &dispatches, &request.sender_id)?;
         if let Some(existing) = existing {
             return resolve_repeated_request(existing, &request).await;
         }
         // A separate task writes and queues the dispatches, so that it finishes even if the caller disconnects.
         let (dispatcher, sender) = (Arc::clone(self), request.sender_id.clone());
         let queued = self.runs.spawn(async move {
-            dispatcher.write_journal(all.iter().map(|dispatch| dispatch.accepted.clone()).collect()).await;
-            dispatcher.enqueue(&sender, all);
+            let entries = dispatches.iter().map(|dispatch| dispatch.accepted.clone()).collect();
+            dispatcher.write_journal(entries).await;
+            dispatcher.enqueue(&sender, dispatches);
         });
         queued.await.map_err(|error| Problem::internal(&error))?;
         Ok(target)
@@ -64,15 +65,15 @@ impl Dispatcher {
         &self,
         id: &DispatchId,
         target: &DispatchTarget,
-        all: &[Arc<Dispatch>],
+        dispatches: &[Arc<Dispatch>],
         sender: &str,
     ) -> Result<Option<DispatchTarget>, Problem> {
         let mut table = self.lock();
         if let Some(existing) = table.targets.get(id.as_str()) {
             return Ok(Some(existing.clone()));
         }
-        let (mut count, mut sender_count) = (all.len(), all.len());
-        let mut bytes: usize = all.iter().map(|dispatch| dispatch.accepted.entry.prompt.len()).sum();
+        let (mut count, mut sender_count) = (dispatches.len(), dispatches.len());
+        let mut bytes: usize = dispatches.iter().map(|dispatch| dispatch.accepted.entry.prompt.len()).sum();
         for queued in table.queue.iter().chain(&table.unjournaled) {
             count += 1;
             sender_count += usize::from(queued.accepted.sender_id == sender);
@@ -83,18 +84,18 @@ impl Dispatcher {
             return Err(Problem::new(Code::RateLimited, detail).retry_after(10));
         }
         table.targets.insert(id.to_string(), target.clone());
-        for dispatch in all {
+        for dispatch in dispatches {
             table.targets.insert(dispatch.id().to_owned(), DispatchTarget::Dispatch(Arc::clone(dispatch)));
         }
-        table.unjournaled.extend(all.iter().cloned());
+        table.unjournaled.extend(dispatches.iter().cloned());
         Ok(None)
     }
 
     /// Queues dispatches once they have been written to the journal, or the write has failed.
-    fn enqueue(self: &Arc<Self>, sender: &str, all: Vec<Arc<Dispatch>>) {
+    fn enqueue(self: &Arc<Self>, sender: &str, dispatches: Vec<Arc<Dispatch>>) {
         let mut table = self.lock();
-        table.unjournaled.retain(|dispatch| !all.iter().any(|other| Arc::ptr_eq(dispatch, other)));
-        for dispatch in all {
+        table.unjournaled.retain(|dispatch| !dispatches.iter().any(|other| Arc::ptr_eq(dispatch, other)));
+        for dispatch in dispatches {
             dispatch.journaled.cancel();
             if let Some(batch) = &dispatch.batch {
                 batch.journaled.cancel();
@@ -134,7 +135,7 @@ fn build_dispatches(
     let batch = Batch::new(id.to_string(), request.fingerprint.clone(), ids, size);
     // Only the first entry has a reservation; the others wait for theirs in the queue.
     let mut reservation = Some(reservation);
-    let entry = |(index, entry)| {
+    let build_dispatch = |(index, entry)| {
         let position = BatchPosition { id: id.to_string(), index, size };
         Dispatch::new(
             journal_entry(id.entry_id(index), entry, Some(position)),
@@ -142,12 +143,12 @@ fn build_dispatches(
             reservation.take(),
         )
     };
-    let all = request.entries.iter().enumerate().map(entry).collect();
-    (DispatchTarget::Batch(batch), all)
+    let dispatches = request.entries.iter().enumerate().map(build_dispatch).collect();
+    (DispatchTarget::Batch(batch), dispatches)
 }
 
-/// Builds the problem for a request rejected by a cost limit; logs and counts the rejection.
-fn cost_limit_problem(sender: &str, reached: &LimitReached) -> Problem {
+/// Logs and counts a request that a cost limit refuses; returns the problem.
+fn refuse_over_cost_limit(sender: &str, reached: &LimitReached) -> Problem {
     tracing::info!(sender, period = reached.period.as_str(), "dispatch refused: cost limit reached");
     DISPATCHES.add_one(["limited"]);
     reached.problem(Timestamp::now())

@@ -45,7 +45,7 @@ const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(25);
 pub enum DispatchTarget {
     Dispatch(Arc<Dispatch>),
     Batch(Arc<Batch>),
-    /// A batch restored from its records, with the entries that have one.
+    /// A batch restored from its records, with those of its entries that have a record.
     Recorded(Arc<Batch>, Vec<Arc<Dispatch>>),
 }
 
@@ -126,7 +126,7 @@ pub struct Dispatcher {
     pub(super) runs: TaskTracker,
     /// Cancelled at shutdown: nothing starts, and running dispatches are ended.
     stop: CancellationToken,
-    /// Cancelled at shutdown, after the runs have ended or the timeout has passed: event streams end.
+    /// Cancelled at shutdown, after the runs have ended or `SHUTDOWN_TIMEOUT` has passed: event streams end.
     pub closed: CancellationToken,
     /// Cancelled when the previous process's dispatches have been restored.
     pub(super) recovered: CancellationToken,
@@ -210,7 +210,7 @@ impl Dispatcher {
     /// All queued, running and retained dispatches, newest first.
     pub fn list(&self) -> Vec<Arc<Dispatch>> {
         let table = self.lock();
-        let mut all: Vec<Arc<Dispatch>> = table
+        let mut dispatches: Vec<Arc<Dispatch>> = table
             .targets
             .values()
             .filter_map(|target| match target {
@@ -218,8 +218,8 @@ impl Dispatcher {
                 DispatchTarget::Batch(_) | DispatchTarget::Recorded(..) => None,
             })
             .collect();
-        all.sort_by(|a, b| (b.accepted.accepted_at, b.id()).cmp(&(a.accepted.accepted_at, a.id())));
-        all
+        dispatches.sort_by(|a, b| (b.accepted.accepted_at, b.id()).cmp(&(a.accepted.accepted_at, a.id())));
+        dispatches
     }
 
     /// Cancels a target's dispatches in any phase. Queued ones have ended when this returns.
@@ -361,8 +361,8 @@ impl Dispatcher {
     /// interaction.
     async fn refuse(&self, dispatch: &Arc<Dispatch>, reached: &LimitReached) {
         DISPATCHES.add_one(["limited"]);
-        // Without this entry, a crash would queue the dispatch again: its batch stays in the journal until all entries
-        // have ended.
+        // Without this entry, the dispatch would be queued again after a crash: its batch stays in the journal until
+        // all entries have ended.
         let refused = JournalEntry { refused: Some(reached.period), ..dispatch.accepted.clone() };
         if !self.write_journal(vec![refused]).await {
             // After a crash, a dispatch marked as started is recorded as interrupted. That is inaccurate, but prevents
@@ -420,9 +420,9 @@ impl Dispatcher {
 
     /// Writes entries to the journal; returns whether that succeeded. After a failure, the dispatch is still accepted:
     /// it may be the one that frees disk space.
-    pub(super) async fn write_journal(&self, all: Vec<JournalEntry>) -> bool {
+    pub(super) async fn write_journal(&self, entries: Vec<JournalEntry>) -> bool {
         let journal = self.journal.clone();
-        let written = run_blocking(move || journal.write(&all)).await;
+        let written = run_blocking(move || journal.write(&entries)).await;
         if written.is_err() {
             tracing::warn!("cannot write a dispatch to the journal; a gateway crash would lose its state");
         }

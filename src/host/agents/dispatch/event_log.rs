@@ -1,4 +1,4 @@
-//! A dispatch's events, in order and bounded in size, for current and later listeners.
+//! The events of a dispatch or a batch, in order and bounded in size, for current and later listeners.
 
 use std::collections::VecDeque;
 use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};

@@ -115,13 +115,13 @@ impl Journal {
     }
 
     /// Writes one dispatch, or all dispatches of a batch.
-    pub fn write(&self, all: &[JournalEntry]) -> Result<(), FileError> {
-        let (file, text) = match all {
+    pub fn write(&self, entries: &[JournalEntry]) -> Result<(), FileError> {
+        let (file, text) = match entries {
             [] => return Ok(()),
             [entry] => (JournalFile::Dispatch(entry.id.clone()), serde_json::to_vec(entry)),
             [first, ..] => {
                 let batch = first.batch.as_ref().map_or(&first.id, |batch| &batch.id);
-                (JournalFile::Batch(batch.clone()), serde_json::to_vec(all))
+                (JournalFile::Batch(batch.clone()), serde_json::to_vec(entries))
             }
         };
         fsx::write_atomic(&self.path(&file), &text.expect("plain fields serialize to JSON"), 0o600)
@@ -151,7 +151,7 @@ impl Journal {
         self.0.join(format!("{id}.begun"))
     }
 
-    /// Removes the files of dispatches and batches that are recorded or refused, in the order of
+    /// Removes the files of recorded or refused dispatches and of ended batches. The files must be in the order of
     /// [`JournalFile::take_removable`]. A file that cannot be removed stays until the next start.
     pub fn remove_all(&self, files: &[JournalFile]) {
         let mut remaining_batches: BTreeSet<&str> = BTreeSet::new();

@@ -41,18 +41,18 @@ impl<T> Queue<T> {
     }
 
     /// Takes the next dispatch that can run, and moves its sender to the back. A sender's dispatches run in order, with
-    /// one exception: if the first must wait, the next one that already has a reservation overtakes it, because the
-    /// first may be waiting for that reservation to be released.
+    /// one exception: if the first must wait, the next one that `can_overtake` accepts runs before it. `can_overtake`
+    /// requires a reservation: the first dispatch may be waiting for that reservation to be released.
     pub fn pop(
         &mut self,
         mut decide: impl FnMut(&T) -> QueueDecision,
-        is_reserved: impl Fn(&T) -> bool,
+        can_overtake: impl Fn(&T) -> bool,
     ) -> Option<T> {
         for turn in 0..self.turns.len() {
             let queue = self.waiting.get_mut(&self.turns[turn])?;
             let first = queue.front().filter(|first| decide(first) == QueueDecision::Take).map(|_| 0);
             let next = first.or_else(|| {
-                queue.iter().enumerate().skip(1).find(|(_, item)| is_reserved(item)).map(|(index, _)| index)
+                queue.iter().enumerate().skip(1).find(|(_, item)| can_overtake(item)).map(|(index, _)| index)
             });
             let Some(index) = next else { continue };
             let item = queue.remove(index);

@@ -32,8 +32,8 @@ impl Dispatcher {
                 return;
             }
         }
-        // Requests are accepted only after this: a repeated request for a dispatch that has not been restored would run
-        // it again.
+        // Requests are accepted only after the restore: a repeated request for a dispatch that has not been restored
+        // would run it again.
         let (journaled, recorded_interactions) = loop {
             match self.read_journal().await {
                 Ok(previous) => break previous,
@@ -43,7 +43,7 @@ impl Dispatcher {
                 return;
             }
         };
-        tokio::spawn(report_ends_to_watcher(self.watcher_socket.clone(), started_ids(&journaled)));
+        tokio::spawn(report_ends_to_watcher(self.watcher_socket.clone(), started_or_ended_ids(&journaled)));
         self.restore(journaled, &recorded_interactions);
         self.recovered.cancel();
         self.start_ready();
@@ -157,8 +157,8 @@ impl Dispatcher {
                 ids.iter().filter_map(|id| recorded_interactions.get(id)).collect();
             let is_in_batch =
                 |entry: &&JournalEntry| entry.batch.as_ref().is_some_and(|other| other.id == position.id);
-            let count = ended.len() + unfinished.iter().filter(is_in_batch).count();
-            let batch = Batch::new(position.id.clone(), entry.fingerprint.clone(), ids, count);
+            let remaining = ended.len() + unfinished.iter().filter(is_in_batch).count();
+            let batch = Batch::new(position.id.clone(), entry.fingerprint.clone(), ids, remaining);
             batch.journaled.cancel();
             batches.insert(position.id.clone(), Arc::clone(&batch));
             self.lock().targets.insert(position.id.clone(), DispatchTarget::Batch(Arc::clone(&batch)));
@@ -226,8 +226,8 @@ impl DispatchTable {
     }
 }
 
-/// Returns the IDs of the dispatches whose agents were started.
-fn started_ids(journaled: &[JournalEntry]) -> Vec<String> {
+/// Returns the IDs of the dispatches that have started or ended.
+fn started_or_ended_ids(journaled: &[JournalEntry]) -> Vec<String> {
     journaled
         .iter()
         .filter(|entry| entry.started_at.is_some() || entry.ended.is_some())

@@ -228,17 +228,17 @@ impl DispatchRequest {
         settings: &AgentSettings,
     ) -> Option<(Vec<PromptEntry>, Value)> {
         let items = fields.nested_array("batch", 1..=MAX_BATCH_ENTRIES)?;
-        let (mut entries, mut all) = (Vec::new(), vec![options.to_json("")]);
+        let (mut entries, mut own_fields) = (Vec::new(), vec![options.to_json("")]);
         let count = items.len();
         for mut entry in items {
             let prompt = entry.required_text("prompt", MAX_PROMPT_CHARS);
             let own_options = EntryOptions::read(&mut entry);
-            all.push(own_options.to_json(prompt.as_deref().unwrap_or_default()));
+            own_fields.push(own_options.to_json(prompt.as_deref().unwrap_or_default()));
             let options = own_options.with_defaults(options);
             entries.extend(prompt.and_then(|prompt| options.into_entry(&mut entry, prompt, settings)));
             fields.close(entry);
         }
-        (entries.len() == count).then_some((entries, Value::Array(all)))
+        (entries.len() == count).then_some((entries, Value::Array(own_fields)))
     }
 }
 

@@ -194,8 +194,8 @@ mod tests {
         let restored = dispatcher.find(&"b".parse().unwrap()).await.unwrap().unwrap();
         assert_eq!((dispatcher.entries(&restored).len(), restored.entry_count()), (2, 3));
         let events = restored.log().read(0).events;
-        let done = String::from_utf8_lossy(events.last().unwrap());
-        assert!(done.contains("event: done") && done.contains("\"entries\":3"), "{done}");
+        let last_event = String::from_utf8_lossy(events.last().unwrap());
+        assert!(last_event.contains("event: done") && last_event.contains("\"entries\":3"), "{last_event}");
         batch.log.push("accepted", &json!({}), false);
         let next = batch.log.read(0).next;
         assert_eq!(restored.log().read(next).events.len(), 5);

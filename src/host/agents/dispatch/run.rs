@@ -113,7 +113,7 @@ fn estimate_cost(
     match (outcome.has_unreported_usage, outcome.cost) {
         // The reported cost covers only earlier turns.
         (true, Some(reported)) => Some(reported + reserved),
-        // The tokens reported so far exclude output tokens.
+        // The reported tokens, if any, may be only part of those used.
         (true, None) => Some(cost.unwrap_or_default().max(reserved)),
         (false, _) => {
             (is_cut_off && (cost.is_none() || !AgentSettings::has_usage(outcome))).then_some(reserved)
@@ -363,10 +363,10 @@ impl<'a> GatewayRun<'a> {
         mut to_runner: OwnedWriteHalf,
     ) -> Result<RunResult, DispatchError> {
         // A separate task reads the frames: a read cancelled halfway would lose the position in the stream.
-        let (frames, mut next) = tokio::sync::mpsc::channel(2);
+        let (frame_sender, mut frame_receiver) = tokio::sync::mpsc::channel(2);
         let reader = tokio::spawn(async move {
             while let Ok(Some(frame)) = RunnerFrame::read(&mut from_runner).await {
-                if frames.send(frame).await.is_err() {
+                if frame_sender.send(frame).await.is_err() {
                     return;
                 }
             }
@@ -388,7 +388,7 @@ impl<'a> GatewayRun<'a> {
                 }
             };
             tokio::select! {
-                frame = next.recv() => match frame {
+                frame = frame_receiver.recv() => match frame {
                     Some(RunnerFrame::Ready { pid }) => {
                         announce_to_watcher(self.context.watcher_socket, self.dispatch, pid).await;
                         // A runner that does not receive the go-ahead times out.

@@ -220,10 +220,10 @@ impl Dispatch {
         self.lock().session_id = Some(to_session_id(conversation));
     }
 
-    /// Adds a tool call that may change files. `has_hook_ids` is set if the agent's hooks use the same call IDs.
-    pub fn add_seen_call(&self, call: &str, has_hook_ids: bool) {
+    /// Adds a tool call that may change files. `has_shared_call_ids` is set if the agent's hooks use the same call IDs.
+    pub fn add_seen_call(&self, call: &str, has_shared_call_ids: bool) {
         let mut state = self.lock();
-        state.seen.has_hook_ids = has_hook_ids;
+        state.seen.has_shared_call_ids = has_shared_call_ids;
         state.seen.add(call);
     }
 

@@ -91,8 +91,8 @@ impl StderrTail {
         }
     }
 
-    /// Returns the last `STDERR_TAIL_BYTES` as text, without the secrets. A truncated first line is dropped if whole
-    /// lines follow.
+    /// Returns the last `STDERR_TAIL_BYTES` as text, without the secrets. A truncated first line is dropped if another
+    /// line follows.
     pub fn into_text(mut self, secrets: &Secrets) -> String {
         let bytes = self.bytes.make_contiguous();
         let (mut partial_char_bytes, mut min_cut) = (0, 0);

@@ -99,7 +99,7 @@ fn run_command(args: Vec<OsString>) -> ExitCode {
     }
 }
 
-/// The parsed message, shared with the thread that saves it after a timeout.
+/// The parsed message, shared with the main thread, which saves it if it cannot be delivered.
 type SharedMessage = Arc<Mutex<Option<Message>>>;
 
 /// The time since this process was started, in steps of 10 ms; zero if unknown. On a busy machine, the process may have
@@ -116,15 +116,15 @@ fn run_hook(actor: String) {
         + protocol::time_limit(HOOK_TIMEOUT).saturating_sub(process_age()).saturating_sub(SAVE_RESERVE);
     std::panic::set_hook(Box::new(|_| {}));
     let layout = Layout::from_process();
-    let gaps = layout.audit_gaps();
+    let gap_file = layout.audit_gaps();
     let shared = SharedMessage::default();
     let (sender, receiver) = mpsc::channel();
     let thread_shared = Arc::clone(&shared);
-    let started = std::thread::Builder::new().spawn(move || {
+    let spawned = std::thread::Builder::new().spawn(move || {
         // After a timeout, there is no receiver.
         let _ = sender.send(report_event(&layout, &actor, deadline, &thread_shared));
     });
-    let failure = match started {
+    let failure = match spawned {
         Err(_) => Some(GapReason::Undelivered),
         Ok(_) => match receiver.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
             Ok(failure) => failure,
@@ -136,7 +136,7 @@ fn run_hook(actor: String) {
     if let Some(why) = failure {
         let message = shared.lock().unwrap_or_else(PoisonError::into_inner).take();
         // A failure here cannot be reported: the hook must not print anything.
-        let _ = UndeliveredHook::new(why, message).save(&gaps);
+        let _ = UndeliveredHook::new(why, message).save(&gap_file);
     }
 }
 

@@ -26,17 +26,17 @@ pub struct SettingsError(pub String, pub &'static str);
 pub fn install(settings: &mut Value, specs: &[HookSpec], command: &str) -> Result<bool, SettingsError> {
     check_structure(settings)?;
     let before = settings.clone();
-    let all = hooks_mut(settings);
-    for (event, groups) in all.iter_mut() {
+    let hooks = hooks_mut(settings);
+    for (event, groups) in hooks.iter_mut() {
         if !specs.iter().any(|spec| spec.event == event) {
             remove_ours(groups);
         }
     }
     for spec in specs {
-        let groups = all.entry(spec.event).or_insert_with(|| json!([]));
+        let groups = hooks.entry(spec.event).or_insert_with(|| json!([]));
         replace_or_append(groups, build_group(spec, command));
     }
-    all.retain(|event, groups| !is_empty(groups) || was_empty(&before, event));
+    hooks.retain(|event, groups| !is_empty(groups) || was_empty(&before, event));
     Ok(*settings != before)
 }
 
@@ -50,17 +50,17 @@ pub fn uninstall(settings: &mut Value) -> Result<bool, SettingsError> {
         return Ok(false);
     }
     let before = settings.clone();
-    let all = hooks_mut(settings);
+    let hooks = hooks_mut(settings);
     let mut emptied = Vec::new();
-    for (event, groups) in all.iter_mut() {
+    for (event, groups) in hooks.iter_mut() {
         let had_groups = !is_empty(groups);
         remove_ours(groups);
         if had_groups && is_empty(groups) {
             emptied.push(event.clone());
         }
     }
-    all.retain(|event, _| !emptied.contains(event));
-    if !emptied.is_empty() && all.is_empty() {
+    hooks.retain(|event, _| !emptied.contains(event));
+    if !emptied.is_empty() && hooks.is_empty() {
         settings.as_object_mut().map(|settings| settings.shift_remove("hooks"));
     }
     Ok(*settings != before)

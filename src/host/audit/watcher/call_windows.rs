@@ -194,7 +194,8 @@ impl CallWindows {
         self.open.iter().find(|window| window.session == session && window.tool_use == tool_use)
     }
 
-    /// Opens a call. Returns the oldest call if it had to be evicted.
+    /// Opens a call's window, replacing any open window of the same call. Returns the oldest window if it had to be
+    /// evicted.
     pub fn begin(&mut self, window: CallWindow) -> Option<CallWindow> {
         self.open.retain(|open| !(open.session == window.session && open.tool_use == window.tool_use));
         let evicted = (self.open.len() >= MAX_WINDOWS).then(|| self.open.remove(0));

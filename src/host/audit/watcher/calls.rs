@@ -26,11 +26,11 @@ pub struct EndedCall {
     pub is_live: bool,
 }
 
-/// The peer's authority to report the end of a call.
+/// A peer's authority to report on a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Authority {
     Proven,
-    /// The peer ended before it could be identified. Its report is accepted, and recorded as a gap.
+    /// The peer ended before it could be identified. Its report is accepted, but a reported end is recorded as a gap.
     Unproven,
     /// The call belongs to a different process.
     None,

@@ -42,7 +42,7 @@ impl PathSet {
 /// Collects changed paths until a reader reports that it has saved them.
 #[derive(Debug)]
 pub struct ChangeLog {
-    /// Distinguishes the tokens of this process from earlier ones.
+    /// Distinguishes the tokens of this process from those of earlier processes.
     instance: String,
     /// The number of the last reply; 0 before the first one.
     last_reply: u64,

@@ -1,4 +1,5 @@
-//! Computes the changes since the last check: the net difference in the tree. Only names with events are read.
+//! Computes the changes since the last check: the net difference in the tree. Reads only the names with events, or all
+//! names if events were lost or too many names have events.
 //!
 //! When a name is replaced or a folder is moved, the paths below it before and after are compared. A file that was
 //! created and deleted, or moved away and back, is not a change.
@@ -220,7 +221,7 @@ fn remove_dirty(
 }
 
 /// Fills an empty tree.
-pub fn fill(tree: &mut Tree, probe: &mut impl FsProbe) {
+pub fn fill_tree(tree: &mut Tree, probe: &mut impl FsProbe) {
     let (mut before, mut removed_folders, root) = (PathMap::new(), Vec::new(), tree.root());
     let mut walk = TreeWalk { tree, probe, before: &mut before, removed_folders: &mut removed_folders };
     walk.add_contents(root, Vec::new(), &mut |_, _| {});
@@ -348,7 +349,7 @@ fn is_written_or_replaced(old: FileState, new: FileState, marks: Marks) -> bool 
     old.size != new.size || marks.is_written || (old.mtime != new.mtime && !marks.is_touched)
 }
 
-/// Returns the changes to the other names of hard-linked files.
+/// Refreshes the other names of hard-linked files in the tree, and returns the changes to them.
 fn compare_other_names(
     tree: &mut Tree,
     probe: &mut impl FsProbe,

@@ -61,7 +61,7 @@ impl Dispatches {
             .map(|index| self.0.remove(index))
             .map(|dispatch| (dispatch.reported, dispatch.further_reported))
             .unwrap_or_default();
-        if seen.has_hook_ids && further_reported == 0 && seen.further_calls == 0 {
+        if seen.has_shared_call_ids && further_reported == 0 && seen.further_calls == 0 {
             return seen.ids.iter().filter(|id| !reported.contains(*id)).count() as u64;
         }
         // Without common IDs, or if some IDs were not stored, compare only the counts.
@@ -74,8 +74,12 @@ impl Dispatches {
 mod tests {
     use super::*;
 
-    fn seen(ids: &[&str], has_hook_ids: bool) -> SeenCalls {
-        SeenCalls { ids: ids.iter().map(|&id| id.to_owned()).collect(), further_calls: 0, has_hook_ids }
+    fn seen(ids: &[&str], has_shared_call_ids: bool) -> SeenCalls {
+        SeenCalls {
+            ids: ids.iter().map(|&id| id.to_owned()).collect(),
+            further_calls: 0,
+            has_shared_call_ids,
+        }
     }
 
     fn dispatches_with_calls(reported: &[&str]) -> Dispatches {
@@ -110,7 +114,7 @@ mod tests {
     fn end_counts_calls_beyond_the_id_limit() {
         let ids: Vec<String> = (0..MAX_IDS + 50).map(|n| n.to_string()).collect();
         let mut dispatches = dispatches_with_calls(&ids.iter().map(String::as_str).collect::<Vec<_>>());
-        let seen = SeenCalls { ids: ids[..MAX_IDS].to_vec(), further_calls: 60, has_hook_ids: true };
+        let seen = SeenCalls { ids: ids[..MAX_IDS].to_vec(), further_calls: 60, has_shared_call_ids: true };
         assert_eq!(dispatches.end("d", &seen), 10);
         assert_eq!(dispatches, Dispatches::default());
     }

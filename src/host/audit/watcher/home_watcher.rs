@@ -210,12 +210,12 @@ impl FsProbe for HomeWatcher {
 }
 
 fn to_marks(mask: AddWatchFlags) -> Marks {
-    let names = AddWatchFlags::IN_CREATE
+    let name_events = AddWatchFlags::IN_CREATE
         | AddWatchFlags::IN_DELETE
         | AddWatchFlags::IN_MOVED_FROM
         | AddWatchFlags::IN_MOVED_TO;
     Marks {
-        has_name_change: mask.intersects(names),
+        has_name_change: mask.intersects(name_events),
         is_created: mask.contains(AddWatchFlags::IN_CREATE),
         is_written: mask.contains(AddWatchFlags::IN_MODIFY),
         is_touched: mask.contains(AddWatchFlags::IN_ATTRIB),

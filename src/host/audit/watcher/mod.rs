@@ -90,15 +90,15 @@ async fn watch(layout: Layout) -> Result<(), Failure> {
     let writer = Writer::start(layout.logs()).or_exit(Exit::Internal)?;
     let records = writer.records();
     let thread_layout = layout.clone();
-    let started = tokio::task::spawn_blocking(move || Watcher::start(&thread_layout, records));
-    let watcher = started.await.or_exit(Exit::Internal)?.or_exit(Exit::Internal)?;
+    let start_task = tokio::task::spawn_blocking(move || Watcher::start(&thread_layout, records));
+    let watcher = start_task.await.or_exit(Exit::Internal)?.or_exit(Exit::Internal)?;
     let WatcherThread { handle, has_progressed, thread, ended } =
         spawn_watcher_thread(watcher).or_exit(Exit::Internal)?;
     let listener = unix_socket::bind(&layout.watch_sockets(), SOCKET).or_exit(Exit::Internal)?;
     let change_listener =
         unix_socket::bind(&layout.watch_sockets(), file_changes::SOCKET).or_exit(Exit::Internal)?;
     systemd::notify(&[NotifyState::Ready]);
-    let is_stopped = tokio::select! {
+    let is_stop_requested = tokio::select! {
         () = listen_for_hooks(listener, handle.clone()) => false,
         () = listen_for_changes(change_listener, handle) => false,
         // The thread has panicked; the panic hook has logged it.
@@ -109,11 +109,13 @@ async fn watch(layout: Layout) -> Result<(), Failure> {
     };
     systemd::notify(&[NotifyState::Stopping]);
     // The listeners have dropped their handles; open connections hold theirs until they time out.
-    let ended = tokio::task::spawn_blocking(move || thread.join());
+    let join_task = tokio::task::spawn_blocking(move || thread.join());
     // After the timeout, the thread ends with the process.
-    let _ = tokio::time::timeout(CONNECTION_TIMEOUT * 2, ended).await;
+    let _ = tokio::time::timeout(CONNECTION_TIMEOUT * 2, join_task).await;
     drop(writer);
-    is_stopped.then_some(()).ok_or_else(|| anyhow::anyhow!("the watcher thread ended unexpectedly").into())
+    is_stop_requested
+        .then_some(())
+        .ok_or_else(|| anyhow::anyhow!("the watcher thread ended unexpectedly").into())
 }
 
 /// Feeds the watchdog while the thread makes progress.
@@ -174,19 +176,19 @@ impl WatcherHandle {
     async fn send(&self, message: Message, peer: Peer) -> bool {
         let (done, completion) = oneshot::channel();
         let request = HookRequest { message, peer, received_at: Instant::now(), done };
-        self.request(Request::Hook(Box::new(request))) && completion.await.is_ok()
+        self.send_request(Request::Hook(Box::new(request))) && completion.await.is_ok()
     }
 
     /// Returns the changes since the reply with the token `saved`; `None` if the thread has ended.
     async fn take_changes(&self, saved: Option<String>) -> Option<ChangesReply> {
         let (reply, changes) = oneshot::channel();
-        if !self.request(Request::Changes { saved, reply }) {
+        if !self.send_request(Request::Changes { saved, reply }) {
             return None;
         }
         changes.await.ok()
     }
 
-    fn request(&self, request: Request) -> bool {
+    fn send_request(&self, request: Request) -> bool {
         if self.requests.send(request).is_err() {
             return false;
         }

@@ -76,7 +76,7 @@ impl Watcher {
         let mut home_watcher = HomeWatcher::open(&home)?;
         let mut tree = Tree::new(home_watcher.root());
         let start = Instant::now();
-        diff::fill(&mut tree, &mut home_watcher);
+        diff::fill_tree(&mut tree, &mut home_watcher);
         tracing::info!(
             names = tree.len(),
             folders = home_watcher.watch_count(),
@@ -234,7 +234,7 @@ impl Watcher {
             return;
         }
         let Call { session, tool_use, process } = call;
-        if is_about_call && !self.has_authority(&message, &session, &tool_use, peer) {
+        if is_about_call && !self.check_authority(&message, &session, &tool_use, peer) {
             return;
         }
         match message.phase {
@@ -327,8 +327,8 @@ impl Watcher {
         message
     }
 
-    /// Whether this peer may report on this call. Rejected reports and unproven ends are recorded as gaps.
-    fn has_authority(&self, message: &Message, session: &str, tool_use: &str, peer: &Peer) -> bool {
+    /// Returns whether this peer may report on this call. Records rejected reports and unproven ends as gaps.
+    fn check_authority(&self, message: &Message, session: &str, tool_use: &str, peer: &Peer) -> bool {
         let Some(window) = self.windows.get(session, tool_use) else { return true };
         let authority = determine_authority(window, peer);
         match authority {
@@ -459,7 +459,8 @@ impl Watcher {
         let _ = self.records.append(LogFile::Audit, &GapLine { version: 1, timestamp: clock::now_ms(), gap });
     }
 
-    /// Records undelivered messages as gaps, and processes those that still describe a call's end.
+    /// Records the saved messages as gaps, except late reports of an end, and processes the reports of an end that the
+    /// watcher has not processed yet.
     fn collect_saved(&mut self) {
         let mut saved = UndeliveredHook::collect(&self.gap_file);
         // A late message about the end of a call is not a gap: all changes until then belong to the call.

@@ -55,8 +55,8 @@ pub fn stream_archive(history: History, entry: Entry, name: OsString, format: Ar
     let (sender, buffers) = mpsc::channel::<io::Result<Vec<u8>>>(MAX_PENDING_BUFFERS);
     let runtime = Handle::current();
     tokio::task::spawn_blocking(move || {
-        let (errors, is_failed) = (sender.clone(), Arc::new(AtomicBool::new(false)));
-        let channel = ChannelWriter { buffers: sender, is_failed: Arc::clone(&is_failed) };
+        let (errors, has_failed) = (sender.clone(), Arc::new(AtomicBool::new(false)));
+        let channel = ChannelWriter { buffers: sender, has_failed: Arc::clone(&has_failed) };
         let output = BufWriter::with_capacity(BUFFER_BYTES, channel);
         let mut writer = match format {
             ArchiveFormat::Tar => {
@@ -68,7 +68,7 @@ pub fn stream_archive(history: History, entry: Entry, name: OsString, format: Ar
             Ok(()) => writer.finish(),
             Err(error) => {
                 // Both libraries complete the archive when their writer is dropped.
-                is_failed.store(true, Ordering::Relaxed);
+                has_failed.store(true, Ordering::Relaxed);
                 drop(writer);
                 Err(error)
             }
@@ -86,12 +86,12 @@ pub fn stream_archive(history: History, entry: Entry, name: OsString, format: Ar
 
 struct ChannelWriter {
     buffers: mpsc::Sender<io::Result<Vec<u8>>>,
-    is_failed: Arc<AtomicBool>,
+    has_failed: Arc<AtomicBool>,
 }
 
 impl Write for ChannelWriter {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        if self.is_failed.load(Ordering::Relaxed) {
+        if self.has_failed.load(Ordering::Relaxed) {
             return Err(io::Error::other("the archive is incomplete"));
         }
         let disconnected = |_| io::Error::new(io::ErrorKind::BrokenPipe, "the client has disconnected");
@@ -218,7 +218,7 @@ fn tar_header(entry: &Entry, kind: tar::EntryType) -> tar::Header {
     header
 }
 
-/// Writes a target that is too long for the header of the next entry.
+/// Appends a GNU entry with a link target that is too long for the header of the next entry.
 fn append_long_link<W: Write>(tar: &mut tar::Builder<W>, target: &[u8]) -> io::Result<()> {
     let mut header = tar::Header::new_gnu();
     header.set_path("././@LongLink")?;

@@ -75,8 +75,8 @@ async fn serve(settings: FilesSettings, connection: UnixStream) -> Result<(), Fa
         .header_read_timeout(HEADER_TIMEOUT)
         .serve_connection(TokioIo::new(connection), TowerToHyperService::new(router));
     tokio::select! {
-        // After an error, the response is missing or incomplete: the client has disconnected or sent no request in
-        // time, or a file or an archive could not be read completely.
+        // After an error, the response is missing or incomplete: the client has disconnected or has sent no request
+        // within `HEADER_TIMEOUT`, or the content of a file or an archive could not be read completely.
         served = served => if let Err(error) = served {
             tracing::debug!(error = %format_chain(&error), "the connection ended early");
         },

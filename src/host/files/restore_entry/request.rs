@@ -26,7 +26,7 @@ pub struct RestoreRequest {
     pub request_id: String,
     #[serde(with = "clock::wire")]
     pub requested_at: Timestamp,
-    /// The entry to restore, as formatted by [`crate::files::home_path::HomePath`].
+    /// The entry to restore, as formatted by [`HomePath`].
     pub path: String,
     /// The entry is restored from the last snapshot at or before this time; `None` for the time of the request. A time
     /// after the request counts as the time of the request, unless it is exactly the time of a snapshot.
@@ -131,7 +131,7 @@ impl RestoreRequest {
 
 /// Describes the damaged entries below a restored directory; `None` if there are none.
 pub(super) fn describe_damaged(directory: &HomePath, damaged: &DamagedEntries) -> Option<String> {
-    let first = damaged.first.iter().map(|staged| {
+    let first = damaged.first_paths.iter().map(|staged| {
         // The first component is the directory's name in the staging directory.
         let relative: PathBuf = staged.components().skip(1).collect();
         HomePath::from_relative(directory.as_path().join(relative)).to_line()

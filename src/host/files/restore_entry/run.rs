@@ -138,9 +138,7 @@ impl Placement {
         let path = Path::new(DISPLAY_HOME).join(bytes_to_name(&self.directory)).join(bytes_to_name(name));
         path.display().to_string()
     }
-}
 
-impl Placement {
     /// Converts an error from moving the entry into place.
     fn classify_move_error(&self, error: Errno) -> RestoreError {
         let path = Path::new(&bytes_to_name(&self.directory)).join(bytes_to_name(&self.name));
@@ -161,8 +159,8 @@ fn bytes_to_name(bytes: &[u8]) -> OsString {
 /// # Errors
 /// `Unavailable` if the restore fails, and `Config` if the configuration is invalid: the request is then removed, and
 /// its state contains the reason. `Refused` if the request file is invalid; it is removed, too. `TryAgain` if another
-/// run is in progress or the replaced entry could not be moved; the request remains. `Internal` if a file of the
-/// machine cannot be read or written.
+/// run is in progress or the replaced entry could not be moved; the request remains. `Internal` if a local file
+/// cannot be read or written.
 pub async fn serve(layout: Layout) -> Result<(), Failure> {
     let _lock = Lock::acquire(&layout.files_state().join(LOCK_FILE)).or_exit(Exit::TryAgain)?;
     let Some(request) = RestoreRequest::read(&layout).or_exit(Exit::Internal)? else { return Ok(()) };
@@ -238,7 +236,7 @@ fn clean_up(layout: &Layout, staging: &Staging) -> Result<(), FileError> {
 }
 
 /// Removes the staging directory, unless it contains a replaced entry that could not be moved yet. If the removal
-/// fails, the next restore tries it again.
+/// fails, the next restore retries it.
 fn remove_staging(staging: &Staging) {
     if matches!(find_exchanged(staging), Err(_) | Ok(Some(_))) {
         return;

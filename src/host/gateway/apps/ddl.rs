@@ -83,13 +83,13 @@ pub fn plan_registration(
     plan
 }
 
-/// The statements that register `wanted` in an empty schema.
+/// Returns the statements that register `wanted` in an empty schema.
 #[cfg(feature = "fuzzing")]
 pub fn registration_sql(schema: &SqlIdentifier, wanted: &[Table]) -> Vec<String> {
-    let text = |change| match change {
+    let into_sql = |change| match change {
         SchemaChange::Required(sql) | SchemaChange::CreateIndex { sql, .. } => sql,
     };
-    plan_registration(schema, wanted, &ExistingSchema::default()).changes.into_iter().map(text).collect()
+    plan_registration(schema, wanted, &ExistingSchema::default()).changes.into_iter().map(into_sql).collect()
 }
 
 impl RegistrationPlan {
@@ -284,10 +284,10 @@ mod tests {
     }
 
     fn sql(plan: &RegistrationPlan) -> String {
-        let text = |change: &SchemaChange| match change {
+        let to_sql = |change: &SchemaChange| match change {
             SchemaChange::Required(sql) | SchemaChange::CreateIndex { sql, .. } => sql.clone(),
         };
-        plan.changes.iter().map(text).collect::<Vec<_>>().join(";\n")
+        plan.changes.iter().map(to_sql).collect::<Vec<_>>().join(";\n")
     }
 
     #[test]

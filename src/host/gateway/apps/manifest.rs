@@ -1,4 +1,4 @@
-//! `svc.json`: parsed with all errors reported at once, and serialized in the normalized form that the database stores.
+//! Parses `svc.json`, reporting all errors at once, and serializes it in the normalized form that the database stores.
 //!
 //! A [`Manifest`] is validated: its names are safe, its types known, and its indexes name existing columns.
 

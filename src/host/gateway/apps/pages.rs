@@ -29,7 +29,7 @@ const SANDBOX: &str = "sandbox allow-scripts allow-forms allow-modals allow-popu
 /// Larger files are not compressed, because compression happens in memory.
 const MAX_GZIP_BYTES: u64 = 8 << 20;
 /// Maximum total size of the compressed files in memory.
-const GZIP_CACHE_BYTES: u64 = 16 << 20;
+const MAX_GZIP_CACHE_BYTES: u64 = 16 << 20;
 
 /// The files in the apps' folders.
 pub struct AppFiles {
@@ -56,7 +56,7 @@ impl Default for GzipCache {
             let bytes = file.as_ref().map_or(0, StaticFile::size) + tag.len() as u64;
             u32::try_from(bytes).unwrap_or(u32::MAX)
         };
-        Self(moka::sync::Cache::builder().max_capacity(GZIP_CACHE_BYTES).weigher(weight).build())
+        Self(moka::sync::Cache::builder().max_capacity(MAX_GZIP_CACHE_BYTES).weigher(weight).build())
     }
 }
 

@@ -34,7 +34,7 @@ pub enum RegisterError {
 
 impl RegisterError {
     /// Whether a retry can succeed: the database was unreachable, overloaded or shutting down, or a lock was not
-    /// available in time. Otherwise, the database rejected the registration.
+    /// available within `lock_timeout`. Otherwise, the database rejected the registration.
     pub fn is_transient(&self) -> bool {
         let Self::Database(error) = self else { return false };
         error.is_closed() || error.code().is_none_or(is_transient_state)

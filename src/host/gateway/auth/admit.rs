@@ -30,7 +30,7 @@ pub async fn admit(credentials: &[Credential], mut request: Request, next: Next)
         }
         Err(failure) => failure.into_response(),
     };
-    // Drain the body, because a client that is still sending would not read the response.
+    // Drain the body: otherwise, a client that is still sending may not receive the response.
     body::LIMITS.drain(request.into_body()).await;
     refusal
 }

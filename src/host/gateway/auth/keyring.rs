@@ -27,7 +27,7 @@ struct KeyringState {
     keys: Arc<ProofKeys>,
     /// Incremented when the keys change, so that proofs verified with older keys are dropped from caches.
     generation: u64,
-    /// The stamp of the file that was last read.
+    /// The file's stamp when it was last read; `None` if the file did not exist.
     last_stamp: Option<FileStamp>,
     /// Whether the last attempt to read the file failed.
     is_unreadable: bool,
@@ -38,8 +38,8 @@ struct KeyringState {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct FileStamp {
     inode: u64,
-    seconds: i64,
-    nanoseconds: i64,
+    mtime_seconds: i64,
+    mtime_nanoseconds: i64,
     size: u64,
 }
 
@@ -48,8 +48,8 @@ impl FileStamp {
         let meta = std::fs::metadata(path).ok()?;
         Some(Self {
             inode: meta.ino(),
-            seconds: meta.mtime(),
-            nanoseconds: meta.mtime_nsec(),
+            mtime_seconds: meta.mtime(),
+            mtime_nanoseconds: meta.mtime_nsec(),
             size: meta.size(),
         })
     }
@@ -69,7 +69,7 @@ impl Keyring {
     }
 
     /// Returns the current keys and their generation. Reloads the file first, at most once per [`CHECK_INTERVAL`], and
-    /// records a change of the keys in `activity.log`.
+    /// records key changes in `activity.log`.
     pub fn current(&self) -> (Arc<ProofKeys>, u64) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if state.checked_at.is_none_or(|at| at.elapsed() >= CHECK_INTERVAL) {

@@ -169,7 +169,8 @@ async fn prepare_all<'p, 't>(
     Ok(prepared_plans)
 }
 
-/// Sends `BEGIN` and the statements without waiting for each result. Returns early when the budget is exceeded.
+/// Sends `BEGIN` and the statements without waiting for each result. Returns early when an operation is refused and
+/// results may be unread.
 async fn send_pipelined(
     connection: &Connection,
     prepared_plans: Vec<PreparedPlan<'_, '_>>,

@@ -54,7 +54,7 @@ impl<'t> Filter<'t> {
         Self::Term(column, Predicate::Operator(" = ", value))
     }
 
-    /// Whether the filter matches all rows. Only the whole filter can be empty, never a part of it.
+    /// Whether the filter has no conditions and so matches all rows. Only the whole filter can be empty, never a part.
     pub fn is_empty(&self) -> bool {
         matches!(self, Self::All(parts) if parts.is_empty())
     }

@@ -32,8 +32,7 @@ static TABLE: LazyLock<Table> = LazyLock::new(|| {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Statement {
     pub text: String,
-    /// Number of parameters.
-    pub params: usize,
+    pub param_count: usize,
     /// Encoded size of the parameters; `None` if one cannot be encoded.
     pub encoded_bytes: Option<usize>,
 }
@@ -44,7 +43,7 @@ impl Statement {
         let can_encode = sql.params.iter().all(|param| param.to_sql(&param.sql_type(), &mut bytes).is_ok());
         Self {
             text: sql.text.clone(),
-            params: sql.params.len(),
+            param_count: sql.params.len(),
             encoded_bytes: can_encode.then_some(bytes.len()),
         }
     }
@@ -59,8 +58,7 @@ pub fn columns() -> Vec<String> {
 #[derive(Debug, Clone)]
 pub struct AcceptedRequest {
     pub action: &'static str,
-    /// Number of operations.
-    pub operations: usize,
+    pub operation_count: usize,
     /// The statements for the operations that are valid for the table.
     pub statements: Vec<Statement>,
 }
@@ -83,7 +81,7 @@ pub fn read_request(body: &[u8]) -> Result<AcceptedRequest, String> {
             statements.extend(plan.statements().into_iter().map(Statement::from_sql));
         }
     }
-    Ok(AcceptedRequest { action: request.action.name(), operations: calls.len(), statements })
+    Ok(AcceptedRequest { action: request.action.name(), operation_count: calls.len(), statements })
 }
 
 /// A filter's SQL and its fingerprint; `None` if the text is not JSON.

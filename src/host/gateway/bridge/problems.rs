@@ -90,7 +90,7 @@ pub fn row_too_large() -> Problem {
     Problem::invalid(&[FieldError { pointer: String::new(), detail: ROW_TOO_LARGE.to_owned() }])
 }
 
-/// Returns the problem for a statement that returned no row, although it should always return one.
+/// Logs that a statement that should always return a row returned none, and returns its problem.
 pub fn missing_row() -> Problem {
     bridge_defect("statement returned no row")
 }
@@ -206,7 +206,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn operation_index_keeps_constraint_of_problem() {
+    fn with_operation_index_keeps_constraint() {
         let problem =
             Problem::field("/data", "violates a constraint of the table").with("constraint", json!("c"));
         let problem = with_operation_index(problem, 3);

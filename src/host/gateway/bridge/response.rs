@@ -264,21 +264,21 @@ impl Executor<'_> {
     async fn find_page(
         self,
         page: &FindPlan<'_>,
-        (rows, count): (&Statement, Option<&Statement>),
+        (rows_statement, count_statement): (&Statement, Option<&Statement>),
         mode: ExecutionMode,
         budget: &ResponseBudget<'_>,
     ) -> Result<BridgeResponse, Problem> {
         // Both queries are sent before the first result is read.
-        let counted = async {
-            match page.count.as_ref().zip(count) {
+        let count_rows = async {
+            match page.count.as_ref().zip(count_statement) {
                 Some((sql, statement)) => self.query_number(statement, sql).await.map(Some),
                 None => Ok(None),
             }
         };
-        let read = future::try_join(self.fill_page(page, rows, mode, budget), counted).await;
+        let read = future::try_join(self.fill_page(page, rows_statement, mode, budget), count_rows).await;
         let (mut page_buffer, count) = read.map_err(|problem| {
             // The other query may still be running. In a transaction, ROLLBACK waits for it.
-            let may_have_unread_result = count.is_some() && mode == ExecutionMode::Single;
+            let may_have_unread_result = count_statement.is_some() && mode == ExecutionMode::Single;
             if may_have_unread_result { budget.refuse(problem) } else { problem }
         })?;
         let body = &mut page_buffer.body;

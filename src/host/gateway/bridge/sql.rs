@@ -194,8 +194,8 @@ impl Sql {
         if size.text.is_empty() {
             return self.push(value);
         }
-        // `repeat` fails, because its result would exceed 1 GB, before PostgreSQL allocates anything. The length
-        // contains a column, so PostgreSQL does not evaluate it during planning, as it would a constant.
+        // `repeat` fails, because its result would exceed 1 GB, before PostgreSQL allocates anything. The repeat count
+        // depends on a column, so PostgreSQL does not evaluate the call during planning, as it would a constant.
         let size = size.text;
         write!(
             self.text,

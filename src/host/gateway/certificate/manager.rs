@@ -122,7 +122,7 @@ impl CertificateManager {
         };
         let settings = certificate::read_settings(&manager.config.layout);
         manager.load_stored_chain(&settings);
-        manager.resume_backoff(&settings);
+        manager.restore_schedule(&settings);
         Ok(manager)
     }
 
@@ -189,10 +189,10 @@ impl CertificateManager {
         }
     }
 
-    /// Restores the time of the next request, unless the settings have changed since it was recorded. A restart must
-    /// not shorten the current delay, because authorities limit failed and abandoned orders. The delays that follow
-    /// start again from the initial one.
-    fn resume_backoff(&mut self, settings: &CertificateSettings) {
+    /// Restores the time of the next request and the last request's error, unless the settings have changed since they
+    /// were recorded. A restart must not shorten the current delay, because authorities limit failed and abandoned
+    /// orders. The delays that follow start again from the initial one.
+    fn restore_schedule(&mut self, settings: &CertificateSettings) {
         let layout = &self.config.layout;
         let modified = |path: PathBuf| std::fs::metadata(path).and_then(|meta| meta.modified()).ok();
         let are_settings_newer = modified(layout.certificate_settings()) > modified(layout.certificate());
@@ -261,8 +261,8 @@ impl CertificateManager {
     }
 
     /// Whether the presented chain is trusted but this one is not, for instance because of a wrong ACME directory or
-    /// missing intermediates. A chain that is not valid yet is verified as of the start of its validity: if this
-    /// machine's clock is behind, a new chain is not valid yet.
+    /// missing intermediates. A chain that is not valid yet is verified as of the start of its validity, because this
+    /// machine's clock may be behind.
     fn would_lose_trust(&self, chain: &Chain, name: &str) -> bool {
         let now = Timestamp::now();
         let is_trusted = |chain: &Chain, at| chain.verify(&self.verifier, name, at).is_ok();
@@ -464,7 +464,7 @@ mod tests {
     }
 
     #[test]
-    fn new_restores_error_only_of_pending_request() {
+    fn new_restores_error_only_for_pending_request() {
         let root = tempfile::tempdir().unwrap();
         let layout = Layout::new(root.path());
         let now = Timestamp::now();

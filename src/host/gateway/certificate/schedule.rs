@@ -1,4 +1,4 @@
-//! Pure functions that decide when the next certificate is requested.
+//! Decides when the next certificate is requested, and computes the delays after failed requests.
 
 use std::time::Duration;
 
@@ -21,10 +21,10 @@ const MAX_BASE_DELAY: Duration = Duration::from_secs(6 * 3600);
 pub fn renewal_time(not_before: Timestamp, not_after: Timestamp, machine: Uuid) -> Timestamp {
     let lifetime = not_after.duration_since(not_before);
     let margin = (lifetime / 3).min(RENEWAL_MARGIN);
-    let max_spread = margin.as_millis() / 10;
+    let max_spread_ms = margin.as_millis() / 10;
     // The last bits of a UUIDv7 are random.
-    let share = i128::try_from(machine.as_u128() % 1000).unwrap_or(0);
-    let spread = SignedDuration::from_millis(i64::try_from(max_spread * share / 1000).unwrap_or(0));
+    let per_mille = i128::try_from(machine.as_u128() % 1000).unwrap_or(0);
+    let spread = SignedDuration::from_millis(i64::try_from(max_spread_ms * per_mille / 1000).unwrap_or(0));
     not_after - margin - spread
 }
 
@@ -39,8 +39,8 @@ pub fn first_request_time(now: Timestamp, machine: Uuid) -> Timestamp {
     if age.is_none_or(|age| age < NEW_MACHINE_AGE) {
         return now;
     }
-    let share = u32::try_from(machine.as_u128() % 1000).unwrap_or(0);
-    now + SignedDuration::try_from(MAX_FIRST_REQUEST_DELAY * share / 1000).unwrap_or_default()
+    let per_mille = u32::try_from(machine.as_u128() % 1000).unwrap_or(0);
+    now + SignedDuration::try_from(MAX_FIRST_REQUEST_DELAY * per_mille / 1000).unwrap_or_default()
 }
 
 /// Returns the delays after failed requests: `first`, doubled each time up to [`MAX_BASE_DELAY`], plus up to 100%

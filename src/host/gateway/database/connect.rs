@@ -82,11 +82,11 @@ impl Database {
         Ok(client)
     }
 
-    /// Returns the database server's address and port; `None` if the connection uses a Unix socket.
+    /// Queries the database server's address and port; `None` if the connection uses a Unix socket.
     ///
     /// # Errors
     /// The connection cannot be opened, or the database rejects the query or does not respond in time.
-    pub async fn server_address(&self) -> Result<Option<SocketAddr>, DatabaseError> {
+    pub async fn fetch_server_address(&self) -> Result<Option<SocketAddr>, DatabaseError> {
         let query = tokio::time::timeout(STATEMENT_TIMEOUT, async {
             let client = self.shared_client().await?;
             let messages = client.simple_query("SELECT host(inet_server_addr()), inet_server_port()").await?;

@@ -86,7 +86,7 @@ impl Drop for Lease {
 /// connection's permit is held until the backend has exited or [`MAX_CANCEL_ATTEMPTS`] attempts have failed.
 async fn end_connection(pool: Arc<Pool>, connection: Arc<Connection>) {
     for _ in 0..MAX_CANCEL_ATTEMPTS {
-        let ended = tokio::time::timeout(CANCEL_TIMEOUT, async {
+        let attempt = tokio::time::timeout(CANCEL_TIMEOUT, async {
             if connection.requests_in_flight() > 0 {
                 let token = connection.client.cancel_token();
                 token.cancel_query(NoTls).await.map_err(DatabaseError::from)
@@ -94,7 +94,7 @@ async fn end_connection(pool: Arc<Pool>, connection: Arc<Connection>) {
                 pool.terminate(connection.backend_pid).await
             }
         });
-        match ended.await {
+        match attempt.await {
             Ok(Ok(())) => {}
             Ok(Err(_)) | Err(_) => tracing::warn!("cannot end an abandoned connection; retrying"),
         }

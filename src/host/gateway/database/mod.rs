@@ -1,4 +1,5 @@
-//! Connections to the machine's own PostgreSQL: one for the administrator, and a bounded pool for each app's role.
+//! The machine's own PostgreSQL: the administrator's connections, a bounded pool of connections for each app's role,
+//! and the change outbox.
 
 mod budget;
 mod cluster;

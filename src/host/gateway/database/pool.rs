@@ -200,7 +200,7 @@ impl Pool {
     }
 
     async fn acquire_connection(&self) -> Result<Arc<Connection>, PoolError> {
-        let mut waiting: Option<WaitMetric> = None;
+        let mut wait_metric: Option<WaitMetric> = None;
         loop {
             let mut freed = pin!(self.freed.notified());
             freed.as_mut().enable();
@@ -210,13 +210,13 @@ impl Pool {
                 Selection::OpenAnother(permit) => self.open_another(permit).await,
                 Selection::Retry => None,
                 Selection::Wait => {
-                    waiting.get_or_insert_default();
+                    wait_metric.get_or_insert_default();
                     let _ = tokio::time::timeout(RECHECK_INTERVAL, freed).await;
                     None
                 }
             };
             if let Some(connection) = connection {
-                WaitMetric::mark_served(waiting);
+                WaitMetric::mark_served(wait_metric);
                 return Ok(connection);
             }
         }
@@ -324,9 +324,9 @@ struct WaitMetric {
 }
 
 impl WaitMetric {
-    fn mark_served(waiting: Option<Self>) {
-        if let Some(mut waiting) = waiting {
-            waiting.is_served = true;
+    fn mark_served(metric: Option<Self>) {
+        if let Some(mut metric) = metric {
+            metric.is_served = true;
         }
     }
 }

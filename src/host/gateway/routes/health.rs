@@ -26,22 +26,22 @@ pub async fn report_readiness(
     State(apps): State<Arc<Registry>>,
     Extension(ingress): Extension<Ingress>,
 ) -> Response {
-    let database = database.server_address().await;
-    if let Err(error) = &database {
+    let server_address = database.fetch_server_address().await;
+    if let Err(error) = &server_address {
         tracing::warn!(error = %format_chain(error), "not ready: the database did not respond");
     }
     let are_apps_loaded = apps.snapshot().is_loaded;
-    let (status, label) = match (&database, are_apps_loaded) {
+    let (status, label) = match (&server_address, are_apps_loaded) {
         (Ok(_), true) => (StatusCode::OK, "ready"),
         _ => (StatusCode::SERVICE_UNAVAILABLE, "unready"),
     };
     let mut body = json!({
         "status": label,
-        "database": if database.is_ok() { "ok" } else { "failing" },
+        "database": if server_address.is_ok() { "ok" } else { "failing" },
         "apps": if are_apps_loaded { "ok" } else { "waiting" },
     });
-    if let (Ok(server), Ingress::Trusted) = (&database, ingress) {
-        body["server"] = server.map_or_else(|| "socket".to_owned(), |server| server.to_string()).into();
+    if let (Ok(address), Ingress::Trusted) = (&server_address, ingress) {
+        body["server"] = address.map_or_else(|| "socket".to_owned(), |address| address.to_string()).into();
     }
     json_response(status, &body)
 }

@@ -63,8 +63,8 @@ pub fn default_sender_id(resolver: &PrincipalResolver, caller: &Principal) -> St
 async fn limits_json(kernel: &Kernel, user: &str) -> Result<Value, Problem> {
     kernel.wait_for_usage_store().await?;
     let (settings, now) = (kernel.settings(), Timestamp::now());
-    let spent = kernel.spent(user, &settings, now)?;
-    let [daily, monthly] = Period::ALL.map(|period| period_json(&settings, &spent, period, now));
+    let spending = kernel.spent(user, &settings, now)?;
+    let [daily, monthly] = Period::ALL.map(|period| period_json(&settings, &spending, period, now));
     Ok(json!({
         "userId": user,
         "timeZone": settings.time_zone,
@@ -75,8 +75,8 @@ async fn limits_json(kernel: &Kernel, user: &str) -> Result<Value, Problem> {
     }))
 }
 
-fn period_json(settings: &OwnerSettings, spent: &Spending, period: Period, now: Timestamp) -> Value {
-    let (limit, used) = (settings.limits.for_period(period), spent.in_period(period));
+fn period_json(settings: &OwnerSettings, spending: &Spending, period: Period, now: Timestamp) -> Value {
+    let (limit, spent) = (settings.limits.for_period(period), spending.in_period(period));
     let is_limited = limit > Dollars::ZERO;
     let resets_at = match period {
         Period::Daily => settings.calendar.start_of_next_day(now),
@@ -84,12 +84,12 @@ fn period_json(settings: &OwnerSettings, spent: &Spending, period: Period, now: 
     };
     json!({
         "limit": limit,
-        "spent": used,
-        "reserved": spent.reserved,
-        "remaining": is_limited.then(|| limit.saturating_sub(used + spent.reserved)),
+        "spent": spent,
+        "reserved": spending.reserved,
+        "remaining": is_limited.then(|| limit.saturating_sub(spent + spending.reserved)),
         // At 80% of the limit or more.
-        "warning": is_limited && used >= limit.scaled(4, 5),
-        "reached": is_limited && used + spent.reserved >= limit,
+        "warning": is_limited && spent >= limit.scaled(4, 5),
+        "reached": is_limited && spent + spending.reserved >= limit,
         "resetsAt": rfc3339_ms(resets_at),
     })
 }
@@ -120,7 +120,7 @@ pub async fn set(
         time_zone: read_time_zone(&mut fields),
     };
     let change = fields.finish(Some(change))?;
-    // A change after the final save of the files would be lost.
+    // A change made after the final backup would be lost.
     let permit = writers.admit()?;
     let file = layout.settings();
     let records = kernel.records().clone();
@@ -129,12 +129,12 @@ pub async fn set(
         // Held until the file is written, even if the client disconnects.
         let _permit = permit;
         let _guard = lock.lock().unwrap_or_else(PoisonError::into_inner);
-        let written = write_limits(&file, &change)?;
-        if let Some(size_bytes) = written {
+        let new_size_bytes = write_limits(&file, &change)?;
+        if let Some(size_bytes) = new_size_bytes {
             // A dropped line is reported as a gap.
             let _ = records.append(LogFile::Audit, &audit_entry(size_bytes));
         }
-        Ok::<_, FileError>(written.is_some())
+        Ok::<_, FileError>(new_size_bytes.is_some())
     })
     .await?;
     if !changed {

@@ -43,7 +43,7 @@ pub struct LogView {
     /// Line members that must equal the filter with the same name. In an ambiguous audit entry, they are lists, which
     /// must contain the filter's value.
     pub exact_members: &'static [&'static str],
-    /// All possible values of some of these members.
+    /// All possible values of some of the `exact_members`.
     pub values: &'static [(&'static str, &'static [&'static str])],
     /// A member that is a path: the filter with the same name selects that path and everything below it.
     pub path_member: Option<&'static str>,

@@ -94,7 +94,7 @@ fn set_backup_metrics(logs: &Path) {
 /// Sets the metrics for each kind of check that has been run.
 fn set_check_metrics(layout: &Layout) {
     for &kind in CheckKind::ALL {
-        if let Ok(Some(check)) = CheckRecord::last(layout, kind) {
+        if let Ok(Some(check)) = CheckRecord::read_last(layout, kind) {
             SNAPSHOT_CHECK_OK.set([kind.as_str()], f64::from(u8::from(check.status == Status::Success)));
             SNAPSHOT_CHECK_AT.set([kind.as_str()], check.timestamp.as_second() as f64);
         }

@@ -37,7 +37,7 @@ pub struct RegistrationClient<'a> {
     token: &'a SecretString,
 }
 
-/// The result of one attempt: final, or an error to retry.
+/// The result of one attempt: final, or a temporary error after which the call is retried.
 enum PostAttempt<T> {
     Done(Result<T, RegistrationError>),
     Retry(String),

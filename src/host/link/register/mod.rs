@@ -122,16 +122,16 @@ impl RegisterConfig {
         let listen = env.or_default(&vars::GATEWAY_LISTEN);
         // On a machine, the variable is in root's `update.env`, which this user cannot read. It is needed only if no
         // release is installed.
-        let configured = env.optional::<String>(&vars::SVC_BUNDLE_SHA256);
+        let configured_digest = env.optional::<String>(&vars::SVC_BUNDLE_SHA256);
         let version = config::read_image_version(env);
         let gateway_timeout = Duration::from_secs(env.or_default(&vars::REGISTER_GATEWAY_DEADLINE_SECONDS));
         let platform_timeout = Duration::from_secs(env.or_default(&vars::REGISTER_PLATFORM_DEADLINE_SECONDS));
         // The installed release is registered, even if user-data names a different one.
         let version = release::current_version(layout).or(version);
-        let installed =
+        let installed_digest =
             version.as_ref().and_then(|version| release::read_digest(&layout.release(version)).ok()?);
-        let configured = configured.and_then(|text| bundle::parse_digest(&text));
-        let bundle_sha256 = installed.or(configured);
+        let configured_digest = configured_digest.and_then(|text| bundle::parse_digest(&text));
+        let bundle_sha256 = installed_digest.or(configured_digest);
         if bundle_sha256.is_none() {
             env.add_error(
                 &vars::SVC_BUNDLE_SHA256,

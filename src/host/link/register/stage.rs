@@ -17,9 +17,9 @@ use svc_wire::registration::{BootStageName, BootStageReport};
 const REPORT_TIMEOUT: Duration = Duration::from_secs(3);
 
 pub async fn report(layout: &Layout, stage: BootStageName) {
-    let sent = tokio::time::timeout(REPORT_TIMEOUT, send_stage(layout, stage)).await;
-    let sent = sent.unwrap_or_else(|_| Err(Failure::new(Exit::TryAgain, anyhow!("timed out"))));
-    if let Err(failure) = sent {
+    let result = tokio::time::timeout(REPORT_TIMEOUT, send_stage(layout, stage)).await;
+    let result = result.unwrap_or_else(|_| Err(Failure::new(Exit::TryAgain, anyhow!("timed out"))));
+    if let Err(failure) = result {
         tracing::warn!(
             %stage,
             error = format!("{:#}", failure.error),

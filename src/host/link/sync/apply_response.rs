@@ -68,7 +68,7 @@ pub fn apply_response(
         store_proof_keys(&config.layout, &ProofKeys { keys: keys.collect() })?;
     }
     if let Some(settings) = &response.certificate
-        && let Err(error) = certificate::store_settings(&config.layout, settings)
+        && let Err(error) = certificate::write_settings(&config.layout, settings)
     {
         tracing::error!(error = %format_chain(&error), "could not store the certificate settings");
     }
@@ -78,8 +78,8 @@ pub fn apply_response(
     }
     if let Some(desired) = response.desired_image_version {
         // An invalid id is dropped here, because the updater would not store it with the outcome.
-        let request = response.desired_request_id.filter(|id| request_id::is_well_formed(id));
-        request_update(config, desired, request)?;
+        let desired_request_id = response.desired_request_id.filter(|id| request_id::is_well_formed(id));
+        request_update(config, desired, desired_request_id)?;
     }
     Ok(None)
 }
@@ -108,24 +108,26 @@ pub async fn resume_writers(
 fn request_update(
     config: &SyncConfig,
     desired: ImageVersion,
-    request: Option<String>,
+    desired_request_id: Option<String>,
 ) -> Result<(), FileError> {
     let layout = &config.layout;
     if desired == heartbeat::current_image_version(config)
         || layout.request("update").exists()
         || layout.update_journal().exists()
-        || protocol::read_last(layout)?.is_some_and(|last| has_failed(&last, &desired, request.as_deref()))
+        || protocol::read_last(layout)?
+            .is_some_and(|last| has_failed(&last, &desired, desired_request_id.as_deref()))
     {
         return Ok(());
     }
     tracing::info!(%desired, "the platform requested a different release");
-    UpdateRequest::with_request_id(request.unwrap_or_else(request_id::generate), desired).write(layout)
+    let request_id = desired_request_id.unwrap_or_else(request_id::generate);
+    UpdateRequest::with_request_id(request_id, desired).write(layout)
 }
 
 /// Returns whether the last update failed for the same request. Without a request id, every request for the release
 /// counts as the same one.
-fn has_failed(last: &LastUpdate, desired: &ImageVersion, request: Option<&str>) -> bool {
-    let is_same_request = request.is_none_or(|request| last.request_id.as_deref() == Some(request));
+fn has_failed(last: &LastUpdate, desired: &ImageVersion, request_id: Option<&str>) -> bool {
+    let is_same_request = request_id.is_none_or(|id| last.request_id.as_deref() == Some(id));
     last.outcome.version == *desired && last.outcome.outcome != UpdateResult::Updated && is_same_request
 }
 

@@ -55,20 +55,20 @@ impl HeartbeatError {
 pub struct HeartbeatClient<'a> {
     config: &'a SyncConfig,
     client: reqwest::Client,
-    code: CodeProbe,
+    code_probe: CodeProbe,
 }
 
 impl<'a> HeartbeatClient<'a> {
     /// # Errors
     /// If the HTTP client cannot be created.
     pub fn new(config: &'a SyncConfig) -> anyhow::Result<Self> {
-        Ok(Self { config, client: client::build(Timeouts::CALL)?, code: CodeProbe::default() })
+        Ok(Self { config, client: client::build(Timeouts::CALL)?, code_probe: CodeProbe::default() })
     }
 
     pub async fn send_heartbeat(&self) -> Result<HeartbeatReply, HeartbeatError> {
         let config = self.config;
         let (mut health, attention) = vitals::check_health(config).await;
-        health.code = self.code.check(&config.layout).await.map(Into::into);
+        health.code = self.code_probe.check(&config.layout).await.map(Into::into);
         let mut request = Heartbeat {
             image_version: current_image_version(config),
             epoch: config.epoch(),

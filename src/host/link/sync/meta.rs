@@ -67,7 +67,7 @@ fn build_meta(config: &SyncConfig) -> VpsMeta {
         IpAddr::V4(ip) if !ip.is_unspecified() => Some(ip),
         _ => None,
     };
-    // A file that cannot be read must not stop the metadata write: in that case, the status is `running`.
+    // An unreadable quiesce file must not stop the metadata write: the status is then `running`.
     let quiesced = Quiesce::read(&config.layout).ok().flatten();
     VpsMeta {
         version: meta::FORMAT,

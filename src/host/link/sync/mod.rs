@@ -22,7 +22,7 @@ use tokio::time::MissedTickBehavior;
 
 use crate::files;
 use crate::system::config::init_log;
-use crate::system::heartbeat_failure::FailureLog;
+use crate::system::heartbeat_failure::FailureRecorder;
 use crate::system::layout::Layout;
 use crate::system::quiesce::Quiesce;
 use crate::system::user;
@@ -159,14 +159,14 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
         Err(code) => return code,
     };
     let layout = Layout::from_process();
-    // If root starts these commands, they switch to the user of their units, with the same capabilities.
+    // If root starts these commands, they switch to the gateway's user, with the capabilities of their units.
     if matches!(args.command, Some(Command::RestoreHome { .. } | Command::ServeRestore))
         && let Err(error) = user::switch_to_gateway_user_with(&layout, files::gate::CAPABILITIES)
     {
         return applet::report("svc-sync-agent", &Failure::new(Exit::Internal, error));
     }
-    // If root starts these commands, they switch to the services' user, so that the services can remove their requests
-    // and replace their results.
+    // If root starts these commands, they switch to the gateway's user, so that the services, which run as that user,
+    // can remove the commands' requests and replace their results.
     if matches!(args.command, Some(Command::Now | Command::Verify { .. }))
         && let Err(error) = user::switch_to_gateway_user(&layout)
     {
@@ -248,7 +248,7 @@ const STARTUP_TIMEOUT: Duration = Duration::from_secs(10);
 async fn run_heartbeats(config: &SyncConfig, heartbeats: &HeartbeatClient<'_>) -> SupersededRecord {
     wait_until_healthy(config).await;
     let mut interval = new_interval(config.heartbeat_interval);
-    let mut failures = FailureLog::open(&config.layout);
+    let mut failures = FailureRecorder::open(&config.layout);
     loop {
         interval.tick().await;
         let quiesced = Quiesce::read(&config.layout).ok().flatten();
@@ -271,16 +271,16 @@ async fn run_heartbeats(config: &SyncConfig, heartbeats: &HeartbeatClient<'_>) -
                 }
             }
             Err(error) => {
-                let text = svc_http::problem::format_chain(&error);
-                tracing::warn!(error = text, "heartbeat failed");
-                failures.record_failure(text, error.is_refusal());
+                let message = svc_http::problem::format_chain(&error);
+                tracing::warn!(error = message, "heartbeat failed");
+                failures.record_failure(message, error.is_refusal());
             }
         }
     }
 }
 
-/// Waits, for a limited time, until the gateway and the database are healthy: they may still be starting, and the
-/// platform keeps the health from the first heartbeat until the second.
+/// Waits at most [`STARTUP_TIMEOUT`] until the gateway and the database are healthy: they may still be starting, and
+/// the platform keeps the health from the first heartbeat until the second.
 async fn wait_until_healthy(config: &SyncConfig) {
     let healthy = async {
         while !vitals::check_health(config).await.0.is_ok() {

@@ -37,13 +37,13 @@ const DATABASE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Reads the last check of each kind; `None` if no check has been run.
 pub fn read_checks(config: &SyncConfig) -> Option<SnapshotChecks> {
-    let last = |kind: CheckKind| {
+    let read_last = |kind: CheckKind| {
         let CheckRecord { status, timestamp, key, mut damaged, error, .. } =
-            CheckRecord::last(&config.layout, kind).ok()??;
+            CheckRecord::read_last(&config.layout, kind).ok()??;
         damaged.truncate(MAX_DAMAGED_KEYS);
         Some(SnapshotCheck { status: to_outcome(status).into(), at: timestamp.into(), key, damaged, error })
     };
-    let checks = SnapshotChecks { verify: last(CheckKind::Verify), drill: last(CheckKind::Drill) };
+    let checks = SnapshotChecks { verify: read_last(CheckKind::Verify), drill: read_last(CheckKind::Drill) };
     (checks.verify.is_some() || checks.drill.is_some()).then_some(checks)
 }
 
@@ -130,7 +130,8 @@ fn unsaved_files_item(config: &SyncConfig) -> Option<Attention> {
     Some(attention_item(FILES_UNSAVED, detail))
 }
 
-/// Returns the item for damage to the file backup, or for checks that have failed for a long time.
+/// Returns the item for a file backup that is damaged, that the platform's key does not open, or whose checks have
+/// failed for a long time.
 fn damaged_files_item(config: &SyncConfig) -> Option<Attention> {
     let checks = FileChecks::read(&config.layout).ok()?;
     let status = FilesStatus::read(&config.layout).ok().flatten().unwrap_or_default();

@@ -212,9 +212,9 @@ fn restored_records_are_read_again() {
     fs::remove_file(earlier.logs().join("interactions-2026-08-01.jsonl")).unwrap();
 
     let test = TestStore::new();
-    let marker = test.dir.path().join("restored.json");
+    let outcome_file = test.dir.path().join("restored.json");
     let (writer, store) = test.open();
-    let store = store.with_restore_marker(RestoreMarker::new(marker.clone()));
+    let store = store.with_restore_detector(RestoreDetector::new(outcome_file.clone()));
     // The restored file replaces this record.
     store.record(day("2026-11-22"), &interaction(9)).unwrap();
     store.write();
@@ -224,8 +224,8 @@ fn restored_records_are_read_again() {
         fs::copy(entry.path(), &new).unwrap();
         fs::rename(new, test.logs().join(entry.file_name())).unwrap();
     }
-    fs::write(&marker, "{}").unwrap();
-    // Compacting without reading the files would delete the usage of the first day, which has no other record.
+    fs::write(&outcome_file, "{}").unwrap();
+    // Compacting without reading the files would delete the usage of 2026-08-01, which has no other record.
     store.compact();
     assert_eq!(store.report(&UsageQuery::default()), expected);
     store.seal();
@@ -237,9 +237,9 @@ fn restored_records_are_read_again() {
 fn compaction_keeps_totals() {
     let test = TestStore::new();
     let (writer, store) = test.open();
-    for turn in 0..40 {
+    for round in 0..40 {
         for n in 0..6 {
-            store.record(day("2026-11-22"), &interaction(turn * 6 + n)).unwrap();
+            store.record(day("2026-11-22"), &interaction(round * 6 + n)).unwrap();
         }
         store.write();
     }

@@ -5,12 +5,12 @@ use jiff::civil::Date;
 use super::file::LineFormat;
 use crate::records::log_file_names::{ACTIVITY, AUDIT, INTERACTIONS};
 
-/// Number of queued bytes at which they are written immediately, without waiting for the next interval.
+/// Number of queued bytes at which the queued lines are written immediately, without waiting for the next interval.
 pub const BATCH_BYTES: usize = 256 << 10;
 /// Maximum number of bytes that have been accepted but not yet written.
 pub const MAX_QUEUED_BYTES: usize = 16 << 20;
 
-/// A log file that the writer appends to. For `Audit` and `Activity`, the current file, which a rotation renames.
+/// A log file that the writer appends to. `Audit` and `Activity` are the current files, which rotations rename.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum LogFile {
     /// The interactions attributed to one day.

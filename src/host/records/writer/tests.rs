@@ -10,13 +10,13 @@ use super::*;
 
 const TIMEOUT: Duration = Duration::from_secs(20);
 
-fn lines(path: &Path) -> Vec<Value> {
+fn read_lines(path: &Path) -> Vec<Value> {
     let text = fs::read_to_string(path).unwrap();
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
-fn numbers(path: &Path) -> Vec<u64> {
-    lines(path).iter().filter_map(|line| line["n"].as_u64()).collect()
+fn read_numbers(path: &Path) -> Vec<u64> {
+    read_lines(path).iter().filter_map(|line| line["n"].as_u64()).collect()
 }
 
 #[test]
@@ -35,7 +35,7 @@ fn accepted_lines_are_written_in_order_at_shutdown() {
     });
     writer.records().note("two lines\nin one").unwrap();
     drop(writer);
-    let found = lines(&dir.path().join("logs/audit.jsonl"));
+    let found = read_lines(&dir.path().join("logs/audit.jsonl"));
     for thread in 0..4 {
         let thread_lines = found.iter().filter(|line| line["thread"] == thread);
         assert!(thread_lines.map(|line| line["n"].as_u64().unwrap()).eq(0..5000), "thread {thread}");
@@ -55,7 +55,7 @@ fn lines_are_written_without_a_flush() {
         assert!(start.elapsed() < TIMEOUT, "no line was written");
         std::thread::sleep(Duration::from_millis(1));
     }
-    assert_eq!(numbers(&path), [1]);
+    assert_eq!(read_numbers(&path), [1]);
 }
 
 #[test]
@@ -70,17 +70,17 @@ fn lines_after_rename_or_delete_are_not_lost() {
     write(1);
     fs::rename(&path, dir.path().join("audit-2026-11-21.jsonl")).unwrap();
     write(2);
-    assert_eq!(numbers(&path), [2]);
+    assert_eq!(read_numbers(&path), [2]);
     fs::remove_file(&path).unwrap();
     write(3);
-    assert_eq!(numbers(&path), [3]);
+    assert_eq!(read_numbers(&path), [3]);
     // A torn line from another program.
     fs::write(&path, "{\"n\":4}\n{\"n\":").unwrap();
     write(5);
     fs::write(&path, "").unwrap();
     write(6);
-    assert_eq!(numbers(&dir.path().join("audit-2026-11-21.jsonl")), [1]);
-    assert_eq!(numbers(&path), [6]);
+    assert_eq!(read_numbers(&dir.path().join("audit-2026-11-21.jsonl")), [1]);
+    assert_eq!(read_numbers(&path), [6]);
     assert_eq!(records.unwritten_bytes(), 0);
 }
 
@@ -121,12 +121,12 @@ fn rejected_lines_are_counted_and_reported_as_a_gap() {
     records.append(LogFile::Interactions(day), &json!({"n": 1})).unwrap();
     records.append(LogFile::Usage, &json!({"n": 1})).unwrap();
     assert!(!records.flush(Duration::from_millis(100)) && records.is_write_failing());
-    assert_eq!(numbers(&dir.path().join("usage.jsonl")), [1]);
+    assert_eq!(read_numbers(&dir.path().join("usage.jsonl")), [1]);
     fs::remove_dir(&path).unwrap();
     assert!(records.flush(TIMEOUT) && !records.is_write_failing());
     // The gap is reported even without further lines.
     let start = Instant::now();
-    while lines(&path).len() as u64 <= accepted {
+    while read_lines(&path).len() as u64 <= accepted {
         assert!(start.elapsed() < TIMEOUT, "the gap was not reported");
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -134,10 +134,10 @@ fn rejected_lines_are_counted_and_reported_as_a_gap() {
     drop(writer);
     records.append(LogFile::Audit, &json!({"n": 0})).unwrap_err();
     assert!(!records.flush(TIMEOUT), "the flush succeeded although the writer has ended");
-    let found = lines(&path);
+    let found = read_lines(&path);
     assert_eq!(found.len() as u64, accepted + 2);
     assert_eq!(found[accepted as usize]["gap"]["lost"], 10);
-    let numbers = numbers(&path);
+    let numbers = read_numbers(&path);
     assert!(numbers.iter().copied().eq(0..=accepted), "{}", numbers.len());
 }
 
@@ -153,11 +153,11 @@ fn blocked_interactions_delay_only_usage() {
     records.append(LogFile::Usage, &json!({"n": 1})).unwrap();
     records.append(LogFile::Audit, &json!({"n": 1})).unwrap();
     assert!(!records.flush(Duration::from_millis(300)));
-    assert_eq!(numbers(&dir.path().join("audit.jsonl")), [1]);
+    assert_eq!(read_numbers(&dir.path().join("audit.jsonl")), [1]);
     assert!(!dir.path().join("usage.jsonl").exists());
     fs::remove_dir(&blocked).unwrap();
     assert!(records.flush(TIMEOUT));
-    assert_eq!(numbers(&dir.path().join("usage.jsonl")), [1]);
+    assert_eq!(read_numbers(&dir.path().join("usage.jsonl")), [1]);
 }
 
 /// Returns a writer whose syncs block, a sender that lets one sync succeed or fail, and a receiver that gets a
@@ -187,7 +187,7 @@ fn lines_are_written_while_a_sync_hangs() {
     for n in 1..20 {
         let accepted = Instant::now();
         append(n);
-        while numbers(&path).len() as u64 <= n {
+        while read_numbers(&path).len() as u64 <= n {
             assert!(accepted.elapsed() < TIMEOUT, "line {n} is waiting for the sync");
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -223,7 +223,7 @@ fn shutdown_waits_for_the_sync() {
     let shutdown = std::thread::spawn(move || drop(writer));
     starts.recv_timeout(TIMEOUT).unwrap();
     assert!(!shutdown.is_finished() && !records.flush(Duration::from_millis(20)));
-    assert_eq!(numbers(&dir.path().join("audit.jsonl")), [1]);
+    assert_eq!(read_numbers(&dir.path().join("audit.jsonl")), [1]);
     drop(release);
     shutdown.join().unwrap();
 }
@@ -242,17 +242,17 @@ fn file_is_replaced_only_if_unchanged() {
     append(2);
     fs::write(&new, "{\"n\":3}\n").unwrap();
     assert!(!records.replace(LogFile::Usage, new.clone(), before).unwrap());
-    assert_eq!(numbers(&path), [1, 2]);
+    assert_eq!(read_numbers(&path), [1, 2]);
     let before = FileStamp::of_file(&File::open(&path).unwrap()).unwrap();
     assert!(records.replace(LogFile::Usage, new, before).unwrap());
     append(4);
-    assert_eq!(numbers(&path), [3, 4]);
+    assert_eq!(read_numbers(&path), [3, 4]);
     records.replace(LogFile::Usage, dir.path().join("nothing"), before).unwrap();
     let current = FileStamp::of_file(&File::open(&path).unwrap()).unwrap();
     records.replace(LogFile::Usage, dir.path().join("nothing"), current).unwrap_err();
     drop(writer);
     assert!(!records.replace(LogFile::Usage, dir.path().join("nothing"), current).unwrap());
-    assert_eq!(numbers(&path), [3, 4]);
+    assert_eq!(read_numbers(&path), [3, 4]);
 }
 
 #[test]
@@ -278,19 +278,20 @@ fn writer_resumes_after_full_disk_and_reports_the_gap() {
     assert!(!records.flush(Duration::from_millis(10)));
     // The next writer repairs the state that a kill at this point would leave.
     let torn = fs::read(&path).unwrap();
-    let after = tempfile::tempdir().unwrap();
-    fs::write(after.path().join("audit.jsonl"), &torn).unwrap();
-    let next = Writer::start(after.path().to_owned()).unwrap();
-    next.records().append(LogFile::Audit, &json!({"n": 99})).unwrap();
-    drop(next);
-    let whole = torn.iter().filter(|&&byte| byte == b'\n').count() as u64;
-    assert!((1..7).contains(&whole), "{whole} lines fit");
-    assert!(numbers(&after.path().join("audit.jsonl")).into_iter().eq((0..whole).chain([99])));
+    let next_logs = tempfile::tempdir().unwrap();
+    fs::write(next_logs.path().join("audit.jsonl"), &torn).unwrap();
+    let next_writer = Writer::start(next_logs.path().to_owned()).unwrap();
+    next_writer.records().append(LogFile::Audit, &json!({"n": 99})).unwrap();
+    drop(next_writer);
+    let complete_lines = torn.iter().filter(|&&byte| byte == b'\n').count() as u64;
+    assert!((1..7).contains(&complete_lines), "{complete_lines} lines fit");
+    let repaired = read_numbers(&next_logs.path().join("audit.jsonl"));
+    assert!(repaired.into_iter().eq((0..complete_lines).chain([99])));
     disk.delete_filler().unwrap();
     assert!(records.flush(TIMEOUT) && !records.is_write_failing());
     records.append(LogFile::Audit, &json!({"n": accepted})).unwrap();
     drop(writer);
-    let gaps: Vec<u64> = lines(&path).iter().filter_map(|line| line["gap"]["lost"].as_u64()).collect();
+    let gaps: Vec<u64> = read_lines(&path).iter().filter_map(|line| line["gap"]["lost"].as_u64()).collect();
     assert_eq!(gaps.iter().sum::<u64>(), lost);
-    assert!(numbers(&path).into_iter().eq(0..=accepted), "lines are missing, repeated or out of order");
+    assert!(read_numbers(&path).into_iter().eq(0..=accepted), "lines are missing, repeated or out of order");
 }

@@ -157,7 +157,7 @@ pub async fn dump_snapshot(
 /// [`DumpError`] if a tool or the sink fails. In that case, the content of the sink must be discarded.
 async fn dump_to_sink(
     settings: &BackupSettings,
-    snapshot: &str,
+    snapshot_id: &str,
     sink: &mut impl Sink,
 ) -> Result<VerifiedDump, DumpError> {
     let start_error = |source| DumpCheckError::Start { tool: "pg_dump", source };
@@ -169,7 +169,7 @@ async fn dump_to_sink(
             "the installed PostgreSQL tools do not support the configured compression"
         );
     }
-    let mut dump = tools.dump(server, snapshot, compression);
+    let mut dump = tools.dump_command(server, snapshot_id, compression);
     let mut dump = dump.stdout(std::process::Stdio::piped()).spawn().map_err(start_error)?;
     let reader = DumpCheck::start(tools)?;
     let stdout = dump.stdout.take().ok_or(DumpError::NoOutput)?;

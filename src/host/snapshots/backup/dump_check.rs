@@ -62,7 +62,7 @@ impl DumpCheck {
     /// [`DumpCheckError::Start`] if it cannot be started.
     pub fn start(tools: &PgTools) -> Result<Self, DumpCheckError> {
         let start_error = |source| DumpCheckError::Start { tool: "pg_restore", source };
-        let mut child = tools.check_dump().spawn().map_err(start_error)?;
+        let mut child = tools.check_dump_command().spawn().map_err(start_error)?;
         if let Some(stdin) = &child.stdin {
             postgres_tools::enlarge_pipe(stdin);
         }

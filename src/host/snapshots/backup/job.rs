@@ -237,7 +237,7 @@ fn build_record(
         duration_ms: u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX),
         error: error.map(|error| format_chain(error)),
         held: match error {
-            Some(BackupError::HeldBack(held)) => Some(held.to_record()),
+            Some(BackupError::HeldBack(held)) => Some(held.to_reason()),
             _ => None,
         },
     }
@@ -379,7 +379,7 @@ async fn upload(
     let key = key::snapshot_key(snapshot.taken_at, settings.identity.epoch);
     progress.key = Some(key.clone());
     let object = settings.slot.snapshot(&key).expect("generated keys are valid");
-    let growth = settings.compression.max_growth();
+    let growth = settings.compression.max_growth_factor();
     let parts = PartLayout::for_max_bytes(snapshot.database_bytes.saturating_mul(growth));
     let mut upload = Upload::begin(&settings.bucket, &object, parts).await?;
     let open_upload = upload.open_upload().cloned();

@@ -280,14 +280,14 @@ async fn serve_accept_request(layout: &Layout, request: &RequestFile) -> Result<
 }
 
 async fn run_backup(layout: Layout, args: &RunArgs) -> Result<(), Failure> {
-    let acceptance = RequestFile::new(&layout, "accept");
-    let mut accepted = Ok(());
-    if args.request && acceptance.is_pending() {
-        accepted = serve_accept_request(&layout, &acceptance).await;
+    let accept_request = RequestFile::new(&layout, "accept");
+    let mut accept_result = Ok(());
+    if args.request && accept_request.is_pending() {
+        accept_result = serve_accept_request(&layout, &accept_request).await;
         // A requested backup is taken even if the acceptance failed: only the acceptance needs the platform. Without a
         // request, each restart of the service would take one more snapshot.
         if !RequestFile::new(&layout, "backup").is_pending() {
-            return accepted;
+            return accept_result;
         }
     }
     let request = args.request.then(|| RequestFile::new(&layout, "backup"));
@@ -301,15 +301,15 @@ async fn run_backup(layout: Layout, args: &RunArgs) -> Result<(), Failure> {
     // A failed request is removed too: after a failure that systemd does not retry, the path unit would restart this
     // program immediately. After any other failure, systemd restarts the service after a delay. If the acceptance
     // failed too, the restarted service takes a backup only for a request, which is therefore kept.
-    let is_retried = accepted.is_err() && result.as_ref().is_err_and(retry::is_transient);
+    let is_retried = accept_result.is_err() && result.as_ref().is_err_and(retry::is_transient);
     if let Some(request) = request.filter(|_| !is_retried) {
         request.complete();
     }
-    if let (Err(_), Err(failure)) = (&accepted, &result) {
+    if let (Err(_), Err(failure)) = (&accept_result, &result) {
         let error = format_chain(failure.error.as_ref());
         tracing::error!(%error, "the requested backup failed, as did the acceptance before it");
     }
-    accepted.and(result)
+    accept_result.and(result)
 }
 
 /// Takes a snapshot of the database that an import replaces. A held-back snapshot suffices, because it is stored, and

@@ -65,7 +65,7 @@ pub fn remove(layout: &Layout, upload: &OpenUpload) {
 pub async fn abort_all(layout: &Layout, bucket: &Bucket) {
     let (list, last) = (layout.open_uploads(), layout.last_backup());
     for path in [&list, &last] {
-        if let Err(error) = fsx::remove_leftover_temp(path) {
+        if let Err(error) = fsx::remove_leftover_temps(path) {
             tracing::warn!(error = %format_chain(&error), "could not remove temporary files of an interrupted run");
         }
     }

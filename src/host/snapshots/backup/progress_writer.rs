@@ -34,7 +34,7 @@ impl ProgressTracker {
     /// Starts tracking a run. The caller holds the backup's lock.
     pub fn begin(layout: &Layout, began_at: Timestamp) -> Self {
         // A killed run may leave a temporary file.
-        if let Err(error) = fsx::remove_leftover_temp(&layout.backup_progress()) {
+        if let Err(error) = fsx::remove_leftover_temps(&layout.backup_progress()) {
             tracing::warn!(error = %format_chain(&error), "could not remove a temporary file of a killed backup");
         }
         let progress = BackupProgress::new(began_at, Stage::Gate.name());
@@ -82,20 +82,20 @@ impl Sink for TrackedUpload<'_> {
     }
 
     async fn push(&mut self, chunk: Bytes) -> Result<(), DumpError> {
-        let dumped = chunk.len() as u64;
+        let chunk_bytes = chunk.len() as u64;
         self.upload.push(chunk).await?;
-        let uploaded = self.upload.acknowledged_bytes();
+        let uploaded_bytes = self.upload.acknowledged_bytes();
         self.tracker.update(Urgency::Throttled, |progress| {
-            progress.dumped_bytes += dumped;
-            progress.uploaded_bytes = uploaded;
+            progress.dumped_bytes += chunk_bytes;
+            progress.uploaded_bytes = uploaded_bytes;
         });
         Ok(())
     }
 
     async fn flush(&mut self) -> Result<(), DumpError> {
         self.upload.flush().await?;
-        let uploaded = self.upload.acknowledged_bytes();
-        self.tracker.update(Urgency::Immediate, |progress| progress.uploaded_bytes = uploaded);
+        let uploaded_bytes = self.upload.acknowledged_bytes();
+        self.tracker.update(Urgency::Immediate, |progress| progress.uploaded_bytes = uploaded_bytes);
         Ok(())
     }
 }

@@ -23,7 +23,7 @@ const MIN_FREE_PERCENT: u64 = 10;
 const PASS_TIMEOUT: Duration = Duration::from_secs(300);
 /// Timeout for a lock, because the owner may have locked a replaced database's tables.
 const LOCK_TIMEOUT_SECONDS: u32 = 5;
-/// Timeout for a query: a table with many deleted rows takes long to read.
+/// Timeout for a query: reading a table with many deleted rows takes a long time.
 const READ_TIMEOUT_SECONDS: u32 = 30;
 
 /// A replaced database.

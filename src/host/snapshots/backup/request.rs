@@ -15,7 +15,7 @@ use svc_http::request_id;
 /// A request file, and the version of it that this run serves.
 pub struct RequestFile {
     path: PathBuf,
-    served: Cell<Option<FileVersion>>,
+    served_version: Cell<Option<FileVersion>>,
 }
 
 /// Inode and modification time.
@@ -24,13 +24,14 @@ type FileVersion = (u64, i64, i64);
 impl RequestFile {
     pub fn new(layout: &Layout, name: &str) -> Self {
         let path = layout.request(name);
-        let served = Cell::new(read_version(&path));
-        Self { path, served }
+        let served_version = Cell::new(read_version(&path));
+        Self { path, served_version }
     }
 
-    /// Returns whether there was a request when this value was created, or at the last [`RequestFile::begin`].
+    /// Returns whether this run has a request to serve: one that existed when this value was created, or at the last
+    /// [`RequestFile::begin`], and that was not postponed.
     pub fn is_pending(&self) -> bool {
-        self.served.get().is_some()
+        self.served_version.get().is_some()
     }
 
     /// Returns the request's id, if the file has a well-formed one.
@@ -42,17 +43,17 @@ impl RequestFile {
 
     /// Marks every request made so far as served by this run, whose snapshot is taken later.
     pub fn begin(&self) {
-        self.served.set(read_version(&self.path));
+        self.served_version.set(read_version(&self.path));
     }
 
     /// Leaves the request to the next run, because this one is stopped before it succeeds.
     pub fn postpone(&self) {
-        self.served.set(None);
+        self.served_version.set(None);
     }
 
     /// Removes the file, unless it holds a newer request, or a postponed one.
     pub fn complete(&self) {
-        if read_version(&self.path) != self.served.get() {
+        if read_version(&self.path) != self.served_version.get() {
             return;
         }
         if let Err(error) = fsx::remove_if_exists(&self.path) {

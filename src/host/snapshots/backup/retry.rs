@@ -58,12 +58,12 @@ mod tests {
     #[test]
     fn next_delay_is_capped_and_ends_with_retry_window() {
         let mut retry = RetrySchedule::new(Duration::from_secs(600));
-        let failed = |exit| Failure::new(exit, anyhow::anyhow!("x"));
-        assert_eq!(retry.next_delay(&failed(Exit::Refused)), None, "a refused backup is not retried");
-        assert_eq!(retry.next_delay(&failed(Exit::Permission)), None, "a replaced machine does not retry");
-        assert_eq!(retry.next_delay(&failed(Exit::Unavailable)), Some(Duration::from_secs(600)));
-        assert_eq!(retry.next_delay(&failed(Exit::Internal)), Some(Duration::from_secs(900)));
+        let failure = |exit| Failure::new(exit, anyhow::anyhow!("x"));
+        assert_eq!(retry.next_delay(&failure(Exit::Refused)), None, "a refused backup is not retried");
+        assert_eq!(retry.next_delay(&failure(Exit::Permission)), None, "a replaced machine does not retry");
+        assert_eq!(retry.next_delay(&failure(Exit::Unavailable)), Some(Duration::from_secs(600)));
+        assert_eq!(retry.next_delay(&failure(Exit::Internal)), Some(Duration::from_secs(900)));
         let mut late = RetrySchedule::new(RETRY_WINDOW);
-        assert_eq!(late.next_delay(&failed(Exit::Unavailable)), None);
+        assert_eq!(late.next_delay(&failure(Exit::Unavailable)), None);
     }
 }

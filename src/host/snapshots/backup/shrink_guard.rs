@@ -43,7 +43,7 @@ pub struct HeldBackError(HeldSnapshot);
 
 impl HeldBackError {
     /// Returns the entry for the run's record.
-    pub fn to_record(&self) -> HeldBackReason {
+    pub fn to_reason(&self) -> HeldBackReason {
         HeldBackReason { latest: self.0.latest.clone(), loss: self.0.loss.clone() }
     }
 }
@@ -131,7 +131,7 @@ impl AcceptError {
 /// been replaced; `Unavailable` if the store is unavailable or the pointer could not be moved; otherwise `Internal`.
 pub async fn accept(_lock: &Lock, settings: &BackupSettings) -> Result<(), Failure> {
     let (started, timestamp) = (Instant::now(), clock::now_ms());
-    let sidecar = accept_held(settings).await.map_err(|error| Failure::new(error.exit(), error))?;
+    let sidecar = accept_held_snapshot(settings).await.map_err(|error| Failure::new(error.exit(), error))?;
     println!("{} is now the latest snapshot", sidecar.key);
     let record = BackupRecord {
         timestamp,
@@ -149,7 +149,7 @@ pub async fn accept(_lock: &Lock, settings: &BackupSettings) -> Result<(), Failu
     Ok(())
 }
 
-async fn accept_held(settings: &BackupSettings) -> Result<Sidecar, AcceptError> {
+async fn accept_held_snapshot(settings: &BackupSettings) -> Result<Sidecar, AcceptError> {
     let held = HeldSnapshot::read(&settings.layout)?.ok_or(AcceptError::NothingHeld)?;
     let (sidecar, snapshot) = stored::load_with_sidecar(&settings.bucket, &settings.slot, &held.key).await?;
     pointer_io::advance(&settings.bucket, &settings.slot, &snapshot).await?;

@@ -248,13 +248,13 @@ async fn verify_all(
         results.single_key = Some(key.clone());
     }
     // Each write contains the whole history, so only the last result matters.
-    let mut recorded = Ok(());
+    let mut write_result = Ok(());
     let mut failure = None;
     for key in keys {
         match verify_one(settings, &key).await {
             Ok(sidecar) => {
                 failpoint::trigger("verify.read")?;
-                recorded = history.record_read(settings, &key, None);
+                write_result = history.record_read(settings, &key, None);
                 failpoint::trigger("verify.read_recorded")?;
                 results.intact += 1;
                 results.bytes += sidecar.size_bytes;
@@ -262,7 +262,7 @@ async fn verify_all(
             }
             Err(VerifyFailure::Damaged(why)) => {
                 tracing::error!(key, why, "a snapshot is damaged");
-                recorded = history.record_read(settings, &key, Some(&why));
+                write_result = history.record_read(settings, &key, Some(&why));
                 results.damaged.push((key, why));
             }
             Err(VerifyFailure::Unknown(error)) if error.is_store_failure() => return Err(error),
@@ -271,7 +271,7 @@ async fn verify_all(
             Err(VerifyFailure::Unknown(error)) => {
                 let why = format_chain(&error);
                 tracing::error!(key, error = why, "a snapshot could not be verified");
-                recorded = history.record_failure(settings, &key, why);
+                write_result = history.record_failure(settings, &key, why);
                 failure.get_or_insert(error);
             }
         }
@@ -282,7 +282,7 @@ async fn verify_all(
     }
     match failure {
         Some(error) => Err(error),
-        None if results.damaged.is_empty() => Ok(recorded?),
+        None if results.damaged.is_empty() => Ok(write_result?),
         // The damage takes precedence over a failed write of the history, which was logged.
         None => Ok(()),
     }

@@ -79,7 +79,7 @@ pub async fn verify_object(
     Ok(dump_check?)
 }
 
-/// The bytes that have been read so far, across interruptions.
+/// The number and digest of the bytes that have been read so far, across interruptions.
 struct ReadState {
     length: u64,
     digest: Sha256,

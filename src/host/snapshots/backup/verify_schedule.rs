@@ -25,8 +25,8 @@ pub struct LastRead {
 /// Times after `now` are from a clock that was ahead, and are ignored; a snapshot without another time counts as never
 /// read.
 ///
-/// `snapshots` contains each key and the time when the snapshot was taken. `failed_at` contains the times of reads that
-/// could not verify a snapshot.
+/// `snapshots` contains each key and the time when the snapshot was taken. `checked_at` contains the times when checks
+/// last read the snapshots in full, and `failed_at` those of reads that could not verify a snapshot.
 pub fn list_last_reads(
     snapshots: &[(String, Timestamp)],
     checked_at: &BTreeMap<String, Timestamp>,
@@ -64,9 +64,14 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// With a run every day, each snapshot is read in time, even while new snapshots keep arriving.
+        /// With a run every day, each snapshot is read again within `within_days` + 1 days, even while new snapshots
+        /// keep arriving.
         #[test]
-        fn schedule_reads_every_snapshot_in_time(within in 1_u32..20, per_day in 0_usize..30, days in 1_usize..60) {
+        fn schedule_reads_every_snapshot_within_period(
+            within_days in 1_u32..20,
+            per_day in 0_usize..30,
+            days in 1_usize..60,
+        ) {
             let mut now: Timestamp = "2026-01-01T00:00:00Z".parse().unwrap();
             let (mut taken, mut checked) = (Vec::new(), BTreeMap::new());
             for day in 0..days {
@@ -74,26 +79,33 @@ mod tests {
                     taken.push((format!("{day:03}-{hour:02}"), now));
                 }
                 now += DAY;
-                for key in select_today(list_last_reads(&taken, &checked, &BTreeMap::new(), now), now, within) {
+                let last_reads = list_last_reads(&taken, &checked, &BTreeMap::new(), now);
+                for key in select_today(last_reads, now, within_days) {
                     checked.insert(key, now);
                 }
                 // One more day, because a snapshot may become overdue just after the day's run.
                 let last_reads = list_last_reads(&taken, &checked, &BTreeMap::new(), now);
                 let oldest = last_reads.into_iter().map(|snapshot| snapshot.read_at).min();
                 if let Some(oldest) = oldest {
-                    prop_assert!(now.duration_since(oldest) <= DAY * i32::try_from(within + 1).unwrap(), "{oldest} at {now}");
+                    let max_age = DAY * i32::try_from(within_days + 1).unwrap();
+                    prop_assert!(now.duration_since(oldest) <= max_age, "{oldest} at {now}");
                 }
             }
         }
 
-        /// After any time without runs, the schedule catches up without reading everything in one day.
+        /// After any time without runs, the next run reads at most `MAX_SHARES_PER_RUN` daily shares.
         #[test]
-        fn schedule_catches_up_in_steps(count in 1_usize..500, idle_days in 0_i32..400, within in 1_u32..40) {
+        fn select_today_limits_shares_after_idle_days(
+            count in 1_usize..500,
+            idle_days in 0_i32..400,
+            within_days in 1_u32..40,
+        ) {
             let start: Timestamp = "2026-01-01T00:00:00Z".parse().unwrap();
             let taken: Vec<_> = (0..count).map(|n| (format!("{n:03}"), start)).collect();
             let now = start + DAY * idle_days;
-            let today = select_today(list_last_reads(&taken, &BTreeMap::new(), &BTreeMap::new(), now), now, within);
-            prop_assert!(today.len() <= count.div_ceil(within as usize) * MAX_SHARES_PER_RUN);
+            let last_reads = list_last_reads(&taken, &BTreeMap::new(), &BTreeMap::new(), now);
+            let today = select_today(last_reads, now, within_days);
+            prop_assert!(today.len() <= count.div_ceil(within_days as usize) * MAX_SHARES_PER_RUN);
             prop_assert_eq!(today.is_empty(), idle_days < 1);
         }
     }

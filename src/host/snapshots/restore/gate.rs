@@ -193,9 +193,9 @@ async fn restore(
 ) -> Result<OpenedWith, RestoreError> {
     failpoint::trigger("restore.begin")?;
     fsx::remove_leftover_temps_in(&settings.layout.restore_state(), |_| true)?;
-    let chosen = chosen_snapshot(settings);
+    let chosen = find_chosen_snapshot(settings);
     let Some(snapshot) = find_snapshot(settings, chosen).await? else {
-        let opened_with = match find_owner_rows(settings).await? {
+        let opened_with = match find_table_with_rows(settings).await? {
             Some(table) => {
                 tracing::warn!(table, "there is no snapshot: kept the existing database, which holds rows");
                 OpenedWith::ExistingRows
@@ -235,7 +235,7 @@ async fn restore(
             Ok(())
         };
         if let Err(error) = swap_databases.await {
-            swap::undo(&settings.context.server, &loaded).await;
+            swap::clean_up(&settings.context.server, &loaded).await;
             return Err(error);
         }
     }
@@ -256,9 +256,10 @@ pub fn request_backup(layout: &Layout) -> Result<(), FileError> {
     fsx::write_atomic(&layout.request("backup"), request.as_bytes(), 0o600)
 }
 
-/// Returns the snapshot that an operator chose for this machine. `boot.env` names it for as long as the machine exists,
-/// but a later restore needs the latest snapshot: the chosen one lacks all rows that were written since.
-fn chosen_snapshot(settings: &RestoreSettings) -> Option<&SnapshotKey> {
+/// Returns the snapshot that an operator chose for this machine; `None` once the machine has been restored. `boot.env`
+/// names the snapshot for as long as the machine exists, but a later restore needs the latest one: the chosen one lacks
+/// all rows that were written since.
+fn find_chosen_snapshot(settings: &RestoreSettings) -> Option<&SnapshotKey> {
     settings.chosen_snapshot.as_ref().filter(|_| !settings.layout.restore_complete().exists())
 }
 
@@ -350,14 +351,14 @@ async fn is_restored_but_never_served(settings: &RestoreSettings) -> Result<bool
 /// database.
 async fn ensure_no_owner_rows(settings: &RestoreSettings) -> Result<(), RestoreError> {
     let database = settings.context.server.database();
-    match find_owner_rows(settings).await? {
+    match find_table_with_rows(settings).await? {
         None => Ok(()),
         Some(table) => Err(RestoreError::HoldsRows { database: database.to_owned(), table }),
     }
 }
 
 /// Returns a table of the existing database that holds the owner's rows, if there is one.
-async fn find_owner_rows(settings: &RestoreSettings) -> Result<Option<String>, RestoreError> {
+async fn find_table_with_rows(settings: &RestoreSettings) -> Result<Option<String>, RestoreError> {
     let maintenance =
         staging::connect_with_retries(&settings.context, postgres::MAINTENANCE_DATABASE).await?;
     let database = settings.context.server.database();
@@ -382,7 +383,7 @@ async fn adopt_and_write_marker(
 ) -> Result<(), RestoreError> {
     let client = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE_DATABASE).await?;
     let identity = database_identity::adopt(&client, settings.context.server.database()).await?;
-    fsx::remove_leftover_temp(&fsx::resolve_link(&settings.layout.restore_complete()))?;
+    fsx::remove_leftover_temps(&fsx::resolve_link(&settings.layout.restore_complete()))?;
     RestoreMarker::new(snapshot.map(str::to_owned), identity).write(&settings.layout)?;
     failpoint::trigger("restore.marker")?;
     Ok(())

@@ -97,11 +97,12 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
                 None => open_gate(layout).await,
                 Some(Command::Adopt) => {
                     let settings = RestoreSettings::read(layout)?;
-                    gate::adopt(&lock(&settings)?, &settings).await
+                    gate::adopt(&acquire_lock(&settings)?, &settings).await
                 }
                 Some(Command::Replace) => {
                     let settings = RestoreSettings::read(layout)?;
-                    let restored = gate::open(&lock(&settings)?, &settings, ExistingRows::Replace).await;
+                    let lock = acquire_lock(&settings)?;
+                    let restored = gate::open(&lock, &settings, ExistingRows::Replace).await;
                     record_outcome(&settings.layout, &restored);
                     restored.map(drop)
                 }
@@ -116,13 +117,13 @@ async fn open_gate(layout: Layout) -> Result<(), Failure> {
     if layout.restore_complete().exists() {
         if Journal::is_open(&layout) {
             let settings = RestoreSettings::read(layout)?;
-            return gate::finish_interrupted_swap(&lock(&settings)?, &settings).await;
+            return gate::finish_interrupted_swap(&acquire_lock(&settings)?, &settings).await;
         }
         tracing::info!("the restore gate is already open; nothing is restored");
         return Ok(());
     }
     let settings = RestoreSettings::read(layout)?;
-    let lock = lock(&settings)?;
+    let lock = acquire_lock(&settings)?;
     let _reporter = BootReporter::start(&settings.layout, settings.context.progress.subscribe());
     let restored = gate::open(&lock, &settings, ExistingRows::Refuse).await;
     record_outcome(&settings.layout, &restored);
@@ -140,7 +141,7 @@ fn record_outcome(layout: &Layout, restored: &Result<OpenedWith, Failure>) {
     activity::note(layout, &text);
 }
 
-fn lock(settings: &RestoreSettings) -> Result<Lock, Failure> {
+fn acquire_lock(settings: &RestoreSettings) -> Result<Lock, Failure> {
     Lock::acquire(&settings.layout.restore_state().join("lock")).map_err(|error| match error {
         LockError::Held => {
             Failure::new(Exit::TryAgain, anyhow::anyhow!("another restore or import is running"))

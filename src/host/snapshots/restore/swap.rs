@@ -89,7 +89,7 @@ pub async fn open_databases(client: &Client, database: &str) -> Result<(), SwapE
 
 /// Cleans up after a failed swap: reopens the owner's database and drops the scratch database, unless the swap was
 /// committed.
-pub async fn undo(server: &PostgresServer, scratch: &ScratchDatabase) {
+pub async fn clean_up(server: &PostgresServer, scratch: &ScratchDatabase) {
     match server.connect(postgres::MAINTENANCE_DATABASE, "svc-restore").await {
         Ok(client) => {
             if let Err(error) = open_databases(&client, server.database()).await {

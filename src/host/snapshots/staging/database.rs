@@ -27,7 +27,7 @@ impl ScratchPurpose {
     }
 }
 
-/// A scratch database with another purpose that is older than this belongs to a killed run.
+/// A scratch database with the other purpose that is older than this belongs to a killed run.
 const MAX_SCRATCH_AGE: SignedDuration = SignedDuration::from_hours(48);
 
 /// A database into which a snapshot is loaded.
@@ -49,7 +49,7 @@ pub async fn find_oid(client: &Client, database: &str) -> Result<Option<u32>, Er
     row.map(|row| row.try_get(0)).transpose()
 }
 
-/// Maximum time for a session to end.
+/// How long to wait for terminated sessions to end.
 const SESSION_END_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Ends the sessions of killed runs, because a server completes a statement even after its client has exited. Once the
@@ -72,8 +72,8 @@ pub async fn end_application_sessions(client: &Client, application: &str) -> Res
     }
 }
 
-/// Drops the scratch databases of killed runs: all with this purpose, because the caller holds the lock of its runs,
-/// and the old ones with another purpose.
+/// Drops the scratch databases of killed runs: all those with this purpose, because the caller holds that purpose's
+/// lock, and old ones with the other purpose.
 ///
 /// # Errors
 /// If a query fails.

@@ -157,10 +157,10 @@ async fn resume_download(
     partial: &mut PartialFile,
 ) -> Result<(), DownloadError> {
     let key = context.slot.snapshot(&snapshot.key).expect("the key has already been validated");
-    let failed = |error| DownloadError::Store(StoreError::classify(&key, error));
+    let store_error = |error| DownloadError::Store(StoreError::classify(&key, error));
     let range = (partial.length() > 0).then_some(GetRange::Offset(partial.length()));
     let options = GetOptions { range, ..GetOptions::default() };
-    let response = context.bucket.raw().get_opts(&key, options).await.map_err(failed)?;
+    let response = context.bucket.raw().get_opts(&key, options).await.map_err(store_error)?;
     if response.meta.size != snapshot.size_bytes {
         return Err(DownloadError::WrongSize {
             key: snapshot.key.clone(),
@@ -170,7 +170,7 @@ async fn resume_download(
     }
     let mut stream = response.into_stream();
     while let Some(chunk) = stream.next().await {
-        let chunk = chunk.map_err(failed)?;
+        let chunk = chunk.map_err(store_error)?;
         tokio::task::block_in_place(|| partial.append(&chunk))?;
         context.progress.report_bytes(DOWNLOAD_PHASE, partial.length(), Some(snapshot.size_bytes));
         failpoint::trigger("restore.downloading")?;

@@ -22,7 +22,7 @@ use svc_base::failpoint;
 use svc_base::quantity::pluralize;
 use svc_store::snapshot::{DatabaseFacts, DatabaseSetting, Sidecar};
 
-/// Maximum duration of a load. No database on a supported server type takes longer.
+/// Maximum duration of a load from a file. No database on a supported server type takes longer.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(12 * 3600);
 
 /// Interval at which the loaded size is queried.
@@ -80,7 +80,7 @@ pub async fn load_into_scratch(
         tracing::warn!("not restored from the snapshot: {unrestored}");
     }
     failpoint::trigger("restore.roles")?;
-    let scratch = create_database(&client, purpose, None).await?;
+    let scratch = create_scratch(&client, purpose, None).await?;
     let load_and_verify = async {
         failpoint::trigger("restore.created")?;
         tokio::select! {
@@ -107,9 +107,9 @@ pub async fn load_into_scratch(
     }
 }
 
-/// Creates a database, owned by this user or by another role. The number in its name is new, so that a `pg_restore`
-/// that outlived a killed run cannot write into it.
-pub async fn create_database(
+/// Creates a scratch database, owned by `owner` or else by the connection's role. The number in its name is new, so
+/// that a `pg_restore` that outlived a killed run cannot write into it.
+pub async fn create_scratch(
     client: &Client,
     purpose: ScratchPurpose,
     owner: Option<&str>,
@@ -134,7 +134,8 @@ async fn load(context: &RestoreContext, dump: &Dump, database: &str) -> Result<(
 }
 
 async fn load_file(context: &RestoreContext, dump: &Path, database: &str) -> Result<(), LoadError> {
-    run_pg_restore(context.tools.load(&context.server, database, dump).map_err(LoadError::Start)?).await
+    let command = context.tools.load_command(&context.server, database, dump).map_err(LoadError::Start)?;
+    run_pg_restore(command).await
 }
 
 /// Runs `pg_restore` to completion.

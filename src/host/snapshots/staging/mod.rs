@@ -29,7 +29,7 @@ pub use download::{
 };
 pub use error::LoadError;
 pub use load::{
-    check_postgres_version, compare_with_sidecar, connect_with_retries, create_database, load_into_scratch,
+    check_postgres_version, compare_with_sidecar, connect_with_retries, create_scratch, load_into_scratch,
     run_pg_restore,
 };
 pub use roles::drop_temporary_roles;

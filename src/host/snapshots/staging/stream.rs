@@ -31,7 +31,8 @@ pub const INDEX_BUILD_TIMEOUT: Duration = Duration::from_secs(6 * 3600);
 /// # Errors
 /// [`LoadError`]; `Download` if the store does not deliver the recorded dump.
 pub async fn load(context: &RestoreContext, snapshot: &SnapshotRef, database: &str) -> Result<(), LoadError> {
-    let mut child = context.tools.load_stream(&context.server, database).spawn().map_err(LoadError::Start)?;
+    let mut command = context.tools.load_stream_command(&context.server, database);
+    let mut child = command.spawn().map_err(LoadError::Start)?;
     let stderr = tokio::spawn(postgres_tools::read_stderr_tail(child.stderr.take()));
     let mut transfer = Transfer { length: 0, digest: Sha256::new(), stdin: child.stdin.take() };
     let received = transfer.receive(context, snapshot, &mut child).await;
@@ -106,7 +107,7 @@ impl Transfer {
         child: &mut Child,
     ) -> Result<(), TransferError> {
         let key = context.slot.snapshot(&snapshot.key).expect("the key has already been validated");
-        let failed = |error| DownloadError::Store(StoreError::classify(&key, error));
+        let store_error = |error| DownloadError::Store(StoreError::classify(&key, error));
         let wrong_size = |found| DownloadError::WrongSize {
             key: snapshot.key.clone(),
             expected: snapshot.size_bytes,
@@ -114,13 +115,13 @@ impl Transfer {
         };
         let range = (self.length > 0).then_some(GetRange::Offset(self.length));
         let options = GetOptions { range, ..GetOptions::default() };
-        let response = context.bucket.raw().get_opts(&key, options).await.map_err(failed)?;
+        let response = context.bucket.raw().get_opts(&key, options).await.map_err(store_error)?;
         if response.meta.size != snapshot.size_bytes {
             return Err(wrong_size(response.meta.size).into());
         }
         let mut stream = response.into_stream();
         while let Some(chunk) = stream.next().await {
-            let chunk = chunk.map_err(failed)?;
+            let chunk = chunk.map_err(store_error)?;
             self.digest.update(&chunk);
             self.length += chunk.len() as u64;
             failpoint::trigger("restore.downloading").map_err(DownloadError::from)?;

@@ -81,7 +81,7 @@ fn unpack_extracts_bundle() {
 
 #[test]
 fn unpack_rejects_hostile_entries() {
-    let kind = |kind| RawEntry { path: b"x", kind, mode: 0o644, link: b"outside", body: b"" };
+    let entry_of_kind = |kind| RawEntry { path: b"x", kind, mode: 0o644, link: b"outside", body: b"" };
     let setuid = RawEntry { mode: 0o4755, ..file("bin/x", b"") };
     let setgid = RawEntry { mode: 0o2755, ..file("bin/x", b"") };
     let long = "d/".repeat(49) + "x";
@@ -107,12 +107,12 @@ fn unpack_rejects_hostile_entries() {
         ("a dangling link", vec![link("x", "nowhere")]),
         ("a link through a file", vec![file("f", b""), link("x", "f/y")]),
         ("a cycle of links", vec![link("x", "y"), link("y", "x")]),
-        ("a hard link", vec![kind(EntryType::Link)]),
-        ("a character device", vec![kind(EntryType::Char)]),
-        ("a block device", vec![kind(EntryType::Block)]),
-        ("a pipe", vec![kind(EntryType::Fifo)]),
-        ("a sparse file", vec![kind(EntryType::GNUSparse)]),
-        ("an unknown kind", vec![kind(EntryType::new(b'Z'))]),
+        ("a hard link", vec![entry_of_kind(EntryType::Link)]),
+        ("a character device", vec![entry_of_kind(EntryType::Char)]),
+        ("a block device", vec![entry_of_kind(EntryType::Block)]),
+        ("a pipe", vec![entry_of_kind(EntryType::Fifo)]),
+        ("a sparse file", vec![entry_of_kind(EntryType::GNUSparse)]),
+        ("an unknown kind", vec![entry_of_kind(EntryType::new(b'Z'))]),
         ("a setuid bit", vec![setuid]),
         ("a setgid bit", vec![setgid]),
         ("too many entries", many.iter().map(|name| file(name, b"")).collect()),
@@ -121,18 +121,18 @@ fn unpack_rejects_hostile_entries() {
     for (name, entries) in cases {
         let (_dir, result) = try_unpack(&archive(&entries));
         let error = result.expect_err(name);
-        assert!(!error.is_disk_error(), "{name} counts as a disk error: {error:?}");
+        assert!(!error.is_local_error(), "{name} counts as a local error: {error:?}");
     }
 }
 
 #[test]
-fn classify_link_error_blames_disk_unless_link_is_dangling() {
+fn classify_link_error_blames_archive_only_for_dangling_link() {
     use nix::libc::{EIO, ELOOP, EMFILE, ENOENT, ENOMEM, ENOTDIR};
-    for (errno, is_disk_error) in
+    for (errno, is_local_error) in
         [(ENOENT, false), (ENOTDIR, false), (ELOOP, false), (EIO, true), (EMFILE, true), (ENOMEM, true)]
     {
         let error = classify_link_error(Path::new("x"), io::Error::from_raw_os_error(errno));
-        assert_eq!(error.is_disk_error(), is_disk_error, "{error:?}");
+        assert_eq!(error.is_local_error(), is_local_error, "{error:?}");
     }
 }
 
@@ -143,21 +143,21 @@ fn build_pax_record(key: &str, value: &str) -> Vec<u8> {
     format!("{}{rest}", len.unwrap()).into_bytes()
 }
 
-fn long_name<'a>(kind: EntryType, body: &'a [u8]) -> RawEntry<'a> {
+fn extension_header<'a>(kind: EntryType, body: &'a [u8]) -> RawEntry<'a> {
     RawEntry { kind, ..file("././@LongLink", body) }
 }
 
 #[test]
 fn unpack_checks_long_names() {
     let long = format!("{}/file", "d".repeat(200));
-    let gnu = [long_name(EntryType::GNULongName, long.as_bytes()), file("short", b"1")];
+    let gnu = [extension_header(EntryType::GNULongName, long.as_bytes()), file("short", b"1")];
     let (dir, result) = try_unpack(&archive(&gnu));
     result.unwrap();
     assert_eq!(fs::read(dir.path().join("release").join(&long)).unwrap(), b"1");
 
     let attributes = [build_pax_record("mtime", "1.5"), build_pax_record("path", &long)].concat();
     let (dir, result) =
-        try_unpack(&archive(&[long_name(EntryType::XHeader, &attributes), file("short", b"2")]));
+        try_unpack(&archive(&[extension_header(EntryType::XHeader, &attributes), file("short", b"2")]));
     result.unwrap();
     assert_eq!(fs::read(dir.path().join("release").join(&long)).unwrap(), b"2");
 
@@ -166,12 +166,12 @@ fn unpack_checks_long_names() {
     let size = build_pax_record("size", "1");
     let huge = vec![b'x'; 70_000];
     let rejected: [&[RawEntry<'_>]; 6] = [
-        &[long_name(EntryType::GNULongName, b"../outside\0"), file("x", b"!")],
-        &[long_name(EntryType::GNULongLink, b"../outside\0"), link("x", "y")],
-        &[long_name(EntryType::XHeader, &up), file("x", b"!")],
-        &[long_name(EntryType::XHeader, &up_link), link("x", "y")],
-        &[long_name(EntryType::XHeader, &size), file("x", b"!")],
-        &[long_name(EntryType::GNULongName, &huge), file("x", b"!")],
+        &[extension_header(EntryType::GNULongName, b"../outside\0"), file("x", b"!")],
+        &[extension_header(EntryType::GNULongLink, b"../outside\0"), link("x", "y")],
+        &[extension_header(EntryType::XHeader, &up), file("x", b"!")],
+        &[extension_header(EntryType::XHeader, &up_link), link("x", "y")],
+        &[extension_header(EntryType::XHeader, &size), file("x", b"!")],
+        &[extension_header(EntryType::GNULongName, &huge), file("x", b"!")],
     ];
     for entries in rejected {
         assert!(try_unpack(&archive(entries)).1.is_err());

@@ -53,7 +53,7 @@ impl HeartbeatReport {
     }
 
     /// Returns whether the host reports an attention item with this code.
-    pub fn has_item(&self, code: &str) -> bool {
+    pub fn has_attention_item(&self, code: &str) -> bool {
         self.sent.attention.iter().any(|item| item.code == code)
     }
 

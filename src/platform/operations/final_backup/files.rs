@@ -26,15 +26,15 @@ pub enum SavedFiles {
     Complete { until: Timestamp },
     /// Only what was written before `until`; nothing if it is `None`.
     Partial { until: Option<Timestamp>, error: Option<String> },
-    /// The host reports a problem that may prevent a new machine from restoring everything. `can_improve` is true if
-    /// the last changes are not saved yet.
+    /// A problem, reported by the host or found with the key, may prevent a new machine from restoring everything.
+    /// `can_improve` is true if waiting may help.
     Unreliable { problem: String, can_improve: bool },
 }
 
 impl SavedFiles {
-    /// `attention` contains the items of the machine's last heartbeat.
+    /// Evaluates the host's report. `attention` contains the attention items of the machine's last heartbeat.
     pub fn from_report(report: &HostReport, progress: &FinalBackupProgress, attention: &Value) -> Self {
-        if let Some(problem) = find_item(attention, FILES_NOT_RESTORED) {
+        if let Some(problem) = find_attention_detail(attention, FILES_NOT_RESTORED) {
             return Self::Unreliable { problem: problem.to_owned(), can_improve: false };
         }
         let files = match report {
@@ -46,7 +46,7 @@ impl SavedFiles {
         let saved_until = files.and_then(|files| files.saved_until);
         let complete_until = saved_until.filter(|until| stopped_at.is_some_and(|stopped| *until >= stopped));
         let unreadable = files.and_then(|files| files.unreadable.as_deref()).map(truncate_printable);
-        let problem = find_item(attention, FILES_DAMAGED).map(str::to_owned).or(unreadable);
+        let problem = find_attention_detail(attention, FILES_DAMAGED).map(str::to_owned).or(unreadable);
         match (files, complete_until, problem) {
             (_, _, Some(problem)) => {
                 Self::Unreliable { problem, can_improve: files.is_some() && complete_until.is_none() }
@@ -69,8 +69,7 @@ impl SavedFiles {
         }
     }
 
-    /// Returns why the step waits for the files: until the last changes are saved, but at most for `FILES_TIMEOUT`.
-    /// `None` if it does not wait.
+    /// Returns why the step waits for the files, at most for `FILES_TIMEOUT`; `None` if it does not wait.
     pub fn wait_reason(&self, progress: &mut FinalBackupProgress, now: Timestamp) -> Option<String> {
         let why = match self {
             Self::Unsupported | Self::Complete { .. } | Self::Unreliable { can_improve: false, .. } => {
@@ -90,10 +89,10 @@ impl SavedFiles {
 pub fn find_reported_problem(attention: &Value) -> Option<&str> {
     [FILES_NOT_RESTORED, FILES_DAMAGED, FILES_UNREADABLE]
         .into_iter()
-        .find_map(|code| find_item(attention, code))
+        .find_map(|code| find_attention_detail(attention, code))
 }
 
-fn find_item<'a>(attention: &'a Value, code: &str) -> Option<&'a str> {
+fn find_attention_detail<'a>(attention: &'a Value, code: &str) -> Option<&'a str> {
     attention.as_array()?.iter().find(|item| item["code"] == code)?["detail"].as_str()
 }
 

@@ -68,16 +68,16 @@ pub async fn skip_final_backup(
     let Some(newer) = Box::pin(find_newer_snapshot(leased, machine)).await? else {
         return Ok(finish_without_backup(leased, machine, reason, &latest, ""));
     };
-    let stored = format!("{} (taken at {})", newer.key, rfc3339_ms(newer.taken_at));
-    let saved = latest.with_snapshot(newer.taken_at);
+    let newer_description = format!("{} (taken at {})", newer.key, rfc3339_ms(newer.taken_at));
+    let newest = latest.with_snapshot(newer.taken_at);
     if leased.kind == OperationKind::Delete {
         let suffix = format!("; that snapshot is {}, which is stored but not the latest", newer.key);
-        return Ok(finish_without_backup(leased, machine, reason, &saved, &suffix));
+        return Ok(finish_without_backup(leased, machine, reason, &newest, &suffix));
     }
     let chosen = leased.machine().await?.restore_snapshot;
     let suffix = match &chosen {
         Some(key) if *key == newer.key => {
-            format!("; the new machine is restored from {stored}, which was not the latest")
+            format!("; the new machine is restored from {newer_description}, which was not the latest")
         }
         None if !is_snapshot_chosen(leased) => {
             let detail = format_question(leased, machine, reason, &newer, &latest);
@@ -93,10 +93,10 @@ pub async fn skip_final_backup(
         _ => {
             leased.record_unrestored_snapshot(newer.key.clone()).await?;
             let chosen = chosen.unwrap_or_else(|| latest.snapshot.to_string());
-            format!("; the operator chose {chosen}, and {stored} is not restored")
+            format!("; the operator chose {chosen}, and {newer_description} is not restored")
         }
     };
-    Ok(finish_without_backup(leased, machine, reason, &saved, &suffix))
+    Ok(finish_without_backup(leased, machine, reason, &newest, &suffix))
 }
 
 /// Records a newer snapshot as not restored, except in a deletion, which restores nothing. Called after an operator has
@@ -139,22 +139,22 @@ fn finish_without_backup(
     leased: &LeasedOperation<'_>,
     machine: &MachineRow,
     reason: SkipReason,
-    saved: &NewestCopy,
+    newest: &NewestCopy,
     suffix: &str,
 ) -> StepOutcome {
-    let (id, since, why) = (machine.id, saved.saved_until(), reason.note(leased.kind));
+    let (id, since, why) = (machine.id, newest.saved_until(), reason.note(leased.kind));
     let is_loss_accepted = leased.operation.options.accept_loss;
     let (note, record) = match reason {
         SkipReason::OutOfService => (why, StepRecord::Nothing),
-        SkipReason::ServerGone => (format!("{why}; the newest copy is {saved}"), StepRecord::Nothing),
+        SkipReason::ServerGone => (format!("{why}; the newest copy is {newest}"), StepRecord::Nothing),
         SkipReason::Unreachable | SkipReason::GivenUp if is_loss_accepted => (
             format!(
-                "no final backup; the operator accepted the loss of data written since the newest copy, which is {saved}"
+                "no final backup; the operator accepted the loss of data written since the newest copy, which is {newest}"
             ),
             StepRecord::LossAccepted { machine: id, since },
         ),
         SkipReason::Unreachable | SkipReason::GivenUp => (
-            format!("{why}; only its server holds data written since the newest copy, which is {saved}"),
+            format!("{why}; only its server holds data written since the newest copy, which is {newest}"),
             StepRecord::Unsaved { machine: id, since },
         ),
     };

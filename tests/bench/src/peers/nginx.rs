@@ -104,7 +104,7 @@ impl Nginx {
         let server_dir = dir.join(name);
         fs::create_dir_all(&server_dir)?;
         let address = SocketAddr::from(([127, 0, 0, 1], net::free_port()?));
-        let temporary: String = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"]
+        let temp_paths: String = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"]
             .iter()
             .map(|kind| format!("{kind}_temp_path {}/{kind};\n", server_dir.display()))
             .collect();
@@ -113,7 +113,7 @@ impl Nginx {
         let conf = format!(
             "daemon off;\n{user}\npid {server_dir}/pid;\nerror_log stderr error;\nworker_processes auto;\n\
              worker_rlimit_nofile 16384;\nevents {{ worker_connections 8000; }}\nhttp {{\naccess_log off;\n\
-             {temporary}keepalive_requests 1000000000;\nkeepalive_timeout 600s;\nclient_max_body_size 0;\n\
+             {temp_paths}keepalive_requests 1000000000;\nkeepalive_timeout 600s;\nclient_max_body_size 0;\n\
              ssl_protocols TLSv1.2 TLSv1.3;\ntcp_nodelay on;\n{pools}server {{\nlisten {address} ssl \
              backlog=4096;\nssl_certificate {cert};\nssl_certificate_key {key};\n{locations}\n}}\n}}\n",
             server_dir = server_dir.display(),

@@ -29,7 +29,7 @@ pub struct Postgrest {
     program: PathBuf,
 }
 
-/// A running PostgREST server, which is killed on drop.
+/// A running PostgREST server, which is stopped on drop.
 pub struct RunningPostgrest {
     pub address: SocketAddr,
     pub process: ServerProcess,

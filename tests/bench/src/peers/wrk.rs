@@ -89,7 +89,7 @@ impl Wrk {
 }
 
 impl LoadResult {
-    pub fn per_second(&self) -> f64 {
+    pub fn requests_per_second(&self) -> f64 {
         self.requests as f64 / (self.micros as f64 / 1e6)
     }
 
@@ -152,7 +152,7 @@ mod tests {
         let output = "Running 1s test\n  2 requests in 1.00s\n\nfigures {\"requests\":200,\"micros\":2000000,\
             \"bytes\":4194304,\"p50\":17,\"p99\":40,\"error_responses\":0,\"failed\":0}\n";
         let result = parse_result(output).expect("the output has figures");
-        assert_eq!((result.per_second(), result.mib_per_second()), (100.0, 2.0));
+        assert_eq!((result.requests_per_second(), result.mib_per_second()), (100.0, 2.0));
         assert_eq!(result.cpu_micros_per_request(Duration::from_millis(2)), 10.0);
         assert!(parse_result("unable to connect").is_err());
     }

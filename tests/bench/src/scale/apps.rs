@@ -17,13 +17,13 @@ pub const MEMORY: &str = "50 apps: idle memory";
 pub const TOTAL_RATE: &str = "20 busy apps: finds/s in total";
 pub const FAIRNESS: &str = "20 busy apps: slowest to fastest app";
 pub const BUSY_P99: &str = "20 busy apps: p99 of the slowest";
-pub const QUIET_P99: &str = "find's p99, 1 connection, with 64 of another app";
+pub const QUIET_P99: &str = "find's p99, 1 connection alongside 64 from another app";
 
 const APPS: usize = 50;
 const BUSY_APPS: usize = 20;
 const CONNECTIONS_PER_BUSY_APP: u32 = 4;
-/// Time for the greedy app's load to start.
-const HEAD_START: Duration = Duration::from_millis(500);
+/// Delay of the quiet app's load, so that the greedy app's load is already running.
+const QUIET_LOAD_DELAY: Duration = Duration::from_millis(500);
 
 pub async fn measure(round: &Round<'_>, tally: &mut Tally) -> Result<()> {
     let machine = round.new_machine("apps").await?;
@@ -46,7 +46,7 @@ pub async fn measure(round: &Round<'_>, tally: &mut Tally) -> Result<()> {
     let busy = |app| AppLoad { app, connections: CONNECTIONS_PER_BUSY_APP, delay: Duration::ZERO, seconds };
     let loads: Vec<_> = (0..BUSY_APPS).map(busy).collect();
     let results = run_concurrent_loads(round.wrk, &gateway, &machine, &loads)?;
-    let rates: Vec<f64> = results.iter().map(LoadResult::per_second).collect();
+    let rates: Vec<f64> = results.iter().map(LoadResult::requests_per_second).collect();
     let (slowest, fastest) =
         rates.iter().fold((f64::MAX, 0.0_f64), |(low, high), rate| (low.min(*rate), high.max(*rate)));
     add(tally, TOTAL_RATE, rates.iter().sum());
@@ -54,7 +54,7 @@ pub async fn measure(round: &Round<'_>, tally: &mut Tally) -> Result<()> {
     add(tally, BUSY_P99, results.iter().map(|result| result.p99 / 1000.0).fold(0.0, f64::max));
 
     let greedy = AppLoad { app: 0, connections: 64, delay: Duration::ZERO, seconds: seconds + 1 };
-    let quiet = AppLoad { app: 1, connections: 1, delay: HEAD_START, seconds };
+    let quiet = AppLoad { app: 1, connections: 1, delay: QUIET_LOAD_DELAY, seconds };
     let results = run_concurrent_loads(round.wrk, &gateway, &machine, &[greedy, quiet])?;
     add(tally, QUIET_P99, results.last().context("no result")?.p99 / 1000.0);
     Ok(())
@@ -78,7 +78,7 @@ fn run_concurrent_loads(
     loads: &[AppLoad],
 ) -> Result<Vec<LoadResult>> {
     std::thread::scope(|scope| {
-        let running: Vec<_> = loads
+        let threads: Vec<_> = loads
             .iter()
             .map(|load| {
                 let request = gateway.bridge_request(machine, find_query(load.app));
@@ -88,9 +88,9 @@ fn run_concurrent_loads(
                 })
             })
             .collect();
-        let join = |load: std::thread::ScopedJoinHandle<'_, Result<LoadResult>>| {
-            load.join().map_err(|_| anyhow!("a load generator's thread panicked"))?
+        let join = |thread: std::thread::ScopedJoinHandle<'_, Result<LoadResult>>| {
+            thread.join().map_err(|_| anyhow!("a load generator's thread panicked"))?
         };
-        running.into_iter().map(join).collect()
+        threads.into_iter().map(join).collect()
     })
 }

@@ -8,7 +8,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 
-use super::super::connections::{MESSAGE_BYTES, message};
+use super::super::connections::{MESSAGE_BYTES, build_message};
 use super::super::figures::{Tally, median, quantile};
 use super::super::gateway::{Gateway, Machine};
 use super::super::process::{cpu_time, memory_mib};
@@ -23,7 +23,8 @@ pub const SOCKET_MEMORY: &str = "memory per idle WebSocket, 9,500 sockets";
 pub const MESSAGE_P99: &str = "message round trip's p99 with 9,500 sockets";
 
 const STREAMS: usize = 10_000;
-/// Fewer than [`STREAMS`], because each takes two of the gateway's open files, and the hard limit is often 20,000.
+/// Fewer than [`STREAMS`], because each WebSocket takes two of the gateway's open files, and the hard limit is often
+/// 20,000.
 pub const SOCKETS: usize = 9_500;
 /// The streams are spread over this many apps; the measured event belongs to one of them.
 const APPS: usize = 20;
@@ -50,8 +51,8 @@ pub async fn measure_streams(round: &Round<'_>, tally: &mut Tally) -> Result<()>
 
     let cpu_before = cpu_time(gateway.process.pid())?;
     tokio::time::sleep(IDLE_PERIOD).await;
-    let spent = cpu_time(gateway.process.pid())? - cpu_before;
-    add(tally, STREAM_CPU, spent.as_secs_f64() * 1000.0 / IDLE_PERIOD.as_secs_f64());
+    let cpu_spent = cpu_time(gateway.process.pid())? - cpu_before;
+    add(tally, STREAM_CPU, cpu_spent.as_secs_f64() * 1000.0 / IDLE_PERIOD.as_secs_f64());
 
     let started = Instant::now();
     gateway.query(&machine, &insert.to_string()).await?;
@@ -128,7 +129,7 @@ pub async fn measure_sockets(round: &Round<'_>, tally: &mut Tally) -> Result<()>
     tokio::time::sleep(SETTLE_DELAY).await;
     add(tally, SOCKET_MEMORY, memory_kib_per_listener(&gateway, memory_before, SOCKETS)?);
 
-    let (message, mut echo) = (message(), [0; MESSAGE_BYTES + 2]);
+    let (message, mut echo) = (build_message(), [0; MESSAGE_BYTES + 2]);
     let mut times = Vec::with_capacity(MESSAGES);
     for number in 0..MESSAGES {
         // A different socket each time, so that each one has been idle.

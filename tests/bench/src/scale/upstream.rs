@@ -63,7 +63,7 @@ async fn echo(mut stream: BufReader<UnixStream>, key: &str) -> Result<()> {
         let mut header = [0; FRAME_HEADER_BYTES];
         stream.read_exact(&mut header).await?;
         let mut echo = EchoFrame::new(header)?;
-        stream.read_exact(echo.payload()).await?;
+        stream.read_exact(echo.payload_mut()).await?;
         stream.write_all(echo.unmask()).await?;
     }
 }

@@ -92,7 +92,8 @@ pub fn check_placeholders(dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Returns a host name in plain text, and the base64 prefix of every text that starts with it.
+/// Returns a host name in plain text, and the prefix that is common to the base64 encodings of all texts that start
+/// with it.
 fn encodings(host: &str) -> [(&str, Vec<u8>); 2] {
     let prefix_len = host.len() / 3 * 3;
     [(host, host.as_bytes().to_vec()), (host, STANDARD.encode(&host[..prefix_len]).into_bytes())]

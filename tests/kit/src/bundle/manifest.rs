@@ -46,7 +46,7 @@ pub struct KeySet {
 
 impl Manifest {
     /// Renders the file: one JSON object and a newline.
-    pub fn text(&self) -> Result<String> {
+    pub fn render(&self) -> Result<String> {
         Ok(format!("{}\n", serde_json::to_string(self)?))
     }
 }
@@ -68,13 +68,13 @@ pub struct SigningKey {
 impl SigningKey {
     /// Reads a key file created by `openssl genpkey -algorithm ed25519`.
     pub fn read(path: &Path) -> Result<Self> {
-        let text = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
-        Self::from_pem(&text)
+        let pem = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+        Self::from_pem(&pem)
             .with_context(|| format!("{} is not an Ed25519 key in PKCS#8 PEM", path.display()))
     }
 
-    pub fn from_pem(text: &[u8]) -> Result<Self> {
-        let der = PrivatePkcs8KeyDer::from_pem_slice(text).map_err(|error| anyhow!("{error}"))?;
+    pub fn from_pem(pem: &[u8]) -> Result<Self> {
+        let der = PrivatePkcs8KeyDer::from_pem_slice(pem).map_err(|error| anyhow!("{error}"))?;
         // OpenSSL omits the public key, which `from_pkcs8` requires.
         let pair = Ed25519KeyPair::from_pkcs8_maybe_unchecked(der.secret_pkcs8_der())
             .map_err(|error| anyhow!("{error}"))?;
@@ -123,9 +123,9 @@ mod tests {
     }
 
     #[test]
-    fn text_is_one_json_line() {
+    fn render_returns_one_json_line() {
         assert_eq!(
-            sample().text().unwrap(),
+            sample().render().unwrap(),
             format!(
                 "{{\"version\":1,\"imageVersion\":\"1.4.0\",\"sha256\":\"{}\",\"sizeBytes\":123,\"minVersion\":null,\
                  \"createdAt\":\"2026-01-02T03:04:05.000Z\",\"expiresAt\":\"2027-01-02T03:04:05.000Z\"}}\n",
@@ -142,7 +142,7 @@ mod tests {
         let key = SigningKey::from_pem(KEY).unwrap();
         assert_eq!(key.public_key_base64(), "WtxURLNJAYCP61tmwP8WL0BM8LhargbjuIxJwP8EXW0=");
         assert_eq!(key.id(), "63617f15e8f62763");
-        let line = key.signature_line(sample().text().unwrap().as_bytes());
+        let line = key.signature_line(sample().render().unwrap().as_bytes());
         assert_eq!(
             line,
             "63617f15e8f62763 HJqXtA2WYqLrBxqMnPlvM321AIBiOSkq1lhFZ015Pb03KkaeWrP2ZLuQ8pFNgi3o5K5l6u/Md9VAprijzqokAw==\n"

@@ -123,7 +123,8 @@ pub fn build_minimal(svc: &Path, image_version: &str, out: &Path) -> Result<Bund
 
 /// Builds a bundle in `options.out`: the archive, `.sha256`, `.json`, and `.json.sig` if there are signing keys.
 pub fn build(options: &Options) -> Result<Bundle> {
-    let keys: Vec<_> = options.signing_keys.iter().map(|key| SigningKey::read(key)).collect::<Result<_>>()?;
+    let keys: Vec<_> =
+        options.signing_keys.iter().map(|path| SigningKey::read(path)).collect::<Result<_>>()?;
     if let Some(set) = &options.trusted_keys {
         check_key_set(set, &keys)?;
     }
@@ -160,7 +161,7 @@ pub fn build(options: &Options) -> Result<Bundle> {
         trusted_keys: options.trusted_keys.clone(),
         removes: options.removes.clone(),
     };
-    let manifest = manifest.text()?;
+    let manifest = manifest.render()?;
     fs::rename(&staged, out.join(ARCHIVE))?;
     fs::write(out.join(format!("{ARCHIVE}.sha256")), format!("{sha256}  {ARCHIVE}\n"))?;
     fs::write(out.join(format!("{ARCHIVE}.json")), &manifest)?;
@@ -214,10 +215,10 @@ fn assemble_tree(options: &Options, program: PathBuf) -> Result<Tree> {
     let mut tree = Tree::default();
     let mut components = Vec::new();
     // For example, "svc 0.1.0 (commit …, date)".
-    let version = query(&options.svc, "--version")?;
+    let version = run_svc(&options.svc, "--version")?;
     let version = version.split_whitespace().nth(1).unwrap_or("unknown").to_owned();
     components.push(Component::new("svc", &version, "bin/svc"));
-    for applet in query(&options.svc, "--list")?.lines() {
+    for applet in run_svc(&options.svc, "--list")?.lines() {
         tree.add_link(format!("bin/{applet}"), "svc");
     }
     tree.add_executable("bin/svc", program);
@@ -281,7 +282,8 @@ fn source_date() -> i64 {
     epoch.or_else(commit).and_then(|text| text.trim().parse().ok()).unwrap_or(0)
 }
 
-fn query(svc: &Path, arg: &str) -> Result<String> {
+/// Runs `svc` and returns its output, which must not be empty.
+fn run_svc(svc: &Path, arg: &str) -> Result<String> {
     let mut command = Command::new(svc);
     command.arg(arg);
     let output = child::run(command, Duration::from_secs(30))?;

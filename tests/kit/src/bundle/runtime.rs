@@ -85,7 +85,7 @@ impl FromStr for RuntimeSource {
 ///
 /// # Errors
 /// Fails if they cannot be fetched or built.
-pub fn fetch_editor() -> Result<Vec<BundlePart>> {
+pub fn fetch_code_server() -> Result<Vec<BundlePart>> {
     install_build_packages()?;
     fetch_parts(&[PINNED_NODE.parse()?, PINNED_CODE_SERVER.parse()?])
 }
@@ -269,13 +269,13 @@ fn install(dir: &Path, package: &str, version: &str, node: Option<&BundlePart>) 
 /// Removes files that a host would reject, or that contain build-machine paths: dangling links, and leftovers from
 /// native builds.
 fn prune(dir: &Path) -> Result<()> {
-    let is_build = dir.file_name().is_some_and(|name| name == "build") && dir.join("Makefile").exists();
-    let is_release = dir.file_name().is_some_and(|name| name == "Release");
+    let is_build_dir = dir.file_name().is_some_and(|name| name == "build") && dir.join("Makefile").exists();
+    let is_release_dir = dir.file_name().is_some_and(|name| name == "Release");
     for entry in fs::read_dir(dir)? {
         let entry = entry?;
         let (path, kind) = (entry.path(), entry.file_type()?);
         let name = entry.file_name().to_string_lossy().into_owned();
-        let is_leftover = (is_build || is_release)
+        let is_leftover = (is_build_dir || is_release_dir)
             && (BUILD_LEFTOVERS.contains(&name.as_str()) || name.ends_with(".mk") || name == ".deps");
         if kind.is_symlink() {
             if !path.exists() {
@@ -315,7 +315,7 @@ fn link_duplicates(root: &Path, dir: &Path, first_paths: &mut HashMap<u64, PathB
     Ok(())
 }
 
-/// Creates a launcher `bin/<command>` for each of the package's commands. It uses the release's Node.js, if any.
+/// Creates a launcher `bin/<command>` for each of the package's commands. It uses the bundle's Node.js, if any.
 fn write_launchers(dir: &Path, package: &str, depth: usize) -> Result<()> {
     let manifest = dir.join("node_modules").join(package).join("package.json");
     let json: serde_json::Value = serde_json::from_slice(&fs::read(&manifest)?)?;

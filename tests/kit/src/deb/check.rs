@@ -22,7 +22,7 @@ const START_TIMEOUT: Duration = Duration::from_secs(180);
 const STOP_TIMEOUT: Duration = Duration::from_secs(30);
 const SERVICE_USER: &str = "svc-platform:svc-platform";
 const SETTINGS: &str = "/etc/svc/platform.env";
-const EXAMPLE: &str = "/etc/svc/platform.env.example";
+const EXAMPLE_SETTINGS: &str = "/etc/svc/platform.env.example";
 const PROGRAM: &str = "/usr/lib/svc/svc";
 /// Tags that lintian reports for every statically linked binary, for a package outside the Debian archive, for these
 /// packages' maintainer scripts and restricted modes, and for a development build, which is dynamically linked and
@@ -123,7 +123,7 @@ async fn check_platform_package(
         !chroot.path("etc/systemd/system/multi-user.target.wants/svc-platform.service").exists(),
         "the unit is enabled by default"
     );
-    for (path, mode) in [("etc/svc", 0o750), (EXAMPLE.trim_start_matches('/'), 0o640)] {
+    for (path, mode) in [("etc/svc", 0o750), (EXAMPLE_SETTINGS.trim_start_matches('/'), 0o640)] {
         let meta = fs::metadata(chroot.path(path))?;
         ensure!(
             meta.permissions().mode() & 0o7777 == mode,
@@ -145,10 +145,10 @@ async fn check_platform_package(
     let url = format!("http://127.0.0.1:{port}");
     write_settings(chroot, &options.source, &stack, &url)?;
     let result = run_platform(chroot, &url, &dir.path().join("platform-1.log"), &stack).await;
-    let upgraded = match result {
+    let upgrade_result = match result {
         Ok(()) => {
             // An operator may have deleted the example; dpkg does not restore it.
-            fs::remove_file(chroot.path(EXAMPLE))?;
+            fs::remove_file(chroot.path(EXAMPLE_SETTINGS))?;
             let output = chroot.run(&["dpkg", "--install", &chroot.copy_in(&packages[1])?])?;
             ensure!(
                 !output.contains("not configured"),
@@ -160,10 +160,10 @@ async fn check_platform_package(
         Err(error) => Err(error),
     };
     stack.stop().await;
-    upgraded?;
+    upgrade_result?;
 
     // The example is a conffile: an upgrade keeps an operator's changes, and a purge removes them.
-    let example = chroot.path(EXAMPLE);
+    let example = chroot.path(EXAMPLE_SETTINGS);
     ensure!(!example.exists(), "an upgrade restored the deleted example");
     let changed = "# changed by an operator\n";
     fs::write(&example, changed)?;
@@ -186,18 +186,18 @@ async fn check_platform_package(
 /// Writes `/etc/svc/platform.env` as described in docs/operating/install.md, after checking that unreadable settings
 /// are reported.
 fn write_settings(chroot: &Chroot, source: &Path, stack: &Stack, url: &str) -> Result<()> {
-    chroot.run(&["cp", EXAMPLE, SETTINGS])?;
+    chroot.run(&["cp", EXAMPLE_SETTINGS, SETTINGS])?;
     let report = run_doctor(chroot)?;
     ensure!(
         report.contains("{\"check\":\"env-file\",\"level\":\"problem\"") && report.contains("cannot read"),
         "doctor does not report that the settings are unreadable: {report}"
     );
     let guide = fs::read_to_string(source.join("docs/operating/install.md"))?;
-    let line = guide.lines().find(|line| line.starts_with("install ") && line.ends_with(SETTINGS));
+    let install_command = guide.lines().find(|line| line.starts_with("install ") && line.ends_with(SETTINGS));
     chroot.run(&[
         "sh",
         "-c",
-        line.context("docs/operating/install.md has no command that installs the settings")?,
+        install_command.context("docs/operating/install.md has no command that installs the settings")?,
     ])?;
     let mut text = String::new();
     for (name, value) in stack.platform_env() {
@@ -222,11 +222,11 @@ async fn run_platform(chroot: &Chroot, url: &str, log: &Path, stack: &Stack) -> 
     let line = unit.lines().find_map(|line| line.strip_prefix("ExecStart=")).context("no ExecStart")?;
     let args: Vec<&str> = line.split(' ').collect();
     let mut process = chroot.spawn(SERVICE_USER, &args, log)?;
-    let checked = check_running_platform(chroot, &mut process, url, stack).await;
-    let stopped = stop(&mut process);
+    let check_result = check_running_platform(chroot, &mut process, url, stack).await;
+    let stop_result = stop(&mut process);
     child::unregister(process.id());
-    checked.with_context(|| fs::read_to_string(log).unwrap_or_default())?;
-    stopped.with_context(|| fs::read_to_string(log).unwrap_or_default())
+    check_result.with_context(|| fs::read_to_string(log).unwrap_or_default())?;
+    stop_result.with_context(|| fs::read_to_string(log).unwrap_or_default())
 }
 
 /// Waits until the platform is ready, and checks its environment, its user, its probe and `svcctl doctor`'s report.

@@ -30,7 +30,7 @@ impl Chroot {
             nix::unistd::geteuid().is_root(),
             "installing packages in a Debian chroot requires the root user"
         );
-        let archive = build_archive()?;
+        let archive = locate_or_build_archive()?;
         let dir = tempfile::Builder::new().prefix("svc-root-").tempdir()?;
         child::remove_on_exit(dir.path());
         let mut tar = Command::new("tar");
@@ -88,7 +88,7 @@ impl Chroot {
     }
 }
 
-fn build_archive() -> Result<PathBuf> {
+fn locate_or_build_archive() -> Result<PathBuf> {
     let name = format!("debian-{SUITE}-{}", EXTRA_PACKAGES.replace(',', "-"));
     let dir = fetch::locate_or_create(&fetch::target_dir(), &name, |dir| {
         install_missing_tools()?;

@@ -69,7 +69,7 @@ fn architecture() -> Result<String> {
     Ok(child::run(dpkg, TIMEOUT)?.trim().to_owned())
 }
 
-/// Returns the timestamp for all packaged files: `SOURCE_DATE_EPOCH`, otherwise the commit's time, otherwise 1970.
+/// Returns the timestamp for all packaged files: `SOURCE_DATE_EPOCH`, otherwise the last commit's, otherwise 0.
 fn source_date_epoch(source: &Path) -> Result<String> {
     if let Ok(epoch) = std::env::var("SOURCE_DATE_EPOCH") {
         return Ok(epoch);

@@ -29,7 +29,7 @@ type Crate = (String, String);
 /// Fails if `svc` or `Cargo.lock` cannot be read, if cargo fails, or if its outputs contradict each other.
 pub fn generate(source: &Path, svc: &Path) -> Result<String> {
     let linked_crates = list_linked_crates(source)?;
-    let mut metadata = cargo(source);
+    let mut metadata = cargo_command(source);
     metadata.args(["metadata", "--format-version", "1", "--locked", "--filter-platform", TARGET]);
     let metadata: Value = serde_json::from_str(&child::run(metadata, TIMEOUT)?)?;
     let checksums = parse_checksums(&std::fs::read_to_string(source.join("Cargo.lock"))?);
@@ -47,7 +47,7 @@ pub fn generate(source: &Path, svc: &Path) -> Result<String> {
             // This workspace's packages are part of `svc`.
             workspace_crates += usize::from(linked_crates.contains(&id));
         } else if linked_crates.contains(&id) {
-            components.push(component(&id, package, checksums.get(&id)));
+            components.push(build_component(&id, package, checksums.get(&id)));
         }
     }
     ensure!(
@@ -78,7 +78,7 @@ pub fn generate(source: &Path, svc: &Path) -> Result<String> {
 
 /// Lists the linked crates: normal dependencies of the shipped build, without procedural macros.
 fn list_linked_crates(source: &Path) -> Result<BTreeSet<Crate>> {
-    let mut tree = cargo(source);
+    let mut tree = cargo_command(source);
     tree.args([
         "tree",
         "--locked",
@@ -97,13 +97,13 @@ fn list_linked_crates(source: &Path) -> Result<BTreeSet<Crate>> {
     Ok(crates.collect())
 }
 
-fn cargo(source: &Path) -> Command {
+fn cargo_command(source: &Path) -> Command {
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     cargo.current_dir(source);
     cargo
 }
 
-fn component((name, version): &Crate, package: &Value, checksum: Option<&String>) -> Value {
+fn build_component((name, version): &Crate, package: &Value, checksum: Option<&String>) -> Value {
     let purl = format!("pkg:cargo/{name}@{version}");
     let mut component =
         json!({"type": "library", "bom-ref": purl, "name": name, "version": version, "purl": purl});
@@ -120,7 +120,8 @@ fn component((name, version): &Crate, package: &Value, checksum: Option<&String>
     component
 }
 
-/// Returns the compiler's standard library, and the build machine's C library.
+/// Returns the components for Rust's standard library and the build machine's C library; omits one whose version is
+/// unknown.
 fn system_libraries() -> Vec<Value> {
     let output_of = |program: &str, args: &[&str]| {
         let mut command = Command::new(program);

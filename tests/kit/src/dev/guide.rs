@@ -12,7 +12,7 @@ const SESSION_SECONDS: u32 = 86_400;
 
 pub(super) fn render(stack: &Stack, info: &ServiceInfo, files: &PublishedFiles, elapsed: Duration) -> String {
     let ServiceInfo { platform_url, router_url, app_host, code_host, owner, idp, s3, .. } = info;
-    let (operator, json) = (display_path(&files.operator), display_path(&files.info));
+    let (operator_file, info_file) = (shell_quote_path(&files.operator), shell_quote_path(&files.info));
     let (user, psql, seconds) = (&owner.idp_user_id, psql_command(stack), elapsed.as_secs_f64());
     let mint = shell_quote(&format!("{}?sub={user}&ttl={SESSION_SECONDS}", idp.mint_url));
     let call = format!("curl -sS -H 'Host: {app_host}' -H \"Authorization: Bearer $TOKEN\"");
@@ -29,10 +29,10 @@ pub(super) fn render(stack: &Stack, info: &ServiceInfo, files: &PublishedFiles, 
   provider    {provider}   a simulator; its servers are processes
   machine     {machine} of {user}, handle {handle}
   logs        {dir}/platform.log, {dir}/hosts/*/var/log/*.log
-  all values  {json}, for programs
+  all values  {info_file}, for programs
 
 As the operator:
-  . {operator}
+  . {operator_file}
   svcctl list
   svcctl status {handle}
 
@@ -62,7 +62,7 @@ The databases:
 
 /// Quotes a path for a shell. A path inside the current directory is made relative to that directory. The result always
 /// contains a slash, because the shell's `.` searches `PATH` for a bare name.
-fn display_path(path: &Path) -> String {
+fn shell_quote_path(path: &Path) -> String {
     let current_dir = std::env::current_dir().ok();
     let relative = current_dir.and_then(|dir| Some(path.strip_prefix(dir).ok()?.to_owned()));
     shell_quote(

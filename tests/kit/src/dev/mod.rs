@@ -39,7 +39,7 @@ pub async fn run(lock: DevLock, svc: &Path, bundle: Option<&Path>) -> Result<()>
     child::remove_on_exit(dir.path());
     println!("dev: starting platform, router, provider, store, database, identity provider");
     let mut stack = tokio::select! {
-        started = Stack::start(svc, dir.path(), RouterTransport::Plain) => started?.0,
+        result = Stack::start(svc, dir.path(), RouterTransport::Plain) => result?.0,
         () = stop.wait_for_signal() => return Ok(()),
     };
     let result = tokio::select! {

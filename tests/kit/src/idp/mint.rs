@@ -94,24 +94,24 @@ pub(super) fn mint(keys: &KeySet, issuer: &str, sub: &str, options: &MintOptions
         header.shift_remove("kid");
     }
     let claims = build_claims(issuer, sub, options);
-    let mut signed = format!("{}.{}", encode(&header), encode(&claims));
-    let mut signature = key.sign(signed.as_bytes());
+    let mut signing_input = format!("{}.{}", encode(&header), encode(&claims));
+    let mut signature = key.sign(signing_input.as_bytes());
     match options.flaw {
         Some(Flaw::BadSignature) => signature[10] ^= 1,
         Some(Flaw::ChangedClaims) => {
             let mut changed = claims;
             changed["sub"] = format!("{sub}x").into();
-            signed = format!("{}.{}", encode(&header), encode(&changed));
+            signing_input = format!("{}.{}", encode(&header), encode(&changed));
         }
         Some(Flaw::AlgNone | Flaw::NoSignature) => signature.clear(),
         Some(Flaw::HmacOfPublicKey) => {
             let secret = hmac::Key::new(hmac::HMAC_SHA256, key.public_bytes());
-            signature = hmac::sign(&secret, signed.as_bytes()).as_ref().to_vec();
+            signature = hmac::sign(&secret, signing_input.as_bytes()).as_ref().to_vec();
         }
-        Some(Flaw::TwoParts) => return signed,
+        Some(Flaw::TwoParts) => return signing_input,
         Some(Flaw::WrongAlg | Flaw::NoKid) | None => {}
     }
-    format!("{signed}.{}", URL_SAFE_NO_PAD.encode(signature))
+    format!("{signing_input}.{}", URL_SAFE_NO_PAD.encode(signature))
 }
 
 fn build_claims(issuer: &str, sub: &str, options: &MintOptions) -> Value {

@@ -26,21 +26,24 @@ async fn get(url: &str) -> Result<String> {
 /// Returns a token's claims if a published key has signed it with that key's algorithm.
 async fn verify(idp: &Idp, token: &str) -> Result<Value> {
     let jwks: Value = serde_json::from_str(&get(&idp.jwks_url()).await?)?;
-    let (signed, signature) = token.rsplit_once('.').context("the token has no signature")?;
-    let (header, claims) = signed.split_once('.').context("the token does not have three parts")?;
+    let (signing_input, signature) = token.rsplit_once('.').context("the token has no signature")?;
+    let (header, claims) = signing_input.split_once('.').context("the token does not have three parts")?;
     let (header, signature): (Value, _) = (serde_json::from_slice(&decode(header)?)?, decode(signature)?);
     let keys = jwks["keys"].as_array().context("the JWKS has no keys")?;
     let jwk = keys.iter().find(|jwk| jwk["kid"] == header["kid"]).context("unknown kid")?;
     anyhow::ensure!(jwk["alg"] == header["alg"], "the algorithm does not match the key");
     let result = match header["alg"].as_str().context("the header has no alg")? {
-        "EdDSA" => UnparsedPublicKey::new(&ED25519, field(jwk, "x")?).verify(signed.as_bytes(), &signature),
+        "EdDSA" => {
+            UnparsedPublicKey::new(&ED25519, field(jwk, "x")?).verify(signing_input.as_bytes(), &signature)
+        }
         "ES256" => {
             let point = [vec![4], field(jwk, "x")?, field(jwk, "y")?].concat();
-            UnparsedPublicKey::new(&ECDSA_P256_SHA256_FIXED, point).verify(signed.as_bytes(), &signature)
+            UnparsedPublicKey::new(&ECDSA_P256_SHA256_FIXED, point)
+                .verify(signing_input.as_bytes(), &signature)
         }
         "RS256" => RsaPublicKeyComponents { n: field(jwk, "n")?, e: field(jwk, "e")? }.verify(
             &RSA_PKCS1_2048_8192_SHA256,
-            signed.as_bytes(),
+            signing_input.as_bytes(),
             &signature,
         ),
         other => anyhow::bail!("alg {other}"),

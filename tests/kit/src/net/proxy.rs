@@ -58,17 +58,17 @@ impl Proxy {
 
     /// Delays each chunk of data in both directions.
     pub fn delay(&self, delay: Duration) {
-        self.shared.change(|faults| faults.delay = delay);
+        self.shared.update_faults(|faults| faults.delay = delay);
     }
 
     /// Resets each connection (RST) after this many bytes to the client.
     pub fn reset_after_bytes(&self, bytes: u64) {
-        self.shared.change(|faults| faults.reset_after_bytes = Some(bytes));
+        self.shared.update_faults(|faults| faults.reset_after_bytes = Some(bytes));
     }
 
     /// Withholds all data without closing connections, to trigger timeouts.
     pub fn silence(&self) {
-        self.shared.change(|faults| faults.is_silent = true);
+        self.shared.update_faults(|faults| faults.is_silent = true);
     }
 
     /// Refuses new connections, and resets existing ones.
@@ -78,7 +78,7 @@ impl Proxy {
 
     /// Removes all faults; broken connections stay broken.
     pub fn heal(&self) {
-        self.shared.change(|faults| *faults = Faults::default());
+        self.shared.update_faults(|faults| *faults = Faults::default());
         self.listener.reopen().expect("the reserved port can be bound again");
     }
 }
@@ -88,8 +88,8 @@ impl Shared {
         *self.faults.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn change(&self, change: impl FnOnce(&mut Faults)) {
-        change(&mut self.faults.lock().unwrap_or_else(PoisonError::into_inner));
+    fn update_faults(&self, update: impl FnOnce(&mut Faults)) {
+        update(&mut self.faults.lock().unwrap_or_else(PoisonError::into_inner));
     }
 
     /// Waits for the configured delay, and until data is no longer withheld.

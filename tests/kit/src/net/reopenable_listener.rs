@@ -61,7 +61,7 @@ impl ReopenableListener {
     pub(crate) fn close(&self) {
         let accepting = self.accepting.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(accepting) = accepting {
-            accepting.cancel();
+            accepting.cancel_and_wait();
         }
         self.drop_connections();
     }
@@ -70,7 +70,7 @@ impl ReopenableListener {
     pub(crate) fn drop_connections(&self) {
         let connections =
             std::mem::take(&mut *self.connections.lock().unwrap_or_else(PoisonError::into_inner));
-        connections.cancel();
+        connections.cancel_and_wait();
     }
 
     /// Waits until no connection is open, so that the last requests of killed clients have been executed.
@@ -144,7 +144,7 @@ impl Tasks {
         Arc::strong_count(&self.counter) - 1
     }
 
-    fn cancel(self) {
+    fn cancel_and_wait(self) {
         self.stop.cancel();
         drop(self.alive);
         self.ended.recv_timeout(Duration::from_secs(10)).ok();

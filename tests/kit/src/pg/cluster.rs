@@ -1,6 +1,6 @@
 //! Copies of a prepared cluster: `initdb` takes half a second of CPU time, and the tests start hundreds of servers.
 //!
-//! A copy gets its own system identifier, because backups and restores distinguish databases by it. The identifier is
+//! A copy gets its own system identifier, because backups and restores distinguish clusters by it. The identifier is
 //! recorded in `pg_control`, which ends with a checksum, and in the first page of each WAL segment.
 
 use std::fs::{self, File};

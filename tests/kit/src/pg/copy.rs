@@ -62,7 +62,8 @@ impl DatabaseCopy {
     }
 }
 
-/// Saves a consistent snapshot of the tables.
+/// Saves a consistent snapshot of the tables. `ROLLBACK` ends the transaction that a deadlock has aborted in an earlier
+/// attempt.
 const SAVE_SQL: &str = "ROLLBACK; BEGIN ISOLATION LEVEL REPEATABLE READ; DROP SCHEMA IF EXISTS saved CASCADE; CREATE SCHEMA saved; DO $$ DECLARE name text; BEGIN
     FOR name IN SELECT tablename FROM pg_tables WHERE schemaname = 'public'
         AND tablename NOT IN ('signing_keys', 'installation', 'refinery_schema_history') LOOP

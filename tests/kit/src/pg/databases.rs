@@ -44,7 +44,7 @@ pub struct TestDatabase {
 /// Creates an empty database on this process's server. Roles belong to a server, so this test's app roles cannot
 /// collide with those of another process.
 pub async fn test_database() -> Result<TestDatabase> {
-    create_from(process_server().await?.connection_info(), "template1").await
+    create_test_database(process_server().await?.connection_info(), "template1").await
 }
 
 /// Creates a copy of a prepared database. `prepare` runs once per `key` and server, with the URL of an empty database.
@@ -66,10 +66,10 @@ where
             run_server::prepare_template(&server, key, prepare).await
         })
         .await?;
-    create_from(&server, name).await
+    create_test_database(&server, name).await
 }
 
-async fn create_from(server: &PgConnectionInfo, template: &str) -> Result<TestDatabase> {
+async fn create_test_database(server: &PgConnectionInfo, template: &str) -> Result<TestDatabase> {
     let pending_drops = std::mem::take(&mut *PENDING_DROPS.lock().unwrap_or_else(PoisonError::into_inner));
     for (server, name) in pending_drops {
         server.drop_database(&name).await?;
@@ -109,7 +109,7 @@ impl TestDatabase {
 
 impl Drop for TestDatabase {
     fn drop(&mut self) {
-        let mut drops = PENDING_DROPS.lock().unwrap_or_else(PoisonError::into_inner);
-        drops.push((self.server.clone(), std::mem::take(&mut self.name)));
+        let mut pending_drops = PENDING_DROPS.lock().unwrap_or_else(PoisonError::into_inner);
+        pending_drops.push((self.server.clone(), std::mem::take(&mut self.name)));
     }
 }

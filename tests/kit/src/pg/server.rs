@@ -31,7 +31,7 @@ const MIN_FREE_MEMORY_BYTES: u64 = 2 << 30;
 pub struct PgOptions {
     /// Persistent data directory; by default a temporary one.
     pub data_dir: Option<PathBuf>,
-    /// The loopback port; by default a free one, reserved for the server's lifetime.
+    /// The loopback port; by default a free one, reserved until this process ends.
     pub port: Option<u16>,
     /// The superuser's password; by default the prepared cluster's, or a random one with [`Durability::FsyncOn`].
     pub password: Option<String>,
@@ -299,13 +299,13 @@ impl PgServer {
             return Ok(());
         };
         kill(pid, signal).ok();
-        let ended_in_time = child::wait_until(&mut child, Instant::now() + timeout).is_some();
-        if !ended_in_time {
+        let has_exited = child::wait_until(&mut child, Instant::now() + timeout).is_some();
+        if !has_exited {
             child.kill().ok();
             child.wait().ok();
         }
         child::unregister(child.id());
-        ensure!(ended_in_time, "PostgreSQL needed SIGKILL: it was still running {timeout:?} after {signal}");
+        ensure!(has_exited, "PostgreSQL needed SIGKILL: it was still running {timeout:?} after {signal}");
         Ok(())
     }
 }

@@ -11,7 +11,7 @@ async fn start_server(options: PgOptions) -> Result<PgServer> {
     PgServer::start(&binaries, options).await
 }
 
-async fn count(server: &PgServer, database: &str) -> Result<i64> {
+async fn count_items(server: &PgServer, database: &str) -> Result<i64> {
     Ok(server.connect(database).await?.query_one("SELECT count(*) FROM items", &[]).await?.get(0))
 }
 
@@ -51,14 +51,14 @@ async fn committed_rows_survive_stop_and_kill() -> Result<()> {
     assert!(!server.is_running());
     assert!(server.connect("svc").await.is_err());
     server.restart().await?;
-    assert_eq!((server.port(), count(&server, "svc").await?), (port, 1));
+    assert_eq!((server.port(), count_items(&server, "svc").await?), (port, 1));
 
     for round in 2..5 {
         let client = server.connect("svc").await?;
         client.batch_execute(&format!("INSERT INTO items VALUES ({round})")).await?;
         server.kill9().await?;
         server.restart().await?;
-        assert_eq!(count(&server, "svc").await?, round);
+        assert_eq!(count_items(&server, "svc").await?, round);
     }
     Ok(())
 }
@@ -73,8 +73,8 @@ async fn kill9_kills_all_processes() -> Result<()> {
         async move { client.batch_execute("SELECT count(*) FROM generate_series(1, 300000000)").await },
     );
     let watcher = server.connect("postgres").await?;
-    let busy = "SELECT 1 FROM pg_stat_activity WHERE pid = $1 AND state = 'active'";
-    while watcher.query(busy, &[&backend]).await?.is_empty() {
+    let busy_query = "SELECT 1 FROM pg_stat_activity WHERE pid = $1 AND state = 'active'";
+    while watcher.query(busy_query, &[&backend]).await?.is_empty() {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     server.kill9().await?;
@@ -97,7 +97,7 @@ async fn open_reuses_data_with_port_and_password() -> Result<()> {
     drop(first);
 
     let reopened = PgServer::open(&binaries, &data_dir, port, &password).await?;
-    assert_eq!(count(&reopened, "svc").await?, 0);
+    assert_eq!(count_items(&reopened, "svc").await?, 0);
     drop(reopened);
     assert!(data_dir.join("PG_VERSION").exists(), "the persistent data directory was deleted");
     assert!(PgServer::open(&binaries, dir.path(), port, &password).await.is_err(), "not a cluster");

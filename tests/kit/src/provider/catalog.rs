@@ -104,7 +104,7 @@ pub(super) const IMAGES: [Image; 3] = [
 ];
 
 /// A catalog entry, which requests refer to by id or name.
-pub(super) trait Entry: 'static {
+pub(super) trait CatalogEntry: 'static {
     /// The key for a list in responses, and the last segment of the list's path.
     const PLURAL: &'static str;
     /// The key for a single entry in responses.
@@ -118,12 +118,12 @@ pub(super) trait Entry: 'static {
 }
 
 /// Finds the entry with this name, or with this id in decimal.
-pub(super) fn find<E: Entry>(id_or_name: &str) -> Option<&'static E> {
+pub(super) fn find<E: CatalogEntry>(id_or_name: &str) -> Option<&'static E> {
     let id = id_or_name.parse();
     E::all().iter().find(|entry| entry.name() == id_or_name || id == Ok(entry.id()))
 }
 
-impl Entry for ServerType {
+impl CatalogEntry for ServerType {
     const PLURAL: &'static str = "server_types";
     const SINGULAR: &'static str = "server_type";
 
@@ -199,7 +199,7 @@ pub(super) fn pricing(percent: u32) -> Value {
     })
 }
 
-impl Entry for Location {
+impl CatalogEntry for Location {
     const PLURAL: &'static str = "locations";
     const SINGULAR: &'static str = "location";
 
@@ -224,7 +224,7 @@ impl Entry for Location {
     }
 }
 
-impl Entry for Image {
+impl CatalogEntry for Image {
     const PLURAL: &'static str = "images";
     const SINGULAR: &'static str = "image";
 

@@ -8,7 +8,7 @@ use axum::{Json, Router};
 use serde_json::{Value, json};
 
 use super::api::parse_id;
-use super::catalog::{self, Entry, Image, Location, ServerType};
+use super::catalog::{self, CatalogEntry, Image, Location, ServerType};
 use super::error_response::ErrorResponse;
 use super::query::Query;
 
@@ -24,13 +24,13 @@ pub(super) fn routes() -> Router {
         .route("/v1/datacenters/{id}", get(reject_removed_route))
 }
 
-async fn list_entries<E: Entry>(RawQuery(raw): RawQuery) -> Result<Response, ErrorResponse> {
+async fn list_entries<E: CatalogEntry>(RawQuery(raw): RawQuery) -> Result<Response, ErrorResponse> {
     let query = Query::parse(raw.as_deref());
     let entries = E::all().iter().filter(|entry| query.allows("name", entry.name()));
-    query.render_page(&format!("/v1/{}", E::PLURAL), E::PLURAL, entries.map(Entry::json).collect())
+    query.render_page(&format!("/v1/{}", E::PLURAL), E::PLURAL, entries.map(CatalogEntry::json).collect())
 }
 
-async fn get_entry<E: Entry>(Path(id): Path<String>) -> Result<Json<Value>, ErrorResponse> {
+async fn get_entry<E: CatalogEntry>(Path(id): Path<String>) -> Result<Json<Value>, ErrorResponse> {
     let id = parse_id(E::SINGULAR, &id)?;
     let entry = catalog::find::<E>(&id.to_string());
     let entry = entry.ok_or_else(|| ErrorResponse::not_found(E::SINGULAR, id))?;

@@ -176,7 +176,7 @@ impl Cloud {
         Ok(action)
     }
 
-    /// Runs an action: waits for its duration, applies the effect, then reports the result.
+    /// Runs an action in the background: waits for its duration, applies the effect, then records the result.
     fn run_action(self: &Arc<Self>, action: i64, server: i64, effect: Effect, outcome: Outcome) {
         let cloud = Arc::clone(self);
         let work = async move {

@@ -124,12 +124,12 @@ async fn run_unit(
 ) -> ControlResult {
     let Json(run) = body.unwrap_or_default();
     let env: Vec<(String, String)> = run.env.into_iter().collect();
-    let finished = cloud.run_unit(&name, &unit, &run.args, &env).await?;
+    let output = cloud.run_unit(&name, &unit, &run.args, &env).await?;
     Ok(Json(json!({
-        "code": finished.status.code(),
-        "signal": finished.status.signal(),
-        "stdout": String::from_utf8_lossy(&finished.stdout),
-        "stderr": String::from_utf8_lossy(&finished.stderr),
+        "code": output.status.code(),
+        "signal": output.status.signal(),
+        "stdout": String::from_utf8_lossy(&output.stdout),
+        "stderr": String::from_utf8_lossy(&output.stderr),
     })))
 }
 

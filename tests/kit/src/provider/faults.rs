@@ -90,8 +90,8 @@ impl FaultScript {
         self.rules.clone()
     }
 
-    pub(super) fn set_request_id(&mut self, call: usize, request_id: &str) {
-        if let Some(call) = self.calls.get_mut(call) {
+    pub(super) fn set_request_id(&mut self, call_index: usize, request_id: &str) {
+        if let Some(call) = self.calls.get_mut(call_index) {
             call.request_id = Some(request_id.to_owned());
         }
     }
@@ -122,8 +122,8 @@ impl FaultScript {
         fault
     }
 
-    pub(super) fn set_status(&mut self, call: usize, status: u16) {
-        if let Some(call) = self.calls.get_mut(call) {
+    pub(super) fn set_status(&mut self, call_index: usize, status: u16) {
+        if let Some(call) = self.calls.get_mut(call_index) {
             call.status = Some(status);
         }
     }

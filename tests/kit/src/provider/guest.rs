@@ -33,7 +33,7 @@ impl Guests {
         }
     }
 
-    /// Powers the machine on; returns immediately.
+    /// Powers the server on; returns immediately.
     pub(super) fn boot(&self, record: &ServerRecord) {
         match self {
             Self::RecordsOnly => {}
@@ -55,7 +55,7 @@ impl Guests {
         }
     }
 
-    /// Shuts the machine down gracefully.
+    /// Shuts the server down gracefully.
     pub(super) async fn shut_down(&self, name: &str) {
         match self {
             Self::RecordsOnly => {}
@@ -83,7 +83,7 @@ impl Guests {
         }
     }
 
-    /// Kills all processes and machines immediately.
+    /// Kills all processes and virtual machines immediately.
     pub(super) fn kill_all(&self) {
         match self {
             Self::RecordsOnly => {}

@@ -142,7 +142,7 @@ pub(super) enum IdOrName {
 }
 
 impl IdOrName {
-    pub(super) fn find<E: catalog::Entry>(&self) -> Option<&'static E> {
+    pub(super) fn find<E: catalog::CatalogEntry>(&self) -> Option<&'static E> {
         match self {
             Self::Id(id) => catalog::find(&id.to_string()),
             Self::Name(name) => catalog::find(name),

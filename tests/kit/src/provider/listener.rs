@@ -75,11 +75,11 @@ async fn handle(
     if let Some(id) = request.headers().get("x-request-id").and_then(|id| id.to_str().ok()) {
         cloud.script().set_request_id(call, id);
     }
-    let mut rate = cloud.bucket().take();
+    let mut decision = cloud.bucket().take();
 
     let error = if !is_authorized(cloud, &request) {
         Some(ErrorResponse::new(StatusCode::UNAUTHORIZED, "unauthorized", "unable to authenticate"))
-    } else if !rate.is_allowed {
+    } else if !decision.is_allowed {
         Some(ErrorResponse::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_exceeded", "rate limit exceeded"))
     } else {
         None
@@ -94,7 +94,7 @@ async fn handle(
         (None, None) => forward(api, request).await,
         (None, Some(Fault::Status { status, code, reset_in_seconds })) => {
             if let Some(seconds) = reset_in_seconds {
-                rate = rate.exhausted(seconds);
+                decision = decision.exhausted(seconds);
             }
             let status = StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
             ErrorResponse::new(status, &code, "a scripted fault").into_response()
@@ -118,7 +118,7 @@ async fn handle(
             return Err(ConnectionCut);
         }
     };
-    rate.write_headers(response.headers_mut());
+    decision.write_headers(response.headers_mut());
     if let Ok(id) = HeaderValue::try_from(Uuid::new_v4().simple().to_string()) {
         response.headers_mut().insert("x-correlation-id", id);
     }

@@ -45,7 +45,7 @@ impl Query {
     pub(super) fn render_page(
         &self,
         path: &str,
-        list: &str,
+        list_name: &str,
         entries: Vec<Value>,
     ) -> Result<Response, ErrorResponse> {
         let page = self.number("page", 1)?.max(1);
@@ -58,10 +58,12 @@ impl Query {
             "page": page, "per_page": per_page, "previous_page": previous, "next_page": next,
             "last_page": last, "total_entries": total,
         });
-        let body: Map<String, Value> =
-            [(list.to_owned(), Value::from(items)), ("meta".to_owned(), json!({"pagination": pagination}))]
-                .into_iter()
-                .collect();
+        let body: Map<String, Value> = [
+            (list_name.to_owned(), Value::from(items)),
+            ("meta".to_owned(), json!({"pagination": pagination})),
+        ]
+        .into_iter()
+        .collect();
         let links = [(previous, "prev"), (next, "next"), (Some(last), "last")];
         let links = links.into_iter().filter_map(|(page, relation)| {
             Some(format!("<{}>; rel=\"{relation}\"", self.link(path, page?, per_page)))

@@ -3,7 +3,7 @@
 use jiff::Timestamp;
 use serde_json::{Value, json};
 
-use super::catalog::{Entry, INCLUDED_TRAFFIC_BYTES};
+use super::catalog::{CatalogEntry, INCLUDED_TRAFFIC_BYTES};
 use super::inventory::{ActionRecord, ServerRecord};
 
 pub(super) fn server_json(record: &ServerRecord, locked: bool) -> Value {

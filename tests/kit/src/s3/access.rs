@@ -27,7 +27,7 @@ impl S3Access for Access {
         if self.0.is_owner(&key) {
             return Ok(());
         }
-        let session = self.0.check(&key, session_token(cx.headers(), cx.uri()).as_deref())?;
+        let session = self.0.find_valid(&key, session_token(cx.headers(), cx.uri()).as_deref())?;
         let Some(policy) = session.policy else { return Ok(()) };
         let write_properties = WriteProperties::from_request(cx);
         for mut access_request in required_access(cx)? {

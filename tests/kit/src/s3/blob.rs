@@ -56,26 +56,26 @@ impl Blob {
     ) -> S3Result<ReceivedUpload> {
         let mut sha256 = ring::digest::Context::new(&ring::digest::SHA256);
         let mut hasher = checksums.hasher();
-        let mut small = BytesMut::new();
-        let mut large: Option<Spill> = None;
+        let mut buffer = BytesMut::new();
+        let mut spill: Option<Spill> = None;
         let mut body = body.unwrap_or_else(|| s3s::Body::empty().into());
         while let Some(chunk) = body.next().await {
             let chunk = chunk.map_err(|e| upload_error(&e))?;
             sha256.update(&chunk);
             hasher.update(&chunk);
-            if large.is_none() && small.len() + chunk.len() > MAX_IN_MEMORY_BYTES {
-                let mut spill = Spill::new(dir).await.map_err(|e| s3_error!(e, InternalError))?;
-                spill.write(&small).await.map_err(|e| s3_error!(e, InternalError))?;
-                large = Some(spill);
+            if spill.is_none() && buffer.len() + chunk.len() > MAX_IN_MEMORY_BYTES {
+                let mut new_spill = Spill::new(dir).await.map_err(|e| s3_error!(e, InternalError))?;
+                new_spill.write(&buffer).await.map_err(|e| s3_error!(e, InternalError))?;
+                spill = Some(new_spill);
             }
-            match &mut large {
+            match &mut spill {
                 Some(spill) => spill.write(&chunk).await.map_err(|e| s3_error!(e, InternalError))?,
-                None => small.extend_from_slice(&chunk),
+                None => buffer.extend_from_slice(&chunk),
             }
         }
-        let blob = match large {
+        let blob = match spill {
             Some(spill) => spill.finish().await.map_err(|e| s3_error!(e, InternalError))?,
-            None => Self::in_memory(small),
+            None => Self::in_memory(buffer),
         };
         checksums.verify(hasher)?;
         let mut digest = [0; 32];

@@ -9,8 +9,8 @@ use s3s::checksum::ChecksumHasher;
 use s3s::crypto::{Checksum, Crc32, Crc32c, Crc64Nvme, Md5, Sha1, Sha256};
 use s3s::{S3Request, S3Result, TrailingHeaders, s3_error};
 
-const MD5: &str = "content-md5";
-const CHECKSUMS: [&str; 5] = [
+const MD5_HEADER: &str = "content-md5";
+const CHECKSUM_HEADERS: [&str; 5] = [
     "x-amz-checksum-crc32",
     "x-amz-checksum-crc32c",
     "x-amz-checksum-crc64nvme",
@@ -51,9 +51,9 @@ impl ProvidedChecksums {
     }
 
     pub(super) fn hasher(&self) -> Hasher {
-        let [crc32, crc32c, crc64nvme, sha1, sha256] = CHECKSUMS.map(|name| self.provides(name));
+        let [crc32, crc32c, crc64nvme, sha1, sha256] = CHECKSUM_HEADERS.map(|name| self.provides(name));
         Hasher {
-            md5: self.provides(MD5).then(Md5::new),
+            md5: self.provides(MD5_HEADER).then(Md5::new),
             checksums: ChecksumHasher {
                 crc32: crc32.then(Crc32::new),
                 crc32c: crc32c.then(Crc32c::new),
@@ -80,7 +80,7 @@ impl ProvidedChecksums {
             computed.checksum_sha256,
         ];
         let md5 = hasher.md5.map(|md5| STANDARD.encode(md5.finalize()));
-        for (name, value) in CHECKSUMS.into_iter().zip(values).chain([(MD5, md5)]) {
+        for (name, value) in CHECKSUM_HEADERS.into_iter().zip(values).chain([(MD5_HEADER, md5)]) {
             if let Some(value) = value
                 && provided(name).as_ref() != Some(&value)
             {

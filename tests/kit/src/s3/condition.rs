@@ -17,16 +17,16 @@ pub(super) struct WriteCondition {
 }
 
 impl WriteCondition {
-    /// Reads the headers of a `CopyObject`, because s3s does not parse them for it.
+    /// Parses the headers of a `CopyObject` request, for which s3s does not parse them.
     pub(super) fn from_headers(headers: &HeaderMap) -> S3Result<Self> {
-        let read = |name: &str| {
+        let parse = |name: &str| {
             let value = headers.get(name).map(|value| ETagCondition::parse_http_header(value.as_bytes()));
             value.transpose().map_err(|error| s3_error!(InvalidArgument, "{name}: {error}"))
         };
-        Ok(Self { if_match: read("if-match")?, if_none_match: read("if-none-match")? })
+        Ok(Self { if_match: parse("if-match")?, if_none_match: parse("if-none-match")? })
     }
 
-    /// As in R2 and RFC 9110, a missing object does not match: 412.
+    /// Checks the object that the write would replace. As in R2 and RFC 9110, `If-Match` on a missing object is a 412.
     pub(super) fn check(&self, current: Option<&Arc<Object>>) -> S3Result<()> {
         let matches = |condition: &ETagCondition| {
             current.is_some_and(|object| condition.as_etag().is_none_or(|etag| etag.strong_cmp(&object.etag)))
@@ -73,7 +73,7 @@ impl ReadCondition {
     }
 }
 
-/// Extracts the conditions from a `GetObject` or `HeadObject`.
+/// Extracts the conditions from a `GetObject` or `HeadObject` input.
 macro_rules! read_condition {
     ($input:expr) => {
         $crate::s3::condition::ReadCondition {

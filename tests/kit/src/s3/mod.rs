@@ -15,9 +15,9 @@
 //! STS is available at the same endpoint: with [`S3Server::sts_env`] the platform issues sessions to hosts. Each
 //! session's policy is enforced for every key and action.
 //!
-//! Where S3 and R2 differ, the server behaves like R2: the response to `If-Match` on a missing object is 412, and all
-//! parts of a multipart upload except the last must have the same size. Buckets are addressed by path. Objects are
-//! deleted when the server is dropped.
+//! Where S3 and R2 differ, the server behaves like R2: the response to `If-Match` on a missing object is 412; all parts
+//! of a multipart upload except the last must have the same size; and the last must not be larger. Buckets are
+//! addressed by path. Objects are deleted when the server is dropped.
 
 mod access;
 mod attributes;
@@ -195,7 +195,7 @@ impl S3Server {
     /// Like [`Self::create_bucket`].
     ///
     /// # Errors
-    /// Fails if a third-party server does not create the bucket or does not accept objects within the timeout.
+    /// Fails if a third-party server does not create the bucket or does not accept objects within a minute.
     pub fn try_create_bucket(&self, name: &str) -> Result<()> {
         match &self.upstream {
             None => {
@@ -246,7 +246,7 @@ impl S3Server {
         }
         let digest = ring::digest::digest(&ring::digest::SHA256, &content);
         let sha256 = digest.as_ref().try_into().expect("SHA-256 has 32 bytes");
-        let object = Object::simple(Arc::new(Blob::in_memory(content)), &sha256, Attributes::default());
+        let object = Object::from_blob(Arc::new(Blob::in_memory(content)), &sha256, Attributes::default());
         self.store.create_bucket(bucket);
         let put = |bucket: &mut store::Bucket| bucket.put(key, Arc::new(object), &WriteCondition::default());
         self.store.with_bucket(bucket, put).expect("unconditional write to an existing bucket");

@@ -1,6 +1,7 @@
 //! Multipart uploads. A completed upload consists of its parts' blobs: nothing is copied.
 //!
-//! R2's stricter rules are enforced: all parts except the last have the same size, of at least 5 MiB.
+//! R2's stricter rules are enforced: all parts except the last have the same size, of at least 5 MiB, and the last part
+//! is not larger.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -152,8 +153,8 @@ impl Bucket {
         Ok(())
     }
 
-    /// Creates the object from the given parts. If this fails, the upload is unchanged and can be aborted or completed
-    /// again.
+    /// Creates the object from the given parts. If this fails, the upload is unchanged: it can be aborted, or its
+    /// completion retried.
     pub(super) fn complete_upload(
         &mut self,
         key: &str,
@@ -207,7 +208,10 @@ fn select_parts(upload: &Upload, completed: &[CompletedPart]) -> S3Result<Vec<Pa
     if all_but_last.iter().any(|part| part.body.len() != part_bytes)
         || parts.last().is_some_and(|last| last.body.len() > part_bytes && parts.len() > 1)
     {
-        return Err(s3_error!(InvalidPart, "all parts except the last must have the same size"));
+        return Err(s3_error!(
+            InvalidPart,
+            "all parts except the last must have the same size, and the last must not be larger"
+        ));
     }
     Ok(parts)
 }

@@ -1,10 +1,10 @@
 //! Session policies: a subset of IAM's policy language.
 //!
-//! Unsupported elements, such as other operators or condition keys, are rejected, never ignored.
+//! Unsupported elements, such as unknown operators or condition keys, are rejected, never ignored.
 
 use serde_json::{Map, Value};
 
-/// An access that must be authorized.
+/// An action on a resource, to be authorized.
 #[derive(Clone, Debug)]
 pub(super) struct AccessRequest<'a> {
     /// For example, `s3:GetObject`.

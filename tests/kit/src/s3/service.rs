@@ -37,14 +37,14 @@ impl S3 for Service {
         let attributes = attributes_of!(input);
         let condition = WriteCondition { if_match: input.if_match, if_none_match: input.if_none_match };
         let received = Blob::receive(self.store.dir(), input.body, &checksums).await?;
-        let object = Arc::new(Object::simple(received.blob, &received.sha256, attributes));
+        let object = Arc::new(Object::from_blob(received.blob, &received.sha256, attributes));
         let e_tag = Some(object.etag.clone());
         self.store.with_bucket(&input.bucket, |bucket| bucket.put(&input.key, object, &condition))?;
         respond(PutObjectOutput { e_tag, ..PutObjectOutput::default() })
     }
 
     async fn get_object(&self, request: S3Request<GetObjectInput>) -> ServiceResult<GetObjectOutput> {
-        let object = self.find(&request, &request.input.bucket, &request.input.key)?;
+        let object = self.find_object(&request, &request.input.bucket, &request.input.key)?;
         let input = request.input;
         read_condition!(input).check(&object)?;
         let len = object.body.len();
@@ -66,7 +66,7 @@ impl S3 for Service {
     }
 
     async fn head_object(&self, request: S3Request<HeadObjectInput>) -> ServiceResult<HeadObjectOutput> {
-        let object = self.find(&request, &request.input.bucket, &request.input.key)?;
+        let object = self.find_object(&request, &request.input.bucket, &request.input.key)?;
         let input = request.input;
         read_condition!(input).check(&object)?;
         respond(object_output!(HeadObjectOutput, object))
@@ -235,7 +235,7 @@ impl S3 for Service {
 }
 
 impl Service {
-    fn find<T>(&self, request: &S3Request<T>, bucket: &str, key: &str) -> S3Result<Arc<Object>> {
+    fn find_object<T>(&self, request: &S3Request<T>, bucket: &str, key: &str) -> S3Result<Arc<Object>> {
         let is_stale = request.extensions.get::<StaleRead>().is_some();
         let get = |bucket: &mut super::store::Bucket| {
             Ok(if is_stale { bucket.get_stale(key) } else { bucket.get(key) })

@@ -111,8 +111,8 @@ impl Sessions {
         }
     }
 
-    /// Returns the session for this access key if `token` is its token and it is still valid.
-    pub(super) fn check(&self, access_key: &str, token: Option<&str>) -> S3Result<Session> {
+    /// Returns the session for this access key. Fails if `token` is not its token, or the session is no longer valid.
+    pub(super) fn find_valid(&self, access_key: &str, token: Option<&str>) -> S3Result<Session> {
         let session = self.inner().sessions.get(access_key).cloned();
         let session = session.ok_or_else(|| s3_error!(InvalidAccessKeyId))?;
         if token != Some(session.token.as_str()) {

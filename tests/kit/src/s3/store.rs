@@ -1,7 +1,7 @@
 //! The server's state: buckets, each with a sorted index of objects and its open uploads.
 //!
-//! Content is written before the lock is taken; a short critical section compares and replaces. Therefore exactly one
-//! of several racing conditional writes to a key succeeds.
+//! Content is written before the lock is taken; a short critical section checks the condition and replaces the object.
+//! Therefore exactly one of several racing conditional writes to a key succeeds.
 
 use std::collections::BTreeMap;
 use std::ops::Bound;
@@ -42,7 +42,7 @@ pub(super) struct Object {
 
 impl Object {
     /// Creates an object with one blob; its ETag is derived from the content.
-    pub(super) fn simple(blob: Arc<Blob>, sha256: &[u8; 32], attributes: Attributes) -> Self {
+    pub(super) fn from_blob(blob: Arc<Blob>, sha256: &[u8; 32], attributes: Attributes) -> Self {
         Self {
             body: Body::new(vec![blob]),
             etag: content_etag(sha256),

@@ -13,7 +13,7 @@ use super::policy::Policy;
 use super::session::{Session, Sessions};
 
 const MAX_FORM_BYTES: usize = 8192;
-/// Maximum session policy length.
+/// AWS's limit for a session policy.
 const MAX_POLICY_CHARS: usize = 2048;
 
 pub(super) struct Sts(pub(super) Arc<Sessions>);

@@ -91,7 +91,7 @@ pub async fn check_boot(stack: &Stack, machine: &MachineRecord) -> Result<((), S
     for unit in ["svc-update", "svc-restore", "svc-gateway", "svc-register", "svc-sync-agent"] {
         ensure!(disk.join(format!("var/log/{unit}.log")).exists(), "{unit} has not run");
     }
-    let fence = stack.slot.pointer(&stack.store)?;
+    let fence = stack.slot.read_pointer(&stack.store)?;
     ensure!(fence["fenceEpoch"] == 1 && fence["snapshot"].is_null(), "the first fence is {fence}");
     let (ip, port) = (machine.ip, machine.https_port);
     let live = web::get_from_host(ip, port, "/livez", None).await?;
@@ -125,11 +125,11 @@ async fn check_single_registration(stack: &Stack, machine: &MachineRecord, disk:
     Ok(())
 }
 
-pub async fn insert_and_find(stack: &Stack) -> Result<((), String)> {
+pub async fn insert_and_find_rows(stack: &Stack) -> Result<((), String)> {
     let owner = stack.owner_token();
     for title in TITLES {
         // The router loads a new machine within a second.
-        let insert = || stack.web.insert(&owner, title);
+        let insert = || stack.web.insert_note(&owner, title);
         let row = if title == TITLES[0] {
             eventually("a row is inserted", Duration::from_secs(5), insert).await?
         } else {
@@ -137,7 +137,7 @@ pub async fn insert_and_find(stack: &Stack) -> Result<((), String)> {
         };
         ensure!(row["title"] == title && row["id"].is_string(), "inserted {title}, got {row}");
     }
-    let titles = stack.web.titles(&owner).await?;
+    let titles = stack.web.list_titles(&owner).await?;
     ensure!(titles == TITLES, "unexpected rows: {titles:?}");
     let anonymous = stack.web.get("/api/apps", None, "application/json").await?;
     ensure!(
@@ -159,7 +159,7 @@ pub async fn insert_and_find(stack: &Stack) -> Result<((), String)> {
 pub async fn backup(stack: &Stack, machine: &MachineRecord) -> Result<(String, String)> {
     let run = stack.svcctl(&["--json", "backup", "now", HANDLE, "--wait=120"]).await?.ensure_success()?;
     let report: serde_json::Value = run.json()?;
-    let pointer = stack.slot.pointer(&stack.store)?;
+    let pointer = stack.slot.read_pointer(&stack.store)?;
     let snapshot = &pointer["snapshot"];
     ensure!(pointer["fenceEpoch"] == 1 && snapshot["epoch"] == 1, "the pointer is {pointer}");
     ensure!(
@@ -175,7 +175,7 @@ pub async fn backup(stack: &Stack, machine: &MachineRecord) -> Result<(String, S
         snapshot["sizeBytes"] == dump.len() && snapshot["sha256"] == sha256.as_str(),
         "{key} differs from the pointer"
     );
-    let sidecar = stack.slot.json(&stack.store, &format!("{key}.json"))?;
+    let sidecar = stack.slot.read_json(&stack.store, &format!("{key}.json"))?;
     ensure!(
         sidecar["sha256"] == sha256.as_str() && sidecar["key"] == key.as_str(),
         "the sidecar is {sidecar}"
@@ -262,7 +262,7 @@ async fn check_running_release(stack: &Stack, machine: &MachineRecord, version: 
     ensure!(current.ends_with(version), "the current release is {}", current.display());
     let owner = stack.owner_token();
     let titles =
-        eventually("the rows are found", Duration::from_secs(10), || stack.web.titles(&owner)).await?;
+        eventually("the rows are found", Duration::from_secs(10), || stack.web.list_titles(&owner)).await?;
     ensure!(titles == TITLES, "unexpected rows: {titles:?}");
     Ok(())
 }
@@ -289,7 +289,7 @@ pub async fn resize(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
     stack.svcctl(&["slot", "set", USER, "--plan", "builder"]).await?.ensure_success()?;
     let before = stack.provider.server_by_name(&machine.server).context("the provider has no such server")?;
     let marker = stack.provider.disk(&machine.server)?.join("opt/svc/restore-complete");
-    let restored = std::fs::metadata(&marker)?.modified()?;
+    let restored_at = std::fs::metadata(&marker)?.modified()?;
     let run = stack
         .svcctl(&["--json", "resize", HANDLE, LARGER_SERVER_TYPE, "--yes", "--wait=200"])
         .await?
@@ -311,10 +311,10 @@ pub async fn resize(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
         before.disk_gb,
         after.disk_gb
     );
-    ensure!(std::fs::metadata(&marker)?.modified()? == restored, "the machine was restored again");
+    ensure!(std::fs::metadata(&marker)?.modified()? == restored_at, "the machine was restored again");
     let owner = stack.owner_token();
     let titles =
-        eventually("the rows are found", Duration::from_secs(5), || stack.web.titles(&owner)).await?;
+        eventually("the rows are found", Duration::from_secs(5), || stack.web.list_titles(&owner)).await?;
     ensure!(titles == TITLES, "unexpected rows: {titles:?}");
     let from = before.server_type;
     Ok((
@@ -327,15 +327,15 @@ pub async fn resize(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
 async fn list_dump(stack: &Stack, dump: &[u8]) -> Result<String> {
     let file = stack.dir.join("backup.dump");
     tokio::fs::write(&file, dump).await?;
-    let mut list = stack.pg.client_command("pg_restore");
-    list.arg("-l").arg(file);
-    tokio::task::spawn_blocking(move || child::run(list, Duration::from_secs(60))).await?
+    let mut command = stack.pg.client_command("pg_restore");
+    command.arg("-l").arg(file);
+    tokio::task::spawn_blocking(move || child::run(command, Duration::from_secs(60))).await?
 }
 
 pub async fn insert_later_row(stack: &Stack) -> Result<((), String)> {
     let owner = stack.owner_token();
-    stack.web.insert(&owner, LATER_TITLE).await?;
-    let titles = stack.web.titles(&owner).await?;
+    stack.web.insert_note(&owner, LATER_TITLE).await?;
+    let titles = stack.web.list_titles(&owner).await?;
     ensure!(titles.len() == TITLES.len() + 1, "unexpected rows: {titles:?}");
     Ok(((), "one more row, which is in no backup".to_owned()))
 }

@@ -98,7 +98,7 @@ pub async fn replace_tls_key(stack: &Stack, machine: &MachineRecord) -> Result<(
 /// # Errors
 /// Fails if there is no pointer.
 pub fn remove_fence(stack: &Stack, first: &MachineRecord) -> Result<()> {
-    let mut pointer = stack.slot.pointer(&stack.store)?;
+    let mut pointer = stack.slot.read_pointer(&stack.store)?;
     pointer["fenceEpoch"] = Value::from(first.epoch);
     if let Some(fields) = pointer.as_object_mut() {
         fields.remove("fenceMachineId");

@@ -22,7 +22,9 @@ use anyhow::{Context, Result};
 use tempfile::TempDir;
 use tokio::signal::unix::{SignalKind, signal};
 
-pub use self::first_machine::{MachineRecord, backup, insert_and_find, insert_later_row, publish_signed};
+pub use self::first_machine::{
+    MachineRecord, backup, insert_and_find_rows, insert_later_row, publish_signed,
+};
 pub use self::injected_defect::InjectedDefect;
 pub use self::platform::Platform;
 pub use self::program::Program;
@@ -150,7 +152,7 @@ async fn run_steps(
     if is_injected(InjectedDefect::Pin) {
         report.hidden_step("inject", injected_defect::replace_tls_key(stack, &first)).await?;
     }
-    report.step("use", first_machine::insert_and_find(stack)).await?;
+    report.step("use", first_machine::insert_and_find_rows(stack)).await?;
     if is_injected(InjectedDefect::Backup) {
         injected_defect::fail_snapshot_puts(stack);
     }

@@ -49,7 +49,7 @@ pub async fn fail_recovery_midway(
     first: &MachineRecord,
     timeouts: RecoveryTimeouts,
 ) -> Result<(MachineRecord, String)> {
-    let expected = stack.web.titles(&stack.owner_token()).await?;
+    let expected = stack.web.list_titles(&stack.owner_token()).await?;
     stack.store.add_fault(Rule::new(Fault::CorruptBody).method("GET").key_suffix(".dump").always());
     let run = stack.svcctl(&["--json", "recover", USER, "--yes", &timeouts.wait_arg()]).await?;
     stack.store.heal();
@@ -63,7 +63,7 @@ pub async fn fail_recovery_midway(
     .await?;
     let owner = stack.owner_token();
     eventually("the owner's rows are found", timeouts.ready, || async {
-        let titles = stack.web.titles(&owner).await?;
+        let titles = stack.web.list_titles(&owner).await?;
         ensure!(titles == expected, "the rows are {titles:?}, expected {expected:?}");
         Ok(())
     })
@@ -81,13 +81,13 @@ pub async fn fail_recovery_midway(
     ))
 }
 
-/// Undoes a deletion while the server is kept.
+/// Deletes the machine, and undoes the deletion while the server is kept.
 pub async fn undelete(
     stack: &Stack,
     second: &MachineRecord,
     timeouts: RecoveryTimeouts,
 ) -> Result<((), String)> {
-    let expected = stack.web.titles(&stack.owner_token()).await?;
+    let expected = stack.web.list_titles(&stack.owner_token()).await?;
     stack.svcctl(&["--json", "delete", &second.id, "--yes", &timeouts.wait_arg()]).await?.ensure_success()?;
     let servers = stack.provider.servers();
     let is_off = servers.len() == 1 && servers[0].status == Power::Off;
@@ -95,7 +95,7 @@ pub async fn undelete(
     stack.svcctl(&["--json", "undelete", &second.id, &timeouts.wait_arg()]).await?.ensure_success()?;
     let owner = stack.owner_token();
     let titles = eventually("the rows are found again", timeouts.ready, || async {
-        let titles = stack.web.titles(&owner).await?;
+        let titles = stack.web.list_titles(&owner).await?;
         ensure!(titles == expected, "the rows are {titles:?}, expected {expected:?}");
         Ok(titles)
     })
@@ -111,7 +111,7 @@ pub async fn recover(stack: &Stack, first: &MachineRecord) -> Result<(MachineRec
     let servers = stack.provider.servers();
     ensure!(servers.len() == 1 && servers[0].name == second.server, "the provider has {servers:?}");
     ensure!(second.image_version == first.image_version, "the machine is running {}", second.image_version);
-    let pointer = stack.slot.pointer(&stack.store)?;
+    let pointer = stack.slot.read_pointer(&stack.store)?;
     ensure!(pointer["fenceEpoch"] == second.epoch, "the fence is at {}", pointer["fenceEpoch"]);
     Ok((second.clone(), format!("machine {} is running, epoch {}", second.id, second.epoch)))
 }
@@ -119,13 +119,13 @@ pub async fn recover(stack: &Stack, first: &MachineRecord) -> Result<(MachineRec
 pub async fn check_restored_rows(stack: &Stack) -> Result<((), String)> {
     let owner = stack.owner_token();
     let titles =
-        eventually("the rows are found", Duration::from_secs(5), || stack.web.titles(&owner)).await?;
+        eventually("the rows are found", Duration::from_secs(5), || stack.web.list_titles(&owner)).await?;
     ensure!(
         !titles.iter().any(|title| title == LATER_TITLE),
         "a row that no backup contains was restored: {titles:?}"
     );
     ensure!(titles == TITLES, "unexpected rows: {titles:?}");
-    let row = stack.web.insert(&owner, "written after the recovery").await?;
+    let row = stack.web.insert_note(&owner, "written after the recovery").await?;
     ensure!(row["id"].is_string(), "a row cannot be added: {row}");
     Ok((
         (),
@@ -149,7 +149,10 @@ pub async fn check_old_backup_refused(
     ensure!(!run.status.success(), "the replaced machine's backup was not refused");
     ensure!(output.contains("fence"), "the backup failed for another reason: {output}");
     ensure!(stack.slot.read(&stack.store, "system/db/latest")? == before, "the pointer has changed");
-    ensure!(stack.slot.snapshots(&stack.store).iter().any(|key| key == backup), "the snapshot is missing");
+    ensure!(
+        stack.slot.list_snapshots(&stack.store).iter().any(|key| key == backup),
+        "the snapshot is missing"
+    );
     let last = output.lines().last().unwrap_or_default();
     Ok(((), format!("the old machine's backup exits with {}, pointer unchanged: {last}", run.status)))
 }
@@ -178,13 +181,16 @@ pub async fn check_old_machine_superseded(
     let run = stack.provider.run_unit(&first.server, "svc-db-backup", &["run"]).await?;
     ensure!(!run.status.success(), "a superseded machine's backup was not refused");
     ensure!(stack.slot.read(&stack.store, "system/db/latest")? == before, "the pointer has changed");
-    ensure!(stack.slot.snapshots(&stack.store).iter().any(|key| key == backup), "the snapshot is missing");
+    ensure!(
+        stack.slot.list_snapshots(&stack.store).iter().any(|key| key == backup),
+        "the snapshot is missing"
+    );
     stack.provider.stop_unlisted(&first.server).await?;
     Ok(((), "the old machine is superseded: its gateway stops, and its backups are refused".to_owned()))
 }
 
 pub async fn delete(stack: &Stack, second: &MachineRecord) -> Result<((), String)> {
-    let before = stack.slot.snapshots(&stack.store).len();
+    let before = stack.slot.list_snapshots(&stack.store).len();
     // If the machine was just restored, its final backup waits up to three minutes for its files to be saved.
     let wait = format!("--wait={}", stack.svcctl_timeout.as_secs() - 20);
     let run =
@@ -197,7 +203,7 @@ pub async fn delete(stack: &Stack, second: &MachineRecord) -> Result<((), String
         Ok(())
     })
     .await?;
-    let after = stack.slot.snapshots(&stack.store).len();
+    let after = stack.slot.list_snapshots(&stack.store).len();
     ensure!(after > before, "{after} snapshots, {before} before the deletion: the final backup is missing");
     Ok(((), format!("final backup taken, soft-deleted, server deleted, {after} snapshots kept")))
 }

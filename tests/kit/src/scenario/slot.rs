@@ -27,12 +27,12 @@ impl SlotObjects {
         store.read(BUCKET, &key).with_context(|| format!("{key} is not in the store"))
     }
 
-    pub fn json(&self, store: &S3Server, key: &str) -> Result<Value> {
+    pub fn read_json(&self, store: &S3Server, key: &str) -> Result<Value> {
         serde_json::from_slice(&self.read(store, key)?).with_context(|| format!("{key} is not JSON"))
     }
 
-    pub fn pointer(&self, store: &S3Server) -> Result<Value> {
-        self.json(store, "system/db/latest")
+    pub fn read_pointer(&self, store: &S3Server) -> Result<Value> {
+        self.read_json(store, "system/db/latest")
     }
 
     pub fn write(&self, store: &S3Server, key: &str, value: &Value) {
@@ -40,7 +40,7 @@ impl SlotObjects {
     }
 
     /// Returns the keys of all snapshots, without the slot's prefix.
-    pub fn snapshots(&self, store: &S3Server) -> Vec<String> {
+    pub fn list_snapshots(&self, store: &S3Server) -> Vec<String> {
         let objects = store.objects(BUCKET, &self.key("system/db/snapshots/"));
         let keys = objects.into_iter().map(|object| object.key[self.prefix.len()..].to_owned());
         keys.filter(|key| key.ends_with(".dump")).collect()

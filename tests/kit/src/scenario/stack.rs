@@ -29,7 +29,7 @@ pub const IMAGE_VERSION: &str = "demo-1";
 
 /// A key for tests only, which nothing else trusts.
 const SIGNING_KEY: &str = include_str!("../bundle/ed25519-test-only.txt");
-const LOG_LINES: usize = 25;
+const MAX_PRINTED_LOG_LINES: usize = 25;
 
 /// The kind of server that the simulated provider runs.
 #[derive(Debug, Clone)]
@@ -138,18 +138,18 @@ impl Stack {
         database.create_database("platform").await?;
         let idp = Idp::start()?;
         let uses_vms = matches!(backend, HostBackend::VirtualMachines(_));
-        let servers = match backend {
+        let options = match backend {
             HostBackend::VirtualMachines(settings) => SimulatorOptions::machine(settings),
             HostBackend::Processes => {
                 let mut hosts = HostSettings::new(svc.to_owned(), pg.clone(), dir.join("hosts"));
-                // The default of 30 s would slow down the scenario.
+                // The defaults, 30 s and 180 s, would slow down the scenario.
                 hosts.extra_env.push(("HEARTBEAT_SECONDS".to_owned(), "5".to_owned()));
                 hosts.extra_env.push(("SVC_UPDATE_HEALTH_SECONDS".to_owned(), "60".to_owned()));
                 hosts.extra_env.extend(extra_env.clone());
                 SimulatorOptions::process(hosts)
             }
         };
-        let provider = Simulator::start(servers).await?;
+        let provider = Simulator::start(options).await?;
         let ca = Ca::new()?;
         let secret = uuid::Uuid::new_v4().simple().to_string();
         let api = format!("http://127.0.0.1:{}", net::free_port()?);
@@ -300,7 +300,8 @@ impl Stack {
             let lines: Vec<&str> = text.lines().collect();
             if !lines.is_empty() {
                 println!("--- {}", log.strip_prefix(&self.dir).unwrap_or(&log).display());
-                lines[lines.len().saturating_sub(LOG_LINES)..].iter().for_each(|line| println!("{line}"));
+                let start = lines.len().saturating_sub(MAX_PRINTED_LOG_LINES);
+                lines[start..].iter().for_each(|line| println!("{line}"));
             }
         }
     }

@@ -80,14 +80,14 @@ impl WebClient {
     }
 
     /// Inserts a note; returns its row.
-    pub async fn insert(&self, bearer: &str, title: &str) -> Result<Value> {
+    pub async fn insert_note(&self, bearer: &str, title: &str) -> Result<Value> {
         let data = json!({"title": title, "body": "from the demo", "pinned": false, "rank": 7});
         self.call_bridge(bearer, &json!({"action": "insert", "app": "notes", "table": "notes", "data": data}))
             .await
     }
 
     /// Returns the titles of all notes, sorted.
-    pub async fn titles(&self, bearer: &str) -> Result<Vec<String>> {
+    pub async fn list_titles(&self, bearer: &str) -> Result<Vec<String>> {
         let rows =
             self.call_bridge(bearer, &json!({"action": "find", "app": "notes", "table": "notes"})).await?;
         let rows = rows.as_array().with_context(|| format!("find did not return rows: {rows}"))?;

@@ -34,7 +34,7 @@ impl Image {
         let dir = fetch::locate_or_create(target, &format!("lab-image-{}", &recipe[..12]), |dir| {
             build(dir, postgres)
         })?;
-        // Fetched files are world-readable, but ssh refuses a world-readable key.
+        // `locate_or_create` makes all files world-readable, but ssh refuses a world-readable key.
         let image = Self { dir };
         let mode = std::os::unix::fs::PermissionsExt::from_mode(0o600);
         fs::set_permissions(image.key(), mode)?;
@@ -53,7 +53,7 @@ impl Image {
         self.dir.join("initrd")
     }
 
-    /// The private SSH key for root.
+    /// Path of the private SSH key for root.
     pub fn key(&self) -> PathBuf {
         self.dir.join("key")
     }

@@ -165,7 +165,7 @@ impl Machine {
         }
     }
 
-    /// Presses the power button; cuts the power if the guest does not shut down in time.
+    /// Presses the power button. Cuts the power if that fails, or if the guest is still on after `SHUTDOWN_TIMEOUT`.
     pub async fn shut_down(&self) {
         if qmp::execute(&self.qmp_socket, "system_powerdown").await.is_ok() {
             let deadline = Instant::now() + SHUTDOWN_TIMEOUT;

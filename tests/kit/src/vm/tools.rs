@@ -4,7 +4,7 @@ use anyhow::{Result, ensure};
 
 use crate::apt::{self, is_in_path};
 
-/// Programs with their packages. The order matters: QEMU's own `qemu-img` replaces another version.
+/// Programs with their packages. QEMU comes first, because installing it can replace a `qemu-img` of another version.
 const PROGRAMS: [(&str, &str); 7] = [
     ("qemu-system-x86_64", "qemu-system-x86"),
     ("qemu-img", "qemu-utils"),

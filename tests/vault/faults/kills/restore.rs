@@ -73,7 +73,7 @@ struct Campaign {
     killer: Killer,
     /// The hash of the snapshot's rows.
     snapshot_hash: String,
-    restored: u64,
+    restores: u64,
 }
 
 impl Campaign {
@@ -111,7 +111,7 @@ impl Campaign {
         ensure!(old_count == 1, "{old_count} databases have the old content");
         assert_no_temporary_file(&self.machine.path("var/lib/svc/restore"))?;
         assert_no_temporary_file(&self.machine.path("opt/svc"))?;
-        self.restored += 1;
+        self.restores += 1;
         Ok(())
     }
 
@@ -133,7 +133,7 @@ async fn run_campaign(kills: u64, seed: u64) -> Result<()> {
     let mut checker = SnapshotChecker::new(&store);
     checker.check()?;
     let mut campaign =
-        Campaign { machine, killer: Killer::new("restores", seed), snapshot_hash, restored: 0 };
+        Campaign { machine, killer: Killer::new("restores", seed), snapshot_hash, restores: 0 };
     let result = async {
         campaign.complete_restore().await?;
         while campaign.killer.kills < kills {
@@ -146,7 +146,7 @@ async fn run_campaign(kills: u64, seed: u64) -> Result<()> {
     };
     let result = result.await;
     let kills_survived = campaign.killer.kills;
-    println!("{} restores", campaign.restored);
+    println!("{} restores", campaign.restores);
     Figures { kills_survived, snapshots_taken: 1, ..Figures::new("killed restores") }.record()?;
     result
 }

@@ -39,7 +39,7 @@ impl FaultFixture {
     async fn run_disrupted(
         &self,
         disruption: Disruption,
-        run: impl FnOnce() -> Result<RunningApplet>,
+        spawn: impl FnOnce() -> Result<RunningApplet>,
     ) -> Result<RunResult> {
         let hits: Vec<_> = match disruption {
             Disruption::Rules(rules) => rules.into_iter().map(|rule| self.store.add_fault(rule)).collect(),
@@ -48,7 +48,7 @@ impl FaultFixture {
                 Vec::new()
             }
         };
-        let running = run()?;
+        let running = spawn()?;
         let result = tokio::task::spawn_blocking(move || running.wait()).await??;
         ensure!(hits.iter().all(|hits| hits.hits() > 0), "the fault was not triggered:\n{}", result.stderr);
         self.restore_normal_operation().await?;
@@ -64,7 +64,7 @@ impl FaultFixture {
     }
 }
 
-/// The store works, but refuses all earlier sessions, and the platform issues no new ones.
+/// Expires all sessions at the store, and makes the platform issue no new ones.
 fn expire_without_renewal(fixture: &FaultFixture) {
     fixture.platform.set_response(CredentialResponse::Unavailable);
     fixture.store.expire_sessions();

@@ -212,7 +212,7 @@ impl FakeFs {
     }
 
     /// Lists all paths, with file contents.
-    fn states(&self) -> BTreeMap<Vec<u8>, Option<u64>> {
+    fn list_contents(&self) -> BTreeMap<Vec<u8>, Option<u64>> {
         let (mut all, mut rest) = (BTreeMap::new(), vec![(Vec::new(), ROOT)]);
         while let Some((path, folder)) = rest.pop() {
             for (name, inode) in self.names(folder) {
@@ -291,7 +291,7 @@ fn check(fs: &mut FakeFs, tree: &mut Tree, before: &mut BTreeMap<Vec<u8>, Option
     for folder in &update.removed_folders {
         fs.watched.remove(folder);
     }
-    let after = fs.states();
+    let after = fs.list_contents();
     let mut expected: BTreeMap<Vec<u8>, FileOperation> = BTreeMap::new();
     expected.extend(
         before
@@ -310,7 +310,7 @@ fn check(fs: &mut FakeFs, tree: &mut Tree, before: &mut BTreeMap<Vec<u8>, Option
     assert_eq!(reported.len(), update.changes.len(), "a path was reported more than once");
     assert_eq!(reported, expected);
     let mut rebuilt = Tree::new(ROOT);
-    fill(&mut rebuilt, fs);
+    fill_tree(&mut rebuilt, fs);
     assert_eq!(tree.len(), rebuilt.len());
     *before = after;
 }
@@ -321,8 +321,8 @@ proptest! {
     fn update_tree_reports_difference_between_states(steps in prop::collection::vec(any_step(), 1..40), is_full in prop::bool::weighted(0.1)) {
         let mut fs = FakeFs::new();
         let mut tree = Tree::new(ROOT);
-        fill(&mut tree, &mut fs);
-        let mut before = fs.states();
+        fill_tree(&mut tree, &mut fs);
+        let mut before = fs.list_contents();
         for step in steps {
             match step {
                 Step::Write(path) => fs.write(&path, false),
@@ -365,8 +365,8 @@ fn too_many_dirty_names_mark_everything() {
 fn update_tree_reports_symlink_that_reuses_inode() {
     let mut fs = FakeFs::new();
     let mut tree = Tree::new(ROOT);
-    fill(&mut tree, &mut fs);
-    let mut before = fs.states();
+    fill_tree(&mut tree, &mut fs);
+    let mut before = fs.list_contents();
     fs.symlink(b"a");
     fs.write(b"b", false);
     check(&mut fs, &mut tree, &mut before, false);

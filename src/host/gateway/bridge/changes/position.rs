@@ -47,7 +47,7 @@ impl EventIdSecret {
 /// The id format for one listener.
 #[derive(Debug)]
 pub enum EventIdFormat {
-    /// The position in decimal, for the owner.
+    /// The position in decimal, for clients other than apps and agents, such as the owner.
     Plain,
     /// The position encrypted under the app's key, for the app and for agents.
     Sealed(Box<LessSafeKey>),

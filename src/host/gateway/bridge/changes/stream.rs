@@ -184,7 +184,7 @@ impl ChangeListener {
     /// followed another app.
     async fn follow_all(&mut self) -> Result<bool, DatabaseError> {
         let Self { bridge, stream, scope, .. } = self;
-        let followed = stream.schemas().len();
+        let followed_count = stream.schemas().len();
         match scope {
             Scope::One(schema) => stream.follow(&bridge.database, schema).await?,
             Scope::All => {
@@ -193,7 +193,7 @@ impl ChangeListener {
                 }
             }
         }
-        Ok(stream.schemas().len() > followed)
+        Ok(stream.schemas().len() > followed_count)
     }
 
     /// Follows the apps that were registered after the stream was opened. Returns `false` if earlier changes to one of

@@ -422,7 +422,7 @@ fn insert_many_groups_rows_by_columns() {
 }
 
 #[test]
-fn change_rejects_empty_filter_and_enforces_max_affected() {
+fn mutation_rejects_empty_filter_and_enforces_max_affected() {
     let table = table();
     let first_sql = |action: &str, fields: Value| {
         let mut request = json!({ "action": action, "app": "n", "table": "things" });

@@ -42,7 +42,7 @@ impl<'t> TablePlanner<'_, 't> {
     pub(super) fn insert(&self, data: &RawValue) -> Result<Plan<'t>, FieldErrors> {
         let values = self.with_id(self.parse_values(data, "/data", RowState::New)?);
         let sql = self.insert_sql(values);
-        Ok(Plan::Insert(self.returning(sql)))
+        Ok(Plan::Insert(self.with_returning(sql)))
     }
 
     /// Rows with the same columns are inserted by one statement, from one array for each column. A column that a row
@@ -89,7 +89,7 @@ impl<'t> TablePlanner<'_, 't> {
     }
 
     /// Adds the clause that returns the written rows.
-    fn returning(&self, mut sql: Sql) -> RowQuery<'t> {
+    fn with_returning(&self, mut sql: Sql) -> RowQuery<'t> {
         let columns = self.all_columns();
         sql.push(" RETURNING ").push_returned_values(&columns);
         RowQuery { sql, columns }
@@ -105,7 +105,7 @@ impl<'t> TablePlanner<'_, 't> {
             sql.bind_many(column.kind, values);
         });
         sql.push(")");
-        InsertGroup { query: self.returning(sql), rows: group.rows }
+        InsertGroup { query: self.with_returning(sql), rows: group.rows }
     }
 
     /// Both resolutions lock an existing row, so that the `fallback` of [`Resolution::Ignore`] finds it in the same
@@ -153,7 +153,7 @@ impl<'t> TablePlanner<'_, 't> {
             }
         }
         let fallback = (resolution == Resolution::Ignore).then(|| self.get_sql(&Filter::All(key)));
-        Ok(Plan::Upsert { write: self.returning(write), fallback })
+        Ok(Plan::Upsert { write: self.with_returning(write), fallback })
     }
 
     pub(super) fn update(
@@ -223,15 +223,15 @@ impl<'t> TablePlanner<'_, 't> {
         self.push_mutation_head(&mut sql, kind, Some("\"hit\""));
         sql.push(" WHERE \"t\".\"id\" = \"hit\".\"id\" AND (SELECT count(*) FROM \"hit\") <= ");
         sql.push_placeholder(Param::Int8(max_affected)).push(" RETURNING ");
-        let hits = "SELECT count(*) FROM \"hit\"";
+        let hit_count_sql = "SELECT count(*) FROM \"hit\"";
         match returning {
             Returning::Count => {
-                sql.push("TRUE) SELECT (").push(hits).push("), (SELECT count(*) FROM \"done\")");
+                sql.push("TRUE) SELECT (").push(hit_count_sql).push("), (SELECT count(*) FROM \"done\")");
             }
             Returning::Rows => {
                 sql.push("TRUE, ").push_returned_values(&self.all_columns());
                 sql.push(") SELECT \"h\".\"count\", \"d\".* FROM (");
-                sql.push(hits).push(") AS \"h\" LEFT JOIN \"done\" AS \"d\" ON TRUE");
+                sql.push(hit_count_sql).push(") AS \"h\" LEFT JOIN \"done\" AS \"d\" ON TRUE");
             }
         }
         sql

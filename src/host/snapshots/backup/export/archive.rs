@@ -75,7 +75,7 @@ pub async fn write(settings: &BackupSettings) -> Result<(), Failure> {
 }
 
 async fn write_archive(settings: &BackupSettings) -> Result<(), WriteError> {
-    user::end_with_parent();
+    user::set_parent_death_signal();
     failpoint::trigger("export.begin")?;
     if !settings.layout.restore_complete().exists() {
         return Err(WriteError::GateClosed);
@@ -96,7 +96,7 @@ async fn write_archive(settings: &BackupSettings) -> Result<(), WriteError> {
 
     let snapshot = Snapshot::open(&settings.server).await?;
     let dumped = {
-        let mut header = header(EntryType::Regular, 0o600, 0);
+        let mut header = new_header(EntryType::Regular, 0o600, 0);
         let writer = archive.tar.append_writer(&mut header, DUMP);
         let mut sink = DumpEntry { writer: writer.map_err(write_error)? };
         let dumped = dump::dump_snapshot(settings, &snapshot, &mut sink).await?;
@@ -185,7 +185,7 @@ impl<W: Write + Seek + 'static> Archive<W> {
 
     fn write_json(&mut self, name: &str, value: &impl Serialize) -> Result<(), WriteError> {
         let text = serde_json::to_vec_pretty(value).map_err(|error| WriteError::Write(error.into()))?;
-        let mut header = header(EntryType::Regular, 0o600, 0);
+        let mut header = new_header(EntryType::Regular, 0o600, 0);
         header.set_size(text.len() as u64);
         self.tar.append_data(&mut header, name, text.as_slice()).map_err(WriteError::Write)?;
         self.add_file(name, text.len() as u64, archive::sha256(&text))
@@ -199,7 +199,7 @@ impl<W: Write + Seek + 'static> Archive<W> {
             entries: std::mem::take(&mut self.entries),
             left_out: omitted.iter().map(|entry| archive::encode_path(&entry.path)).collect(),
         };
-        let mut header = header(EntryType::Regular, 0o600, 0);
+        let mut header = new_header(EntryType::Regular, 0o600, 0);
         let mut writer = self.tar.append_writer(&mut header, MANIFEST)?;
         serde_json::to_writer(&mut writer, &manifest)?;
         writer.finish()?;
@@ -221,7 +221,7 @@ impl<W: Write + Seek + 'static> Archive<W> {
                     omitted.push(entry);
                 }
                 Frame::End => return Ok(omitted),
-                Frame::Data(_) | Frame::FileEnd => return Err(WriteError::Home(out_of_order())),
+                Frame::Data(_) | Frame::FileEnd => return Err(WriteError::Home(out_of_order_error())),
             }
         }
     }
@@ -234,7 +234,7 @@ impl<W: Write + Seek + 'static> Archive<W> {
         frames: &mut impl Read,
     ) -> std::io::Result<ArchiveEntry> {
         let path = Path::new(HOME).join(&entry.path);
-        let mut header = header(entry.kind.into(), entry.mode, entry.modified);
+        let mut header = new_header(entry.kind.into(), entry.mode, entry.modified);
         let (size_bytes, sha256) = match entry.kind {
             EntryKind::Directory => {
                 header.set_size(0);
@@ -242,7 +242,7 @@ impl<W: Write + Seek + 'static> Archive<W> {
                 (0, None)
             }
             EntryKind::Symlink => {
-                let target = link_target.ok_or_else(out_of_order)?.as_os_str().as_bytes();
+                let target = link_target.ok_or_else(out_of_order_error)?.as_os_str().as_bytes();
                 header.set_size(0);
                 // `Builder::append_link` would normalize the target, which would then differ from the manifest.
                 if header.set_link_name_literal(target).is_err() {
@@ -264,7 +264,7 @@ impl<W: Write + Seek + 'static> Archive<W> {
 
     /// Writes a GNU record with the next entry's link target, which is too long for the entry's header.
     fn write_long_target(&mut self, target: &[u8]) -> std::io::Result<()> {
-        let mut header = header(EntryType::GNULongLink, 0o644, 0);
+        let mut header = new_header(EntryType::GNULongLink, 0o644, 0);
         // GNU tar also ends the target with a NUL byte.
         header.set_size(target.len() as u64 + 1);
         self.tar.append_data(&mut header, "@LongLink", target.chain(&b"\0"[..]))
@@ -296,7 +296,7 @@ impl<R: Read> Read for FileContent<'_, R> {
             match Frame::read(self.frames)? {
                 Frame::Data(chunk) => (self.chunk, self.position) = (chunk, 0),
                 Frame::FileEnd => self.has_ended = true,
-                _ => return Err(out_of_order()),
+                _ => return Err(out_of_order_error()),
             }
         }
         let size = buffer.len().min(self.chunk.len() - self.position);
@@ -306,11 +306,11 @@ impl<R: Read> Read for FileContent<'_, R> {
     }
 }
 
-fn out_of_order() -> std::io::Error {
+fn out_of_order_error() -> std::io::Error {
     std::io::Error::new(std::io::ErrorKind::InvalidData, "the entries of the home directory are out of order")
 }
 
-fn header(kind: EntryType, mode: u32, modified: u64) -> Header {
+fn new_header(kind: EntryType, mode: u32, modified: u64) -> Header {
     let mut header = Header::new_gnu();
     header.set_entry_type(kind);
     header.set_mode(mode);

@@ -20,13 +20,13 @@ use svc_base::applet::{Exit, Failure, OrExit};
 /// `TryAgain` if the receiver exits before it sends the start byte; `Internal` if it exits later, the home directory
 /// itself cannot be listed, or a file cannot be read to its end.
 pub fn send(home: &Path, except: &[PathBuf], mut start: impl Read, to: impl Write) -> Result<(), Failure> {
-    user::end_with_parent();
+    user::set_parent_death_signal();
     let mut start_byte = [0; 1];
     start.read_exact(&mut start_byte).or_exit(Exit::TryAgain)?;
     let mut to = BufWriter::with_capacity(MAX_FRAME_BYTES, to);
     let except: Vec<&Path> = except.iter().map(PathBuf::as_path).collect();
     let (entries, omitted) = files::list_files(home, &except).or_exit(Exit::Internal)?;
-    let sent =
+    let result =
         omitted.into_iter().try_for_each(|entry| Frame::OmittedEntry(entry).write(&mut to)).and_then(|()| {
             for entry in entries {
                 send_entry(home, entry, &mut to)?;
@@ -34,7 +34,7 @@ pub fn send(home: &Path, except: &[PathBuf], mut start: impl Read, to: impl Writ
             Frame::End.write(&mut to)?;
             to.flush()
         });
-    sent.or_exit(Exit::Internal)
+    result.or_exit(Exit::Internal)
 }
 
 fn send_entry(home: &Path, entry: HomeEntry, to: &mut impl Write) -> io::Result<()> {

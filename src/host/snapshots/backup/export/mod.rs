@@ -84,7 +84,7 @@ pub async fn run(layout: &Layout, output: &Path, stop: impl Future<Output = ()>)
         LockError::File(error) => error.into(),
     });
     let _lock = lock.map_err(|error| Failure::new(error.exit(), error))?;
-    let path = output_path(layout, output).map_err(|error| Failure::new(error.exit(), error))?;
+    let path = resolve_output_path(layout, output).map_err(|error| Failure::new(error.exit(), error))?;
     let mut partial = path.as_os_str().to_owned();
     partial.push(".partial");
     let partial = PathBuf::from(partial);
@@ -109,7 +109,7 @@ pub async fn run(layout: &Layout, output: &Path, stop: impl Future<Output = ()>)
 
 /// Returns the path of the archive. If this process is root on a machine with separate users, checks that only root can
 /// replace the file.
-fn output_path(layout: &Layout, output: &Path) -> Result<PathBuf, ExportError> {
+fn resolve_output_path(layout: &Layout, output: &Path) -> Result<PathBuf, ExportError> {
     let parent = output.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let parent = parent.canonicalize().map_err(FileError::wrap("find", parent))?;
     let has_separate_users =

@@ -4,7 +4,8 @@ use tokio_postgres::{Error, GenericClient};
 
 use super::plan::Column;
 
-/// Session settings for reading and copying: the owner's settings must not change the result, and no timeout applies.
+/// Session settings for reading and copying: the owner's settings must not change the result, and no statement or
+/// idle timeout applies.
 pub const SESSION_SETTINGS: &str = "SET search_path = pg_catalog; SET row_security = off; SET statement_timeout = 0; \
      SET idle_in_transaction_session_timeout = 0; SET idle_session_timeout = 0; SET client_encoding = 'UTF8'; \
      SET datestyle = 'ISO, YMD'; SET intervalstyle = 'postgres'; SET bytea_output = 'hex'; \
@@ -25,7 +26,7 @@ pub async fn is_table(client: &impl GenericClient, table: &str) -> Result<bool, 
 /// # Errors
 /// If the query fails.
 pub async fn read_columns(client: &impl GenericClient, table: &str) -> Result<Vec<Column>, Error> {
-    let columns = "
+    let query = "
         SELECT a.attname::text, format_type(a.atttypid, a.atttypmod),
                coalesce(a.attnum = ANY (k.conkey), false), a.attgenerated <> '', a.attidentity = 'a'
           FROM pg_attribute a
@@ -41,7 +42,7 @@ pub async fn read_columns(client: &impl GenericClient, table: &str) -> Result<Ve
             is_always_identity: row.try_get(4)?,
         })
     };
-    client.query(columns, &[&table]).await?.iter().map(column).collect()
+    client.query(query, &[&table]).await?.iter().map(column).collect()
 }
 
 /// A foreign key of the table `from` that refers to the table `to`.
@@ -59,7 +60,7 @@ pub struct ForeignKey {
 /// # Errors
 /// If the query fails.
 pub async fn read_foreign_keys(client: &impl GenericClient, to: &[&str]) -> Result<Vec<ForeignKey>, Error> {
-    let foreign_keys = "
+    let query = "
         SELECT format('%I.%I', fn.nspname, f.relname), t.name, k.confdeltype IN ('c', 'n', 'd'),
                (SELECT string_agg(format('t.%I OPERATOR(%I.%s) o.%I', p.attname, n.nspname, q.oprname, c.attname)
                                   || CASE WHEN p.attcollation <> c.attcollation AND p.attcollation <> 0
@@ -77,7 +78,7 @@ pub async fn read_foreign_keys(client: &impl GenericClient, to: &[&str]) -> Resu
         let (from, to, is_cascading) = (row.try_get(0)?, row.try_get(1)?, row.try_get(2)?);
         Ok(ForeignKey { from, to, is_cascading, condition: row.try_get(3)? })
     };
-    client.query(foreign_keys, &[&to]).await?.iter().map(foreign_key).collect()
+    client.query(query, &[&to]).await?.iter().map(foreign_key).collect()
 }
 
 /// Returns whether a table has a deferrable unique or exclusion constraint, which `ON CONFLICT` does not support.
@@ -96,7 +97,7 @@ pub async fn has_deferrable_unique(client: &impl GenericClient, table: &str) -> 
 /// # Errors
 /// If the query fails.
 pub async fn build_sequence_updates(client: &impl GenericClient, table: &str) -> Result<Vec<String>, Error> {
-    let sequences = "
+    let query = "
         SELECT format('SELECT setval(%L, m) FROM %I.%I AS s,
                               (SELECT %s(%I)::bigint AS m FROM %s WHERE %I BETWEEN %L::bigint AND %L::bigint) AS t
                         WHERE m %s s.last_value OR (m = s.last_value AND NOT s.is_called)',
@@ -113,7 +114,7 @@ pub async fn build_sequence_updates(client: &impl GenericClient, table: &str) ->
            AND d.refobjid = to_regclass($1) AND d.deptype IN ('a', 'i')
            AND coalesce(nullif(t.typbasetype, 0), t.oid)
                IN ('int2'::regtype, 'int4'::regtype, 'int8'::regtype, 'numeric'::regtype)";
-    client.query(sequences, &[&table]).await?.iter().map(|row| row.try_get(0)).collect()
+    client.query(query, &[&table]).await?.iter().map(|row| row.try_get(0)).collect()
 }
 
 /// Reads the name and the owner of a table's schema.
@@ -121,10 +122,10 @@ pub async fn build_sequence_updates(client: &impl GenericClient, table: &str) ->
 /// # Errors
 /// If the query fails, or the table does not exist.
 pub async fn read_schema(client: &impl GenericClient, table: &str) -> Result<(String, String), Error> {
-    let schema = "
+    let query = "
         SELECT n.nspname::text, r.rolname::text FROM pg_class c
           JOIN pg_namespace n ON n.oid = c.relnamespace JOIN pg_roles r ON r.oid = n.nspowner
          WHERE c.oid = to_regclass($1)";
-    let row = client.query_one(schema, &[&table]).await?;
+    let row = client.query_one(query, &[&table]).await?;
     Ok((row.try_get(0)?, row.try_get(1)?))
 }

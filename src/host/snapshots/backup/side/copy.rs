@@ -167,7 +167,7 @@ pub async fn copy(
             true => existing.push(table),
         }
     }
-    let missing = recreate::count_recreated(&side, &missing_tables).await?;
+    let missing_results = recreate::count_recreated(&side, &missing_tables).await?;
     let dependents = Dependents::find(&side, &live, &missing_tables, &recreated).await;
     let dependents = dependents.map_err(query_error("read the dependents of the tables"))?;
     let is_committed = committed.is_some();
@@ -176,9 +176,9 @@ pub async fn copy(
         None => results.extend(recreate::count_recreated(&side, &recreated).await?),
     }
     if request.dry_run {
-        results.extend(missing);
+        results.extend(missing_results);
         dependents.record_planned(results);
-    } else if !missing.is_empty() {
+    } else if !missing_results.is_empty() {
         state.recreating.extend(missing_tables.iter().map(|table| (*table).to_owned()));
         state.write(&settings.layout)?;
         dependents
@@ -186,7 +186,7 @@ pub async fn copy(
             .await
             .map_err(query_error("prepare the snapshot's foreign keys"))?;
         recreate_tables(settings, &side, &live, &missing_tables, &dependents).await?;
-        results.extend(missing);
+        results.extend(missing_results);
         failpoint::trigger("side.recreated")?;
     }
     let copied = match is_committed || existing.is_empty() {
@@ -209,9 +209,9 @@ pub async fn copy(
     Ok(())
 }
 
-/// Recreates the tables without the views that were dropped with them, because a view that the current database does
-/// not allow must not prevent this. If that fails, retries with the views: a table whose policy or rule reads a view
-/// can only be recreated together with it.
+/// Recreates the tables without the views that were dropped with them, so that a view that the current database rejects
+/// does not prevent their recreation. If that fails, retries with the views: a table whose policy or rule reads a view
+/// can only be recreated together with that view.
 async fn recreate_tables(
     settings: &BackupSettings,
     side: &Client,
@@ -237,8 +237,8 @@ async fn read_committed_results(
     if !has_log {
         return Ok(None);
     }
-    let find = "SELECT tables::text FROM svc.side_copies WHERE request_id = $1";
-    let row = live.query_opt(find, &[&request_id]).await.map_err(query_error("read the log of copies"))?;
+    let query = "SELECT tables::text FROM svc.side_copies WHERE request_id = $1";
+    let row = live.query_opt(query, &[&request_id]).await.map_err(query_error("read the log of copies"))?;
     let text: Option<String> = row.and_then(|row| row.try_get(0).ok());
     Ok(text.and_then(|text| serde_json::from_str(&text).ok()))
 }
@@ -370,7 +370,7 @@ async fn delete_rows(
 ) -> Result<(), CopyError> {
     let mut dependents = Vec::with_capacity(plans.len());
     for plan in plans {
-        let keys = find_other_dependents(plan, plans, foreign_keys);
+        let keys = find_external_cascades(plan, plans, foreign_keys);
         let count = match keys.is_empty() {
             true => 0,
             false => query_count(transaction, plan, &plan.build_count()).await?,
@@ -403,7 +403,7 @@ async fn delete_rows(
 }
 
 /// Returns the foreign keys by which deletions from the plan's table change rows of tables that are not copied.
-fn find_other_dependents<'a>(
+fn find_external_cascades<'a>(
     plan: &CopyPlan,
     plans: &[CopyPlan],
     foreign_keys: &'a [ForeignKey],

@@ -239,9 +239,9 @@ async fn open(settings: &BackupSettings, choice: &SnapshotChoice, request_id: &s
     let mut state = SideState::new(SideStatus::Opening, request_id);
     state.key.clone_from(&choice.key);
     state.write(&settings.layout)?;
-    let opened = load_side_database(settings, choice, &mut state).await;
+    let result = load_side_database(settings, choice, &mut state).await;
     state.status = SideStatus::Open;
-    if let Err(error) = &opened {
+    if let Err(error) = &result {
         (state.status, state.error) = (SideStatus::Failed, Some(format_chain(error)));
         state.tables.clear();
         if let Err(error) = drop_side_database(settings).await {
@@ -249,7 +249,7 @@ async fn open(settings: &BackupSettings, choice: &SnapshotChoice, request_id: &s
         }
     }
     state.write(&settings.layout)?;
-    opened
+    result
 }
 
 async fn load_side_database(
@@ -285,11 +285,11 @@ async fn load_side_database(
 /// Revokes the privileges on a loaded database, which were restored from the snapshot: apps must not be able to read
 /// data here that they may no longer read in the live database.
 async fn revoke_privileges(client: &Client, database: &str) -> Result<(), tokio_postgres::Error> {
-    let grantees = "
+    let query = "
         SELECT DISTINCT r.rolname::text FROM pg_database d CROSS JOIN aclexplode(d.datacl) a
           JOIN pg_roles r ON r.oid = a.grantee WHERE d.datname = $1";
     let mut names = vec!["PUBLIC".to_owned()];
-    for row in client.query(grantees, &[&database]).await? {
+    for row in client.query(query, &[&database]).await? {
         names.push(quote_ident(row.try_get(0)?));
     }
     let (database, names) = (quote_ident(database), names.join(", "));
@@ -299,7 +299,7 @@ async fn revoke_privileges(client: &Client, database: &str) -> Result<(), tokio_
 /// Loads the sidecar of the snapshot that `choice` selects.
 async fn find_snapshot(settings: &BackupSettings, choice: &SnapshotChoice) -> Result<Sidecar, SideError> {
     let (bucket, slot) = (&settings.bucket, &settings.slot);
-    let unusable = |error| match error {
+    let to_side_error = |error| match error {
         SnapshotUnusable::Store(error) => SideError::Store(error),
         error => SideError::Unusable(error.to_string()),
     };
@@ -308,7 +308,7 @@ async fn find_snapshot(settings: &BackupSettings, choice: &SnapshotChoice) -> Re
         (None, None) => match snapshot::find_latest(bucket, slot).await {
             Ok(latest) => Some(latest.key),
             Err(SnapshotUnusable::Absent) => None,
-            Err(error) => return Err(unusable(error)),
+            Err(error) => return Err(to_side_error(error)),
         },
         (None, Some(at)) => {
             let keys = snapshots::list_keys(bucket, slot).await.map_err(SideError::Store)?;
@@ -318,7 +318,7 @@ async fn find_snapshot(settings: &BackupSettings, choice: &SnapshotChoice) -> Re
     };
     let when = choice.at.map(|at| format!(" taken at or before {}", svc_base::clock::rfc3339_ms(at)));
     let key = key.ok_or_else(|| SideError::NoSnapshot { when: when.unwrap_or_default() })?;
-    snapshot::load(bucket, slot, &key).await.map_err(unusable)
+    snapshot::load(bucket, slot, &key).await.map_err(to_side_error)
 }
 
 async fn copy_back(settings: &BackupSettings, copy: &TableCopy, request_id: &str) -> Result<(), SideError> {
@@ -348,7 +348,7 @@ async fn copy_back(settings: &BackupSettings, copy: &TableCopy, request_id: &str
         // An interrupted run of this request took its snapshot before it recreated tables. If a second snapshot failed,
         // the dependents of these tables would never be added.
         if copy.backup && !copy.dry_run && state.recreating.is_empty() {
-            snapshot_current(settings).await?;
+            take_preliminary_snapshot(settings).await?;
             failpoint::trigger("side.saved")?;
         }
         copy::copy(settings, copy, &mut state, &mut tables).await?;
@@ -372,14 +372,14 @@ async fn copy_back(settings: &BackupSettings, copy: &TableCopy, request_id: &str
 
 /// Takes a snapshot of the current database, so that a copy can be undone. An emptied database needs none, and a
 /// held-back snapshot suffices.
-async fn snapshot_current(settings: &BackupSettings) -> Result<(), SideError> {
-    let failed = |exit, why: String| SideError::PreliminarySnapshot { exit, why };
+async fn take_preliminary_snapshot(settings: &BackupSettings) -> Result<(), SideError> {
+    let snapshot_error = |exit, why: String| SideError::PreliminarySnapshot { exit, why };
     let lock = Lock::wait(&settings.layout.backup_lock(), super::REQUEST_LOCK_TIMEOUT).await;
-    let lock = lock.map_err(|error| failed(Exit::TryAgain, format_chain(&error)))?;
+    let lock = lock.map_err(|error| snapshot_error(Exit::TryAgain, format_chain(&error)))?;
     let options = RunOptions { loss: LossPolicy::Refuse, trigger: Trigger::Request };
     match job::run(&lock, settings, options, std::future::pending()).await {
         Err(failure) if !job::is_refused_for_loss(&failure) => {
-            Err(failed(failure.exit, format_chain(failure.error.as_ref())))
+            Err(snapshot_error(failure.exit, format_chain(failure.error.as_ref())))
         }
         _ => Ok(()),
     }

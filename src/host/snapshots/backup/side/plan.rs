@@ -109,7 +109,7 @@ impl CopyPlan {
                 return Err(PlanError::KeyChanged { table });
             }
         }
-        // Rows of the snapshot may not be unique in another key's columns, so they cannot be matched by it.
+        // The snapshot's rows might not be unique in another key's columns, so they cannot be matched by that key.
         let key = if has_same_key { key } else { Vec::new() };
         let settable = column_names(
             columns.iter().filter(|column| !column.is_always_identity && !key.contains(&column.name)),

@@ -72,8 +72,8 @@ pub async fn recreate_relations(
 async fn create_schema(live: &Client, schema: &str, owner: &str) -> Result<(), RecreateError> {
     let create =
         format!("CREATE SCHEMA IF NOT EXISTS {} AUTHORIZATION {}", quote_ident(schema), quote_ident(owner));
-    let exists = format!("SELECT FROM pg_namespace WHERE nspname = {}", quote_literal(schema));
-    if live.query_opt(&exists, &[]).await?.is_none() {
+    let query = format!("SELECT FROM pg_namespace WHERE nspname = {}", quote_literal(schema));
+    if live.query_opt(&query, &[]).await?.is_none() {
         live.batch_execute(&create).await?;
     }
     Ok(())
@@ -81,9 +81,9 @@ async fn create_schema(live: &Client, schema: &str, owner: &str) -> Result<(), R
 
 async fn pipe_relations(settings: &BackupSettings, relations: &[&str]) -> Result<(), RecreateError> {
     let start_error = |tool| move |source| DumpCheckError::Start { tool, source };
-    let mut dump = settings.tools.dump_relations(&settings.server, SIDE_DATABASE, relations);
+    let mut dump = settings.tools.dump_relations_command(&settings.server, SIDE_DATABASE, relations);
     let mut dump = dump.spawn().map_err(start_error("pg_dump"))?;
-    let mut load = settings.tools.load_in_transaction(&settings.server, settings.server.database());
+    let mut load = settings.tools.load_in_transaction_command(&settings.server, settings.server.database());
     let mut load = load.spawn().map_err(start_error("pg_restore"))?;
     let dump_stderr = tokio::spawn(postgres_tools::read_stderr_tail(dump.stderr.take()));
     let load_stderr = tokio::spawn(postgres_tools::read_stderr_tail(load.stderr.take()));

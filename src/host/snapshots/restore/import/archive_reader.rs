@@ -29,7 +29,7 @@ use svc_store::snapshot::Sidecar;
 /// Maximum size of `export.json` and of `database.json`, which has an entry per table.
 const MAX_JSON_BYTES: u64 = 8 << 20;
 const BUFFER_BYTES: usize = 1 << 18;
-/// Block size of the file systems of a machine: a file occupies whole blocks.
+/// Block size of a machine's file systems: a file occupies whole blocks.
 const BLOCK_BYTES: u64 = 4096;
 
 /// Returns the limits for an archive of this size: no entry can be larger than the file.
@@ -134,7 +134,7 @@ impl VerifiedArchive {
     ///
     /// # Errors
     /// [`ArchiveError`] if the archive cannot be read or is malformed.
-    pub fn required_disk_space(
+    pub fn compute_required_disk_space(
         mut file: &File,
         path: &Path,
         extract: &ExtractTarget<'_>,
@@ -256,7 +256,7 @@ impl<'a> Pass<'a> {
     }
 
     /// Accepts an entry only if its path is relative and has no `..`, its parent has been read, and its kind is allowed
-    /// at this path.
+    /// at this path. Records a directory, so that later entries may be in it.
     fn check_entry(&mut self, entry: &TarEntry<'_, impl Read>) -> Result<(), ArchiveError> {
         let path = entry.path.as_path();
         let is_plain = path.components().all(|part| matches!(part, Component::Normal(_)));
@@ -405,7 +405,7 @@ mod tests {
     }
 
     #[test]
-    fn required_disk_space_counts_blocks_of_extracted_entries() {
+    fn compute_required_disk_space_counts_extracted_blocks() {
         use tar::EntryType::{Directory, Regular};
         let mut tar = tar::Builder::new(tempfile::tempfile().unwrap());
         for (path, kind, bytes) in [
@@ -428,7 +428,7 @@ mod tests {
             (ExtractTarget::Home(path), 3 + 1),
             (ExtractTarget::Gateway { dump: path, system: path }, 2 + 1),
         ] {
-            let bytes = VerifiedArchive::required_disk_space(&file, path, &extract).unwrap();
+            let bytes = VerifiedArchive::compute_required_disk_space(&file, path, &extract).unwrap();
             assert_eq!(bytes, blocks * BLOCK_BYTES);
         }
     }

@@ -96,7 +96,7 @@ const PRIVILEGE_LISTS: [(&str, &str, &str, &str, &str); 5] = [
 ///
 /// # Errors
 /// If a query fails.
-pub async fn find_forbidden(client: &Client) -> Result<Option<String>, Error> {
+pub async fn find_forbidden_object(client: &Client) -> Result<Option<String>, Error> {
     // Objects from the archive must not shadow built-in names.
     client.batch_execute("SET search_path = pg_catalog").await?;
     let row = client.query_opt(&build_forbidden_query(), &[]).await?;

@@ -206,8 +206,8 @@ mod tests {
             (&longer, "\"home/c\" is missing from the archive"),
             (&entries[..1], "missing from the manifest, at the end of the archive: 1"),
         ] {
-            let refused = compare(manifest(other).as_bytes(), &digests).unwrap_err();
-            assert!(refused.contains(why), "{refused}");
+            let error = compare(manifest(other).as_bytes(), &digests).unwrap_err();
+            assert!(error.contains(why), "{error}");
         }
         let twice = format!("{{\"entries\":[],\"entries\":{}}}", serde_json::json!(entries));
         for broken in ["", "{}", "[]", "{\"entries\":1}", twice.as_str()] {
@@ -215,16 +215,16 @@ mod tests {
         }
         compare(format!("{} x", manifest(&entries)).as_bytes(), &digests).unwrap_err();
         let escape = r#"{"entries":[{"path":"a","kind":"\u001b[2J","sizeBytes":3}]}"#;
-        let refused = compare(escape.as_bytes(), &digests).unwrap_err();
-        assert!(refused.contains("unknown variant") && !refused.contains('\x1b'), "{refused}");
+        let error = compare(escape.as_bytes(), &digests).unwrap_err();
+        assert!(error.contains("unknown variant") && !error.contains('\x1b'), "{error}");
     }
 
     /// The string is 100 MiB long and unterminated, and a parser would buffer it.
     #[test]
     fn compare_refuses_oversized_string() {
         let endless = Read::chain(&b"{\"leftOut\":[\""[..], io::repeat(b'x').take(100 << 20));
-        let refused = compare(endless, &[]).unwrap_err();
-        assert!(refused.contains("too long"), "{refused}");
+        let error = compare(endless, &[]).unwrap_err();
+        assert!(error.contains("too long"), "{error}");
         let escaped = format!("{{\"entries\":[],\"leftOut\":[\"{}\"]}}", "\\\"".repeat(1000));
         compare(escaped.as_bytes(), &[]).unwrap();
     }

@@ -135,7 +135,7 @@ impl StepError {
 
 /// Runs one step.
 pub async fn run_step(layout: Layout, args: StepArgs) -> Result<(), Failure> {
-    user::end_with_parent();
+    user::set_parent_death_signal();
     let archive = std::io::stdin().as_fd().try_clone_to_owned().map(File::from).map_err(StepError::Input);
     let result = match (args.step, archive) {
         (_, Err(error)) => Err(error),
@@ -144,7 +144,7 @@ pub async fn run_step(layout: Layout, args: StepArgs) -> Result<(), Failure> {
         (Step::Unstage, Ok(_)) => home::remove_staged(&layout.home()).map_err(StepError::from),
         (Step::Database, Ok(archive)) => {
             let settings = RestoreSettings::read(layout)?;
-            let lock = restore::lock(&settings)?;
+            let lock = restore::acquire_lock(&settings)?;
             // After an interrupted swap, the database may refuse connections, or differ from the one that the marker
             // names.
             gate::finish_interrupted_swap(&lock, &settings).await?;
@@ -200,8 +200,9 @@ fn extract_archive(
     dir: &Path,
     extract: &ExtractTarget<'_>,
 ) -> Result<VerifiedArchive, StepError> {
-    let bytes =
-        tokio::task::block_in_place(|| VerifiedArchive::required_disk_space(archive, archive_path, extract))?;
+    let bytes = tokio::task::block_in_place(|| {
+        VerifiedArchive::compute_required_disk_space(archive, archive_path, extract)
+    })?;
     staging::ensure_free_space(dir, bytes.saturating_add(staging::FREE_SPACE_MARGIN_BYTES))?;
     Ok(read_archive(archive, archive_path, extract)?)
 }
@@ -239,13 +240,13 @@ async fn replace_database(
     let dump = layout.restore_state().join("import.dump");
     // An earlier run may have left the file behind.
     fsx::remove_if_exists(&dump)?;
-    let replaced = load_and_swap(settings, archive, args, &system, &dump).await;
-    if replaced.is_err() {
+    let result = load_and_swap(settings, archive, args, &system, &dump).await;
+    if result.is_err() {
         // The first error is the cause, so errors in the cleanup are ignored; the next run repeats the cleanup.
         let _ = home::remove_staged(&layout.home().join(SYSTEM));
         let _ = fsx::remove_if_exists(&dump);
     }
-    replaced
+    result
 }
 
 async fn load_and_swap(
@@ -283,7 +284,7 @@ async fn load_and_swap(
         }
     };
     if let Err(error) = swap::swap(&settings.context.server, &loaded).await {
-        swap::undo(&settings.context.server, &loaded).await;
+        swap::clean_up(&settings.context.server, &loaded).await;
         return Err(error.into());
     }
     failpoint::trigger("import.swapped")?;

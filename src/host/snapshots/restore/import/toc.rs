@@ -118,9 +118,9 @@ fn classify(entry: &str) -> Result<EntryAction, TocError> {
             false => Err(TocError::UnsupportedExtension { name: quote_text(name) }),
         };
     }
-    if let Some(commented) = after_kind("COMMENT") {
+    if let Some(target) = after_kind("COMMENT") {
         // `COMMENT app_notes TABLE notes postgres`; the comment is lost if the schema's name contains a space.
-        let mut words = commented.split(' ');
+        let mut words = target.split(' ');
         let is_loaded = words.nth(1).is_some_and(|kind| COMMENT_TARGETS.contains(&kind));
         return Ok(if is_loaded { EntryAction::Load } else { EntryAction::Skip });
     }
@@ -189,7 +189,7 @@ mod tests {
         for line in ["7; TABLE", "x; 1 2 TABLE a b c", "no entry", "7; 1 x TABLE a b c"] {
             assert!(matches!(select_entries(line), Err(TocError::InvalidLine { .. })), "{line}");
         }
-        let refused = select_entries("7; 1 2 VIEW a \x1b[2J b\n").unwrap_err().to_string();
-        assert!(!refused.contains('\x1b'), "{refused}");
+        let message = select_entries("7; 1 2 VIEW a \x1b[2J b\n").unwrap_err().to_string();
+        assert!(!message.contains('\x1b'), "{message}");
     }
 }

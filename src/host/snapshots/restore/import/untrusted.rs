@@ -106,7 +106,7 @@ pub async fn load(
     let admin = staging::connect_with_retries(context, postgres::MAINTENANCE_DATABASE).await?;
     drop_roles(&admin).await?;
     let role = ImportRole::create(&admin).await?;
-    let scratch = staging::create_database(&admin, ScratchPurpose::Restore, Some(&role.name)).await?;
+    let scratch = staging::create_scratch(&admin, ScratchPurpose::Restore, Some(&role.name)).await?;
     let load = async {
         role.load(context, &admin, &scratch, DumpFiles { dump, list: &list }, (&selection, sidecar)).await?;
         drop_roles(&admin).await
@@ -142,7 +142,7 @@ pub async fn clean_up(context: &RestoreContext, scratch: &ScratchDatabase) {
 
 /// Lists a dump's contents, in a process without a connection to the database.
 async fn list_contents(tools: &PgTools, dump: &Path) -> Result<String, UntrustedLoadError> {
-    let mut child = tools.list(dump).spawn().map_err(UntrustedLoadError::Tool)?;
+    let mut child = tools.list_command(dump).spawn().map_err(UntrustedLoadError::Tool)?;
     let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
     let mut listing = Vec::new();
     let reading = async {
@@ -172,23 +172,23 @@ async fn list_contents(tools: &PgTools, dump: &Path) -> Result<String, Untrusted
 
 /// Drops the roles of this and earlier imports. Their databases have been dropped, or have another owner.
 async fn drop_roles(admin: &Client) -> Result<(), UntrustedLoadError> {
-    let failed = || query_error("drop an import role");
+    let drop_error = || query_error("drop an import role");
     let leftover_roles =
         format!("SELECT rolname::text FROM pg_roles WHERE rolname ~ '^{ROLE_PREFIX}[0-9]+$'");
-    for row in admin.query(&leftover_roles, &[]).await.map_err(failed())? {
-        let name: String = row.try_get(0).map_err(failed())?;
+    for row in admin.query(&leftover_roles, &[]).await.map_err(drop_error())? {
+        let name: String = row.try_get(0).map_err(drop_error())?;
         end_sessions(admin, &name).await?;
-        admin.batch_execute(&format!("DROP ROLE {}", quote_ident(&name))).await.map_err(failed())?;
+        admin.batch_execute(&format!("DROP ROLE {}", quote_ident(&name))).await.map_err(drop_error())?;
     }
     Ok(())
 }
 
 /// Ends the role's sessions and prevents new ones.
 async fn end_sessions(admin: &Client, role: &str) -> Result<(), UntrustedLoadError> {
-    let failed = || query_error("end the sessions of the import role");
-    admin.batch_execute(&format!("ALTER ROLE {} NOLOGIN", quote_ident(role))).await.map_err(failed())?;
+    let end_error = || query_error("end the sessions of the import role");
+    admin.batch_execute(&format!("ALTER ROLE {} NOLOGIN", quote_ident(role))).await.map_err(end_error())?;
     let sessions = "SELECT count(pg_terminate_backend(pid, 10000)) FROM pg_stat_activity WHERE usename = $1";
-    admin.query_one(sessions, &[&role]).await.map_err(failed())?;
+    admin.query_one(sessions, &[&role]).await.map_err(end_error())?;
     Ok(())
 }
 
@@ -237,14 +237,14 @@ impl ImportRole {
     ) -> Result<(), UntrustedLoadError> {
         create_extensions(context, scratch, selection).await?;
         let server = context.server.as_role(&self.name, self.password.expose_secret());
-        let command = context.tools.load_listed(&server, &scratch.name, files.dump, files.list);
+        let command = context.tools.load_listed_command(&server, &scratch.name, files.dump, files.list);
         staging::run_pg_restore(command).await?;
         end_sessions(admin, &self.name).await?;
         reset_database(admin, &scratch.name).await?;
         failpoint::trigger("import.inspected")?;
         let client = staging::connect_with_retries(context, &scratch.name).await?;
         let forbidden =
-            catalog::find_forbidden(&client).await.map_err(query_error("inspect the new database"))?;
+            catalog::find_forbidden_object(&client).await.map_err(query_error("inspect the new database"))?;
         if let Some(object) = forbidden {
             let object = untrusted_text::truncate_printable(&object);
             return Err(UntrustedLoadError::Forbidden { object });

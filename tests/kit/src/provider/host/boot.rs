@@ -76,7 +76,7 @@ pub(super) async fn boot(
     session.disk.apply_user_data(user_data).map_err(boot_failure("user-data"))?;
     systemctl::serve(session, settings);
     let Err(failure) = run_units(session, settings).await else {
-        watch_requests(session, settings);
+        run_path_units(session, settings);
         return Ok(());
     };
     if !session.off.is_cancelled() {
@@ -96,7 +96,7 @@ async fn run_units(session: &Arc<PowerSession>, settings: &HostSettings) -> Resu
         run_unit(session, settings, "svc-update", &["boot"]).await.map_err(boot_failure("bundle"))?;
     }
     report_stage(session, settings, "restore").await;
-    if session.disk.opt(WATCH_PROGRAM).exists() {
+    if session.disk.opt_path(WATCH_PROGRAM).exists() {
         run_unit(session, settings, SYNC_AGENT, &["restore-home"]).await.map_err(boot_failure("restore"))?;
     }
     run_unit(session, settings, "svc-restore", &[]).await.map_err(boot_failure("restore"))?;
@@ -106,7 +106,8 @@ async fn run_units(session: &Arc<PowerSession>, settings: &HostSettings) -> Resu
     if session.disk.program("svc-hook").exists() {
         run_unit(session, settings, "svc-hook", &["install"]).await.ok();
     }
-    for (name, _) in OPTIONAL_SERVICES.iter().filter(|(_, required)| session.disk.opt(required).exists()) {
+    for (name, _) in OPTIONAL_SERVICES.iter().filter(|(_, required)| session.disk.opt_path(required).exists())
+    {
         start_service(session, settings, name);
     }
     start_service(session, settings, GATEWAY).wait_until_ready().await.map_err(boot_failure("gateway"))?;
@@ -133,7 +134,7 @@ pub(super) async fn start_database(session: &PowerSession, settings: &HostSettin
             let server = PgServer::start(&settings.pg, options).await?;
             server.create_database("svc").await?;
             let record = DatabaseRecord { port: server.port(), password: server.password().to_owned() };
-            disk.save_database(&record, &server.url("svc"))?;
+            disk.save_database_record(&record, &server.url("svc"))?;
             server
         }
     };
@@ -155,8 +156,8 @@ pub(super) async fn run_requested_backup(session: &PowerSession, settings: &Host
 async fn run_unit(session: &PowerSession, settings: &HostSettings, unit: &str, args: &[&str]) -> Result<()> {
     let command_line = command_line(session, settings, unit);
     let args: Vec<String> = args.iter().map(|arg| (*arg).to_owned()).collect();
-    let finished = session.run_oneshot(unit, &command_line, &args, &[], settings.unit_timeout).await?;
-    ensure!(finished.status.success(), "{unit}: {}", summarize(&finished));
+    let output = session.run_oneshot(unit, &command_line, &args, &[], settings.unit_timeout).await?;
+    ensure!(output.status.success(), "{unit}: {}", summarize(&output));
     Ok(())
 }
 
@@ -165,7 +166,7 @@ pub(super) fn start_service(
     settings: &HostSettings,
     name: &'static str,
 ) -> Arc<Service> {
-    let gate = (name == GATEWAY).then(|| session.disk.opt("restore-complete"));
+    let gate = (name == GATEWAY).then(|| session.disk.opt_path("restore-complete"));
     let (program, arguments): (_, &[&str]) = match name {
         AGENT => (AGENT, &["--listen"]),
         FILES => (SYNC_AGENT, &["files"]),
@@ -192,12 +193,12 @@ async fn register(session: &PowerSession, settings: &HostSettings) -> Result<()>
     let (unit, command_line) = ("svc-register", command_line(session, settings, "svc-register"));
     let deadline = Instant::now() + settings.register_timeout;
     loop {
-        let finished = session.run_oneshot(unit, &command_line, &[], &[], settings.unit_timeout).await?;
-        if finished.status.success() {
+        let output = session.run_oneshot(unit, &command_line, &[], &[], settings.unit_timeout).await?;
+        if output.status.success() {
             return Ok(());
         }
-        if finished.status.code() != Some(EX_TEMPFAIL) || Instant::now() >= deadline {
-            bail!("{unit}: {}", summarize(&finished));
+        if output.status.code() != Some(EX_TEMPFAIL) || Instant::now() >= deadline {
+            bail!("{unit}: {}", summarize(&output));
         }
         tokio::select! {
             () = tokio::time::sleep(REGISTER_RETRY_INTERVAL) => {}
@@ -209,7 +210,7 @@ async fn register(session: &PowerSession, settings: &HostSettings) -> Result<()>
 
 /// Returns the command line of `svc-register` from the release if installed, otherwise from the image.
 fn register_command_line(session: &PowerSession, settings: &HostSettings) -> [PathBuf; 2] {
-    let current = session.disk.opt("current/bin/svc");
+    let current = session.disk.opt_path("current/bin/svc");
     let svc = if current.exists() { current } else { settings.svc_binary.clone() };
     [svc, "svc-register".into()]
 }
@@ -232,13 +233,13 @@ async fn report_failure(session: &PowerSession, settings: &HostSettings, failure
 }
 
 /// Runs the path units: each watched file starts its unit, which removes the file.
-fn watch_requests(session: &Arc<PowerSession>, settings: &HostSettings) {
+fn run_path_units(session: &Arc<PowerSession>, settings: &HostSettings) {
     for (paths, unit, args) in PATH_UNITS {
         let (task_session, settings) = (Arc::clone(session), settings.clone());
         session.tasks.spawn_on(
             async move {
                 let session = task_session;
-                let is_due = || paths.iter().any(|path| session.disk.state(path).exists());
+                let is_due = || paths.iter().any(|path| session.disk.state_path(path).exists());
                 loop {
                     let delay = if is_due() {
                         run_unit(&session, &settings, unit, args).await.ok();

@@ -35,19 +35,19 @@ impl Disk {
     }
 
     pub(super) fn has_release(&self) -> bool {
-        self.opt("current").exists()
+        self.opt_path("current").exists()
     }
 
     /// Returns the path of a unit's program in the current release.
     pub(super) fn program(&self, unit: &str) -> PathBuf {
-        self.opt("bin").join(unit)
+        self.opt_path("bin").join(unit)
     }
 
-    pub(super) fn opt(&self, path: &str) -> PathBuf {
+    pub(super) fn opt_path(&self, path: &str) -> PathBuf {
         self.root.join("opt/svc").join(path)
     }
 
-    pub(super) fn state(&self, path: &str) -> PathBuf {
+    pub(super) fn state_path(&self, path: &str) -> PathBuf {
         self.root.join("var/lib/svc").join(path)
     }
 
@@ -76,12 +76,12 @@ impl Disk {
     }
 
     /// Records the database as the last step of its creation, so that an incomplete database is recreated.
-    pub(super) fn save_database(&self, record: &DatabaseRecord, url: &str) -> Result<()> {
-        let env = self.opt("env/host.env");
+    pub(super) fn save_database_record(&self, record: &DatabaseRecord, url: &str) -> Result<()> {
+        let env = self.opt_path("env/host.env");
         let existing = fs::read_to_string(&env).unwrap_or_default();
         if !existing.lines().any(|line| line.starts_with("DATABASE_URL=")) {
             let separator = if existing.is_empty() || existing.ends_with('\n') { "" } else { "\n" };
-            fs::create_dir_all(self.opt("env"))?;
+            fs::create_dir_all(self.opt_path("env"))?;
             let mut file = fs::OpenOptions::new().create(true).append(true).open(&env)?;
             writeln!(file, "{separator}DATABASE_URL={url}")?;
         }

@@ -54,9 +54,9 @@ async fn read_all(pipe: Option<impl AsyncRead + Unpin>) -> io::Result<Vec<u8>> {
 }
 
 /// Summarizes a oneshot's result in one line: its status and the last line of its error output.
-pub(super) fn summarize(finished: &Output) -> String {
-    let stderr = String::from_utf8_lossy(&finished.stderr);
+pub(super) fn summarize(output: &Output) -> String {
+    let stderr = String::from_utf8_lossy(&output.stderr);
     let last = stderr.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or_default();
     let last: String = last.chars().take(400).collect();
-    format!("{}: {last}", finished.status)
+    format!("{}: {last}", output.status)
 }

@@ -82,7 +82,7 @@ impl Service {
         service
     }
 
-    /// Waits until the service is ready; fails if it ended instead.
+    /// Waits until the service is ready; fails if it ends first.
     pub(super) async fn wait_until_ready(&self) -> Result<()> {
         let mut state = self.state.clone();
         let state =

@@ -22,7 +22,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(30);
 /// `systemctl`'s exit code for a unit that is not loaded.
 const NOT_LOADED: i32 = 5;
 
-const PROGRAM: &str = r#"#!/bin/sh
+const SCRIPT: &str = r#"#!/bin/sh
 request=$(mktemp "DIR/systemctl.XXXXXX") || exit 1
 printf '%s\n' "$*" >"$request"
 mv "$request" "$request.request"
@@ -35,11 +35,11 @@ exit "$code"
 
 /// Writes the script; [`serve`] responds to it.
 pub(super) fn install(run_dir: &Path) -> Result<PathBuf> {
-    let program = run_dir.join("systemctl");
-    fs::write(&program, PROGRAM.replace("DIR", &run_dir.display().to_string()))
+    let path = run_dir.join("systemctl");
+    fs::write(&path, SCRIPT.replace("DIR", &run_dir.display().to_string()))
         .context("cannot write the systemctl script")?;
-    fs::set_permissions(&program, fs::Permissions::from_mode(0o755))?;
-    Ok(program)
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755))?;
+    Ok(path)
 }
 
 /// Serves requests until power-off.

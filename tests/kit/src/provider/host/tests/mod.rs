@@ -94,9 +94,9 @@ impl Testbed {
 fn write_standin(dir: &Path) -> Result<PathBuf> {
     static PYTHON: OnceLock<String> = OnceLock::new();
     let python = PYTHON.get_or_init(|| {
-        let mut find = Command::new("python3");
-        find.args(["-c", "import sys; print(sys.executable)"]);
-        crate::child::run(find, TIMEOUT).map(|path| path.trim().to_owned()).unwrap_or_default()
+        let mut command = Command::new("python3");
+        command.args(["-c", "import sys; print(sys.executable)"]);
+        crate::child::run(command, TIMEOUT).map(|path| path.trim().to_owned()).unwrap_or_default()
     });
     ensure!(!python.is_empty(), "this test requires python3");
     let path = dir.join("svc");
