@@ -12,8 +12,8 @@ use serde_json::Value;
 use url::Url;
 use uuid::Uuid;
 
-use super::refusal::ApiProblem;
-pub use super::refusal::CallError;
+use super::api_problem::ApiProblem;
+pub use super::api_problem::CallError;
 use svc_base::untrusted_text;
 use svc_http::client::{self, Timeouts};
 use svc_http::{problem, request_id};
@@ -127,7 +127,7 @@ impl ApiClient {
     /// Starts the download of a file at an offset, without retries and without a timeout for the whole body.
     ///
     /// # Errors
-    /// [`CallError::Unreachable`] if the client cannot be created or there is no response; [`CallError::Refused`] if
+    /// [`CallError::Unreachable`] if the client cannot be created or there is no response; [`CallError::Problem`] if
     /// the status is not 200 or, with an offset, not 206.
     pub async fn open_download(&self, path: &[&str], offset: u64) -> Result<reqwest::Response, CallError> {
         let unreachable = |why: String| CallError::Unreachable { base: self.base.clone(), why };

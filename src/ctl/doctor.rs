@@ -172,8 +172,8 @@ async fn check_operator(api: &ApiClient) -> Findings {
             }
             findings.ok(what)
         }
-        Err(CallError::Refused(refusal)) if refusal.is_unauthorized() => {
-            findings.problem(CallError::from(refusal).brief(), "check PLATFORM_SECRET or --secret-file")
+        Err(CallError::Problem(problem)) if problem.is_unauthorized() => {
+            findings.problem(CallError::from(problem).brief(), "check PLATFORM_SECRET or --secret-file")
         }
         Err(error) => findings.skipped(error.brief()),
     }
@@ -225,7 +225,7 @@ async fn check_fleet(api: &ApiClient) -> Findings {
     let result = api.get(&["vps", "fleet"], &[]).await.and_then(|response| response.parse::<Fleet>());
     match result {
         Ok(fleet) => show::fleet::findings(&fleet, findings),
-        Err(CallError::Refused(refusal)) if refusal.is_unauthorized() => findings
+        Err(CallError::Problem(problem)) if problem.is_unauthorized() => findings
             .problem("the platform does not accept this secret", "check PLATFORM_SECRET or --secret-file"),
         Err(error) => findings.skipped(error.brief()),
     }

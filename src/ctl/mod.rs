@@ -7,6 +7,7 @@
 //! decision; 77 missing permission; 78 configuration error.
 
 mod api;
+mod api_problem;
 mod args;
 mod bundle;
 mod command;
@@ -17,7 +18,6 @@ mod interrupt;
 pub mod local;
 mod output;
 mod progress;
-mod refusal;
 mod report;
 mod show;
 pub mod vars;
@@ -51,7 +51,7 @@ pub fn run(args: Vec<OsString>, local: LocalChecks) -> ExitCode {
     let mut exit = None;
     let success = applet::block_on("svcctl", async {
         if let Err(failure) = request_id::run_with_new_id(command::run(args, local)).await {
-            eprintln!("{}", refusal::failure_json(&failure));
+            eprintln!("{}", api_problem::failure_json(&failure));
             exit = Some(failure.exit);
         }
         Ok(())

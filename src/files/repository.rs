@@ -337,7 +337,7 @@ impl Repository {
         self.read_json(ObjectKind::Snapshot, id).await
     }
 
-    /// Reads all snapshots, newest first, without their paths, names, and tags other than the machine's.
+    /// Reads all snapshots, newest first, without paths, host and user names, and tags except the machine's.
     ///
     /// # Errors
     /// If the store fails; [`FilesError::Corrupt`] if a snapshot is damaged.

@@ -124,7 +124,7 @@ async fn run_pass(platform: &Platform, seal: &Seal) -> Result<(), PlatformKeyRot
     if is_done || !this_process.is_settled(&session).await? {
         return Ok(());
     }
-    // One pass per interval in the whole installation, because each pass reads all remaining work.
+    // At most one pass per half interval in the whole installation, because each pass reads all remaining work.
     if !db::tasks::claim_turn(&session, TASK_NAME, pass_interval(this_process) / 2).await? {
         return Ok(());
     }

@@ -104,8 +104,8 @@ async fn cursor_is_bound_to_its_order_and_filter() -> Result<()> {
         let (status, body) = app.query("find", find).await?;
         Ok((status, body["detail"].as_str().unwrap_or_default().to_owned()))
     };
-    let same_filter = json!({ "filter": { "title": { "eq": "a" } } });
-    assert_eq!(find_with(same_filter).await?.0, 200, "an equivalent filter must be accepted");
+    let equivalent_filter = json!({ "filter": { "title": { "eq": "a" } } });
+    assert_eq!(find_with(equivalent_filter).await?.0, 200, "an equivalent filter must be accepted");
     for (params, reason) in [
         (json!({}), "belongs to a different filter"),
         (json!({ "filter": { "title": "b" } }), "belongs to a different filter"),

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// A project file: its path from the root, with `/`, and its text.
+/// A project file: its path relative to the repository root, separated by `/`, and its text.
 pub struct ProjectFile {
     pub path: String,
     pub text: String,

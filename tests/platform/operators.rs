@@ -81,7 +81,7 @@ async fn every_route_accepts_only_its_declared_scopes() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn revoked_token_is_refused_by_every_process_at_once() {
+async fn revoked_token_is_refused_by_every_process_immediately() {
     let stack = Stack::start().await;
     let (first, second) = (stack.start_platform(), stack.start_platform());
     let token = add_operator(&stack, &first, "ada", &["read", "admin"]).await;

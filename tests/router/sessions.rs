@@ -102,7 +102,7 @@ async fn create_conflicting_cookies(router: &TestRouter) -> (String, String) {
     (format!("{session}; __session={}", router.token("user_2")), session)
 }
 
-fn choose_request(router: &TestRouter, cookie: &str, form: &'static str) -> RequestBuilder {
+fn choice_request(router: &TestRouter, cookie: &str, form: &'static str) -> RequestBuilder {
     let request = router.post(APP_HOST, "/_svc/account").header("cookie", cookie);
     request.header("content-type", "application/x-www-form-urlencoded").body(form)
 }
@@ -122,7 +122,7 @@ async fn planted_provider_cookie_does_not_switch_account() -> Result<()> {
     assert!(prompt.body.contains(r#"value="/x?a=1""#), "{}", prompt.body);
     assert_eq!(machine.requests().len(), before, "a request was forwarded before the decision");
 
-    let decided = send(choose_request(&router, &cookies, "account=session&returnTo=%2Fx")).await;
+    let decided = send(choice_request(&router, &cookies, "account=session&returnTo=%2Fx")).await;
     assert_eq!((decided.status, decided.location()), (StatusCode::SEE_OTHER, "/x"));
     let decision = format!(
         "svc_kept_account={}",
@@ -142,10 +142,10 @@ async fn planted_provider_cookie_does_not_switch_account() -> Result<()> {
 async fn user_can_switch_to_the_provider_account() -> Result<()> {
     let (router, machine) = TestRouter::start_with_machine("user_1").await?;
     let (cookies, old) = create_conflicting_cookies(&router).await;
-    let foreign = choose_request(&router, &cookies, "account=provider").header("origin", "https://evil.test");
+    let foreign = choice_request(&router, &cookies, "account=provider").header("origin", "https://evil.test");
     assert_eq!(send(foreign).await.status, StatusCode::FORBIDDEN);
     assert_eq!(
-        send(choose_request(&router, &cookies, "account=other")).await.status,
+        send(choice_request(&router, &cookies, "account=other")).await.status,
         StatusCode::BAD_REQUEST
     );
 
@@ -169,7 +169,7 @@ async fn user_can_switch_to_the_provider_account() -> Result<()> {
     let unused = issue_code().await?;
 
     let switched =
-        send(choose_request(&router, &cookies, "account=provider&returnTo=https://evil.test")).await;
+        send(choice_request(&router, &cookies, "account=provider&returnTo=https://evil.test")).await;
     assert_eq!((switched.status, switched.location()), (StatusCode::SEE_OTHER, "/"));
     let new = format!(
         "svc_session={}",
@@ -197,7 +197,7 @@ async fn user_can_switch_to_the_provider_account() -> Result<()> {
         ensure!(Instant::now() < deadline, "the editor's session outlived its parent session");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
-    let again = send(choose_request(&router, &new, "account=provider")).await;
+    let again = send(choice_request(&router, &new, "account=provider")).await;
     assert_eq!(
         (again.status, again.cookie("svc_session")),
         (StatusCode::SEE_OTHER, None),

@@ -1,5 +1,5 @@
 //! Checks the invariants from the outside: in the database, the provider's state, the store, and the responses to
-//! callers. In every check, `live` lists the IDs of the machines that have a server.
+//! callers. `live` lists the ids of the machines that have a server.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -242,7 +242,7 @@ mod tests {
 
     use super::*;
     use crate::api::CallError;
-    use crate::refusal::failure_json;
+    use crate::api_problem::failure_json;
     use svc_base::error_chain::format_chain;
 
     /// Makes one attempt to download 8 bytes from a platform that sends this response and closes the connection.

@@ -58,7 +58,7 @@ async fn undelete_active(
     match api.send(Method::POST, &["vps", &id, "undelete"], None).await {
         Ok(response) => Ok(Some(response)),
         // The machine was not deleted. The caller's error, which says that there is no kept server, is clearer.
-        Err(CallError::Refused(refusal)) if refusal.status == StatusCode::CONFLICT => Ok(None),
+        Err(CallError::Problem(problem)) if problem.status == StatusCode::CONFLICT => Ok(None),
         Err(error) => Err(error.into()),
     }
 }

@@ -68,9 +68,9 @@ async fn fetch_quote(api: &ApiClient, body: &Map<String, Value>) -> Result<Optio
     let body = Value::Object(body.clone());
     match api.send(Method::POST, &["vps", "provision", "quote"], Some(&body)).await {
         Ok(response) => Ok(Some(response)),
-        Err(CallError::Refused(refusal))
-            if matches!(refusal.status, StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED)
-                && matches!(refusal.code.as_deref(), Some("not_found" | "method_not_allowed")) =>
+        Err(CallError::Problem(problem))
+            if matches!(problem.status, StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED)
+                && matches!(problem.code.as_deref(), Some("not_found" | "method_not_allowed")) =>
         {
             Ok(None)
         }

@@ -21,23 +21,23 @@ pub struct BridgeGrant {
 
 /// The valid tokens.
 #[derive(Default)]
-pub struct AgentTokens {
+pub struct BridgeTokens {
     valid: Mutex<HashMap<TokenDigest, BridgeGrant>>,
 }
 
 /// A token, revoked on drop.
-pub struct AgentToken {
+pub struct BridgeToken {
     pub secret: SecretString,
     digest: TokenDigest,
-    tokens: Arc<AgentTokens>,
+    tokens: Arc<BridgeTokens>,
 }
 
-impl AgentTokens {
+impl BridgeTokens {
     /// Issues a token for the bridge of `apps`.
     ///
     /// # Errors
     /// If the system's random number generator fails.
-    pub fn issue(self: &Arc<Self>, dispatch: &str, apps: &[String]) -> anyhow::Result<AgentToken> {
+    pub fn issue(self: &Arc<Self>, dispatch: &str, apps: &[String]) -> anyhow::Result<BridgeToken> {
         let mut bytes = [0; TOKEN_BYTES];
         SystemRandom::new()
             .fill(&mut bytes)
@@ -46,7 +46,7 @@ impl AgentTokens {
         let digest = hash_token(secret.expose_secret());
         let grant = BridgeGrant { dispatch: dispatch.to_owned(), apps: apps.into() };
         self.lock().insert(digest, grant);
-        Ok(AgentToken { secret, digest, tokens: Arc::clone(self) })
+        Ok(BridgeToken { secret, digest, tokens: Arc::clone(self) })
     }
 
     /// Finds the access that a token grants; `None` if the token is not valid.
@@ -65,7 +65,7 @@ impl AgentTokens {
     }
 }
 
-impl Drop for AgentToken {
+impl Drop for BridgeToken {
     fn drop(&mut self) {
         self.tokens.lock().remove(&self.digest);
     }
@@ -81,7 +81,7 @@ mod tests {
 
     #[test]
     fn token_is_revoked_when_dropped() {
-        let tokens = Arc::new(AgentTokens::default());
+        let tokens = Arc::new(BridgeTokens::default());
         let apps = ["notes".to_owned()];
         let (token, other) = (tokens.issue("d1", &apps).unwrap(), tokens.issue("d2", &[]).unwrap());
         let grant = tokens.find(token.secret.expose_secret()).unwrap();

@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn describe_includes_saved_and_unsaved_state() {
+    fn describe_status_includes_saved_and_unsaved_state() {
         let at = |second: i64| Timestamp::from_second(second).unwrap();
         let none = describe_status(None, None, at(0));
         assert_eq!(none, "saved       not yet: svc-files has not run\n");

@@ -309,7 +309,7 @@ impl FileBackup {
     /// Records that a save has read all files again because of damage, and requests a verification of the result.
     fn record_repair(&mut self, damage_found_at: Option<Timestamp>) {
         tracing::info!("read all files again, because a part of the file backup is damaged");
-        self.status.repaired_at = damage_found_at;
+        self.status.repaired_damage_found_at = damage_found_at;
         let request = self.settings.layout.request(verify::REQUEST);
         if let Err(error) = fsx::write_atomic(&request, b"", 0o644) {
             tracing::warn!(error = %format_chain(&error), "cannot request a verification of the file backup");

@@ -62,8 +62,8 @@ pub struct FilesStatus {
     #[serde(with = "clock::wire_option")]
     pub failing_since: Option<Timestamp>,
     /// The value of [`FileChecks::damage_found_at`] for which all files were last read again.
-    #[serde(with = "clock::wire_option")]
-    pub repaired_at: Option<Timestamp>,
+    #[serde(rename = "repairedAt", with = "clock::wire_option")]
+    pub repaired_damage_found_at: Option<Timestamp>,
     /// Why a later machine could not read the file backup; `None` if the platform has its key, as far as is known.
     pub key_problem: Option<String>,
     /// When a save last failed. A later success does not clear this time.
@@ -134,7 +134,7 @@ impl FilesStatus {
     /// Whether all files must be read again because of damage, given [`FileChecks::damage_found_at`]. The times are
     /// compared only for equality, because the clock may have been ahead when the earlier damage was found.
     pub fn needs_repair(&self, damage_found_at: Option<Timestamp>) -> bool {
-        damage_found_at.is_some() && damage_found_at != self.repaired_at
+        damage_found_at.is_some() && damage_found_at != self.repaired_damage_found_at
     }
 
     /// Whether changes have been unsaved for too long, or it is not known what has been saved.
@@ -267,8 +267,8 @@ mod tests {
     #[test]
     fn needs_repair_until_files_were_read_for_this_damage() {
         let at = |minute: i64| Timestamp::from_second(minute * 60).ok();
-        let needs_repair = |repaired_at, damage_found_at| {
-            FilesStatus { repaired_at, ..FilesStatus::default() }.needs_repair(damage_found_at)
+        let needs_repair = |repaired_damage_found_at, damage_found_at| {
+            FilesStatus { repaired_damage_found_at, ..FilesStatus::default() }.needs_repair(damage_found_at)
         };
         assert!(!needs_repair(None, None) && !needs_repair(at(5), None));
         assert!(needs_repair(None, at(5)) && needs_repair(at(5), at(6)));

@@ -11,7 +11,7 @@ use super::config::Config;
 use super::database::Database;
 use super::proxy::Upstreams;
 use super::writers::Writers;
-use svc_host::agents::bridge_tokens::AgentTokens;
+use svc_host::agents::bridge_tokens::BridgeTokens;
 use svc_host::agents::dispatch::Dispatcher;
 use svc_host::agents::kernel::Kernel;
 use svc_host::system::layout::Layout;
@@ -40,8 +40,8 @@ impl Services {
     pub fn new(config: &Config, event_id_secret: EventIdSecret) -> anyhow::Result<Self> {
         let layout = config.layout.clone();
         let kernel = Arc::new(Kernel::new(&layout)?);
-        let agent_tokens = Arc::<AgentTokens>::default();
-        let dispatcher = Dispatcher::new(&layout, &kernel, &agent_tokens);
+        let bridge_tokens = Arc::<BridgeTokens>::default();
+        let dispatcher = Dispatcher::new(&layout, &kernel, &bridge_tokens);
         let database = Arc::new(Database::new(config));
         let writers = Writers::open(&layout, dispatcher.clone(), kernel.clone(), database.clone())?;
         let apps = Arc::<Registry>::default();
@@ -54,14 +54,14 @@ impl Services {
             quotas: quotas.clone(),
             writers: writers.clone(),
             kernel: kernel.clone(),
-            agent_tokens: agent_tokens.clone(),
+            bridge_tokens: bridge_tokens.clone(),
             changes: changes.clone(),
             event_id_secret,
             epoch: config.epoch(),
             statement_timeout: config.statement_timeout,
         });
         Ok(Self {
-            principal_resolver: Arc::new(PrincipalResolver::new(config, agent_tokens)?),
+            principal_resolver: Arc::new(PrincipalResolver::new(config, bridge_tokens)?),
             app_files: Arc::new(AppFiles::new(apps.clone(), layout.home())),
             upstreams: Arc::new(Upstreams::new(&layout)),
             layout,

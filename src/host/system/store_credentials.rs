@@ -68,7 +68,8 @@ pub struct RenewingCredentials {
 
 struct SourceState {
     active: ActiveSession,
-    /// Until this time, `current` does not renew a session that is still usable.
+    /// Until this time, `current` does not renew a session that is still usable, and an unusable one gets at
+    /// most one attempt.
     not_before: Timestamp,
     /// Whether the platform was unreachable at the last failed renewal.
     was_unreachable: bool,

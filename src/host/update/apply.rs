@@ -108,7 +108,8 @@ impl ResumedUpdate {
         match target {
             UpdateTarget::Requested | UpdateTarget::Resume => false,
             // The operator wants to leave the release that the interrupted update was installing, or repeats an
-            // interrupted rollback. Unless that update succeeded, another rollback would go one release too far.
+            // interrupted rollback. Another rollback is needed only if an interrupted `apply` has succeeded; otherwise
+            // it would go one release too far.
             UpdateTarget::Previous => self.kind == UpdateKind::Rollback || *result != UpdateResult::Updated,
             UpdateTarget::Version(requested, _) => match result {
                 UpdateResult::Updated | UpdateResult::Refused => false,

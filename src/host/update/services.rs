@@ -33,7 +33,7 @@ pub enum ServiceManagerError {
         #[source]
         source: std::io::Error,
     },
-    #[error("{command} did not end within {} s", .timeout.as_secs())]
+    #[error("{command} did not finish within {} s", .timeout.as_secs())]
     Timeout { command: String, timeout: Duration },
     #[error("{command} failed: {status}: {stderr}")]
     Failed { command: String, status: std::process::ExitStatus, stderr: String },

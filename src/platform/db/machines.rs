@@ -178,7 +178,7 @@ pub async fn has_registered_successor(
     has_later_machine(client, machine, "registered_at IS NOT NULL").await
 }
 
-/// Returns whether the machine has registered, was replaced, and has no proven successor yet.
+/// Returns whether the machine has registered, has been replaced, and has no proven successor yet.
 pub async fn is_successor_unproven(
     client: &impl GenericClient,
     machine: &MachineRow,

@@ -26,7 +26,7 @@ pub async fn check_machine(stack: &Stack, machine: &MachineRecord) -> Result<(()
     Ok(((), format!("{} checks: {}", passed.len(), passed.join(", ").replace("ok ", ""))))
 }
 
-/// Saves a machine's journal; only prints an error if that fails.
+/// Saves a machine's journal, if the machine exists; prints an error if that fails.
 pub async fn save_journal(stack: &Stack, machine: &MachineRecord) {
     if let Ok(vm) = stack.provider.machine(&machine.server)
         && let Err(error) = vm.save_journal().await

@@ -174,7 +174,7 @@ async fn resolve_repeated_request(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::agents::bridge_tokens::AgentTokens;
+    use crate::agents::bridge_tokens::BridgeTokens;
     use crate::agents::kernel::Kernel;
     use crate::system::layout::Layout;
 
@@ -183,7 +183,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         let kernel = Arc::new(Kernel::new(&layout).unwrap());
-        let dispatcher = Dispatcher::new(&layout, &kernel, &Arc::new(AgentTokens::default()));
+        let dispatcher = Dispatcher::new(&layout, &kernel, &Arc::new(BridgeTokens::default()));
         let register = |id: &str, prompt_bytes: usize| {
             let entry = PromptEntry {
                 agent_name: "a".to_owned(),

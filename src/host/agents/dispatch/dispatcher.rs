@@ -18,7 +18,7 @@ use super::queue::{Queue, QueueDecision};
 use super::request::DispatchId;
 use super::run::{self, RunContext};
 use super::state::{Batch, Dispatch, DispatchResult, Phase, parse_entry_index};
-use crate::agents::bridge_tokens::AgentTokens;
+use crate::agents::bridge_tokens::BridgeTokens;
 use crate::agents::budget::LimitWarning;
 use crate::agents::kernel::{Kernel, LimitReached};
 use crate::agents::owner_config::OwnerSettings;
@@ -114,7 +114,7 @@ pub(super) struct DispatchTable {
 
 pub struct Dispatcher {
     pub(super) kernel: Arc<Kernel>,
-    agent_tokens: Arc<AgentTokens>,
+    bridge_tokens: Arc<BridgeTokens>,
     /// The bridge socket for agents.
     bridge_socket: PathBuf,
     pub(super) journal: Journal,
@@ -133,10 +133,10 @@ pub struct Dispatcher {
 }
 
 impl Dispatcher {
-    pub fn new(layout: &Layout, kernel: &Arc<Kernel>, agent_tokens: &Arc<AgentTokens>) -> Arc<Self> {
+    pub fn new(layout: &Layout, kernel: &Arc<Kernel>, bridge_tokens: &Arc<BridgeTokens>) -> Arc<Self> {
         Arc::new(Self {
             kernel: Arc::clone(kernel),
-            agent_tokens: Arc::clone(agent_tokens),
+            bridge_tokens: Arc::clone(bridge_tokens),
             bridge_socket: layout.bridge_sockets().join(BRIDGE_SOCKET),
             journal: Journal::new(layout.dispatches()),
             agent_socket: layout.owner_sockets().join(protocol::SOCKET),
@@ -339,7 +339,7 @@ impl Dispatcher {
         let context = RunContext {
             kernel: &self.kernel,
             agent_socket: &self.agent_socket,
-            agent_tokens: &self.agent_tokens,
+            bridge_tokens: &self.bridge_tokens,
             bridge_socket: &self.bridge_socket,
             watcher_socket: &self.watcher_socket,
             stop: &self.stop,

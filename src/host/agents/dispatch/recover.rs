@@ -246,7 +246,7 @@ async fn report_ends_to_watcher(watcher: PathBuf, ids: Vec<String>) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::agents::bridge_tokens::AgentTokens;
+    use crate::agents::bridge_tokens::BridgeTokens;
     use crate::agents::kernel::Kernel;
     use crate::system::layout::Layout;
 
@@ -256,7 +256,7 @@ mod tests {
         let layout = Layout::new(dir.path());
         let kernel = Arc::new(Kernel::new(&layout).unwrap());
         assert!(kernel.open_usage_store());
-        let dispatcher = Dispatcher::new(&layout, &kernel, &Arc::new(AgentTokens::default()));
+        let dispatcher = Dispatcher::new(&layout, &kernel, &Arc::new(BridgeTokens::default()));
         let accepted_at: Timestamp = "2026-11-22T10:00:00.000Z".parse().unwrap();
         let interrupted =
             JournalEntry { accepted_at, started_at: Some(accepted_at), ..JournalEntry::example("d") };

@@ -79,7 +79,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::agents::bridge_tokens::AgentTokens;
+    use crate::agents::bridge_tokens::BridgeTokens;
     use crate::agents::dispatch::event_log::EventLog;
     use crate::agents::dispatch::state::Batch;
     use crate::agents::kernel::Kernel;
@@ -122,7 +122,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         let kernel = Arc::new(Kernel::new(&layout).unwrap());
-        let dispatcher = Dispatcher::new(&layout, &kernel, &Arc::new(AgentTokens::default()));
+        let dispatcher = Dispatcher::new(&layout, &kernel, &Arc::new(BridgeTokens::default()));
         let add = |target: DispatchTarget| {
             dispatcher.lock().targets.insert(target.id().to_owned(), target);
         };
@@ -155,7 +155,7 @@ mod tests {
             let layout = Layout::new(dir.path());
             let kernel = Arc::new(Kernel::new(&layout).unwrap());
             assert!(kernel.open_usage_store());
-            let dispatcher = Dispatcher::new(&layout, &kernel, &Arc::new(AgentTokens::default()));
+            let dispatcher = Dispatcher::new(&layout, &kernel, &Arc::new(BridgeTokens::default()));
             let ids = ["b.0".to_owned(), "b.1".to_owned()];
             let batch = Batch::new("b".to_owned(), String::new(), ids.to_vec(), ids.len());
             for id in &ids {
@@ -183,7 +183,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         let kernel = Arc::new(Kernel::new(&layout).unwrap());
-        let dispatcher = Dispatcher::new(&layout, &kernel, &Arc::new(AgentTokens::default()));
+        let dispatcher = Dispatcher::new(&layout, &kernel, &Arc::new(BridgeTokens::default()));
         let ids: Vec<String> = (0..3).map(|index| format!("b.{index}")).collect();
         let batch = Batch::new("b".to_owned(), String::new(), ids.clone(), ids.len());
         // The last entry was refused.

@@ -16,7 +16,7 @@ use super::state::Dispatch;
 use crate::agents::adapters::preview::Secrets;
 use crate::agents::adapters::settings::{Agent, AgentSettings};
 use crate::agents::adapters::{Adapter, Event, Exit, Outcome};
-use crate::agents::bridge_tokens::{AgentToken, AgentTokens};
+use crate::agents::bridge_tokens::{BridgeToken, BridgeTokens};
 use crate::agents::kernel::Kernel;
 use crate::agents::protocol::{
     GatewayFrame, INTERRUPT_GRACE, RunRequest, RunResult, RunnerFrame, TERMINATE_GRACE,
@@ -49,7 +49,7 @@ pub struct RunContext<'a> {
     pub kernel: &'a Kernel,
     /// The svc-agent socket.
     pub agent_socket: &'a Path,
-    pub agent_tokens: &'a Arc<AgentTokens>,
+    pub bridge_tokens: &'a Arc<BridgeTokens>,
     /// The bridge socket for agents.
     pub bridge_socket: &'a Path,
     /// The svc-watch socket.
@@ -214,11 +214,11 @@ async fn announce_to_watcher(socket: &Path, dispatch: &Dispatch, runner: u32) {
 }
 
 /// Issues a token if the agent may use apps. If that fails, the agent still runs, but its bridge requests are refused.
-fn issue_token(context: &RunContext<'_>, dispatch: &Dispatch, agent: &Agent) -> Option<AgentToken> {
+fn issue_token(context: &RunContext<'_>, dispatch: &Dispatch, agent: &Agent) -> Option<BridgeToken> {
     if agent.apps.is_empty() {
         return None;
     }
-    let issued = context.agent_tokens.issue(dispatch.id(), &agent.apps);
+    let issued = context.bridge_tokens.issue(dispatch.id(), &agent.apps);
     issued.map_err(|error| tracing::error!(%error, id = dispatch.id(), "cannot issue an agent token")).ok()
 }
 
@@ -235,7 +235,7 @@ struct GatewayRun<'a> {
     /// Whether the agent's hooks use the same call IDs as its output.
     has_shared_call_ids: bool,
     /// The agent's bridge token, revoked at the end of the run.
-    _token: Option<AgentToken>,
+    _token: Option<BridgeToken>,
 }
 
 impl<'a> GatewayRun<'a> {

@@ -17,7 +17,7 @@ use super::{AuthFailure, Authentication, Ingress, Principal};
 use crate::config::{Config, ConfiguredOwner};
 use crate::name::Slug;
 use svc_base::metrics::PROOFS;
-use svc_host::agents::bridge_tokens::AgentTokens;
+use svc_host::agents::bridge_tokens::BridgeTokens;
 use svc_host::system::config::Identity;
 use svc_host::system::unix_socket::PeerCredentials;
 use svc_http::client::{self, Timeouts};
@@ -32,7 +32,7 @@ const MAX_VERIFIED_PROOFS: usize = 4096;
 pub struct PrincipalResolver {
     owner: Owner,
     admin_token: Option<SecretString>,
-    agent_tokens: Arc<AgentTokens>,
+    bridge_tokens: Arc<BridgeTokens>,
     peers: PeerClassifier,
     jwt_verifier: Option<Verifier>,
     replay: Mutex<ReplayCache>,
@@ -54,7 +54,7 @@ struct VerifiedProofs {
 impl PrincipalResolver {
     /// # Errors
     /// The HTTP client for the identity provider's keys cannot be created.
-    pub fn new(config: &Config, agent_tokens: Arc<AgentTokens>) -> anyhow::Result<Self> {
+    pub fn new(config: &Config, bridge_tokens: Arc<BridgeTokens>) -> anyhow::Result<Self> {
         let owner = match &config.owner {
             ConfiguredOwner::Provisioned { identity, proof_keys } => Owner::Provisioned {
                 identity: identity.clone(),
@@ -73,7 +73,7 @@ impl PrincipalResolver {
         Ok(Self {
             owner,
             admin_token,
-            agent_tokens,
+            bridge_tokens,
             peers,
             jwt_verifier,
             replay: Mutex::default(),
@@ -264,7 +264,7 @@ impl PrincipalResolver {
         let credential =
             single_header(headers, header::AUTHORIZATION.as_str())?.ok_or(AuthFailure::AgentWithoutToken)?;
         let token = strip_bearer(credential).ok_or(AuthFailure::InvalidCredential)?;
-        let grant = self.agent_tokens.find(token).ok_or(AuthFailure::InvalidCredential)?;
+        let grant = self.bridge_tokens.find(token).ok_or(AuthFailure::InvalidCredential)?;
         let principal = Principal::Agent { dispatch: grant.dispatch, apps: grant.apps };
         Ok(Authentication { principal, route: None })
     }

@@ -8,7 +8,7 @@ use super::problems;
 use crate::apps::{App, Quotas, Registry};
 use crate::database::Database;
 use crate::writers::Writers;
-use svc_host::agents::bridge_tokens::AgentTokens;
+use svc_host::agents::bridge_tokens::BridgeTokens;
 use svc_host::agents::kernel::Kernel;
 use svc_http::problem::{Code, Problem};
 use svc_machine::epoch::Epoch;
@@ -21,7 +21,7 @@ pub struct Bridge {
     pub writers: Arc<Writers>,
     /// Holds the owner's settings, which set the quotas.
     pub kernel: Arc<Kernel>,
-    pub agent_tokens: Arc<AgentTokens>,
+    pub bridge_tokens: Arc<BridgeTokens>,
     pub changes: Arc<ChangeFeed>,
     pub event_id_secret: EventIdSecret,
     pub epoch: Epoch,

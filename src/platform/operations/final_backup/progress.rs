@@ -144,7 +144,7 @@ impl FinalBackupProgress {
         }
     }
 
-    /// Records the host's report. A new stage, fewer bytes (a new backup run) or enough additional bytes count as
+    /// Records the host's report. A new stage, fewer bytes (a new backup attempt) or enough additional bytes count as
     /// progress. [`Self::check_overdue`] limits a host that reports false progress.
     pub fn record_report(&mut self, host: &BackupProgress, now: Timestamp) {
         let bytes = host.dumped_bytes.unwrap_or(0).saturating_add(host.uploaded_bytes.unwrap_or(0));

@@ -18,7 +18,7 @@ pub const STREAM_MEMORY: &str = "memory per idle event stream, 10,000 streams";
 pub const STREAM_CPU: &str = "CPU of 10,000 idle event streams";
 pub const EVENT_MEDIAN: &str = "insert to event with 10,000 streams, median of 500";
 pub const EVENT_LAST: &str = "insert to event with 10,000 streams, last of 500";
-pub const FIND_P99: &str = "find's p99, 8 connections, with 10,000 streams";
+pub const FIND_P99: &str = "find's p99, 8 connections alongside 10,000 streams";
 pub const SOCKET_MEMORY: &str = "memory per idle WebSocket, 9,500 sockets";
 pub const MESSAGE_P99: &str = "message round trip's p99 with 9,500 sockets";
 

@@ -212,7 +212,7 @@ impl ChangeListener {
     /// client may still be running.
     fn has_agent_ended(&self) -> bool {
         let Principal::Agent { dispatch, .. } = &self.principal else { return false };
-        !self.bridge.agent_tokens.has_token_for(dispatch)
+        !self.bridge.bridge_tokens.has_token_for(dispatch)
     }
 
     fn event_id(&self) -> String {

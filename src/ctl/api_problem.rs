@@ -223,8 +223,8 @@ fn describe_members(body: &Value, detail: &str) -> String {
 
 /// Formats a failure as JSON: the platform's problem, if any, with the exit code and the advice.
 pub fn failure_json(failure: &Failure) -> Value {
-    let refusal = failure.error.downcast_ref::<CallError>().and_then(|error| match error {
-        CallError::Refused(refusal) => Some(refusal),
+    let problem = failure.error.downcast_ref::<CallError>().and_then(|error| match error {
+        CallError::Problem(problem) => Some(problem),
         _ => None,
     });
     let message = format!("{:#}", failure.error);
@@ -232,7 +232,7 @@ pub fn failure_json(failure: &Failure) -> Value {
         Some((detail, next)) => (detail.to_owned(), Some(next.to_owned())),
         None => (message, None),
     };
-    let mut body = match refusal.and_then(|refusal| refusal.body.clone()) {
+    let mut body = match problem.and_then(|problem| problem.body.clone()) {
         Some(problem) => *problem,
         None => json!({"detail": detail, "code": null}),
     };
@@ -247,7 +247,8 @@ fn advice(code: &str) -> Option<&'static str> {
             "correct the fields that the message names; `svcctl <command> --help` explains them"
         }
         "unauthorized" => {
-            "set PLATFORM_SECRET or --secret-file to the platform's secret, or to an operator's valid token"
+            "set PLATFORM_SECRET to the platform's secret or an operator's valid token, or pass a file that contains \
+             one with --secret-file"
         }
         "forbidden" => {
             "run `svcctl operator whoami` to see your scopes, and use a token that has the required scope"
@@ -263,7 +264,7 @@ fn advice(code: &str) -> Option<&'static str> {
              by the id in the USER column, not by the handle"
         }
         "not_found" => {
-            "check the path or the id: `svcctl files versions <machine> <path>` shows the versions of a file, `svcctl list`, `svcctl \
+            "check the path or the id: `svcctl files versions <machine> <path>` shows the versions of a file; `svcctl list`, `svcctl \
              status <machine>` and `svcctl deploy list` show the existing ids"
         }
         "bundle_not_found" => {
@@ -333,7 +334,7 @@ pub enum CallError {
     )]
     TimedOut { base: Url, seconds: u64 },
     #[error(transparent)]
-    Refused(#[from] ApiProblem),
+    Problem(#[from] ApiProblem),
     #[error("unexpected response to {request}: {why}")]
     InvalidResponse { request: String, why: String },
 }
@@ -343,7 +344,7 @@ impl CallError {
     pub fn is_transient(&self) -> bool {
         match self {
             Self::Unreachable { .. } | Self::TimedOut { .. } => true,
-            Self::Refused(refusal) => refusal.is_transient(),
+            Self::Problem(problem) => problem.is_transient(),
             Self::InvalidResponse { .. } => false,
         }
     }
@@ -356,7 +357,7 @@ impl CallError {
 
     pub fn retry_after(&self) -> Option<Duration> {
         match self {
-            Self::Refused(refusal) => refusal.retry_after,
+            Self::Problem(problem) => problem.retry_after,
             _ => None,
         }
     }
@@ -366,7 +367,7 @@ impl From<CallError> for Failure {
     fn from(error: CallError) -> Self {
         let exit = match &error {
             CallError::Unreachable { .. } | CallError::TimedOut { .. } => Exit::Unavailable,
-            CallError::Refused(refusal) => refusal.exit(),
+            CallError::Problem(problem) => problem.exit(),
             CallError::InvalidResponse { .. } => Exit::Internal,
         };
         Self::new(exit, error)
@@ -378,14 +379,14 @@ mod tests {
     use super::*;
     use svc_http::problem::Code;
 
-    fn refusal(status: u16, code: &str) -> ApiProblem {
+    fn api_problem(status: u16, code: &str) -> ApiProblem {
         let body = format!(r#"{{"status":{status},"code":"{code}","detail":"Because.","requestId":"r-1"}}"#);
         ApiProblem::parse(StatusCode::from_u16(status).unwrap(), &body, None)
     }
 
     #[test]
     fn refusal_shows_detail_request_id_and_advice() {
-        let message = refusal(404, "bundle_not_found").to_string();
+        let message = api_problem(404, "bundle_not_found").to_string();
         for part in ["Because.", "bundle_not_found", "request r-1", "svcctl bundle publish"] {
             assert!(message.contains(part), "{message}");
         }
@@ -440,19 +441,19 @@ mod tests {
             message.contains("svcctl pointer rebuild") && !message.contains("--allow-empty"),
             "{message}"
         );
-        assert!(refusal(409, "snapshot_unusable").to_string().contains("--allow-empty"));
+        assert!(api_problem(409, "snapshot_unusable").to_string().contains("--allow-empty"));
         let text = r#"{"code":"snapshot_unusable","detail":"No snapshot. Take a backup first: `svcctl backup now m --wait`."}"#;
         let message = ApiProblem::parse(StatusCode::CONFLICT, text, None).to_string();
         assert!(
             message.contains("then run `svcctl recover` again") && !message.contains("--allow-empty"),
             "{message}"
         );
-        assert!(refusal(409, "disk_too_small").to_string().contains("--server-type"));
+        assert!(api_problem(409, "disk_too_small").to_string().contains("--server-type"));
     }
 
     #[test]
     fn json_adds_exit_and_next_to_the_problem() {
-        let failure = Failure::from(CallError::from(refusal(404, "bundle_not_found")));
+        let failure = Failure::from(CallError::from(api_problem(404, "bundle_not_found")));
         let body = failure_json(&failure);
         assert_eq!((&body["code"], &body["exit"]), (&"bundle_not_found".into(), &65.into()));
         assert!(body["next"].as_str().unwrap().contains("bundle publish"), "{body}");
@@ -475,23 +476,23 @@ mod tests {
             (Code::StoreUnavailable, Exit::TryAgain),
             (Code::Internal, Exit::Internal),
         ] {
-            assert_eq!(refusal(code.status().as_u16(), code.as_str()).exit(), exit, "{code:?}");
+            assert_eq!(api_problem(code.status().as_u16(), code.as_str()).exit(), exit, "{code:?}");
         }
     }
 
     #[test]
     fn parse_accepts_bodies_without_problem_json() {
-        let refusal = ApiProblem::parse(StatusCode::BAD_GATEWAY, "<html>", None);
-        assert!(refusal.is_transient());
-        assert!(refusal.to_string().contains("502"), "{refusal}");
+        let problem = ApiProblem::parse(StatusCode::BAD_GATEWAY, "<html>", None);
+        assert!(problem.is_transient());
+        assert!(problem.to_string().contains("502"), "{problem}");
     }
 
     #[test]
     fn only_transient_refusals_are_retried() {
-        assert!(refusal(503, "store_unavailable").is_transient());
-        assert!(!refusal(503, "disabled").is_transient());
-        assert!(!refusal(502, "provisioning_error").is_transient());
-        assert!(!refusal(500, "internal").is_transient());
-        assert!(!refusal(409, "invalid_state").is_transient());
+        assert!(api_problem(503, "store_unavailable").is_transient());
+        assert!(!api_problem(503, "disabled").is_transient());
+        assert!(!api_problem(502, "provisioning_error").is_transient());
+        assert!(!api_problem(500, "internal").is_transient());
+        assert!(!api_problem(409, "invalid_state").is_transient());
     }
 }
