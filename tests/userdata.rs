@@ -185,7 +185,7 @@ impl UserDataInput {
             deleted_at: None,
             create_ordered_at: None,
             server_deleted_at: None,
-            power_ordered_at: None,
+            power_on_requested_at: None,
             backup_taken_at: None,
             power_off_ordered_at: None,
             proven_at: None,

@@ -247,8 +247,8 @@ fn advice(code: &str) -> Option<&'static str> {
             "correct the fields that the message names; `svcctl <command> --help` explains them"
         }
         "unauthorized" => {
-            "set PLATFORM_SECRET to the platform's secret or an operator's valid token, or pass a file that contains \
-             one with --secret-file"
+            "set PLATFORM_SECRET to the platform's secret or an operator's valid token, or pass with --secret-file a \
+             file that contains one"
         }
         "forbidden" => {
             "run `svcctl operator whoami` to see your scopes, and use a token that has the required scope"

@@ -2,8 +2,8 @@
 //! objects or, if the store can enforce it, overwriting those that hosts write only once.
 //!
 //! An outage session stays valid after the platform has given the slot to another machine. It can write only snapshots
-//! of one epoch whose names begin with the date of one of the session's days (see [`outage_policy`] for an exception),
-//! and cannot move the pointer.
+//! of one epoch whose names begin with the UTC date of a day on which the session is valid (see [`outage_policy`] for
+//! an exception), and cannot move the pointer.
 
 use jiff::{SignedDuration, Timestamp};
 use serde_json::{Value, json};
@@ -95,9 +95,9 @@ fn common_prefix(days: &[String]) -> String {
     first.chars().zip(last.chars()).take_while(|(a, b)| a == b).map(|(a, _)| a).collect()
 }
 
-/// Returns an outage session's policy. It allows writing snapshots of one epoch whose names begin with the date of one
-/// of the session's days, and reading the pointer, its log and sidecars. It does not allow reading any other dump, or
-/// moving the pointer.
+/// Returns an outage session's policy. It allows writing snapshots of one epoch whose names begin with the UTC
+/// date of a day on which the session is valid, and reading the pointer, its log and sidecars. It does not allow
+/// reading any other dump, or moving the pointer.
 ///
 /// If many days or long names would exceed the maximum policy length, it instead allows all names that begin with the
 /// common prefix of the days' dates.

@@ -146,7 +146,7 @@ async fn nulls_match_no_comparison() -> Result<()> {
 }
 
 #[tokio::test]
-async fn pages_follow_registered_type_after_owner_changed_it() -> Result<()> {
+async fn pages_use_registered_type_after_column_type_change() -> Result<()> {
     let app = TestApp::new().await?;
     let rows: Vec<Value> = (0..6)
         .map(|n| {

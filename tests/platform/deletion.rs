@@ -69,7 +69,7 @@ async fn deletion_shows_newest_stored_or_reported_snapshot() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn deletion_logs_wait_for_unavailable_store() {
+async fn deletion_waits_for_unavailable_store() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;

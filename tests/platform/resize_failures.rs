@@ -123,7 +123,7 @@ async fn resize_fails_when_the_provider_never_completes() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn machine_with_its_server_off_fails_until_a_healthy_heartbeat() {
+async fn machine_with_server_off_stays_failed_until_healthy_heartbeat() {
     let (stack, process, guest) = start_with_settings(&[("RESIZE_HEALTH_SECONDS", "2")]).await;
     stack.provider.add_fault(FaultRule::times(1000, "POST", "poweron", server_error(503)));
     let ended = resize_until_ended(&stack, &process, &guest).await;
@@ -158,7 +158,7 @@ async fn machine_with_its_server_off_fails_until_a_healthy_heartbeat() {
     assert_eq!(record["serverType"], "cpx32", "the record must show the type that the provider reports");
 }
 
-/// The time during which the provider's account blocks the power-on does not count toward `RESIZE_HEALTH_SECONDS`.
+/// Time during which a problem with the provider account blocks the power-on does not count toward `RESIZE_HEALTH_SECONDS`.
 #[tokio::test(flavor = "multi_thread")]
 async fn resize_succeeds_after_a_long_account_block() {
     let (stack, process, guest) = start_with_machine().await;

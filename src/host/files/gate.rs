@@ -463,8 +463,8 @@ async fn choose_snapshot(
 }
 
 /// Returns the time up to which a snapshot contains all changes. Any holder of the slot's store credentials can write
-/// the pointer's time, so it can only make the result earlier. A time before 1970 cannot be real and
-/// is replaced with the epoch; a year below 0 would also have no RFC 3339 form.
+/// the pointer's time, so it can only make the result earlier. A time before 1970 cannot be real and is
+/// replaced with the epoch; a year below 0 would also have no RFC 3339 form.
 fn restored_as_of(latest: &FilesSnapshotRef, snapshot: &Snapshot) -> Timestamp {
     latest.taken_at.min(snapshot.time).max(Timestamp::UNIX_EPOCH)
 }

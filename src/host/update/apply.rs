@@ -124,9 +124,9 @@ impl ResumedUpdate {
 
     /// Reports the outcome of a command that ends with this update.
     fn report(&self, target: &UpdateTarget, caller: Caller) -> Result<(), Failure> {
-        let was_abandoned =
+        let was_apply_rolled_back =
             self.kind == UpdateKind::Apply && self.outcome.outcome == UpdateResult::RolledBack;
-        if was_abandoned && matches!(target, UpdateTarget::Previous) {
+        if was_apply_rolled_back && matches!(target, UpdateTarget::Previous) {
             // The previous release is running, as the operator requested.
             println!("{}", self.outcome.describe(&self.from));
             return Ok(());

@@ -205,8 +205,9 @@ async fn prepare_plan(
     let bundle_sha256 = find_bundle_digest(&platform.bucket, &image_version).await?;
     let restore = choose_restore_mode(platform, request).await?;
     let slot_key = (&request.user, &request.slot);
-    let starts_as_requested = restore == RestoreMode::Required || request.empty == EmptyStart::Allowed;
-    let accepts_loss = request.options.accept_loss && starts_as_requested;
+    let has_snapshot_or_may_start_empty =
+        restore == RestoreMode::Required || request.empty == EmptyStart::Allowed;
+    let accepts_loss = request.options.accept_loss && has_snapshot_or_may_start_empty;
     replacement_checks::ensure_no_unknown_holder(platform, slot_key, existing, accepts_loss).await?;
     let epoch_floor = replacement_checks::find_epoch_floor(platform, &request.user, &request.slot).await?;
     let replaces = existing.map(|failed| failed.id);

@@ -95,7 +95,7 @@ pub struct MachineRow {
     pub create_ordered_at: Option<Timestamp>,
     pub server_deleted_at: Option<Timestamp>,
     /// When powering on the server was last requested.
-    pub power_ordered_at: Option<Timestamp>,
+    pub power_on_requested_at: Option<Timestamp>,
     /// When the power-off of a replaced or deleted machine's server was requested.
     pub power_off_ordered_at: Option<Timestamp>,
     /// When the first healthy heartbeat after the registration arrived.
@@ -206,7 +206,7 @@ impl MachineRow {
             deleted_at: row.get("deleted_at"),
             create_ordered_at: row.get("create_ordered_at"),
             server_deleted_at: row.get("server_deleted_at"),
-            power_ordered_at: row.get("power_ordered_at"),
+            power_on_requested_at: row.get("power_ordered_at"),
             power_off_ordered_at: row.get("power_off_ordered_at"),
             proven_at: row.get("proven_at"),
             final_backup_at: row.get("final_backup_at"),

@@ -120,7 +120,7 @@ pub async fn power_on(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepE
     match server.status {
         ServerStatus::Running | ServerStatus::Starting => {
             // If the server was never off, only heartbeats from now on prove that the host is healthy.
-            if machine.power_ordered_at.is_none_or(|at| at < leased.operation.created_at) {
+            if machine.power_on_requested_at.is_none_or(|at| at < leased.operation.created_at) {
                 leased.record_power_on_request().await?;
             }
             leased.hit_fail_point(Step::PowerOn, StepPoint::ActionEnded)?;
@@ -149,7 +149,7 @@ pub async fn await_health(leased: &LeasedOperation<'_>) -> Result<StepOutcome, S
     }
     let has_returned = machine
         .heartbeat_at
-        .zip(machine.power_ordered_at)
+        .zip(machine.power_on_requested_at)
         .is_some_and(|(heartbeat, power_on)| heartbeat > power_on);
     if !has_returned || !machine.is_healthy() || server.is_locked {
         return Ok(StepOutcome::wait(poll_interval(age)));

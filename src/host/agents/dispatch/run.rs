@@ -219,7 +219,7 @@ fn issue_token(context: &RunContext<'_>, dispatch: &Dispatch, agent: &Agent) -> 
         return None;
     }
     let issued = context.bridge_tokens.issue(dispatch.id(), &agent.apps);
-    issued.map_err(|error| tracing::error!(%error, id = dispatch.id(), "cannot issue an agent token")).ok()
+    issued.map_err(|error| tracing::error!(%error, id = dispatch.id(), "cannot issue a bridge token")).ok()
 }
 
 struct GatewayRun<'a> {

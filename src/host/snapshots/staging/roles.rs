@@ -48,7 +48,7 @@ pub async fn create(
             (None, ScratchPurpose::Check) => {
                 format!("CREATE ROLE {role} NOLOGIN; COMMENT ON ROLE {role} IS '{TEMPORARY_ROLE_COMMENT}'")
             }
-            // A drill or the side database has created the role without any attributes.
+            // The role was created, without attributes, for a drill or the side database.
             (Some(true), ScratchPurpose::Restore) => format!("COMMENT ON ROLE {role} IS NULL"),
             (Some(_), _) => continue,
         };
