@@ -1,5 +1,5 @@
 //! Many clients open connections to :443 and never complete a request head. The gateway and the router must use no more
-//! memory per connection than the connection limit assumes.
+//! memory per connection than the connection limit assumes, and far less while the connections are idle.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -16,29 +16,47 @@ const CONNECTIONS: usize = 1000;
 const HEAD_BYTES: usize = 31 * 1024;
 /// The memory per connection that `http::server` assumes for the connection limit.
 const MAX_BYTES_PER_CONNECTION: u64 = 128 * 1024;
+/// The memory of a TLS session, its socket and its task. hyper's buffers alone are as large.
+const MAX_IDLE_BYTES_PER_CONNECTION: u64 = 16 * 1024;
 
-/// Measures the memory per connection while all heads are incomplete.
-fn measure_bytes_per_connection(pid: u32, address: SocketAddr, identity: &Identity) -> Result<u64> {
+/// Bytes of memory per connection.
+struct ConnectionMemory {
+    idle: u64,
+    with_incomplete_head: u64,
+}
+
+/// Measures the memory per connection while all of them are idle, and while all heads are incomplete.
+fn measure_connection_memory(pid: u32, address: SocketAddr, identity: &Identity) -> Result<ConnectionMemory> {
     let config = Arc::new(pinned_client_config(identity.pin()?, ChainCheck::PinOnly)?);
     // One-time allocations of the first connections do not count.
     drop(OpenConnections::open(address, &config, 20)?);
     let before = wait_for_settled_memory(pid)?;
     let mut connections = OpenConnections::open(address, &config, CONNECTIONS)?;
+    let while_idle = wait_for_settled_memory(pid)?;
     connections.send_incomplete_requests(HEAD_BYTES)?;
-    let after = wait_for_settled_memory(pid)?;
+    let with_heads = wait_for_settled_memory(pid)?;
     connections.ensure_open()?;
-    let increase = after.saturating_sub(before);
-    let per_connection = increase / CONNECTIONS as u64;
-    println!("{CONNECTIONS} incomplete requests: {} MiB, {} KiB each", increase >> 20, per_connection >> 10);
-    Ok(per_connection)
+    let per_connection = |bytes: u64| bytes.saturating_sub(before) / CONNECTIONS as u64;
+    let memory = ConnectionMemory {
+        idle: per_connection(while_idle),
+        with_incomplete_head: per_connection(with_heads),
+    };
+    println!(
+        "{CONNECTIONS} connections: {} KiB each while idle, {} KiB with an incomplete head",
+        memory.idle >> 10,
+        memory.with_incomplete_head >> 10
+    );
+    Ok(memory)
 }
 
-fn assert_within_bounds(bytes: u64) {
+fn assert_within_bounds(memory: &ConnectionMemory) {
+    let ConnectionMemory { idle, with_incomplete_head } = *memory;
+    assert!(idle <= MAX_IDLE_BYTES_PER_CONNECTION, "{idle} bytes per idle connection");
     assert!(
-        bytes >= HEAD_BYTES as u64 / 2,
-        "the server has not read the heads: {bytes} bytes per connection"
+        with_incomplete_head >= HEAD_BYTES as u64 / 2,
+        "the server has not read the heads: {with_incomplete_head} bytes per connection"
     );
-    assert!(bytes <= MAX_BYTES_PER_CONNECTION, "{bytes} bytes per connection");
+    assert!(with_incomplete_head <= MAX_BYTES_PER_CONNECTION, "{with_incomplete_head} bytes per connection");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -47,9 +65,8 @@ async fn gateway_bounds_memory_of_incomplete_requests() -> Result<()> {
     let file = |name: &str| host.machine.path("var/lib/svc/tls").join(name);
     let identity = Identity::read(&file("cert.pem"), &file("key.pem"))?;
     let (pid, address) = (host.pid(), host.address.parse()?);
-    assert_within_bounds(
-        tokio::task::spawn_blocking(move || measure_bytes_per_connection(pid, address, &identity)).await??,
-    );
+    let measure = move || measure_connection_memory(pid, address, &identity);
+    assert_within_bounds(&tokio::task::spawn_blocking(measure).await??);
     Ok(())
 }
 
@@ -66,8 +83,7 @@ async fn router_bounds_memory_of_incomplete_requests() -> Result<()> {
     let platform = stack.start_platform_with(&files);
     let (_, authority) = platform.router.split_once("://").unwrap_or(("", &platform.router));
     let (pid, address) = (platform.pid(), authority.parse()?);
-    assert_within_bounds(
-        tokio::task::spawn_blocking(move || measure_bytes_per_connection(pid, address, &identity)).await??,
-    );
+    let measure = move || measure_connection_memory(pid, address, &identity);
+    assert_within_bounds(&tokio::task::spawn_blocking(measure).await??);
     Ok(())
 }

@@ -5,9 +5,12 @@ pub mod body;
 pub mod buffered_request;
 pub mod certificate;
 pub mod client;
+mod connection;
+mod connection_state;
+#[cfg(test)]
+mod connection_tests;
 pub mod fields;
 pub mod files;
-mod head_timer;
 pub mod idempotency;
 pub mod jwt;
 pub mod networks;

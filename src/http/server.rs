@@ -1,22 +1,17 @@
 //! The server loop: accepts connections, with TLS if configured, serves HTTP/1.1 with upgrades, and drains at shutdown.
 
-use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
 use axum::body::Body;
-use axum::extract::ConnectInfo;
 use axum::response::Response;
 use http::Request;
-use hyper::body::{Body as _, Incoming};
-use hyper::server::conn::http1;
-use hyper::service::{Service, service_fn};
-use hyper_util::rt::TokioIo;
+use hyper::service::Service;
 use hyper_util::service::TowerToHyperService;
 use nix::sys::socket::{setsockopt, sockopt};
-use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
+use tokio::io::AsyncWriteExt;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_rustls::TlsAcceptor;
@@ -25,11 +20,11 @@ use tokio_util::task::TaskTracker;
 
 use super::address_limit::{AddressLimiter, AddressPermit};
 use super::certificate::ACME_ALPN;
-use super::head_timer::HeadStream;
+use super::connection::{ConnectionExtensions, ConnectionLimits, StopSignal, serve_connection};
+pub use super::connection::{Respond, Scheme};
 use super::networks::Networks;
 use super::passthrough::Passthrough;
 use super::shards::{LoadGuard, Shards};
-use svc_base::error_chain::format_chain;
 
 /// Limits for one listener.
 #[derive(Debug, Clone)]
@@ -67,17 +62,19 @@ impl Default for ListenerLimits {
     }
 }
 
+impl ListenerLimits {
+    fn for_connections(&self) -> ConnectionLimits {
+        let Self { idle_timeout, head_timeout, max_head_bytes, .. } = *self;
+        ConnectionLimits { idle_timeout, head_timeout, max_head_bytes }
+    }
+}
+
 /// Returns a connection limit that bounds the memory for incomplete request heads to an eighth of the machine's memory.
 /// It is at least 512 and at most 16,384. `tests/incomplete_requests.rs` measures the memory per connection.
 fn max_connections() -> usize {
     const BYTES_PER_CONNECTION: u64 = 128 * 1024;
     let memory = nix::sys::sysinfo::sysinfo().map_or(0, |info| info.ram_total());
     usize::try_from(memory / 8 / BYTES_PER_CONNECTION).unwrap_or(usize::MAX).clamp(512, 16_384)
-}
-
-/// Responds to a listener's requests.
-pub trait Respond: Clone + Send + Sync + 'static {
-    fn respond(&self, request: Request<Body>) -> impl Future<Output = Response> + Send;
 }
 
 impl Respond for Router {
@@ -142,21 +139,23 @@ async fn serve_listener(
         tracing::warn!(%error, "cannot enable TCP keepalive; vanished clients are not detected");
     }
     let connections = TaskTracker::new();
+    let stop = StopSignal::new(stop);
     let permits = Arc::new(Semaphore::new(limits.max_connections));
     let address_limiter =
         AddressLimiter::new(limits.max_connections_per_address, limits.trusted_proxies.clone());
     let acceptor = tls.map(TlsAcceptor::from);
     let (shards, passthrough) = threads.map(|threads| (threads.shards, threads.passthrough)).unzip();
     let passthrough = passthrough.flatten();
+    let connection_limits = limits.for_connections();
     let scheme = if acceptor.is_some() { Scheme::Https } else { Scheme::Http };
     loop {
         let permit = tokio::select! {
-            () = stop.cancelled() => break,
+            () = stop.wait() => break,
             permit = permits.clone().acquire_owned() => permit,
         };
         let Ok(permit) = permit else { break };
         let (stream, peer) = tokio::select! {
-            () = stop.cancelled() => break,
+            () = stop.wait() => break,
             accepted = listener.accept() => match accepted {
                 Ok(accepted) => accepted,
                 Err(error) => {
@@ -175,27 +174,29 @@ async fn serve_listener(
         let _ = stream.set_nodelay(true);
         let responder = responder.clone();
         let extensions = ConnectionExtensions { peer, scheme };
-        let (acceptor, limits) = (acceptor.clone(), limits.clone());
+        let (acceptor, handshake_timeout) = (acceptor.clone(), limits.handshake_timeout);
         let passthrough = passthrough.clone();
         let (stop, tracked) = (stop.clone(), connections.token());
         let serve_stream = move |stream: TcpStream, load: Option<LoadGuard>| async move {
             let _tracked = tracked;
             let permits = ConnectionPermits { _connection: permit, _address: address_permit, _load: load };
             match acceptor {
-                None => serve_connection(stream, permits, responder, extensions, &limits, stop).await,
+                None => {
+                    serve_connection(stream, permits, responder, extensions, connection_limits, stop).await
+                }
                 Some(acceptor) => {
-                    let handshake = tokio::time::timeout(limits.handshake_timeout, async {
+                    // Boxed, so that a connection does not keep the memory for its handshake.
+                    let handshake = Box::pin(tokio::time::timeout(handshake_timeout, async {
                         if let Some(passthrough) = passthrough
                             && let Some(validation) = passthrough.find_validation(&stream).await
                         {
-                            // Boxed, because each connection's future is as large as its largest branch.
-                            Box::pin(passthrough.forward(stream, validation)).await;
+                            passthrough.forward(stream, validation).await;
                             return None;
                         }
                         acceptor.accept(stream).await.ok()
-                    });
+                    }));
                     let mut stream = tokio::select! {
-                        () = stop.cancelled() => return,
+                        () = stop.wait() => return,
                         accepted = handshake => match accepted {
                             Ok(Some(stream)) => stream,
                             _ => return,
@@ -203,10 +204,10 @@ async fn serve_listener(
                     };
                     // A validation ends after the handshake (RFC 8737, section 3).
                     if stream.get_ref().1.alpn_protocol() == Some(ACME_ALPN) {
-                        let _ = tokio::time::timeout(limits.handshake_timeout, stream.shutdown()).await;
+                        let _ = tokio::time::timeout(handshake_timeout, stream.shutdown()).await;
                         return;
                     }
-                    serve_connection(stream, permits, responder, extensions, &limits, stop).await;
+                    serve_connection(stream, permits, responder, extensions, connection_limits, stop).await;
                 }
             }
         };
@@ -223,24 +224,11 @@ async fn serve_listener(
             }
         }
     }
+    stop.mark_stopping();
     drop(listener);
     connections.close();
     if tokio::time::timeout(limits.drain_timeout, connections.wait()).await.is_err() {
         tracing::warn!("some requests did not end within the drain timeout");
-    }
-}
-
-/// The scheme of the client's requests to this listener.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::IntoStaticStr)]
-#[strum(serialize_all = "lowercase")]
-pub enum Scheme {
-    Http,
-    Https,
-}
-
-impl Scheme {
-    pub fn as_str(self) -> &'static str {
-        self.into()
     }
 }
 
@@ -249,57 +237,6 @@ struct ConnectionPermits {
     _connection: OwnedSemaphorePermit,
     _address: AddressPermit,
     _load: Option<LoadGuard>,
-}
-
-/// A connection's properties, which are added to each of its requests as extensions.
-#[derive(Debug, Clone, Copy)]
-struct ConnectionExtensions {
-    peer: SocketAddr,
-    scheme: Scheme,
-}
-
-/// Serves a connection to its end or, once `stop` is cancelled, to the end of the current request. This is not an
-/// `async fn`, which would store the stream and its wrappers twice. It is separate from the handshake, so that an idle
-/// connection does not keep the handshake's memory.
-fn serve_connection<S, R>(
-    stream: S,
-    permits: ConnectionPermits,
-    responder: R,
-    extensions: ConnectionExtensions,
-    limits: &ListenerLimits,
-    stop: CancellationToken,
-) -> impl Future<Output = ()> + use<S, R>
-where
-    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
-    R: Respond,
-{
-    let (stream, timer) = HeadStream::new(stream, permits, limits.head_timeout);
-    let mut builder = http1::Builder::new();
-    builder.timer(timer).header_read_timeout(limits.idle_timeout).max_header_size(limits.max_head_bytes);
-    // Extensions are inserted here, because a router layer would cost each request two allocations.
-    let service = service_fn(move |request: Request<Incoming>| {
-        let into_body = |body: Incoming| if body.is_end_stream() { Body::empty() } else { Body::new(body) };
-        let mut request = request.map(into_body);
-        request.extensions_mut().insert(ConnectInfo(extensions.peer));
-        request.extensions_mut().insert(extensions.scheme);
-        let responder = responder.clone();
-        // Boxed, because an idle connection would otherwise keep the memory for a request's future.
-        Box::pin(async move { Ok::<_, Infallible>(responder.respond(request).await) })
-    });
-    let connection = builder.serve_connection(TokioIo::new(stream), service).with_upgrades();
-    let mut connection = Box::pin(connection);
-    async move {
-        let result = tokio::select! {
-            result = connection.as_mut() => result,
-            () = stop.cancelled() => {
-                connection.as_mut().graceful_shutdown();
-                connection.await
-            }
-        };
-        if let Err(error) = result {
-            tracing::debug!(error = %format_chain(&error), "connection ended");
-        }
-    }
 }
 
 /// Returns a token that is cancelled at the first SIGTERM or SIGINT.
@@ -332,6 +269,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     use axum::routing::get;
+    use hyper_util::rt::TokioIo;
     use tokio::io::AsyncReadExt;
 
     use super::*;

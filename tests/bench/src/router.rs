@@ -54,7 +54,7 @@ pub const ROWS: [Spec; 20] = [
     Spec { name: MESSAGES, unit: "1/s", against: Some(NGINX), target: Target::RatioAtLeast(1.0) },
     Spec { name: HANDSHAKES, unit: "1/s", against: Some(NGINX), target: Target::RatioAtLeast(0.9) },
     Spec { name: IDLE_MEMORY, unit: "MiB", against: Some(NGINX), target: Target::AtMost(20.0) },
-    Spec { name: HTTPS_MEMORY, unit: "MiB", against: Some(NGINX), target: Target::AtMost(20.0) },
+    Spec { name: HTTPS_MEMORY, unit: "MiB", against: Some(NGINX), target: Target::AtMost(16.0) },
     Spec { name: WEBSOCKET_MEMORY, unit: "MiB", against: Some(NGINX), target: Target::AtMost(35.0) },
 ];
 

@@ -1,0 +1,210 @@
+//! Serves one HTTP/1.1 connection.
+//!
+//! hyper keeps 16 KiB of buffers and 3 KiB of state for each connection, even while it is idle. A connection that has
+//! been idle for a moment is therefore taken apart; hyper serves it again when its socket becomes readable. A connection
+//! that is taken apart keeps its TLS session and its deadlines.
+
+use std::convert::Infallible;
+use std::future::poll_fn;
+use std::net::SocketAddr;
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::Poll;
+use std::time::Duration;
+
+use axum::body::Body;
+use axum::extract::ConnectInfo;
+use axum::response::Response;
+use http::Request;
+use hyper::body::{Body as _, Incoming};
+use hyper::server::conn::http1::{self, UpgradeableConnection};
+use hyper::service::{HttpService, service_fn};
+use hyper_util::rt::TokioIo;
+use tokio::io::AsyncWriteExt;
+use tokio_util::sync::CancellationToken;
+
+use super::connection_state::{HeadTimeouts, ObservedStream, PollReadable, TimerEvent, WaitObserver};
+use svc_base::error_chain::format_chain;
+
+/// Idle time after which a connection releases its buffers. It is shorter than a person's pauses between pages, and
+/// longer than the pauses within one.
+pub(super) const RELEASE_DELAY: Duration = Duration::from_millis(50);
+/// Timeout for sending the end of a TLS session.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Responds to a listener's requests.
+pub trait Respond: Clone + Send + Sync + Unpin + 'static {
+    fn respond(&self, request: Request<Body>) -> impl Future<Output = Response> + Send;
+}
+
+/// The scheme of the client's requests to this listener.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::IntoStaticStr)]
+#[strum(serialize_all = "lowercase")]
+pub enum Scheme {
+    Http,
+    Https,
+}
+
+impl Scheme {
+    pub fn as_str(self) -> &'static str {
+        self.into()
+    }
+}
+
+/// Limits for one connection; see `ListenerLimits`.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct ConnectionLimits {
+    pub idle_timeout: Duration,
+    pub head_timeout: Duration,
+    pub max_head_bytes: usize,
+}
+
+/// A connection's properties, which are added to each of its requests as extensions.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct ConnectionExtensions {
+    pub peer: SocketAddr,
+    pub scheme: Scheme,
+}
+
+/// Tells the connections of a listener that it stops.
+#[derive(Debug, Clone)]
+pub(super) struct StopSignal {
+    /// Wakes connections that are taken apart.
+    token: CancellationToken,
+    /// Checked by the others whenever they are polled. A token would cost each poll two locks that all connections
+    /// share.
+    is_stopping: Arc<AtomicBool>,
+}
+
+impl StopSignal {
+    pub fn new(token: CancellationToken) -> Self {
+        Self { token, is_stopping: Arc::default() }
+    }
+
+    /// Makes the connections that are in use end with their current request. The token has been cancelled.
+    pub fn mark_stopping(&self) {
+        self.is_stopping.store(true, Ordering::Relaxed);
+    }
+
+    pub async fn wait(&self) {
+        self.token.cancelled().await;
+    }
+}
+
+enum Outcome {
+    Ended(hyper::Result<()>),
+    Event(TimerEvent),
+}
+
+/// Serves a connection to its end or, once `stop` has been sent, to the end of the current request. This is not an
+/// `async fn`, which would store the stream and its wrappers twice. It is separate from the handshake, so that an idle
+/// connection does not keep the handshake's memory.
+pub(super) fn serve_connection<S, P, R>(
+    stream: S,
+    permits: P,
+    responder: R,
+    extensions: ConnectionExtensions,
+    limits: ConnectionLimits,
+    stop: StopSignal,
+) -> impl Future<Output = ()> + use<S, P, R>
+where
+    S: PollReadable,
+    P: Unpin + Send + 'static,
+    R: Respond,
+{
+    let timeouts =
+        HeadTimeouts { idle: limits.idle_timeout, head: limits.head_timeout, release: RELEASE_DELAY };
+    let (stream, state) = ObservedStream::new(stream, permits);
+    // Boxed, so that it never moves. hyper's state and this future would each have room for it otherwise.
+    let stream = Box::new(stream);
+    let mut builder = http1::Builder::new();
+    builder
+        .timer(WaitObserver(state.clone()))
+        .header_read_timeout(limits.idle_timeout)
+        .max_header_size(limits.max_head_bytes);
+    let service_state = state.clone();
+    // Extensions are inserted here, because a router layer would cost each request two allocations.
+    let service = service_fn(move |request: Request<Incoming>| {
+        service_state.start_request();
+        let into_body = |body: Incoming| if body.is_end_stream() { Body::empty() } else { Body::new(body) };
+        let mut request = request.map(into_body);
+        request.extensions_mut().insert(ConnectInfo(extensions.peer));
+        request.extensions_mut().insert(extensions.scheme);
+        let responder = responder.clone();
+        // Boxed, because an idle connection would otherwise keep the memory for a request's future.
+        Box::pin(async move { Ok::<_, Infallible>(responder.respond(request).await) })
+    });
+    let mut connection = Box::pin(builder.serve_connection(TokioIo::new(stream), service).with_upgrades());
+    async move {
+        let mut timer = pin!(tokio::time::sleep_until(state.idle_deadline(timeouts)));
+        loop {
+            let outcome = poll_fn(|cx| {
+                if stop.is_stopping.load(Ordering::Relaxed) {
+                    connection.as_mut().graceful_shutdown();
+                }
+                if let Poll::Ready(result) = connection.as_mut().poll(cx) {
+                    return Poll::Ready(Outcome::Ended(result));
+                }
+                state.poll_event(timeouts, timer.as_mut(), cx).map(Outcome::Event)
+            });
+            match outcome.await {
+                Outcome::Ended(Ok(())) => return,
+                Outcome::Event(TimerEvent::TimedOut) => {
+                    tracing::debug!("connection ended: no request in time");
+                    return;
+                }
+                Outcome::Ended(Err(error)) => {
+                    tracing::debug!(error = %format_chain(&error), "connection ended");
+                    // hyper treats the end of a connection that it has just taken over as an error. Then it has not
+                    // ended the TLS session.
+                    if state.is_idle()
+                        && let Some((stream, _)) = take_apart(connection)
+                    {
+                        close(stream).await;
+                    }
+                    return;
+                }
+                Outcome::Event(TimerEvent::ReleaseBuffers) => {}
+            }
+            let Some((stream, service)) = take_apart(connection) else { return };
+            if state.is_idle() {
+                timer.as_mut().reset(state.idle_deadline(timeouts));
+                let is_readable = tokio::select! {
+                    () = poll_fn(|cx| stream.poll_readable(cx)) => true,
+                    () = stop.wait() => false,
+                    () = timer.as_mut() => false,
+                };
+                if !is_readable {
+                    close(stream).await;
+                    return;
+                }
+            }
+            connection = Box::pin(builder.serve_connection(TokioIo::new(stream), service).with_upgrades());
+        }
+    }
+}
+
+type BoxedStream<S, P> = Box<ObservedStream<S, P>>;
+
+/// Takes a connection from hyper, without its buffers. Bytes that hyper has read of the next head are put back.
+fn take_apart<S, P, H>(
+    connection: Pin<Box<UpgradeableConnection<TokioIo<BoxedStream<S, P>>, H>>>,
+) -> Option<(BoxedStream<S, P>, H)>
+where
+    S: PollReadable,
+    P: Unpin + Send + 'static,
+    H: HttpService<Incoming, ResBody = Body, Error = Infallible> + Unpin,
+{
+    let parts = Pin::into_inner(connection).into_parts()?;
+    let mut stream = parts.io.into_inner();
+    if !parts.read_buf.is_empty() {
+        stream.prepend(parts.read_buf);
+    }
+    Some((stream, parts.service))
+}
+
+/// Ends a stream, with the end of its TLS session.
+async fn close<S: PollReadable, P: Unpin>(mut stream: BoxedStream<S, P>) {
+    let _ = tokio::time::timeout(CLOSE_TIMEOUT, stream.shutdown()).await;
+}
