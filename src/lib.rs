@@ -1,6 +1,6 @@
 //! svc: one VPS for each paying user, kept alive, reachable, backed up and replaceable.
 //!
-//! `ARCHITECTURE.md` has the code map. Each folder next to this file is a separate package, so that the compiler
+//! `ARCHITECTURE.md` has the code map. Each directory next to this file is a separate package, so that the compiler
 //! enforces which packages each one may import. This library re-exports all of them except `svc_files` for the program,
 //! the tests and the benches.
 

@@ -429,7 +429,7 @@ async fn command_that_prompts_requires_yes_without_a_terminal() {
 
 #[tokio::test]
 async fn refusal_shows_reason_and_next_step_and_sets_exit_code() {
-    for (status, code, exit) in [
+    for (status, code, exit_code) in [
         (401, "unauthorized", 77),
         (402, "subscription_required", 65),
         (404, "bundle_not_found", 65),
@@ -443,7 +443,7 @@ async fn refusal_shows_reason_and_next_step_and_sets_exit_code() {
             FakePlatform::start([Reply::Json(status, problem(status, code, "That is the reason."))]).await;
         let output = platform.svcctl(&["slot", "set", "user_1", "--plan", "max"]).await;
         let text = stderr(&output);
-        assert_eq!(output.status.code(), Some(exit), "{code}: {text}");
+        assert_eq!(output.status.code(), Some(exit_code), "{code}: {text}");
         for part in ["That is the reason.", code, "req-7", "next:"] {
             assert!(text.contains(part), "{code}: {text}");
         }

@@ -9,7 +9,7 @@ use std::time::SystemTime;
 use anyhow::Result;
 use jiff::{Timestamp, ToSpan};
 
-use crate::vault::machine::{Machine, start_store};
+use crate::host::machine::{Machine, start_store};
 
 const LOGS: &str = "home/svc/home/system/logs";
 
@@ -143,9 +143,9 @@ async fn concurrent_check_exits_with_75() -> Result<()> {
     let slow = [("FAILPOINTS", "heartbeat.begin=sleep(1500)")];
     let first = machine.spawn(&["svc-heartbeat"], &slow)?;
     let second = machine.spawn(&["svc-heartbeat"], &slow)?;
-    let mut codes = [first.wait()?.code, second.wait()?.code];
-    codes.sort_unstable();
-    assert_eq!(codes, [Some(0), Some(75)]);
+    let mut exit_codes = [first.wait()?.exit_code, second.wait()?.exit_code];
+    exit_codes.sort_unstable();
+    assert_eq!(exit_codes, [Some(0), Some(75)]);
     assert_rotated(&machine, now)
 }
 

@@ -10,12 +10,12 @@ mod api;
 mod code_tables;
 #[path = "reference/commands.rs"]
 mod commands;
-#[path = "house/files.rs"]
+#[path = "conventions/files.rs"]
 mod files;
 #[path = "reference/quoted_commands.rs"]
 mod quoted_commands;
-#[expect(dead_code, reason = "the house rules use the rest")]
-#[path = "house/source.rs"]
+#[expect(dead_code, reason = "the convention checks use the rest")]
+#[path = "conventions/source.rs"]
 mod source;
 #[path = "reference/stores.rs"]
 mod stores;

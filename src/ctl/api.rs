@@ -38,7 +38,7 @@ impl ApiResponse {
     pub fn parse<T: DeserializeOwned>(&self) -> Result<T, CallError> {
         let invalid = |error: serde_json::Error| CallError::InvalidResponse {
             request: self.request.clone(),
-            why: error.to_string(),
+            reason: error.to_string(),
         };
         let mut value: Value = serde_json::from_str(&self.text).map_err(invalid)?;
         untrusted_text::make_printable(&mut value);
@@ -130,7 +130,7 @@ impl ApiClient {
     /// [`CallError::Unreachable`] if the client cannot be created or there is no response; [`CallError::Problem`] if
     /// the status is not 200 or, with an offset, not 206.
     pub async fn open_download(&self, path: &[&str], offset: u64) -> Result<reqwest::Response, CallError> {
-        let unreachable = |why: String| CallError::Unreachable { base: self.base.clone(), why };
+        let unreachable = |reason: String| CallError::Unreachable { base: self.base.clone(), reason };
         let client = client::build(Timeouts::DOWNLOAD).map_err(|error| unreachable(format!("{error:#}")))?;
         let mut request = client.get(self.url(path)).header(header::AUTHORIZATION, self.bearer.clone());
         if offset > 0 {
@@ -171,7 +171,7 @@ impl ApiClient {
         if error.is_timeout() && !error.is_connect() {
             return CallError::TimedOut { base, seconds: self.timeout.as_secs() };
         }
-        CallError::Unreachable { base, why: problem::format_chain(&error.without_url()) }
+        CallError::Unreachable { base, reason: problem::format_chain(&error.without_url()) }
     }
 
     async fn call_with_retries(
@@ -200,7 +200,7 @@ impl ApiClient {
                 attempts += 1;
                 if messages == RetryMessages::Shown {
                     eprintln!(
-                        "still waiting: {}; attempt {attempts} of {MAX_ATTEMPTS} in {:.1} s",
+                        "{}; retrying in {:.1} s (attempt {attempts} of {MAX_ATTEMPTS})",
                         error.brief(),
                         delay.as_secs_f64()
                     );
@@ -237,7 +237,7 @@ impl ApiClient {
             StatusCode::PERMANENT_REDIRECT | StatusCode::TEMPORARY_REDIRECT | StatusCode::FOUND => {
                 Err(CallError::InvalidResponse {
                     request,
-                    why: format!("{status}; check that the platform's URL is correct"),
+                    reason: format!("{status}; check that the platform's URL is correct"),
                 })
             }
             status => Err(ApiProblem::parse(status, &text, retry_after).into()),

@@ -203,8 +203,8 @@ fn has_option(command: &clap::Command, name: &str) -> bool {
 fn describe_members(body: &Value, detail: &str) -> String {
     let mut message = String::new();
     for error in body["errors"].as_array().into_iter().flatten() {
-        let (pointer, why) = (compact(error.get("pointer")), compact(error.get("detail")));
-        let field = format!("{}: {why}", option_for_field(&pointer));
+        let (pointer, reason) = (compact(error.get("pointer")), compact(error.get("detail")));
+        let field = format!("{}: {reason}", option_for_field(&pointer));
         if !detail.contains(&field) {
             message.push_str(&format!("\n  {field}"));
         }
@@ -322,10 +322,10 @@ fn advice(code: &str) -> Option<&'static str> {
 #[derive(Debug, thiserror::Error)]
 pub enum CallError {
     #[error(
-        "the platform at {base} cannot be reached: {why}\n  next: make sure that it is running, and check \
+        "the platform at {base} cannot be reached: {reason}\n  next: make sure that it is running, and check \
          PLATFORM_PUBLIC_URL or --platform-url"
     )]
-    Unreachable { base: Url, why: String },
+    Unreachable { base: Url, reason: String },
     /// The connection succeeded, but the response timed out. The request may still take effect.
     #[error(
         "the platform at {base} did not respond within {seconds} s; the request may still take effect\n  \
@@ -335,8 +335,8 @@ pub enum CallError {
     TimedOut { base: Url, seconds: u64 },
     #[error(transparent)]
     Problem(#[from] ApiProblem),
-    #[error("unexpected response to {request}: {why}")]
-    InvalidResponse { request: String, why: String },
+    #[error("unexpected response to {request}: {reason}")]
+    InvalidResponse { request: String, reason: String },
 }
 
 impl CallError {

@@ -47,11 +47,11 @@ pub enum PublishError {
         "{} has the SHA-256 {found}, but its .sha256 says {expected}\n  next: rebuild the bundle", .path.display()
     )]
     DigestMismatch { path: PathBuf, found: String, expected: String },
-    #[error("{} is not valid for the archive: {why}\n  next: build and sign the bundle again", .path.display())]
+    #[error("{} is not valid for the archive: {source}\n  next: build and sign the bundle again", .path.display())]
     InvalidCompanion {
         path: PathBuf,
         #[source]
-        why: ManifestError,
+        source: ManifestError,
     },
     #[error(
         "{version} is already published with different content (SHA-256 {stored})\n  next: publish under a new version"
@@ -67,11 +67,11 @@ pub enum PublishError {
     )]
     LostRace { version: ImageVersion, stored: String },
     #[error(
-        "another manifest or signature is published for {version}, and this one does not renew it: {why}\n  \
-         next: do nothing if hosts can update with the published one; otherwise sign the same archive for \
-         longer (--valid-days)"
+        "another manifest or signature is published for {version}, and this one does not renew it: \
+         {reason}\n  next: do nothing if hosts can update with the published one; otherwise sign the same archive \
+         for longer (--valid-days)"
     )]
-    NoRenewal { version: ImageVersion, why: String },
+    NoRenewal { version: ImageVersion, reason: String },
     #[error(
         "the manifest's trustedKeys have the sequence {found}, but hosts at sequence {base} accept {max} at most; nothing was \
          published\n  next: sign the release with the next sequence (`svcctl bundle keys` shows each machine's sequence); if hosts \
@@ -145,8 +145,8 @@ impl fmt::Display for PublishResult {
         };
         let key = key::bundle(&self.version, "");
         write!(f, "{outcome} {key}\n{}, sha256 {}", format_bytes(self.size_bytes), self.sha256)?;
-        if let UpdateSupport::Impossible(why) = &self.update_support {
-            return write!(f, "\nnew machines can install it, but hosts cannot update to it: {why}");
+        if let UpdateSupport::Impossible(reason) = &self.update_support {
+            return write!(f, "\nnew machines can install it, but hosts cannot update to it: {reason}");
         }
         match &self.key_set {
             Some(KeySet { sequence, keys }) => write!(
@@ -176,7 +176,7 @@ pub struct PublishedBundle {
 /// # Errors
 /// [`PublishError::Store`] if the store cannot be read.
 pub async fn list(bucket: &Bucket) -> Result<Vec<PublishedBundle>, PublishError> {
-    let root = Path::from(key::BUNDLES_FOLDER);
+    let root = Path::from(key::BUNDLES_DIR);
     let mut listing = bucket.raw().list(Some(&root));
     let (mut archives, mut digests) = (BTreeMap::new(), Vec::new());
     while let Some(object) = listing.next().await {
@@ -363,7 +363,7 @@ mod tests {
         let error = publish(&bucket, dir.path(), &version).await.unwrap_err();
         assert!(matches!(
             error,
-            PublishError::InvalidCompanion { why: ManifestError::WrongDigest { .. }, .. }
+            PublishError::InvalidCompanion { source: ManifestError::WrongDigest { .. }, .. }
         ));
         std::fs::write(&manifest_file, manifest(&sha256)).unwrap();
         let published = publish(&bucket, dir.path(), &version).await.unwrap();
@@ -410,7 +410,7 @@ mod tests {
         std::fs::write(&manifest_file, manifest).unwrap();
         let error = publish(&bucket, dir.path(), &version).await.unwrap_err();
         assert!(
-            matches!(error, PublishError::InvalidCompanion { why: ManifestError::TooLarge, .. }),
+            matches!(error, PublishError::InvalidCompanion { source: ManifestError::TooLarge, .. }),
             "{error}"
         );
         assert_eq!(bucket.head(&key::bundle(&version, ".sha256")).await.unwrap(), None);

@@ -23,8 +23,8 @@ pub async fn run(args: VerifyRollout, local: LocalChecks, out: &Output) -> Resul
         let server = fetch_database_server(&host).await;
         match (local.check_own_database)(server.as_deref()) {
             Ok(what) => findings.ok(what),
-            Err(why) => findings.problem(
-                why,
+            Err(reason) => findings.problem(
+                reason,
                 "correct DATABASE_URL in /opt/svc/env/host.env, then run `systemctl restart svc-gateway`",
             ),
         }

@@ -229,7 +229,7 @@ async fn check_result(
         }
     };
     let id = &machine.machine_id;
-    let why = machine
+    let reason = machine
         .failure
         .as_ref()
         .map(|failure| format!("; {}", failure::summary_line(failure)))
@@ -242,7 +242,7 @@ async fn check_result(
         (None, Some(failure)) => (String::new(), failure::next_step(failure, machine)),
         (None, None) => (String::new(), format!("run `svcctl status {id}` to see its operations")),
     };
-    let error = anyhow!("machine {id} {outcome}{why}{holder}\n  next: {next}");
+    let error = anyhow!("machine {id} {outcome}{reason}{holder}\n  next: {next}");
     Err(Failure::new(Exit::Unavailable, error))
 }
 

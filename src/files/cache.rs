@@ -101,7 +101,7 @@ impl Cache {
         let Some(dir) = &self.dir else { return };
         self.lock_unwritten().retain(kind, &is_used);
         let entries = |dir: &Path| std::fs::read_dir(dir).into_iter().flatten().flatten();
-        for file in entries(&dir.join(kind)).flat_map(|folder| entries(&folder.path())) {
+        for file in entries(&dir.join(kind)).flat_map(|dir| entries(&dir.path())) {
             let id = file.file_name().to_str().and_then(|name| name.parse::<Id>().ok());
             if !id.is_some_and(&is_used) {
                 // A failure is harmless; the next call retries it.

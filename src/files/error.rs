@@ -10,8 +10,8 @@ pub enum FilesError {
     #[error(transparent)]
     Store(#[from] StoreError),
     /// An object or blob is malformed, or does not match its name or the index.
-    #[error("the repository's {what} is damaged: {why}")]
-    Corrupt { what: String, why: String },
+    #[error("the repository's {what} is damaged: {reason}")]
+    Corrupt { what: String, reason: String },
     #[error(
         "cannot decrypt the repository's configuration: the key is wrong, or the configuration is damaged"
     )]
@@ -49,20 +49,20 @@ pub enum FilesError {
     Stopped,
     #[error("cannot start a thread")]
     Thread(#[source] std::io::Error),
-    #[error("cannot encode the {what}: {why}")]
-    Encode { what: &'static str, why: String },
+    #[error("cannot encode the {what}: {reason}")]
+    Encode { what: &'static str, reason: String },
     #[error(transparent)]
     Injected(#[from] InjectedFailure),
 }
 
 impl FilesError {
-    pub fn corrupt(what: impl Into<String>, why: &impl std::fmt::Display) -> Self {
-        let why = svc_base::untrusted_text::truncate_printable(&why.to_string());
-        Self::Corrupt { what: what.into(), why }
+    pub fn corrupt(what: impl Into<String>, reason: &impl std::fmt::Display) -> Self {
+        let reason = svc_base::untrusted_text::truncate_printable(&reason.to_string());
+        Self::Corrupt { what: what.into(), reason }
     }
 
-    pub(crate) fn encode(what: &'static str, why: &impl std::fmt::Display) -> Self {
-        Self::Encode { what, why: why.to_string() }
+    pub(crate) fn encode(what: &'static str, reason: &impl std::fmt::Display) -> Self {
+        Self::Encode { what, reason: reason.to_string() }
     }
 
     /// Returns a function that adds the action and the path to an I/O error.

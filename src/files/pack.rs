@@ -167,7 +167,7 @@ pub(crate) fn open_blob(
     blob: &PackedBlob,
     sealed: &[u8],
 ) -> Result<Vec<u8>, FilesError> {
-    let corrupt = |why: &str| FilesError::corrupt(format!("blob {}", blob.id), &why);
+    let corrupt = |reason: &str| FilesError::corrupt(format!("blob {}", blob.id), &reason);
     let stored = key.decrypt(sealed).ok_or_else(|| corrupt("decryption failed"))?;
     let content = match blob.uncompressed_length as usize {
         0 => stored,
@@ -214,7 +214,7 @@ pub(crate) fn parse_header_at_end(
     end: &[u8],
     size: u64,
 ) -> Result<Vec<PackedBlob>, FilesError> {
-    let corrupt = |why: &str| FilesError::corrupt(format!("pack {pack}"), &why);
+    let corrupt = |reason: &str| FilesError::corrupt(format!("pack {pack}"), &reason);
     let (rest, length) = end.split_last_chunk::<4>().ok_or_else(|| corrupt("it is too short"))?;
     let start = rest.len().checked_sub(u32::from_le_bytes(*length) as usize);
     let (start, sealed) = start

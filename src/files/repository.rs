@@ -25,7 +25,7 @@ use crate::snapshot::Snapshot;
 use crate::tree::Tree;
 
 /// The format version. Version 2 supports compression.
-const VERSION: u32 = 2;
+const FORMAT_VERSION: u32 = 2;
 /// Maximum sizes of packs and of other objects. They are limited, because machines write the objects that the platform
 /// reads.
 pub(crate) const MAX_PACK_BYTES: u64 = 256 << 20;
@@ -61,7 +61,7 @@ pub(crate) enum ObjectKind {
 }
 
 impl ObjectKind {
-    fn folder(self) -> &'static str {
+    fn dir(self) -> &'static str {
         match self {
             Self::Index => "index",
             Self::Snapshot => "snapshots",
@@ -121,7 +121,7 @@ impl Repository {
         let plain = key.decrypt(&sealed.value).ok_or(FilesError::WrongKey)?;
         let config: Config =
             serde_json::from_slice(&plain).map_err(|error| FilesError::corrupt("config", &error))?;
-        if config.version != VERSION {
+        if config.version != FORMAT_VERSION {
             return Err(FilesError::UnsupportedVersion(config.version));
         }
         let (polynomial, outage_timeout) = (config.polynomial, Duration::ZERO);
@@ -151,8 +151,8 @@ impl Repository {
         let master = key.derive_master_key();
         let mut id = [0; Id::BYTES];
         fill_random(&mut id)?;
-        let config =
-            Config { version: VERSION, id: Id::from_bytes(id), polynomial: chunker::generate_polynomial()? };
+        let polynomial = chunker::generate_polynomial()?;
+        let config = Config { version: FORMAT_VERSION, id: Id::from_bytes(id), polynomial };
         let json = serde_json::to_vec(&config).map_err(|error| FilesError::encode("config", &error))?;
         let sealed = master.encrypt(&json)?;
         put_if_absent(&bucket, &root.clone().join("config"), sealed).await?;
@@ -183,7 +183,7 @@ impl Repository {
     }
 
     pub(crate) fn path(&self, kind: ObjectKind, id: Id) -> Path {
-        self.root.clone().join(kind.folder()).join(id.to_string())
+        self.root.clone().join(kind.dir()).join(id.to_string())
     }
 
     pub(crate) fn pack_path(&self, id: Id) -> Path {
@@ -192,8 +192,8 @@ impl Repository {
     }
 
     pub(crate) async fn list(&self, kind: ObjectKind) -> Result<Vec<Id>, FilesError> {
-        let folder = self.root.clone().join(kind.folder());
-        let objects = list_objects(&self.bucket, &folder).await?;
+        let dir = self.root.clone().join(kind.dir());
+        let objects = list_objects(&self.bucket, &dir).await?;
         Ok(objects.iter().filter_map(|meta| find_id(&meta.location, |id| self.path(kind, id))).collect())
     }
 
@@ -209,20 +209,20 @@ impl Repository {
     /// Reads an encrypted object, from the cache if it is there.
     pub(crate) async fn read_sealed(&self, kind: ObjectKind, id: Id) -> Result<Bytes, FilesError> {
         let what = || format!("{} {id}", kind.noun());
-        Ok(if let Some(cached) = self.cache.read(kind.folder(), id) {
+        Ok(if let Some(cached) = self.cache.read(kind.dir(), id) {
             Bytes::from(cached)
         } else {
             let path = self.path(kind, id);
             let object = match self.bucket.get(&path, kind.max_object_bytes()).await {
                 // The object is too large.
-                Err(StoreError::Corrupt { why, .. }) => return Err(FilesError::corrupt(what(), &why)),
+                Err(StoreError::Corrupt { reason, .. }) => return Err(FilesError::corrupt(what(), &reason)),
                 object => object?,
             };
             let sealed = object.ok_or_else(|| StoreError::NotFound { key: path.to_string() })?.value;
             if Id::of(&sealed) != id {
                 return Err(FilesError::corrupt(what(), &"its content does not match its hash"));
             }
-            self.cache.write(kind.folder(), id, &sealed);
+            self.cache.write(kind.dir(), id, &sealed);
             sealed
         })
     }
@@ -264,7 +264,7 @@ impl Repository {
         }
         let id = Id::of(&sealed);
         self.create(&self.path(kind, id), sealed.clone()).await?;
-        self.cache.write(kind.folder(), id, &sealed);
+        self.cache.write(kind.dir(), id, &sealed);
         Ok(id)
     }
 
@@ -326,7 +326,7 @@ impl Repository {
 
     /// Removes from the cache the index files that the repository no longer has.
     pub(crate) fn retain_cached_index_files(&self, files: &HashSet<Id>) {
-        self.cache.retain(ObjectKind::Index.folder(), |id| files.contains(&id));
+        self.cache.retain(ObjectKind::Index.dir(), |id| files.contains(&id));
     }
 
     /// Reads a snapshot.
@@ -351,7 +351,7 @@ impl Repository {
     pub(crate) async fn list_sound_snapshots(&self) -> Result<(Vec<(Id, Snapshot)>, Vec<Id>), FilesError> {
         let ids = self.list(ObjectKind::Snapshot).await?;
         let present: HashSet<Id> = ids.iter().copied().collect();
-        self.cache.retain(ObjectKind::Snapshot.folder(), |id| present.contains(&id));
+        self.cache.retain(ObjectKind::Snapshot.dir(), |id| present.contains(&id));
         let read = |id: Id| {
             let repository = self.clone();
             async move { (id, repository.read_snapshot(id).await) }
@@ -376,8 +376,8 @@ impl Repository {
 
     /// Like [`Self::list_snapshots`], but also returns the upload times, by the store's clock.
     pub(crate) async fn list_snapshot_uploads(&self) -> Result<Vec<(Id, Snapshot, Timestamp)>, FilesError> {
-        let folder = self.root.clone().join(ObjectKind::Snapshot.folder());
-        let uploads = self.list_uploads(&folder, |id| self.path(ObjectKind::Snapshot, id)).await?;
+        let dir = self.root.clone().join(ObjectKind::Snapshot.dir());
+        let uploads = self.list_uploads(&dir, |id| self.path(ObjectKind::Snapshot, id)).await?;
         let read = |(id, uploaded): (Id, Timestamp)| {
             let repository = self.clone();
             async move {
@@ -398,14 +398,14 @@ impl Repository {
         Ok(snapshots)
     }
 
-    /// Lists the objects of a folder with their upload times, by the store's clock.
+    /// Lists the objects of a directory with their upload times, by the store's clock.
     async fn list_uploads(
         &self,
-        folder: &Path,
+        dir: &Path,
         path_of: impl Fn(Id) -> Path,
     ) -> Result<Vec<(Id, Timestamp)>, FilesError> {
         let mut uploads = Vec::new();
-        for meta in list_objects(&self.bucket, folder).await? {
+        for meta in list_objects(&self.bucket, dir).await? {
             let id = find_id(&meta.location, &path_of);
             let nanoseconds = i32::try_from(meta.last_modified.timestamp_subsec_nanos()).unwrap_or(0);
             let time = Timestamp::new(meta.last_modified.timestamp(), nanoseconds).unwrap_or(Timestamp::MAX);
@@ -438,9 +438,9 @@ async fn put_if_absent(bucket: &Bucket, path: &Path, content: impl Into<Bytes>) 
 }
 
 /// Lists all objects below a path.
-pub(crate) async fn list_objects(bucket: &Bucket, folder: &Path) -> Result<Vec<ObjectMeta>, FilesError> {
+pub(crate) async fn list_objects(bucket: &Bucket, dir: &Path) -> Result<Vec<ObjectMeta>, FilesError> {
     let mut objects = Vec::new();
-    for_each_object(bucket, folder, |object| objects.push(object)).await?;
+    for_each_object(bucket, dir, |object| objects.push(object)).await?;
     Ok(objects)
 }
 
@@ -451,7 +451,7 @@ async fn write_key_file(bucket: &Bucket, root: &Path, key: &RepositoryKey) -> Re
 }
 
 /// Returns the id in an object's name if `path_of` returns the object's path for that id. Other objects are ignored,
-/// such as a directory store's temporary files, and objects in folders that the format does not have.
+/// such as a directory store's temporary files, and objects in directories that the format does not have.
 fn find_id(object: &Path, path_of: impl FnOnce(Id) -> Path) -> Option<Id> {
     let id = object.filename()?.parse().ok()?;
     (path_of(id) == *object).then_some(id)
@@ -460,13 +460,13 @@ fn find_id(object: &Path, path_of: impl FnOnce(Id) -> Path) -> Option<Id> {
 /// Calls `add` for each object below a path.
 pub(crate) async fn for_each_object(
     bucket: &Bucket,
-    folder: &Path,
+    dir: &Path,
     mut add: impl FnMut(ObjectMeta),
 ) -> Result<(), FilesError> {
-    let mut listing = bucket.raw().list(Some(folder));
+    let mut listing = bucket.raw().list(Some(dir));
     loop {
-        let next = async { listing.try_next().await.map_err(|error| StoreError::classify(folder, error)) };
-        match bucket.run_with_timeout(folder, REQUEST_TIMEOUT, next).await? {
+        let next = async { listing.try_next().await.map_err(|error| StoreError::classify(dir, error)) };
+        match bucket.run_with_timeout(dir, REQUEST_TIMEOUT, next).await? {
             Some(meta) => add(meta),
             None => return Ok(()),
         }

@@ -288,7 +288,7 @@ impl Tree {
     /// # Errors
     /// [`FilesError::Corrupt`] if the JSON or a name is invalid, or if a name occurs more than once.
     pub(crate) fn parse(id: Id, json: &[u8]) -> Result<Self, FilesError> {
-        let corrupt = |why: &dyn std::fmt::Display| FilesError::corrupt(format!("tree {id}"), &why);
+        let corrupt = |reason: &dyn std::fmt::Display| FilesError::corrupt(format!("tree {id}"), &reason);
         let tree: Self = serde_json::from_slice(json).map_err(|error| corrupt(&error))?;
         let invalid = |kind: &str, name: &str| format!("{kind} entry name {:?}", truncate_printable(name));
         let mut names = std::collections::HashSet::with_capacity(tree.nodes.len());

@@ -25,12 +25,12 @@ pub struct StoreUsage {
 /// # Errors
 /// If the store fails.
 pub async fn has_snapshots(bucket: &Bucket, root: &Path) -> Result<bool, FilesError> {
-    let folder = root.clone().join("snapshots");
+    let dir = root.clone().join("snapshots");
     let first = async {
-        let first = bucket.raw().list(Some(&folder)).try_next().await;
-        first.map_err(|error| StoreError::classify(&folder, error))
+        let first = bucket.raw().list(Some(&dir)).try_next().await;
+        first.map_err(|error| StoreError::classify(&dir, error))
     };
-    Ok(bucket.run_with_timeout(&folder, REQUEST_TIMEOUT, first).await?.is_some())
+    Ok(bucket.run_with_timeout(&dir, REQUEST_TIMEOUT, first).await?.is_some())
 }
 
 /// Adds up the sizes of the objects of the repository below `root`. The repository's key is not needed.

@@ -52,7 +52,7 @@ pub struct VerifyReport {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DamagedPack {
     pub pack: Id,
-    pub why: String,
+    pub reason: String,
     /// The blobs of which neither this pack nor another one has a sound copy.
     pub blobs: Vec<Id>,
 }
@@ -72,8 +72,9 @@ pub async fn find_unindexed_blob(
     let locations = uncached.load_locations().await?;
     let error_if_missing = |blob_type, id: Id, kind: &str| {
         locations.find(blob_type, id).err()?;
-        let why = "a part of the index is lost; `restic rebuild-index` restores it if the pack still exists";
-        Some(FilesError::corrupt(format!("{kind} {id}"), &why))
+        let reason =
+            "a part of the index is lost; `restic rebuild-index` restores it if the pack still exists";
+        Some(FilesError::corrupt(format!("{kind} {id}"), &reason))
     };
     let mut trees = TreeReader::new(repository, &locations);
     let mut seen = HashSet::new();
@@ -120,8 +121,8 @@ pub async fn find_unusable_snapshot(
             others => format!("so are {others} others; "),
         };
         let remedy = "restore its object in the store, or delete it with the store's tools";
-        let why = format!("it cannot be read; {others}{remedy}");
-        return Ok(Some(FilesError::corrupt(format!("snapshot {first}"), &why)));
+        let reason = format!("it cannot be read; {others}{remedy}");
+        return Ok(Some(FilesError::corrupt(format!("snapshot {first}"), &reason)));
     }
     let locations = repository.load_tree_locations().await?;
     Ok(snapshots.into_iter().find_map(|(id, snapshot)| {
@@ -156,7 +157,7 @@ pub async fn verify(repository: &Repository, share: PackShare) -> Result<VerifyR
     damaged_packs.sort_by_key(|damage: &Damage| damage.pack);
     let copies = BlobCopies::find(&index, &damaged_packs);
     let mut other_packs: BTreeMap<Id, Vec<Id>> = BTreeMap::new();
-    for Damage { pack, why, blobs } in damaged_packs {
+    for Damage { pack, reason, blobs } in damaged_packs {
         let mut lost = Vec::new();
         for blob in blobs {
             if let Some(damaged_copies) = copies.find_damaged_copies(repository, pack, &blob).await? {
@@ -166,14 +167,14 @@ pub async fn verify(repository: &Repository, share: PackShare) -> Result<VerifyR
                 }
             }
         }
-        let damaged = DamagedPack { pack, why, blobs: lost };
+        let damaged = DamagedPack { pack, reason, blobs: lost };
         let list = if damaged.blobs.is_empty() { &mut verified.recoverable } else { &mut verified.damaged };
         list.push(damaged);
     }
     // If only one of a lost blob's packs were known to be damaged, a save would not write the blob again.
     verified.damaged.extend(other_packs.into_iter().map(|(pack, blobs)| {
-        let why = "it has a damaged copy of a blob that is damaged in another pack, too".to_owned();
-        DamagedPack { pack, why, blobs }
+        let reason = "it has a damaged copy of a blob that is damaged in another pack, too".to_owned();
+        DamagedPack { pack, reason, blobs }
     }));
     Ok(verified)
 }
@@ -181,7 +182,7 @@ pub async fn verify(repository: &Repository, share: PackShare) -> Result<VerifyR
 /// A damaged pack, and the blobs that cannot be read there.
 struct Damage {
     pack: Id,
-    why: String,
+    reason: String,
     blobs: Vec<PackedBlob>,
 }
 
@@ -233,8 +234,8 @@ async fn verify_pack(
     pack: IndexedPack,
 ) -> Result<(u64, Option<Damage>), FilesError> {
     let Some(bytes) = repository.read_whole_pack(pack.id).await? else {
-        let why = "it does not exist".to_owned();
-        return Ok((0, Some(Damage { pack: pack.id, why, blobs: pack.blobs })));
+        let reason = "it does not exist".to_owned();
+        return Ok((0, Some(Damage { pack: pack.id, reason, blobs: pack.blobs })));
     };
     let length = bytes.len() as u64;
     let key = repository.key.clone();
@@ -249,23 +250,23 @@ fn sorted_by_offset(blobs: &[PackedBlob]) -> Vec<PackedBlob> {
 }
 
 fn find_damage(key: &crate::key::EncryptionKey, pack: &IndexedPack, bytes: &[u8]) -> Option<Damage> {
-    let mut why = None;
+    let mut reason = None;
     if Id::of(bytes) != pack.id {
-        why = Some("its content does not match its hash".to_owned());
+        reason = Some("its content does not match its hash".to_owned());
     }
     match parse_header(key, pack.id, bytes) {
         Ok(blobs) if sorted_by_offset(&blobs) == sorted_by_offset(&pack.blobs) => {}
-        Ok(_) => drop(why.get_or_insert_with(|| "its header differs from the index".to_owned())),
-        Err(error) => drop(why.get_or_insert_with(|| error.to_string())),
+        Ok(_) => drop(reason.get_or_insert_with(|| "its header differs from the index".to_owned())),
+        Err(error) => drop(reason.get_or_insert_with(|| error.to_string())),
     }
     let mut unreadable = Vec::new();
     for blob in &pack.blobs {
         let range = usize::try_from(blob.offset).ok().zip(usize::try_from(blob.length).ok());
         let sealed = range.and_then(|(start, length)| bytes.get(start..start.checked_add(length)?));
         if let Err(error) = open_blob(key, blob, sealed.unwrap_or_default()) {
-            why.get_or_insert_with(|| error.to_string());
+            reason.get_or_insert_with(|| error.to_string());
             unreadable.push(*blob);
         }
     }
-    why.map(|why| Damage { pack: pack.id, why, blobs: unreadable })
+    reason.map(|reason| Damage { pack: pack.id, reason, blobs: unreadable })
 }

@@ -39,8 +39,8 @@ pub(crate) fn read_xattrs(file: &impl AsFd) -> io::Result<Vec<ExtendedAttribute>
         if let Some(value) = read_value(file, name)? {
             total += value.len();
             if total > MAX_TOTAL_BYTES {
-                let why = format!("its extended attributes are larger than {MAX_TOTAL_BYTES} bytes");
-                return Err(io::Error::new(io::ErrorKind::FileTooLarge, why));
+                let reason = format!("its extended attributes are larger than {MAX_TOTAL_BYTES} bytes");
+                return Err(io::Error::new(io::ErrorKind::FileTooLarge, reason));
             }
             attributes.push(ExtendedAttribute::new(name, &value));
         }

@@ -186,11 +186,10 @@ where
 }
 
 type BoxedStream<S, P> = Box<ObservedStream<S, P>>;
+type HyperConnection<S, P, H> = UpgradeableConnection<TokioIo<BoxedStream<S, P>>, H>;
 
 /// Takes a connection from hyper, without its buffers. Bytes that hyper has read of the next head are put back.
-fn take_apart<S, P, H>(
-    connection: Pin<Box<UpgradeableConnection<TokioIo<BoxedStream<S, P>>, H>>>,
-) -> Option<(BoxedStream<S, P>, H)>
+fn take_apart<S, P, H>(connection: Pin<Box<HyperConnection<S, P, H>>>) -> Option<(BoxedStream<S, P>, H)>
 where
     S: PollReadable,
     P: Unpin + Send + 'static,

@@ -182,7 +182,7 @@ async fn serve_listener(
             let permits = ConnectionPermits { _connection: permit, _address: address_permit, _load: load };
             match acceptor {
                 None => {
-                    serve_connection(stream, permits, responder, extensions, connection_limits, stop).await
+                    serve_connection(stream, permits, responder, extensions, connection_limits, stop).await;
                 }
                 Some(acceptor) => {
                     // Boxed, so that a connection does not keep the memory for its handshake.

@@ -1,4 +1,4 @@
-//! Ids for machines, operations and other records: distinct UUID types, ordered by time (v7).
+//! The ids of machines, operations and other records: distinct UUID types, ordered by time (v7).
 
 use std::fmt;
 use std::str::FromStr;

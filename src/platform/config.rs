@@ -312,14 +312,14 @@ fn read_database(env: &mut Env) -> Option<tokio_postgres::Config> {
         env.add_error(variable, "must be postgres://user:password@host:port/database");
         return None;
     };
-    db::check_supported(&config).map_err(|why| env.add_error(variable, why)).ok()?;
+    db::check_supported(&config).map_err(|reason| env.add_error(variable, reason)).ok()?;
     Some(config)
 }
 
 fn read_platform_secret(env: &mut Env) -> Option<SecretString> {
     let variable = &vars::PLATFORM_SECRET;
     let secret = env.required_secret(variable)?;
-    check_operator_secret(secret.expose_secret()).map_err(|why| env.add_error(variable, why)).ok()?;
+    check_operator_secret(secret.expose_secret()).map_err(|reason| env.add_error(variable, reason)).ok()?;
     Some(secret)
 }
 

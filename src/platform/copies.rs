@@ -102,8 +102,8 @@ impl Copies {
                 (Some(NewestSnapshot { taken_at, machine, key: Some(latest.key) }), None)
             }
             Ok(Err(SnapshotUnusable::Absent)) => (None, self.reported.as_ref().map(missing_snapshot_problem)),
-            Ok(Err(SnapshotUnusable::Damaged { key, why })) => {
-                (self.reported.clone(), Some(format!("{key} is not usable: {why}")))
+            Ok(Err(SnapshotUnusable::Damaged { key, reason })) => {
+                (self.reported.clone(), Some(format!("{key} is not usable: {reason}")))
             }
             Ok(Err(SnapshotUnusable::Store(error))) => {
                 tracing::warn!(error = %format_chain(&error), "cannot find the newest snapshot");

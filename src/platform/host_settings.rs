@@ -195,20 +195,23 @@ fn read_egress(env: &mut Env) -> Networks {
     let Some(text) = env.text(&vars::PLATFORM_EGRESS_CIDRS) else { return Networks::default() };
     let entries: Vec<&str> = text.split(',').map(str::trim).filter(|entry| !entry.is_empty()).collect();
     if entries.is_empty() || entries.len() > MAX_EGRESS_NETWORKS {
-        let why = format!("must list 1 to {MAX_EGRESS_NETWORKS} networks; unset it to admit every address");
-        env.add_error(&vars::PLATFORM_EGRESS_CIDRS, why);
+        let reason =
+            format!("must list 1 to {MAX_EGRESS_NETWORKS} networks; unset it to admit every address");
+        env.add_error(&vars::PLATFORM_EGRESS_CIDRS, reason);
         return Networks::default();
     }
     let parsed: Vec<Result<Networks, _>> = entries.iter().map(|entry| entry.parse()).collect();
     let networks: Networks = parsed
         .into_iter()
-        .filter_map(|network| network.map_err(|why| env.add_error(&vars::PLATFORM_EGRESS_CIDRS, why)).ok())
+        .filter_map(|network| {
+            network.map_err(|error| env.add_error(&vars::PLATFORM_EGRESS_CIDRS, error)).ok()
+        })
         .collect();
     for network in networks.unroutable() {
-        let why = format!(
+        let reason = format!(
             "{network} cannot be a source of connections to hosts: list the platform's outgoing addresses"
         );
-        env.add_error(&vars::PLATFORM_EGRESS_CIDRS, why);
+        env.add_error(&vars::PLATFORM_EGRESS_CIDRS, reason);
     }
     networks
 }

@@ -116,7 +116,7 @@ fn read_sts_endpoint(env: &mut Env, s3: &S3Config) -> Option<Url> {
         (None, region) if region.starts_with("cn-") => format!("https://sts.{region}.amazonaws.com.cn"),
         (None, region) => format!("https://sts.{region}.amazonaws.com"),
     };
-    text.parse().map_err(|why| env.add_error(&vars::STS_ENDPOINT, why)).ok()
+    text.parse().map_err(|error| env.add_error(&vars::STS_ENDPOINT, error)).ok()
 }
 
 /// The sessions that a host receives.

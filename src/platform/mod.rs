@@ -147,8 +147,8 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
             "STORE_HOST_CREDENTIALS=static: every host gets the platform's own object store credentials"
         );
     }
-    if let Some(why) = config.shared_site_warning() {
-        tracing::warn!("{why}; use another registrable domain");
+    if let Some(reason) = config.shared_site_warning() {
+        tracing::warn!("{reason}; use another registrable domain");
     }
     let bucket = config.store.open().or_exit(Exit::Config)?.with_call_timeout(STORE_CALL_TIMEOUT);
     refuse_unsafe_store(&bucket).await?;
@@ -250,8 +250,9 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
         () = stop.cancelled() => {}
         ended = tasks.join_next() => {
             stop.cancel();
-            let why = ended.and_then(Result::err).map_or_else(|| "it returned".to_owned(), |error| error.to_string());
-            let error = anyhow::anyhow!("a platform task ended unexpectedly: {why}");
+            let error = ended.and_then(Result::err);
+            let reason = error.map_or_else(|| "it returned".to_owned(), |error| error.to_string());
+            let error = anyhow::anyhow!("a platform task ended unexpectedly: {reason}");
             return Err(Failure::new(Exit::Internal, error));
         }
     }
@@ -355,11 +356,11 @@ async fn delete_process_row(platform: &Platform) {
 async fn refuse_unsafe_store(bucket: &Bucket) -> Result<(), Failure> {
     match parallel_probe::run(bucket, STORE_PROBE_TIMEOUT).await {
         Ok(findings) => {
-            if let Some(why) = findings.refusal() {
-                return Err(Failure::new(Exit::Config, anyhow::anyhow!(why)));
+            if let Some(reason) = findings.refusal() {
+                return Err(Failure::new(Exit::Config, anyhow::anyhow!(reason)));
             }
-            if let Some(why) = findings.warning() {
-                tracing::warn!("{why}");
+            if let Some(reason) = findings.warning() {
+                tracing::warn!("{reason}");
             }
         }
         Err(error) => {

@@ -62,7 +62,7 @@ pub enum RolloutEffect {
     /// Verify the release on the machines that have it.
     Verify,
     Stop {
-        why: String,
+        reason: String,
     },
     Succeed,
 }
@@ -98,12 +98,12 @@ pub fn next_effects(
     }
     let failed = states.iter().filter(|(_, state)| *state == MemberState::Failed).count();
     if states.iter().any(|(batch, state)| *batch == 0 && *state == MemberState::Failed) {
-        effects.push(RolloutEffect::Stop { why: "the canary failed".to_owned() });
+        effects.push(RolloutEffect::Stop { reason: "the canary failed".to_owned() });
         return effects;
     }
     if failed >= limits.max_failures {
         let machines = if failed == 1 { "machine" } else { "machines" };
-        effects.push(RolloutEffect::Stop { why: format!("{failed} {machines} failed") });
+        effects.push(RolloutEffect::Stop { reason: format!("{failed} {machines} failed") });
         return effects;
     }
     if states.iter().any(|(_, state)| *state == MemberState::Requested) {
@@ -149,8 +149,8 @@ fn update_result(member: &Member) -> Option<(MemberState, Option<String>)> {
     if !member.is_running {
         return Some((MemberState::Skipped, Some("the machine stopped running".to_owned())));
     }
-    if let Some(why) = &member.failure {
-        return Some((MemberState::Failed, Some(why.clone())));
+    if let Some(reason) = &member.failure {
+        return Some((MemberState::Failed, Some(reason.clone())));
     }
     if member.is_updated {
         return Some((MemberState::Updated, None));
@@ -333,12 +333,12 @@ mod tests {
 
     #[test]
     fn stop_reason_counts_failed_machines() {
-        for (max_failures, why) in [(1, "1 machine failed"), (2, "2 machines failed")] {
+        for (max_failures, reason) in [(1, "1 machine failed"), (2, "2 machines failed")] {
             let mut members = vec![member(1, Host::RollsBack); max_failures];
             members.iter_mut().for_each(|member| member.state = MemberState::Failed);
             let limits = RolloutLimits { canary: 0, max_failures };
             let effects = next_effects(RolloutPace::Running, limits, VerificationState::Satisfied, &members);
-            assert_eq!(effects, [RolloutEffect::Stop { why: why.to_owned() }]);
+            assert_eq!(effects, [RolloutEffect::Stop { reason: reason.to_owned() }]);
         }
     }
 }

@@ -108,7 +108,7 @@ svc_base::variables! {
         ACME_DIRECTORY_URL: "https URL" = unset;
         /// Address to which the authority sends notices.
         ACME_CONTACT: "e-mail address" = unset;
-        /// Id of your account with the authority, to which the hosts' accounts are bound if the authority requires
+        /// The id of your account with the authority, to which the hosts' accounts are bound if the authority requires
         /// it.
         ACME_EAB_KEY_ID: "text" = unset;
         /// Key of that account. Every host gets it.

@@ -15,7 +15,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::credentials::is_withdrawn;
-use super::key::{POINTER_LOG_FOLDER, POINTER_SUFFIX};
+use super::key::{POINTER_LOG_DIR, POINTER_SUFFIX};
 use super::multipart::{MultipartUploads, OpenUpload};
 use super::pointer;
 use svc_base::metrics::{STORE_CALLS, STORE_DURATION};
@@ -32,12 +32,12 @@ pub enum StoreError {
     /// A conditional write found a version other than the expected one.
     #[error("{key} was changed by another writer")]
     Precondition { key: String },
-    /// `why` may quote untrusted text; [`StoreError::corrupt`] limits its length and makes it printable.
-    #[error("{key} in the object store is not readable: {why}")]
-    Corrupt { key: String, why: String },
+    /// `reason` may quote untrusted text; [`StoreError::corrupt`] limits its length and makes it printable.
+    #[error("{key} in the object store is not readable: {reason}")]
+    Corrupt { key: String, reason: String },
     /// Not written, because readers would reject it.
-    #[error("{key} cannot be stored: {why}")]
-    TooLarge { key: String, why: String },
+    #[error("{key} cannot be stored: {reason}")]
+    TooLarge { key: String, reason: String },
     #[error("the object store refused access to {key}")]
     Denied {
         key: String,
@@ -66,10 +66,10 @@ pub enum StoreError {
 }
 
 impl StoreError {
-    /// Creates a `Corrupt` error. Truncates `why` and makes it printable, because it may quote untrusted text of any
+    /// Creates a `Corrupt` error. Truncates `reason` and makes it printable, because it may quote untrusted text of any
     /// length from the object.
-    pub fn corrupt(key: &Path, why: &impl std::fmt::Display) -> Self {
-        Self::Corrupt { key: key.to_string(), why: truncate_printable(&why.to_string()) }
+    pub fn corrupt(key: &Path, reason: &impl std::fmt::Display) -> Self {
+        Self::Corrupt { key: key.to_string(), reason: truncate_printable(&reason.to_string()) }
     }
 
     /// Converts an error from the underlying store.
@@ -118,7 +118,7 @@ impl StoreError {
 pub fn is_unusable_pointer(error: &str) -> bool {
     let is_unreadable = error.match_indices(CORRUPT_MESSAGE).any(|(key_end, _)| {
         let key = error[..key_end].rsplit(char::is_whitespace).next().unwrap_or_default();
-        key.ends_with(POINTER_SUFFIX) || key.contains(POINTER_LOG_FOLDER)
+        key.ends_with(POINTER_SUFFIX) || key.contains(POINTER_LOG_DIR)
     });
     is_unreadable || pointer::is_unsound(error)
 }
@@ -256,8 +256,8 @@ impl Bucket {
         work: impl Future<Output = Result<T, StoreError>>,
     ) -> Result<T, StoreError> {
         tokio::time::timeout(timeout, work).await.unwrap_or_else(|_| {
-            let why = format!("no response within {} s", timeout.as_secs());
-            Err(StoreError::classify(key, Error::Generic { store: "bucket", source: why.into() }))
+            let reason = format!("no response within {} s", timeout.as_secs());
+            Err(StoreError::classify(key, Error::Generic { store: "bucket", source: reason.into() }))
         })
     }
 
@@ -286,14 +286,13 @@ impl Bucket {
     /// Whether a key that could not be read is absent. S3 returns 403 instead of 404 if the credentials may list only
     /// a part of the bucket, so the key is looked up in a listing of that part. `false` if the listing fails.
     async fn is_absent(&self, key: &Path) -> bool {
-        let Some((folder, name)) = key.as_ref().rsplit_once('/') else { return false };
+        let Some((dir, name)) = key.as_ref().rsplit_once('/') else { return false };
         let mut offset = name.to_owned();
         offset.pop();
-        let (Ok(folder), Ok(offset)) = (Path::parse(folder), Path::parse(format!("{folder}/{offset}")))
-        else {
+        let (Ok(dir), Ok(offset)) = (Path::parse(dir), Path::parse(format!("{dir}/{offset}"))) else {
             return false;
         };
-        let mut listing = self.inner.list_with_offset(Some(&folder), &offset);
+        let mut listing = self.inner.list_with_offset(Some(&dir), &offset);
         loop {
             match listing.try_next().await {
                 Ok(Some(meta)) if meta.location == *key => return false,
@@ -323,8 +322,8 @@ impl Bucket {
             }
         };
         if object.meta.size > limit {
-            let why = format!("{} bytes, more than the limit of {limit}", object.meta.size);
-            return Err(StoreError::Corrupt { key: key.to_string(), why });
+            let reason = format!("{} bytes, more than the limit of {limit}", object.meta.size);
+            return Err(StoreError::Corrupt { key: key.to_string(), reason });
         }
         let version = Version::from_meta(&object.meta);
         let value = object.bytes().await.map_err(|error| StoreError::classify(key, error))?;
@@ -443,8 +442,8 @@ mod tests {
         bucket.put(&key, text).await.unwrap();
         let error = bucket.get_json::<Pointer>(&key).await.unwrap_err();
         assert!(!is_unusable_pointer(&error.to_string()), "mistook another object for a pointer");
-        let StoreError::Corrupt { why, .. } = &error else { panic!("{error}") };
-        assert!(why.chars().count() <= MAX_CHARS, "{} characters", why.chars().count());
-        assert!(!why.contains('\u{1b}'));
+        let StoreError::Corrupt { reason, .. } = &error else { panic!("{error}") };
+        assert!(reason.chars().count() <= MAX_CHARS, "{} characters", reason.chars().count());
+        assert!(!reason.contains('\u{1b}'));
     }
 }

@@ -21,7 +21,7 @@ pub use keys::{KeySet, KeySetError, KeysError, MAX_KEYS, TrustedKeys, max_sequen
 pub const MAX_COMPANION_BYTES: u64 = 64 << 10;
 /// Maximum size of the `.sha256` file.
 const MAX_DIGEST_FILE_BYTES: u64 = 1024;
-const FORMAT: u32 = 1;
+const FORMAT_VERSION: u32 = 1;
 
 /// Reads the SHA-256 (hex) from a bundle's `.sha256` companion; `None` if there is no such bundle.
 ///
@@ -34,9 +34,10 @@ pub async fn read_digest(bucket: &Bucket, version: &ImageVersion) -> Result<Opti
     };
     match parse_digest(&String::from_utf8_lossy(&read.value)) {
         Some(digest) => Ok(Some(digest)),
-        None => {
-            Err(StoreError::Corrupt { key: companion.to_string(), why: "it contains no SHA-256".to_owned() })
-        }
+        None => Err(StoreError::Corrupt {
+            key: companion.to_string(),
+            reason: "it contains no SHA-256".to_owned(),
+        }),
     }
 }
 
@@ -101,9 +102,9 @@ pub enum ManifestError {
     UnknownKey { ids: Vec<String> },
     #[error("the signature by key {id} does not match this manifest")]
     InvalidSignature { id: String },
-    #[error("cannot parse the manifest: {why}")]
-    Malformed { why: String },
-    #[error("the manifest has format {found}, but this program supports only {FORMAT}")]
+    #[error("cannot parse the manifest: {reason}")]
+    Malformed { reason: String },
+    #[error("the manifest has format {found}, but this program supports only {FORMAT_VERSION}")]
     WrongFormat { found: u32 },
     #[error("the manifest is for version {found}, not for {expected}")]
     WrongVersion { expected: ImageVersion, found: ImageVersion },
@@ -128,16 +129,16 @@ impl Manifest {
         struct Format {
             version: u32,
         }
-        let malformed = |why: serde_json::Error| ManifestError::Malformed { why: why.to_string() };
+        let malformed = |error: serde_json::Error| ManifestError::Malformed { reason: error.to_string() };
         let format: Format = serde_json::from_slice(text).map_err(malformed)?;
-        if format.version != FORMAT {
+        if format.version != FORMAT_VERSION {
             return Err(ManifestError::WrongFormat { found: format.version });
         }
         let manifest: Self = serde_json::from_slice(text).map_err(malformed)?;
         match parse_digest(&manifest.sha256) {
             Some(digest) if digest == manifest.sha256 => Ok(manifest),
             _ => Err(ManifestError::Malformed {
-                why: "sha256 must be 64 lowercase hexadecimal digits".to_owned(),
+                reason: "sha256 must be 64 lowercase hexadecimal digits".to_owned(),
             }),
         }
     }

@@ -196,8 +196,8 @@ pub async fn probe_all(config: &StoreConfig, races: RaceLimits) -> Vec<ProbeResu
     let (create, replace) = match parallel_probe::run_rounds(&bucket, races.rounds, races.timeout).await {
         Ok(findings) => (atomicity_support(findings.create), atomicity_support(findings.replace)),
         Err(error) => {
-            let why = Support::Unknown(format_chain(&error));
-            (why.clone(), why)
+            let unknown = Support::Unknown(format_chain(&error));
+            (unknown.clone(), unknown)
         }
     };
     results.push(ProbeResult::new(CREATE_ONCE_IN_PARALLEL, create));
@@ -234,7 +234,7 @@ async fn determine_support(probe: impl Future<Output = ProbeOutcome>) -> Support
     probe.await.map_or_else(|error| Support::Unknown(format_chain(&error)), to_support)
 }
 
-/// Returns the key of a temporary object, in a unique folder.
+/// Returns the key of a temporary object, in a unique directory.
 fn temporary_key(name: &str) -> Path {
     Path::from(format!("{}/{}/{name}", *RUN_PREFIX, uuid::Uuid::new_v4()))
 }
@@ -269,8 +269,8 @@ mod tests {
         for ProbeResult { capability, support } in results {
             match support {
                 // An in-memory store receives no requests, and completes every upload unconditionally.
-                Support::Unknown(why) => {
-                    assert!(capability.applies_only_to_servers(), "{}: {why}", capability.name);
+                Support::Unknown(reason) => {
+                    assert!(capability.applies_only_to_servers(), "{}: {reason}", capability.name);
                 }
                 Support::No(_) => assert_eq!(capability, CREATE_ONLY_UPLOAD),
                 Support::Yes => {}

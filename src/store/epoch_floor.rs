@@ -61,8 +61,8 @@ pub(super) async fn read_metadata_epoch(
         Ok(read) => {
             Ok(read.map(|read| read.value.epoch).filter(|epoch| *epoch <= bound).unwrap_or(Epoch::NONE))
         }
-        Err(StoreError::Corrupt { key, why }) => {
-            tracing::warn!(key, why, "the machine's metadata is unreadable; its epoch is ignored");
+        Err(StoreError::Corrupt { key, reason }) => {
+            tracing::warn!(key, reason, "the machine's metadata is unreadable; its epoch is ignored");
             Ok(Epoch::NONE)
         }
         Err(error) => Err(error),
@@ -74,10 +74,10 @@ fn highest_in_pointer(slot: &SlotPrefix, pointer: &Pointer, recorded: Epoch) -> 
     let Pointer { fence_epoch: fence, snapshot, .. } = pointer;
     let snapshot_epoch = snapshot.as_ref().map_or(Epoch::NONE, |snapshot| snapshot.epoch);
     if snapshot_epoch > recorded.max_plausible() {
-        let why = format!(
+        let reason = format!(
             "its snapshot's epoch {snapshot_epoch} is far above {recorded}, the highest epoch known to the platform"
         );
-        return Err(StoreError::Corrupt { key: slot.pointer().to_string(), why });
+        return Err(StoreError::Corrupt { key: slot.pointer().to_string(), reason });
     }
     if *fence > recorded.max_plausible() {
         tracing::warn!(key = %slot.pointer(), %fence, %recorded, "the fence is far above any epoch known to the platform; it is ignored");
@@ -112,7 +112,7 @@ mod tests {
 
     fn vps_meta(epoch: u32) -> VpsMeta {
         VpsMeta {
-            version: meta::FORMAT,
+            version: meta::FORMAT_VERSION,
             idp_user_id: "user_1".parse().unwrap(),
             slot: Slot::primary(),
             machine_id: MachineId::new(),

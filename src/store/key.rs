@@ -13,13 +13,13 @@ pub const BUNDLE_FILE: &str = "svc-host-bundle.tar.gz";
 const SEQ_DIGITS: usize = 16;
 
 /// A substring of every snapshot and sidecar key.
-pub const SNAPSHOTS_FOLDER: &str = "/system/db/snapshots/";
+pub const SNAPSHOTS_DIR: &str = "/system/db/snapshots/";
 
 /// The suffix of the key of every database pointer.
 pub const POINTER_SUFFIX: &str = "/system/db/latest";
 
 /// A substring of the key of every entry in a database pointer's log.
-pub const POINTER_LOG_FOLDER: &str = "/system/db/pointer-log/";
+pub const POINTER_LOG_DIR: &str = "/system/db/pointer-log/";
 
 /// The prefix of a slot's keys.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -46,7 +46,7 @@ impl SlotPrefix {
         self.join(&["system", "db", "latest"])
     }
 
-    /// Returns the folder of the pointer's log. Each entry in it claims one `seq`.
+    /// Returns the directory of the pointer's log. Each entry in it claims one `seq`.
     pub fn pointer_log(&self) -> Path {
         self.join(&["system", "db", "pointer-log"])
     }
@@ -93,7 +93,7 @@ impl SlotPrefix {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PointerPaths {
     pub latest: Path,
-    /// The folder of the log.
+    /// The directory of the log.
     pub log: Path,
 }
 
@@ -104,7 +104,7 @@ impl PointerPaths {
     }
 
     /// Returns the `seq` that a log entry claims; `None` if the object is not an entry, for example because it is in a
-    /// folder below the log.
+    /// directory below the log.
     pub fn entry_seq(&self, object: &Path) -> Option<u64> {
         let digits = object.filename()?.strip_suffix(".json")?;
         let is_number = digits.len() == SEQ_DIGITS && digits.bytes().all(|b| b.is_ascii_digit());
@@ -225,12 +225,12 @@ pub fn is_sidecar(object: &Path) -> bool {
     object.filename().is_some_and(|name| name.ends_with(".dump.json"))
 }
 
-/// The folder with all bundles, at the root of the bucket.
-pub const BUNDLES_FOLDER: &str = "system-bundles";
+/// The directory with all bundles, at the root of the bucket.
+pub const BUNDLES_DIR: &str = "system-bundles";
 
 /// Returns the path of a bundle's object; `suffix` is empty, `.sha256`, `.json` or `.json.sig`.
 pub fn bundle(version: &ImageVersion, suffix: &str) -> Path {
-    Path::from_iter([BUNDLES_FOLDER, version.as_str(), &format!("{BUNDLE_FILE}{suffix}")])
+    Path::from_iter([BUNDLES_DIR, version.as_str(), &format!("{BUNDLE_FILE}{suffix}")])
 }
 
 #[cfg(test)]

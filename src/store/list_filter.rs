@@ -55,8 +55,8 @@ async fn read_page(body: HttpResponseBody) -> Result<Bytes, HttpError> {
     let mut page = Vec::new();
     while let Some(chunk) = chunks.try_next().await? {
         if page.len() + chunk.len() > MAX_PAGE_BYTES {
-            let why = format!("a page of a listing is larger than {MAX_PAGE_BYTES} bytes");
-            return Err(HttpError::new(HttpErrorKind::Decode, std::io::Error::other(why)));
+            let reason = format!("a page of a listing is larger than {MAX_PAGE_BYTES} bytes");
+            return Err(HttpError::new(HttpErrorKind::Decode, std::io::Error::other(reason)));
         }
         page.extend_from_slice(&chunk);
     }
@@ -231,10 +231,10 @@ mod tests {
         let mut env = Env::from_pairs(pairs.iter().map(|(name, value)| (&**name, &**value)));
         let config = StoreConfig::read(&mut env);
         let bucket = env.finish(config).unwrap().open().unwrap();
-        let folder = Path::from("u/f");
-        let listed = bucket.raw().list(Some(&folder)).map_ok(|object| object.location.to_string());
+        let prefix = Path::from("u/f");
+        let listed = bucket.raw().list(Some(&prefix)).map_ok(|object| object.location.to_string());
         assert_eq!(listed.try_collect::<Vec<_>>().await.unwrap(), ["u/f/a", "u/f/index/b"]);
-        let listed = bucket.raw().list_with_delimiter(Some(&folder)).await.unwrap();
+        let listed = bucket.raw().list_with_delimiter(Some(&prefix)).await.unwrap();
         assert_eq!(listed.common_prefixes, [Path::from("u/f/index"), Path::from("u/f/z")]);
         assert_eq!(listed.objects.len(), 1, "{:?}", listed.objects);
     }

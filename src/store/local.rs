@@ -64,7 +64,7 @@ impl ObjectStore for LocalStore {
         let _lock = self.lock().await?;
         if let PutMode::Update(expected) = &options.mode {
             let precondition_error =
-                |why: &str| Error::Precondition { path: location.to_string(), source: why.into() };
+                |reason: &str| Error::Precondition { path: location.to_string(), source: reason.into() };
             match self.inner.head(location).await {
                 Ok(current) if current.e_tag == expected.e_tag => options.mode = PutMode::Overwrite,
                 Ok(_) => return Err(precondition_error("the object has a different version")),

@@ -13,7 +13,7 @@ use svc_machine::epoch::Epoch;
 use svc_machine::id::MachineId;
 use svc_machine::name::{IdpUserId, ImageVersion, Slot};
 
-pub const FORMAT: u32 = 1;
+pub const FORMAT_VERSION: u32 = 1;
 
 /// Maximum number of attempts to write if other writers interfere.
 const MAX_ATTEMPTS: u32 = 4;

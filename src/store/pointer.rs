@@ -16,7 +16,7 @@ use svc_machine::id::MachineId;
 
 /// An object with another version counts as corrupt, and this release replaces a corrupt `files/latest`. A later format
 /// of that pointer therefore needs other object names.
-pub const FORMAT: u32 = 1;
+pub const FORMAT_VERSION: u32 = 1;
 /// Upper bound on `seq`: every JSON parser represents smaller integers exactly.
 pub const MAX_SEQ: u64 = 1 << 53;
 /// Maximum distance between a log entry and `latest`. The protocol leaves at most one entry ahead, but a `latest` that
@@ -218,7 +218,7 @@ pub fn set_fence<S: PointedSnapshot>(current: Option<&Pointer<S>>, fence: &Fence
         return None;
     }
     Some(Pointer {
-        version: FORMAT,
+        version: FORMAT_VERSION,
         fence_epoch: *epoch,
         fence_machine_id: Some(*machine),
         fence_proof: proof.clone(),
@@ -245,7 +245,7 @@ pub fn advance<S: PointedSnapshot>(
         pointer.admit(snapshot.epoch(), snapshot.machine_id())?;
     }
     Ok(Some(Pointer {
-        version: FORMAT,
+        version: FORMAT_VERSION,
         fence_epoch: snapshot.epoch(),
         fence_machine_id: Some(snapshot.machine_id()),
         fence_proof: current.and_then(|pointer| pointer.proof_of(snapshot.epoch(), snapshot.machine_id())),
@@ -268,7 +268,7 @@ pub fn merge<S: PointedSnapshot>(claimed: &Pointer<S>, latest: &Pointer<S>) -> P
     let proof_of =
         |pointer: &Pointer<S>| holder.and_then(|holder| pointer.proof_of(fence.fence_epoch, holder));
     Pointer {
-        version: FORMAT,
+        version: FORMAT_VERSION,
         fence_epoch: fence.fence_epoch,
         fence_machine_id: holder,
         fence_proof: proof_of(claimed).or_else(|| proof_of(latest)),
@@ -299,7 +299,7 @@ pub(crate) mod tests {
 
     pub(crate) fn sidecar(snapshot: &SnapshotRef) -> crate::snapshot::Sidecar {
         crate::snapshot::Sidecar {
-            version: crate::snapshot::FORMAT,
+            version: crate::snapshot::FORMAT_VERSION,
             key: snapshot.key.clone(),
             size_bytes: snapshot.size_bytes,
             sha256: snapshot.sha256.clone(),

@@ -227,8 +227,8 @@ pub(super) async fn read_entry<S: PointedSnapshot>(
     let value = read.ok_or_else(|| StoreError::NotFound { key: key.to_string() })?.value;
     check_format(&key, &value)?;
     if value.seq != seq {
-        let why = format!("it contains seq {}", value.seq);
-        return Err(StoreError::Corrupt { key: key.to_string(), why });
+        let reason = format!("it contains seq {}", value.seq);
+        return Err(StoreError::Corrupt { key: key.to_string(), reason });
     }
     Ok(value)
 }
@@ -239,7 +239,7 @@ pub(super) async fn try_read_latest(
     slot: &SlotPrefix,
 ) -> Result<Option<Pointer>, StoreError> {
     let latest = none_if_corrupt(bucket.get_json::<Pointer>(&slot.pointer()).await)?.flatten();
-    Ok(latest.map(|read| read.value).filter(|pointer| pointer.version == pointer::FORMAT))
+    Ok(latest.map(|read| read.value).filter(|pointer| pointer.version == pointer::FORMAT_VERSION))
 }
 
 /// Reads a log entry; `None` if it is unreadable.
@@ -261,8 +261,12 @@ fn none_if_corrupt<T>(read: Result<T, StoreError>) -> Result<Option<T>, StoreErr
 }
 
 fn check_format<S>(key: &object_store::path::Path, pointer: &Pointer<S>) -> Result<(), StoreError> {
-    let why = if pointer.version != pointer::FORMAT {
-        format!("it has format version {}; only version {} is supported", pointer.version, pointer::FORMAT)
+    let reason = if pointer.version != pointer::FORMAT_VERSION {
+        format!(
+            "it has format version {}; only version {} is supported",
+            pointer.version,
+            pointer::FORMAT_VERSION
+        )
     } else if pointer.seq >= pointer::MAX_SEQ {
         format!("its seq {} is above the maximum", pointer.seq)
     } else if pointer.fence_epoch > MAX_EPOCH {
@@ -270,7 +274,7 @@ fn check_format<S>(key: &object_store::path::Path, pointer: &Pointer<S>) -> Resu
     } else {
         return Ok(());
     };
-    Err(StoreError::Corrupt { key: key.to_string(), why })
+    Err(StoreError::Corrupt { key: key.to_string(), reason })
 }
 
 /// Writes the fence. Succeeds if it has already been written.
@@ -347,9 +351,10 @@ pub(super) async fn write<S: PointedSnapshot>(
             None => {
                 let Some(next) = plan_next(current.as_ref(), &plan)? else { return Ok(()) };
                 if next.seq >= pointer::MAX_SEQ {
-                    let why = "no seq remains; delete the objects of the pointer that have a very high seq"
-                        .to_owned();
-                    return Err(StoreError::Corrupt { key: paths.latest.to_string(), why }.into());
+                    let reason =
+                        "no seq remains; delete the objects of the pointer that have a very high seq"
+                            .to_owned();
+                    return Err(StoreError::Corrupt { key: paths.latest.to_string(), reason }.into());
                 }
                 let claimed = claim(bucket, paths, &next).await;
                 is_claimed = claimed.is_ok();

@@ -99,7 +99,8 @@ pub(super) async fn find_free_seq(
     seq: u64,
 ) -> Result<(u64, Option<u64>), StoreError> {
     let (log, mut seq, mut skipped) = (&paths.log, seq, None);
-    let corrupt = |why: &str| StoreError::Corrupt { key: paths.log.to_string(), why: why.to_owned() };
+    let corrupt =
+        |reason: &str| StoreError::Corrupt { key: paths.log.to_string(), reason: reason.to_owned() };
     let offset = paths.entry(seq.saturating_sub(1));
     let mut listing = bucket.raw().list_with_offset(Some(log), &offset);
     let mut names = 0;
@@ -286,10 +287,10 @@ mod tests {
     #[tokio::test]
     async fn find_newest_entry_skips_names_before_the_first_entry() {
         let log = Log::with_entries(500..=700).await;
-        let folder = log.slot.pointer_log();
+        let dir = log.slot.pointer_log();
         for n in 0..200 {
-            log.put(&folder.clone().join(format!("-{n:07}"))).await;
-            log.put(&folder.clone().join(format!("0000000000000001.json{n:07}"))).await;
+            log.put(&dir.clone().join(format!("-{n:07}"))).await;
+            log.put(&dir.clone().join(format!("0000000000000001.json{n:07}"))).await;
         }
         assert_eq!(log.find_newest(0).await, Some(700));
     }
@@ -297,11 +298,11 @@ mod tests {
     #[tokio::test]
     async fn find_newest_entry_skips_other_names_at_low_cost() {
         let log = Log::with_entries(1..=10).await;
-        let folder = log.slot.pointer_log();
+        let dir = log.slot.pointer_log();
         for n in 0..2000 {
             // Names that sort after all entries, and between entries 10 and 11.
-            log.put(&folder.clone().join(format!("zz{n:07}"))).await;
-            log.put(&folder.clone().join(format!("0000000000000010.json{n:07}"))).await;
+            log.put(&dir.clone().join(format!("zz{n:07}"))).await;
+            log.put(&dir.clone().join(format!("0000000000000010.json{n:07}"))).await;
         }
         for from in [0, 1, 9, 10] {
             let before = log.store.listed_count();

@@ -43,12 +43,12 @@ pub enum PointerState {
     Sound(Option<Pointer>),
     /// It is readable, but its fence is implausible, its snapshot cannot be restored, or it names none even
     /// though the slot has snapshots.
-    Unsound { pointer: Pointer, why: String },
+    Unsound { pointer: Pointer, reason: String },
     /// `system/db/latest` does not exist, but the slot has snapshots or the log is unreadable.
-    Absent { why: String },
+    Absent { reason: String },
     /// `system/db/latest` or the newest log entry is unreadable.
     Unreadable {
-        why: String,
+        reason: String,
         /// The size of `system/db/latest`, and its first bytes.
         size_bytes: u64,
         start: Bytes,
@@ -67,7 +67,9 @@ impl PointerState {
     pub fn problem(&self) -> Option<&str> {
         match self {
             Self::Sound(_) => None,
-            Self::Unsound { why, .. } | Self::Absent { why } | Self::Unreadable { why, .. } => Some(why),
+            Self::Unsound { reason, .. } | Self::Absent { reason } | Self::Unreadable { reason, .. } => {
+                Some(reason)
+            }
         }
     }
 
@@ -102,8 +104,8 @@ pub struct Inspection {
 /// The reason the pointer was not rebuilt.
 #[derive(Debug, thiserror::Error)]
 pub enum RepairError {
-    #[error("{key} is not usable: {why}")]
-    Unusable { key: String, why: String },
+    #[error("{key} is not usable: {reason}")]
+    Unusable { key: String, reason: String },
     #[error("the pointer was changed by another writer in the meantime")]
     ChangedConcurrently,
     #[error(transparent)]
@@ -131,8 +133,9 @@ pub async fn inspect(
         RebuildTarget::Snapshot(key) => {
             let sidecar = load_sidecar(bucket, slot, key).await?;
             if sidecar.epoch > bound {
-                let why = format!("its epoch {} is far above any epoch known to the platform", sidecar.epoch);
-                return Err(RepairError::Unusable { key: key.as_str().to_owned(), why });
+                let reason =
+                    format!("its epoch {} is far above any epoch known to the platform", sidecar.epoch);
+                return Err(RepairError::Unusable { key: key.as_str().to_owned(), reason });
             }
             (Some(sidecar), 0)
         }
@@ -170,7 +173,7 @@ async fn plan_rebuild(
     let Some(next) = inputs.plan(snapshot.clone(), emptied_at) else { return Ok(None) };
     let free_seq = pointer_log::find_free_seq(bucket, &slot.pointer_paths(), next.seq).await;
     let (seq, skipped) = free_seq.map_err(|error| match error {
-        StoreError::Corrupt { key, why } => RepairError::Unusable { key, why },
+        StoreError::Corrupt { key, reason } => RepairError::Unusable { key, reason },
         error => error.into(),
     })?;
     let Some(skipped) = skipped else { return Ok(Some(next)) };
@@ -192,7 +195,7 @@ pub async fn rebuild(
 ) -> Result<Pointer, RepairError> {
     let no_complete_snapshot = || RepairError::Unusable {
         key: slot.snapshots().to_string(),
-        why: "none of its snapshots is complete".to_owned(),
+        reason: "none of its snapshots is complete".to_owned(),
     };
     let next = inspection.next.clone().ok_or_else(no_complete_snapshot)?;
     let entry = slot.pointer_entry(next.seq);
@@ -217,7 +220,7 @@ pub async fn rebuild(
     match pointer_io::read(bucket, slot).await {
         Ok(Some(read)) if resume::has_taken_effect(&next, &read.value) => Ok(next),
         Ok(_) => Err(RepairError::ChangedConcurrently),
-        Err(StoreError::Corrupt { key, why }) => Err(RepairError::Unusable { key, why }),
+        Err(StoreError::Corrupt { key, reason }) => Err(RepairError::Unusable { key, reason }),
         Err(error) => Err(error.into()),
     }
 }
@@ -228,8 +231,8 @@ async fn read_pointer_state(
     bound: Epoch,
 ) -> Result<(PointerState, Condition), StoreError> {
     let read = match pointer_io::read(bucket, slot).await {
-        Err(StoreError::Corrupt { key, why }) => {
-            return describe_unreadable(bucket, slot, format!("{key}: {why}")).await;
+        Err(StoreError::Corrupt { key, reason }) => {
+            return describe_unreadable(bucket, slot, format!("{key}: {reason}")).await;
         }
         read => read?,
     };
@@ -238,17 +241,17 @@ async fn read_pointer_state(
     let pointer = read.map(|read| read.value);
     let state = match (snapshot::find_latest(bucket, slot).await, pointer) {
         (_, Some(pointer)) if pointer.fence_epoch > bound => {
-            let why =
+            let reason =
                 format!("its fence {} is far above any epoch known to the platform", pointer.fence_epoch);
-            PointerState::Unsound { pointer, why }
+            PointerState::Unsound { pointer, reason }
         }
         (Ok(_) | Err(SnapshotUnusable::Absent), pointer) => PointerState::Sound(pointer),
         (Err(SnapshotUnusable::Store(error)), _) => return Err(error),
-        (Err(SnapshotUnusable::Damaged { key, why }), Some(pointer)) if !is_missing => {
-            PointerState::Unsound { pointer, why: format!("{key}: {why}") }
+        (Err(SnapshotUnusable::Damaged { key, reason }), Some(pointer)) if !is_missing => {
+            PointerState::Unsound { pointer, reason: format!("{key}: {reason}") }
         }
-        (Err(SnapshotUnusable::Damaged { key, why }), _) => {
-            PointerState::Absent { why: format!("{key}: {why}") }
+        (Err(SnapshotUnusable::Damaged { key, reason }), _) => {
+            PointerState::Absent { reason: format!("{key}: {reason}") }
         }
     };
     Ok((state, condition))
@@ -257,11 +260,11 @@ async fn read_pointer_state(
 async fn describe_unreadable(
     bucket: &Bucket,
     slot: &SlotPrefix,
-    why: String,
+    reason: String,
 ) -> Result<(PointerState, Condition), StoreError> {
     let key = slot.pointer();
     let Some(meta) = bucket.head(&key).await? else {
-        return Ok((PointerState::Absent { why }, Condition::Absent));
+        return Ok((PointerState::Absent { reason }, Condition::Absent));
     };
     let length = meta.size.min(MAX_RETURNED_BYTES);
     let start = match length {
@@ -273,16 +276,16 @@ async fn describe_unreadable(
             .map_err(|error| StoreError::classify(&key, error))?,
     };
     let condition = Condition::unchanged(&meta);
-    Ok((PointerState::Unreadable { why, size_bytes: meta.size, start }, condition))
+    Ok((PointerState::Unreadable { reason, size_bytes: meta.size, start }, condition))
 }
 
 async fn load_sidecar(bucket: &Bucket, slot: &SlotPrefix, key: &SnapshotKey) -> Result<Sidecar, RepairError> {
     match snapshot::load(bucket, slot, key.as_str()).await {
         Ok(sidecar) => Ok(sidecar),
         Err(SnapshotUnusable::Store(error)) => Err(error.into()),
-        Err(SnapshotUnusable::Damaged { key, why }) => Err(RepairError::Unusable { key, why }),
+        Err(SnapshotUnusable::Damaged { key, reason }) => Err(RepairError::Unusable { key, reason }),
         Err(SnapshotUnusable::Absent) => {
-            Err(RepairError::Unusable { key: key.as_str().to_owned(), why: "it is missing".to_owned() })
+            Err(RepairError::Unusable { key: key.as_str().to_owned(), reason: "it is missing".to_owned() })
         }
     }
 }
@@ -300,8 +303,8 @@ async fn find_newest_complete(
         match snapshot::load(bucket, slot, key).await {
             Ok(sidecar) if Some(sidecar.epoch) == epoch => return Ok((Some(sidecar), 0)),
             Ok(_) => tracing::warn!(key, "skipped a snapshot without an epoch in its key"),
-            Err(SnapshotUnusable::Damaged { why, .. }) => {
-                tracing::warn!(key, why, "skipped an unusable snapshot");
+            Err(SnapshotUnusable::Damaged { reason, .. }) => {
+                tracing::warn!(key, reason, "skipped an unusable snapshot");
             }
             Err(SnapshotUnusable::Absent) => {}
             Err(SnapshotUnusable::Store(error)) => return Err(error),

@@ -20,7 +20,7 @@ use svc_base::untrusted_text::truncate_printable;
 use svc_machine::epoch::Epoch;
 use svc_machine::id::MachineId;
 
-pub const FORMAT: u32 = 1;
+pub const FORMAT_VERSION: u32 = 1;
 /// Maximum number of roles in a sidecar. A parsed role takes far more memory than its JSON.
 pub const MAX_ROLES: usize = 10_000;
 /// Maximum number of tables in a sidecar.
@@ -114,12 +114,12 @@ impl Sidecar {
         if bytes <= MAX_JSON_BYTES && roles <= MAX_ROLES && tables <= MAX_TABLES {
             return Ok(());
         }
-        let why = format!(
+        let reason = format!(
             "no restore could read its sidecar, which has {bytes} bytes (maximum {MAX_JSON_BYTES}), {roles} roles \
              (maximum {MAX_ROLES}) and {tables} tables (maximum {MAX_TABLES})\n  next: drop roles or tables that are \
              no longer used"
         );
-        Err(StoreError::TooLarge { key: self.key.clone(), why })
+        Err(StoreError::TooLarge { key: self.key.clone(), reason })
     }
 
     /// Returns the PostgreSQL server's major version, if `pg_version` is valid.
@@ -165,8 +165,10 @@ pub async fn write_sidecar(
     sidecar: &Sidecar,
     etag: Option<String>,
 ) -> Result<SnapshotWithSidecar, StoreError> {
-    let wrong_key =
-        || StoreError::Corrupt { key: sidecar.key.clone(), why: "the key is not a snapshot key".to_owned() };
+    let wrong_key = || StoreError::Corrupt {
+        key: sidecar.key.clone(),
+        reason: "the key is not a snapshot key".to_owned(),
+    };
     let object = slot.sidecar(&sidecar.key).ok_or_else(wrong_key)?;
     sidecar.check_limits()?;
     match bucket.put_json_if(&object, sidecar, Condition::Absent).await {
@@ -205,8 +207,8 @@ pub enum SnapshotUnusable {
     /// starts empty.
     #[error("there is no snapshot")]
     Absent,
-    #[error("{key} is not usable: {why}")]
-    Damaged { key: String, why: String },
+    #[error("{key} is not usable: {reason}")]
+    Damaged { key: String, reason: String },
     #[error(transparent)]
     Store(StoreError),
 }
@@ -230,7 +232,7 @@ pub async fn find_latest(bucket: &Bucket, slot: &SlotPrefix) -> Result<SnapshotR
             Ok(snapshot) => check_complete(bucket, slot, snapshot).await,
             Err(reason) => Err(SnapshotUnusable::Damaged {
                 key: slot.pointer().to_string(),
-                why: format!(
+                reason: format!(
                     "{reason} even though snapshots exist; see `svcctl pointer show`, then `svcctl pointer rebuild`"
                 ),
             }),
@@ -266,7 +268,7 @@ async fn read_pointer_snapshot(
             Ok(read.value.snapshot.ok_or(reason))
         }
         Ok(_) => Ok(Err(NoSnapshot::Missing)),
-        Err(StoreError::Corrupt { key, why }) => Err(SnapshotUnusable::Damaged { key, why }),
+        Err(StoreError::Corrupt { key, reason }) => Err(SnapshotUnusable::Damaged { key, reason }),
         Err(error) => Err(SnapshotUnusable::Store(error)),
     }
 }
@@ -289,7 +291,7 @@ async fn check_complete(
     if sidecar.sha256 != snapshot.sha256 || sidecar.size_bytes != snapshot.size_bytes {
         return Err(SnapshotUnusable::Damaged {
             key: snapshot.key,
-            why: "its sidecar does not match the pointer".to_owned(),
+            reason: "its sidecar does not match the pointer".to_owned(),
         });
     }
     Ok(snapshot)
@@ -303,7 +305,7 @@ async fn check_complete(
 /// cannot be read. Never `Absent`.
 pub async fn load(bucket: &Bucket, slot: &SlotPrefix, key: &str) -> Result<Sidecar, SnapshotUnusable> {
     // The key may come from a pointer that a host wrote, and may be any text.
-    let damaged = |why: String| SnapshotUnusable::Damaged { key: truncate_printable(key), why };
+    let damaged = |reason: String| SnapshotUnusable::Damaged { key: truncate_printable(key), reason };
     let (Some(object), Some(sidecar_path)) = (slot.snapshot(key), slot.sidecar(key)) else {
         return Err(damaged("the key is not a snapshot key".to_owned()));
     };
@@ -314,12 +316,12 @@ pub async fn load(bucket: &Bucket, slot: &SlotPrefix, key: &str) -> Result<Sidec
     let sidecar = match bucket.get_json::<Sidecar>(&sidecar_path).await {
         Ok(Some(read)) => read.value,
         Ok(None) => return Err(damaged("its sidecar is missing".to_owned())),
-        Err(StoreError::Corrupt { why, .. }) => {
-            return Err(damaged(format!("its sidecar is not readable: {why}")));
+        Err(StoreError::Corrupt { reason, .. }) => {
+            return Err(damaged(format!("its sidecar is not readable: {reason}")));
         }
         Err(error) => return Err(SnapshotUnusable::Store(error)),
     };
-    if sidecar.version != FORMAT || sidecar.key != key {
+    if sidecar.version != FORMAT_VERSION || sidecar.key != key {
         return Err(damaged("its sidecar has an unexpected format or key".to_owned()));
     }
     if !key::matches_sidecar(key, sidecar.taken_at, sidecar.epoch) {

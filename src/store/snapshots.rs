@@ -115,7 +115,7 @@ pub async fn read_listed_snapshot(
 /// A skipped sidecar, with the reason.
 struct SkippedSidecar {
     key: String,
-    why: String,
+    reason: String,
 }
 
 /// Logs one line for all skipped sidecars on a page, because a host can write any number of them.
@@ -132,10 +132,10 @@ impl SkippedLog {
     }
 
     fn write_log(self) {
-        if let Some(SkippedSidecar { key, why }) = self.first {
+        if let Some(SkippedSidecar { key, reason }) = self.first {
             tracing::warn!(
                 key = truncate_printable(&key),
-                why,
+                reason,
                 count = self.count,
                 "unusable sidecars were skipped; this is the first"
             );
@@ -239,8 +239,10 @@ async fn read_or_skip(
     match bucket.get_json::<ListedSnapshot>(&path).await {
         Ok(None) => Ok(Ok(None)),
         Ok(Some(read)) if read.value.matches_key(&key) => Ok(Ok(Some(read.value))),
-        Ok(Some(_)) => Ok(Err(SkippedSidecar { key, why: "the sidecar does not match its key".to_owned() })),
-        Err(StoreError::Corrupt { key, why }) => Ok(Err(SkippedSidecar { key, why })),
+        Ok(Some(_)) => {
+            Ok(Err(SkippedSidecar { key, reason: "the sidecar does not match its key".to_owned() }))
+        }
+        Err(StoreError::Corrupt { key, reason }) => Ok(Err(SkippedSidecar { key, reason })),
         Err(error) => Err(error),
     }
 }

@@ -9,7 +9,7 @@ use http::header::{HeaderValue, IF_NONE_MATCH};
 use http::{Method, StatusCode};
 use object_store::client::{HttpClient, HttpError, HttpRequest, HttpResponse, HttpService};
 
-use super::key::SNAPSHOTS_FOLDER;
+use super::key::SNAPSHOTS_DIR;
 
 #[derive(Debug)]
 pub(super) struct WriteOnce {
@@ -39,7 +39,7 @@ fn completes_snapshot(request: &HttpRequest) -> bool {
     let uri = request.uri();
     let is_completion =
         || uri.query().is_some_and(|query| query.split('&').any(|pair| pair.starts_with("uploadId=")));
-    request.method() == Method::POST && uri.path().contains(SNAPSHOTS_FOLDER) && is_completion()
+    request.method() == Method::POST && uri.path().contains(SNAPSHOTS_DIR) && is_completion()
 }
 
 #[cfg(test)]

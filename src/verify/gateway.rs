@@ -19,7 +19,7 @@ pub async fn check_health(host: &HostClient) -> Findings {
     let findings = Findings::new("gateway-health");
     let response = match host.get(&host.url("/readyz"), "application/json").await {
         Ok(response) => response,
-        Err(why) => return findings.problem(why, JOURNAL_HINT),
+        Err(reason) => return findings.problem(reason, JOURNAL_HINT),
     };
     let Readiness { status, database, apps, .. } = response.json().unwrap_or_default();
     if response.status.is_success() && status == "ready" && database == "ok" {
@@ -41,14 +41,14 @@ pub async fn check_schemas(host: &HostClient) -> Findings {
     let findings = Findings::new("bridge-schemas");
     let (schemas, apps) = match (fetch_schemas(host).await, fetch_apps(host).await) {
         (Ok(schemas), Ok(apps)) => (schemas.data.0, apps.apps.0),
-        (Err(why), _) | (_, Err(why)) => return findings.problem(why, JOURNAL_HINT),
+        (Err(reason), _) | (_, Err(reason)) => return findings.problem(reason, JOURNAL_HINT),
     };
     let names: HashSet<&str> = schemas.iter().map(String::as_str).collect();
     let problems = apps.iter().filter_map(|app| {
         let slug = app.slug.as_deref().unwrap_or("?");
         if app.status == "error" {
-            let why = app.error.as_deref().unwrap_or("no reason given");
-            return Some((format!("{slug}: {why}"), "check its svc.json"));
+            let reason = app.error.as_deref().unwrap_or("no reason given");
+            return Some((format!("{slug}: {reason}"), "check its svc.json"));
         }
         let is_missing = !app.tables.is_empty() && !names.contains(slug);
         is_missing.then(|| (format!("{slug} has tables that the bridge does not list"), JOURNAL_HINT))
@@ -67,7 +67,7 @@ async fn fetch_schemas(host: &HostClient) -> Result<SchemaList, String> {
     if !response.status.is_success() {
         return Err(format!("POST {path}: {}", response.status));
     }
-    response.json().map_err(|why| format!("POST {path}: {why}"))
+    response.json().map_err(|reason| format!("POST {path}: {reason}"))
 }
 
 async fn fetch_apps(host: &HostClient) -> Result<AppList, String> {
@@ -76,7 +76,7 @@ async fn fetch_apps(host: &HostClient) -> Result<AppList, String> {
     if !response.status.is_success() {
         return Err(format!("{path}: {}", response.status));
     }
-    response.json().map_err(|why| format!("{path}: {why}"))
+    response.json().map_err(|reason| format!("{path}: {reason}"))
 }
 
 /// Checks that the removed legacy route returns 404.
@@ -88,7 +88,7 @@ pub async fn check_legacy_route(host: &HostClient) -> Findings {
             format!("/api/canvas returned {}", response.status),
             "update the gateway, or remove the proxy that responds in its place",
         ),
-        Err(why) => findings.problem(why, JOURNAL_HINT),
+        Err(reason) => findings.problem(reason, JOURNAL_HINT),
     }
 }
 
@@ -99,15 +99,15 @@ pub async fn check_icons(host: &HostClient) -> Findings {
     let missing_icon = format!("/icons/none-{}", uuid::Uuid::new_v4().simple());
     let apps = match fetch_apps(host).await {
         Ok(apps) => apps.apps.0,
-        Err(why) => return findings.problem(why, JOURNAL_HINT),
+        Err(reason) => return findings.problem(reason, JOURNAL_HINT),
     };
     let mut paths = vec![missing_icon];
     paths.extend(apps.into_iter().filter_map(|app| app.icon));
     let mut problems = 0;
     for path in &paths {
-        if let Err(why) = check_icon(host, path).await {
+        if let Err(reason) = check_icon(host, path).await {
             let next = "fix the app's icon: without a stable image the shell requests it repeatedly";
-            findings = findings.problem(format!("{path}: {why}"), next);
+            findings = findings.problem(format!("{path}: {reason}"), next);
             problems += 1;
             if problems == MAX_PROBLEMS {
                 break;

@@ -41,8 +41,8 @@ pub async fn check_shell(host: &HostClient, timeout: Duration) -> Vec<Finding> {
     };
     let files = match loaded {
         Ok(files) => files,
-        Err(why) => {
-            let mut list = findings.problem(why, next).into_list();
+        Err(reason) => {
+            let mut list = findings.problem(reason, next).into_list();
             for check in [PLACEHOLDER_CHECK, LEGACY_CHECK, GESTURES_CHECK] {
                 list.extend(Findings::new(check).skipped("the shell could not be loaded").into_list());
             }

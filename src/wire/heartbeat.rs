@@ -65,7 +65,7 @@ pub struct Heartbeat {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "attention_items")]
     pub attention: Vec<Attention>,
-    /// Ids of the platform's proof keys that the host accepts: at most 16.
+    /// The ids of the platform's proof keys that the host accepts: at most 16.
     #[serde(default)]
     #[schemars(skip_serializing_if = "Vec::is_empty", schema_with = "proof_kids")]
     pub proof_kids: Vec<String>,

@@ -31,7 +31,7 @@ fn command_is_recorded_by_its_net_changes() -> Result<()> {
             "write m/s/t/f"
         ]
     );
-    // A later change is recorded under the folder's new name.
+    // A later change is recorded under the directory's new name.
     assert_eq!(logged("echo y >> m/s/t/f")?, ["write m/s/t/f"]);
     assert_eq!(logged("mv m k; echo z >> k/s/t/f; mv k m")?, ["write m/s/t/f"]);
     assert_eq!(logged("mv m k; mv k m")?, [""; 0]);

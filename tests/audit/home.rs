@@ -64,7 +64,7 @@ pub struct AuditedHome {
     pub failpoints: String,
     /// Whether hooks have their normal timeout. Otherwise, the timeout is extended for slow machines.
     pub has_normal_hook_timeout: bool,
-    /// Maximum number of folders that the kernel watches; `None` for the system's limit.
+    /// Maximum number of directories that the kernel watches; `None` for the system's limit.
     pub max_watches: Option<u32>,
     calls: AtomicU32,
     processes: RefCell<HashMap<Agent, AgentProcess>>,
@@ -78,7 +78,7 @@ pub type Entries = Vec<Value>;
 /// The observed state of a path.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PathState {
-    Folder,
+    Directory,
     /// The SHA-256 of the file's contents.
     File(Vec<u8>),
     Link(PathBuf),
@@ -397,7 +397,7 @@ fn observe(root: &Path, dir: &Path, states: &mut PathStates) -> Result<()> {
         let kind = fs::symlink_metadata(&path)?.file_type();
         let state = if kind.is_dir() {
             observe(root, &path, states)?;
-            PathState::Folder
+            PathState::Directory
         } else if kind.is_symlink() {
             PathState::Link(fs::read_link(&path)?)
         } else if kind.is_file() {
@@ -417,7 +417,7 @@ pub fn differences(before: &PathStates, after: &PathStates) -> BTreeMap<Vec<u8>,
         operations.insert(path.clone(), "delete");
     }
     for (path, state) in after.iter().filter(|(path, state)| before.get(*path) != Some(state)) {
-        operations.insert(path.clone(), if *state == PathState::Folder { "mkdir" } else { "write" });
+        operations.insert(path.clone(), if *state == PathState::Directory { "mkdir" } else { "write" });
     }
     operations
 }

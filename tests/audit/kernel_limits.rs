@@ -1,4 +1,4 @@
-//! Changes that the kernel does not report: beyond the capacity of its event queue, and in folders that it cannot
+//! Changes that the kernel does not report: beyond the capacity of its event queue, and in directories that it cannot
 //! watch.
 
 use std::io::Write;
@@ -110,7 +110,7 @@ fn home_directory_beyond_the_watch_limit_is_scanned() -> Result<()> {
         }
         Ok(())
     };
-    wait_for_activity("cannot watch all folders")?;
+    wait_for_activity("cannot watch all directories")?;
     for round in 0..3 {
         let before = home.states()?;
         let entries = home.run(
@@ -122,10 +122,10 @@ fn home_directory_beyond_the_watch_limit_is_scanned() -> Result<()> {
         let found: Vec<_> = found.iter().map(|(path, op)| (path.clone(), op.as_str())).collect();
         ensure!(found == expected.into_iter().collect::<Vec<_>>(), "{found:?}");
     }
-    // Once there are fewer folders, all of them are watched again.
+    // Once there are fewer directories, all of them are watched again.
     home.run(ADA, "rm -r deep && mkdir -p again/x && echo x > again/x/y")?;
     home.run(ADA, "echo z > again/x/z")?;
-    wait_for_activity("watches all folders again")?;
+    wait_for_activity("watches all directories again")?;
     let line = home
         .lines()?
         .into_iter()

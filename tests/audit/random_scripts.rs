@@ -26,7 +26,7 @@ impl ScriptGenerator {
         choices[usize::try_from(self.next_below(choices.len() as u64)).expect("an index into a slice")]
     }
 
-    fn pick_folder(&mut self) -> String {
+    fn pick_dir(&mut self) -> String {
         let depth = self.next_below(3);
         let mut path = String::from(".");
         for _ in 0..depth {
@@ -37,10 +37,10 @@ impl ScriptGenerator {
     }
 
     fn pick_file(&mut self) -> String {
-        let folder = self.pick_folder();
-        // Some names are also folder names, to trigger conflicts.
+        let dir = self.pick_dir();
+        // Some names are also directory names, to trigger conflicts.
         let name = self.pick(&["f1", "f2", "f3", "f4", "'f 5'", "$'f\\n6'", "$'f\\xfe7'", "d1", "d2"]);
-        format!("{folder}/{name}")
+        format!("{dir}/{name}")
     }
 
     fn unique_text(&mut self) -> String {
@@ -49,7 +49,7 @@ impl ScriptGenerator {
 
     /// Returns one command line. Contents never repeat, because the observer compares only contents.
     fn next_command(&mut self, can_touch: bool) -> String {
-        let (f, g, d, e) = (self.pick_file(), self.pick_file(), self.pick_folder(), self.pick_folder());
+        let (f, g, d, e) = (self.pick_file(), self.pick_file(), self.pick_dir(), self.pick_dir());
         let (n, m) = (self.unique_text(), self.unique_text());
         match self.next_below(if can_touch { 34 } else { 31 }) {
             0..=3 => format!("echo {n} > {f}"),

@@ -11,8 +11,8 @@ import {
 
 /** Longer than the interval between saves without changes, which also advance `savedUntil`. */
 const SAVE_TIMEOUT_MS = 120_000;
-const FOLDER = `letters-${Math.random().toString(36).slice(2, 8)}`;
-const folder = join(stack.owner.home, FOLDER);
+const DIRECTORY = `letters-${Math.random().toString(36).slice(2, 8)}`;
+const directory = join(stack.owner.home, DIRECTORY);
 const FIRST = "Dear Grace,\nthis is the first draft.\n";
 const SECOND = "Dear Grace,\nthis is the second draft, and it is longer.\n";
 
@@ -21,13 +21,13 @@ let chrome;
 let firstSavedAt;
 before(async () => {
   await waitUntilReady();
-  mkdirSync(folder, { recursive: true });
-  writeFileSync(join(folder, "letter.txt"), FIRST);
-  writeFileSync(join(folder, "deleted.txt"), "to be deleted");
+  mkdirSync(directory, { recursive: true });
+  writeFileSync(join(directory, "letter.txt"), FIRST);
+  writeFileSync(join(directory, "deleted.txt"), "to be deleted");
   await waitUntilSaved();
-  firstSavedAt = JSON.parse((await requestAsOwner(`/api/files/at?path=${FOLDER}`)).body).savedAt;
-  writeFileSync(join(folder, "letter.txt"), SECOND);
-  rmSync(join(folder, "deleted.txt"));
+  firstSavedAt = JSON.parse((await requestAsOwner(`/api/files/at?path=${DIRECTORY}`)).body).savedAt;
+  writeFileSync(join(directory, "letter.txt"), SECOND);
+  rmSync(join(directory, "deleted.txt"));
   await waitUntilSaved();
   chrome = await launchBrowser();
 });
@@ -52,10 +52,10 @@ async function openFiles(options) {
   return { ...visitor, view };
 }
 
-/** Opens the view and navigates to the folder of these tests. */
-async function openFolder(options) {
+/** Opens the view and navigates to the directory of these tests. */
+async function openDirectory(options) {
   const visitor = await openFiles(options);
-  await visitor.view.getByRole("button", { name: FOLDER }).click();
+  await visitor.view.getByRole("button", { name: DIRECTORY }).click();
   return visitor;
 }
 
@@ -89,7 +89,7 @@ test("the view shows the state of the backup, and Escape closes it", async () =>
   assert.equal(new URL(page.url()).hash, "#/files");
   await view.getByText("Everything is saved").waitFor({ timeout: SAVE_TIMEOUT_MS });
   await view.getByText("Excluded: ").waitFor();
-  await view.getByRole("button", { name: FOLDER }).waitFor();
+  await view.getByRole("button", { name: DIRECTORY }).waitFor();
   assert.ok(await page.locator("#surface").evaluate((surface) => surface.inert), "the canvas is inert");
   await assertAccessible(page);
   await screenshot(page, "files-light");
@@ -110,7 +110,7 @@ test("the view shows the state of the backup, and Escape closes it", async () =>
 });
 
 test("an earlier version is downloaded, and restored next to the current one", async () => {
-  const { page, context, activity, view } = await openFolder();
+  const { page, context, activity, view } = await openDirectory();
   await view.getByRole("button", { name: "letter.txt" }).click();
   await versionOf(view, SECOND).waitFor();
   const first = versionOf(view, FIRST);
@@ -123,33 +123,33 @@ test("an earlier version is downloaded, and restored next to the current one", a
   await screenshot(page, "files-restore");
   await view.getByRole("button", { name: "Restore", exact: true }).click();
   await view.getByText("Restored to ").waitFor();
-  const restored = readdirSync(folder).filter((name) => name.startsWith("letter.restored-"));
+  const restored = readdirSync(directory).filter((name) => name.startsWith("letter.restored-"));
   assert.ok(restored.length > 0);
-  for (const name of restored) assert.equal(readFileSync(join(folder, name), "utf8"), FIRST);
-  assert.equal(readFileSync(join(folder, "letter.txt"), "utf8"), SECOND, "the current one is unchanged");
+  for (const name of restored) assert.equal(readFileSync(join(directory, name), "utf8"), FIRST);
+  assert.equal(readFileSync(join(directory, "letter.txt"), "utf8"), SECOND, "the current one is unchanged");
   assertOnlyOwnHosts(activity);
   assert.deepEqual(activity.errors, []);
   await context.close();
 });
 
 test("an earlier version replaces the current one, which is kept", async () => {
-  const current = join(folder, "letter.txt");
+  const current = join(directory, "letter.txt");
   writeFileSync(current, "not saved yet");
-  const { context, view } = await openFolder();
+  const { context, view } = await openDirectory();
   await view.getByRole("button", { name: "letter.txt" }).click();
   await versionOf(view, FIRST).getByRole("button", { name: "Restore" }).click();
   await view.getByRole("radio", { name: "Replace the current one" }).check();
   await view.getByRole("button", { name: "Restore", exact: true }).click();
   await view.getByText("The replaced one was kept as ").waitFor({ timeout: SAVE_TIMEOUT_MS });
   assert.equal(readFileSync(current, "utf8"), FIRST);
-  const replaced = readdirSync(folder).filter((name) => name.startsWith("letter.replaced-"));
-  assert.ok(replaced.some((name) => readFileSync(join(folder, name), "utf8") === "not saved yet"), replaced.join());
+  const replaced = readdirSync(directory).filter((name) => name.startsWith("letter.replaced-"));
+  assert.ok(replaced.some((name) => readFileSync(join(directory, name), "utf8") === "not saved yet"), replaced.join());
   writeFileSync(current, SECOND);
   await context.close();
 });
 
 test("a deleted file is listed at an earlier time, and its versions show when it did not exist", async () => {
-  const { page, context, view } = await openFolder();
+  const { page, context, view } = await openDirectory();
   await view.getByRole("button", { name: "letter.txt" }).waitFor();
   const deleted = view.getByRole("button", { name: "deleted.txt" });
   assert.equal(await deleted.count(), 0);
@@ -164,23 +164,23 @@ test("a deleted file is listed at an earlier time, and its versions show when it
   const { content } = await download(page, view.getByRole("link", { name: "Download" }));
   assert.equal(content.toString(), "to be deleted");
 
-  await view.getByRole("button", { name: "Back to the folder" }).click();
+  await view.getByRole("button", { name: "Back to the directory" }).click();
   await deleted.waitFor();
   await view.getByRole("button", { name: "Newest" }).click();
   await deleted.waitFor({ state: "detached" });
   await view.getByLabel("As saved at or before").fill("2001-02-03T04:05:06");
   await view.getByRole("button", { name: "Show", exact: true }).click();
-  await view.getByText("does not contain this folder").waitFor();
+  await view.getByText("does not contain this directory").waitFor();
   await context.close();
 });
 
-test("a folder is downloaded as a zip archive, and browsed at an earlier time", async () => {
-  const { page, context, view } = await openFolder();
-  await view.getByRole("button", { name: "Versions of this folder" }).click();
+test("a directory is downloaded as a zip archive, and browsed at an earlier time", async () => {
+  const { page, context, view } = await openDirectory();
+  await view.getByRole("button", { name: "Versions of this directory" }).click();
   const oldest = versionsIn(view).last();
   await oldest.waitFor();
   const { name, content } = await download(page, oldest.getByRole("link", { name: "Download" }));
-  assert.deepEqual([name, content.subarray(0, 2).toString()], [`${FOLDER}.zip`, "PK"]);
+  assert.deepEqual([name, content.subarray(0, 2).toString()], [`${DIRECTORY}.zip`, "PK"]);
   await oldest.getByRole("button", { name: "Browse" }).click();
   await view.getByRole("button", { name: "deleted.txt" }).waitFor();
   await context.close();
@@ -188,7 +188,7 @@ test("a folder is downloaded as a zip archive, and browsed at an earlier time", 
 
 test("the home directory itself can be restored only to another path inside it", async () => {
   const { context, view } = await openFiles();
-  await view.getByRole("button", { name: "Versions of this folder" }).click();
+  await view.getByRole("button", { name: "Versions of this directory" }).click();
   await view.getByRole("button", { name: /^Restore the version/ }).first().click();
   assert.equal(await view.getByRole("radio").count(), 1);
   await view.getByRole("textbox", { name: "Path" }).fill("../outside");

@@ -11,7 +11,7 @@ import {
 } from "./support.mjs";
 
 const SLUG = "hostile";
-const folder = join(stack.owner.home, "apps", SLUG);
+const directory = join(stack.owner.home, "apps", SLUG);
 let chrome;
 let visitors = [];
 /** An attacker's site, which records all requests. */
@@ -39,7 +39,7 @@ before(async () => {
 after(async () => {
   await closeBrowser(chrome);
   attackerSite?.close();
-  rmSync(folder, { recursive: true, force: true });
+  rmSync(directory, { recursive: true, force: true });
 });
 afterEach(async () => {
   await Promise.all(visitors.map(({ context }) => context.close()));
@@ -47,12 +47,12 @@ afterEach(async () => {
 });
 
 function install(overrides = {}) {
-  mkdirSync(join(folder, "dist"), { recursive: true });
-  writeFileSync(join(folder, "dist/index.html"), PAGE);
-  writeFileSync(join(folder, "dist/attack.js"), "window.loaded = true;");
-  writeFileSync(join(folder, "dist/worker.js"), "addEventListener('fetch', () => {});");
+  mkdirSync(join(directory, "dist"), { recursive: true });
+  writeFileSync(join(directory, "dist/index.html"), PAGE);
+  writeFileSync(join(directory, "dist/attack.js"), "window.loaded = true;");
+  writeFileSync(join(directory, "dist/worker.js"), "addEventListener('fetch', () => {});");
   const manifest = { name: "Hostile", slug: SLUG, version: "1", runtime: "static", ...overrides };
-  writeFileSync(join(folder, "svc.json"), JSON.stringify(manifest));
+  writeFileSync(join(directory, "svc.json"), JSON.stringify(manifest));
 }
 
 const findAppFrame = (page) => page.frames().find((frame) => frame.url().includes(`/apps/${SLUG}/~`));

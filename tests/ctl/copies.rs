@@ -41,8 +41,9 @@ impl Operator {
         Self { stack, process, epochs: Mutex::default() }
     }
 
-    /// Runs `svcctl` while the hosts send heartbeats, and returns both of its output streams. It must exit with `code`.
-    async fn run(&self, code: i32, args: &[&str]) -> String {
+    /// Runs `svcctl` while the hosts send heartbeats, and returns both of its output streams. It must exit with
+    /// `exit_code`.
+    async fn run(&self, exit_code: i32, args: &[&str]) -> String {
         let env = [("PLATFORM_PUBLIC_URL", self.process.base.as_str()), ("PLATFORM_SECRET", SECRET)];
         let output = tokio::select! {
             output = svcctl(args, &env) => output,
@@ -50,7 +51,7 @@ impl Operator {
         };
         let text =
             format!("{}{}", String::from_utf8_lossy(&output.stderr), String::from_utf8_lossy(&output.stdout));
-        assert_eq!(output.status.code(), Some(code), "{args:?}: {text}\n{}", self.stack.log());
+        assert_eq!(output.status.code(), Some(exit_code), "{args:?}: {text}\n{}", self.stack.log());
         text
     }
 

@@ -395,8 +395,8 @@ async fn hanging_platform_is_distinguished_from_unreachable_one() {
     assert_eq!(output.status.code(), Some(69), "{text}");
     assert!(text.contains("did not respond within 1 s"), "{text}");
     assert!(!text.contains("cannot be reached"), "{text}");
-    assert_eq!(text.matches("still waiting: ").count(), 4, "{text}");
-    assert!(text.contains("; attempt 2 of 5 in "), "{text}");
+    assert_eq!(text.matches("; retrying in ").count(), 4, "{text}");
+    assert!(text.contains(" s (attempt 2 of 5)"), "{text}");
     server.abort();
 
     let unreachable = [("PLATFORM_PUBLIC_URL", "http://127.0.0.1:1"), ("PLATFORM_SECRET", SECRET)];
@@ -427,15 +427,15 @@ async fn operator_add_keeps_existing_file_and_reports_lost_token() {
         (output.status.code(), stderr(&output), platform.requests().len())
     };
     for (file, reason) in [(&existing, "already exists"), (&missing, "does not exist")] {
-        let (code, printed, request_count) = add(file).await;
-        assert_eq!((code, request_count), (Some(65), 0), "{printed}");
+        let (exit_code, printed, request_count) = add(file).await;
+        assert_eq!((exit_code, request_count), (Some(65), 0), "{printed}");
         assert!(printed.contains(reason) && printed.contains("nothing was changed"), "{printed}");
     }
     assert_eq!(std::fs::read_to_string(&existing).unwrap(), "svco_ada");
     assert!(!missing.parent().unwrap().exists());
 
-    let (code, printed, request_count) = add(&long).await;
-    assert_eq!((code, request_count), (Some(69), 1), "{printed}");
+    let (exit_code, printed, request_count) = add(&long).await;
+    assert_eq!((exit_code, request_count), (Some(69), 1), "{printed}");
     assert!(
         printed.contains("is lost")
             && printed.contains("next: run `svcctl operator rotate bob --token-file FILE`"),

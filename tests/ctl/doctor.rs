@@ -178,7 +178,7 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
     let fleet = Fleet::start().await;
     let host = "opt/svc/env/host.env";
     let healthy = fleet.check_host().await;
-    assert_eq!((healthy.code, &healthy.json["ok"]), (Some(0), &true.into()), "{}", healthy.text);
+    assert_eq!((healthy.exit_code, &healthy.json["ok"]), (Some(0), &true.into()), "{}", healthy.text);
     for check in [
         "configuration",
         "env-files",
@@ -376,7 +376,7 @@ async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
     let foreign_object = "system-doctor/another-run/created.json";
     fleet.stack.store.write(kit::scenario::BUCKET, foreign_object, "{}");
     let healthy = fleet.check_platform(&[], &[]).await;
-    assert_eq!(healthy.code, Some(0), "{}", healthy.text);
+    assert_eq!(healthy.exit_code, Some(0), "{}", healthy.text);
     let passed = "configuration database store host-credentials file-pruning provider identity-provider platform fleet";
     for check in passed.split(' ') {
         assert_eq!(healthy.levels(check), ["ok"], "{check}: {}", healthy.text);

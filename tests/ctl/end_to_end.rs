@@ -11,11 +11,11 @@ use serde_json::Value;
 struct Operator(Stack);
 
 impl Operator {
-    /// Runs `svcctl` and returns both of its output streams. It must exit with `code`.
-    async fn run(&self, code: i32, args: &[&str]) -> String {
+    /// Runs `svcctl` and returns both of its output streams. It must exit with `exit_code`.
+    async fn run(&self, exit_code: i32, args: &[&str]) -> String {
         let run = self.0.svcctl(args).await.unwrap();
         let text = format!("{}{}", run.stderr, run.stdout);
-        assert_eq!(run.code, Some(code), "{args:?}: {text}");
+        assert_eq!(run.exit_code, Some(exit_code), "{args:?}: {text}");
         assert!(!text.contains('\x1b'), "{args:?} is colored without a terminal: {text:?}");
         text
     }

@@ -104,7 +104,7 @@ async fn confirmed_cost_is_accepted_up_to_its_limit() {
     let mut ash = two_locations["costs"][0].clone();
     ash["location"] = json!("ash");
     two_locations["costs"].as_array_mut().unwrap().push(ash);
-    for (limit, exit) in [
+    for (limit, exit_code) in [
         ("10.1031 EUR", 0),
         ("12.00EUR", 0),
         ("10.10 EUR", 65),
@@ -117,9 +117,9 @@ async fn confirmed_cost_is_accepted_up_to_its_limit() {
         let limit_option = format!("--confirm-cost={limit}");
         let args = ["provision", "user_1", "--handle", "ada", &limit_option, "--confirm-opt-in"];
         let output = platform.svcctl(&args).await;
-        assert_eq!(output.status.code(), Some(exit), "{limit}: {}", stderr(&output));
-        assert_eq!(provision_bodies(&platform).len(), usize::from(exit == 0), "{limit}");
-        if exit != 64 {
+        assert_eq!(output.status.code(), Some(exit_code), "{limit}: {}", stderr(&output));
+        assert_eq!(provision_bodies(&platform).len(), usize::from(exit_code == 0), "{limit}");
+        if exit_code != 64 {
             let cost = "up to 10.1031 EUR a month (cpx22 in nbg1 or ash)";
             assert!(stderr(&output).contains(cost), "{limit}: {}", stderr(&output));
         }
@@ -168,7 +168,7 @@ async fn replacement_with_different_type_confirms_only_the_cost() {
 
 #[tokio::test]
 async fn refused_quote_ends_provision_before_any_prompt() {
-    for (status, code, exit) in [
+    for (status, code, exit_code) in [
         (402, "subscription_required", 65),
         (409, "server_limit_reached", 65),
         (403, "server_type_not_allowed", 77),
@@ -177,7 +177,7 @@ async fn refused_quote_ends_provision_before_any_prompt() {
             FakePlatform::start([Reply::Json(status, problem(status, code, "That is the reason."))]).await;
         let output =
             run_on_terminal(&platform, &["provision", "user_1", "--handle", "ada"], "yes\nyes\n", &[]).await;
-        assert_eq!(output.status.code(), Some(exit), "{code}: {}", stdout(&output));
+        assert_eq!(output.status.code(), Some(exit_code), "{code}: {}", stdout(&output));
         assert!(stdout(&output).contains("That is the reason.") && !stdout(&output).contains("Type yes"));
         assert_eq!(platform.requests().len(), 1);
     }

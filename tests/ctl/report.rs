@@ -7,7 +7,7 @@ use tokio::process::Command;
 
 /// The exit code and output of a `--json` run.
 pub struct Report {
-    pub code: Option<i32>,
+    pub exit_code: Option<i32>,
     pub json: Value,
     pub text: String,
 }
@@ -33,7 +33,7 @@ impl Report {
         });
         assert!(has_finding, "no {level} from {check} with {part:?}: {}", self.text);
         let expected = if self.json["problems"] == 0 { 0 } else { 65 };
-        assert_eq!(self.code, Some(expected), "{}", self.text);
+        assert_eq!(self.exit_code, Some(expected), "{}", self.text);
     }
 }
 
@@ -45,7 +45,7 @@ pub async fn run_report(svc: &Path, args: &[&str], env: &[(String, String)]) -> 
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     let printed = format!("{}{}", text(&output.stdout), text(&output.stderr));
     let json = serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {printed}"));
-    Report { code: output.status.code(), json, text: printed }
+    Report { exit_code: output.status.code(), json, text: printed }
 }
 
 /// Removes a variable from the text of an environment file.

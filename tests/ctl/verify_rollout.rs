@@ -83,7 +83,7 @@ async fn release_is_verified_on_the_host_and_from_outside() {
     on_host.expect("shell", "ok", "4 files");
     on_host.expect("bridge-schemas", "ok", "notes");
     outside.expect("vps-database", "skipped", "only on the host");
-    assert_eq!((on_host.code, outside.code), (Some(0), Some(0)));
+    assert_eq!((on_host.exit_code, outside.exit_code), (Some(0), Some(0)));
 
     shell.serve(&[("assets/lazy.js", "fetch(\"https://placeholder-idp.invalid/v1/client\")")]).await;
     expect_problem(&fleet, "placeholder-host", "/assets/lazy.js contains placeholder-idp.invalid").await;
@@ -102,9 +102,9 @@ async fn release_is_verified_on_the_host_and_from_outside() {
     shell.serve(&[("index.html", script)]).await;
     let unmarked = fleet.verify_on_host(&[]).await;
     unmarked.expect("canvas-gestures", "skipped", "verify it in a browser");
-    assert_eq!(unmarked.code, Some(0));
+    assert_eq!(unmarked.exit_code, Some(0));
     assert_eq!(
-        fleet.verify_on_host(&["--strict"]).await.code,
+        fleet.verify_on_host(&["--strict"]).await.exit_code,
         Some(65),
         "with --strict, a skipped check is a failure"
     );
@@ -143,10 +143,10 @@ async fn rollout_waits_for_operator_if_release_fails_checks() {
     let fleet = Fleet::start().await;
     // The release has no shell.
     kit::scenario::publish_signed(&fleet.stack, "demo-2", fleet.stack.svc.clone()).await.unwrap();
-    let svcctl = async |code: i32, args: &[&str]| {
+    let svcctl = async |exit_code: i32, args: &[&str]| {
         let run = fleet.stack.svcctl(args).await.unwrap();
         let text = format!("{}{}", run.stderr, run.stdout);
-        assert_eq!(run.code, Some(code), "{args:?}: {text}");
+        assert_eq!(run.exit_code, Some(exit_code), "{args:?}: {text}");
         text
     };
     let assert_contains = |text: &str, parts: &[&str]| {

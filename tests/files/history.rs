@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use svc::host::files::restore_entry;
 
 use super::machine::{FilesPlatform, Host, describe_tree};
-use crate::vault::machine::{BUCKET, RunningApplet, slot, start_store};
+use crate::host::machine::{BUCKET, RunningApplet, slot, start_store};
 
 /// A machine with saved files, and the processes that save them and serve their history.
 pub struct HistoryFixture {
@@ -86,9 +86,9 @@ impl HistoryFixture {
     }
 
     /// Requests and runs a restore, and returns its state.
-    fn restore(&self, fields: &Value, exit: i32) -> Result<Value> {
+    fn restore(&self, fields: &Value, exit_code: i32) -> Result<Value> {
         self.request_restore(fields)?;
-        self.host.machine.run(&["svc-sync-agent", "serve-restore"])?.expect(exit);
+        self.host.machine.run(&["svc-sync-agent", "serve-restore"])?.expect(exit_code);
         self.read_restore_state()
     }
 

@@ -18,7 +18,7 @@ use secrecy::ExposeSecret;
 use serde_json::{Value, json};
 use svc_files::RepositoryKey;
 
-use crate::vault::machine::{BUCKET, Machine, RunningApplet};
+use crate::host::machine::{BUCKET, Machine, RunningApplet};
 
 /// Longer than the interval between saves of an unchanged home directory, which also advance `savedUntil`.
 const TIMEOUT: Duration = Duration::from_secs(120);
@@ -77,8 +77,8 @@ impl Host {
         let store_env = store.env(BUCKET);
         let store_env: Vec<_> =
             store_env.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect();
-        machine.add_env("r2.env", &store_env)?;
-        machine.add_env("host.env", &[("PLATFORM_INTERNAL_URL", &platform.base)])?;
+        machine.set_env_vars("r2.env", &store_env)?;
+        machine.set_env_vars("host.env", &[("PLATFORM_INTERNAL_URL", &platform.base)])?;
         for dir in ["home/svc/home/system", "home/svc/home/apps", "run/svc/hooks"] {
             fs::create_dir_all(machine.path(dir))?;
         }

@@ -14,7 +14,7 @@ use anyhow::{Context, Result, ensure};
 use jiff::Timestamp;
 use kit::disk::SmallDisk;
 use kit::s3::S3Server;
-use svc::host::files::{gate, service};
+use svc::host::files::{restore_home, service};
 use svc::host::system::layout::Layout;
 use svc::host::system::quiesce::{self, Quiesce};
 use svc::machine::epoch::Epoch;
@@ -22,7 +22,7 @@ use svc::machine::id::OperationId;
 use svc::store::files_pointer;
 
 use self::machine::{FilesPlatform, Host, describe_tree};
-use super::vault::machine::{BUCKET, bucket, slot, start_store};
+use super::host::machine::{BUCKET, bucket, slot, start_store};
 
 /// Writes a small home directory.
 fn populate_home(host: &Host) -> Result<()> {
@@ -100,7 +100,7 @@ async fn restore_survives_a_kill_at_every_fail_point() -> Result<()> {
     let store = start_store()?;
     let platform = FilesPlatform::start().await?;
     let expected = save_once(&store, &platform).await?;
-    for point in gate::FAILPOINTS {
+    for point in restore_home::FAILPOINTS {
         let next = Host::new(&store, &platform, 2)?;
         let failpoints = format!("{point}=return(kill)");
         let restore = ["svc-sync-agent", "restore-home"];
@@ -130,7 +130,7 @@ async fn repeated_restore_keeps_replaced_files_despite_kills() -> Result<()> {
     let store = start_store()?;
     let platform = FilesPlatform::start().await?;
     save_once(&store, &platform).await?;
-    for point in gate::FAILPOINTS {
+    for point in restore_home::FAILPOINTS {
         let next = Host::new(&store, &platform, 2)?;
         fs::write(next.machine.path("opt/svc/restore-complete"), "")?;
         // The snapshot has a symbolic link with the name of the directory.

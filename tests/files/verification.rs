@@ -11,7 +11,7 @@ use serde_json::Value;
 
 use super::machine::{FilesPlatform, Host};
 use super::parse_files_read;
-use crate::vault::machine::{BUCKET, bucket, slot, start_store};
+use crate::host::machine::{BUCKET, bucket, slot, start_store};
 
 fn read_checks(host: &Host) -> Result<Value> {
     Ok(serde_json::from_str(&fs::read_to_string(host.machine.path("var/lib/svc/files/checks.json"))?)?)
@@ -86,8 +86,8 @@ async fn damaged_index_is_detected_despite_the_cache() -> Result<()> {
     drop(host.start_and_save().await?);
     let verify = ["svc-sync-agent", "verify"];
     host.machine.run(&verify)?.expect(0);
-    for (folder, has_key) in [("index", true), ("snapshots", true), ("snapshots", false)] {
-        let prefix = format!("{}/{folder}", slot().files()).into();
+    for (dir, has_key) in [("index", true), ("snapshots", true), ("snapshots", false)] {
+        let prefix = format!("{}/{dir}", slot().files()).into();
         let objects: Vec<_> = bucket(&store)?.raw().list(Some(&prefix)).try_collect().await?;
         let key = objects.first().context("no object")?.location.to_string();
         let intact = store.read(BUCKET, &key).context("no object")?;
@@ -99,9 +99,9 @@ async fn damaged_index_is_detected_despite_the_cache() -> Result<()> {
             fs::remove_file(host.machine.path("var/lib/svc/files/key"))?;
         }
         let verified = host.machine.run(&verify)?.expect(65);
-        assert!(verified.stderr.contains("is damaged"), "{folder}: {}", verified.stderr);
+        assert!(verified.stderr.contains("is damaged"), "{dir}: {}", verified.stderr);
         let status = host.machine.run(&["svc-sync-agent", "status"])?.expect(0);
-        assert!(status.stdout.contains("damaged     the repository's"), "{folder}: {}", status.stdout);
+        assert!(status.stdout.contains("damaged     the repository's"), "{dir}: {}", status.stdout);
         store.write(BUCKET, &key, intact);
         host.machine.run(&verify)?.expect(0);
     }
@@ -122,8 +122,8 @@ async fn unreadable_latest_snapshot_is_replaced() -> Result<()> {
         host.machine.run(&["svc-sync-agent", "now"])?.expect(0);
         let latest = host.read_status()?["snapshot"].as_str().context("no snapshot")?.to_owned();
         let key = format!("{}/snapshots/{latest}", slot().files());
-        let remove_all = async |folder: &str| -> Result<()> {
-            let prefix = format!("{}/{folder}", slot().files()).into();
+        let remove_all = async |dir: &str| -> Result<()> {
+            let prefix = format!("{}/{dir}", slot().files()).into();
             let objects: Vec<_> = bucket(&store)?.raw().list(Some(&prefix)).try_collect().await?;
             ensure!(
                 !objects.is_empty()
@@ -195,8 +195,8 @@ async fn unreadable_latest_snapshot_is_replaced() -> Result<()> {
             }
         }
         // Damaged earlier snapshots are still reported.
-        let code = if ["damaged", "lost index"].contains(&case) { 69 } else { 0 };
-        host.machine.run(&["svc-sync-agent", "verify"])?.expect(code);
+        let exit_code = if ["damaged", "lost index"].contains(&case) { 69 } else { 0 };
+        host.machine.run(&["svc-sync-agent", "verify"])?.expect(exit_code);
         let checks = read_checks(&host)?;
         assert_eq!(
             (&checks["unreadable"], &checks["damagedLatest"]),

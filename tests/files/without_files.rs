@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::machine::{FilesPlatform, Host, describe_tree};
 use super::save_once;
-use crate::vault::machine::{BUCKET, slot, start_store};
+use crate::host::machine::{BUCKET, slot, start_store};
 
 /// A snapshot that fits on no server, or that cannot be repaired, must not keep the owner from the database, or the
 /// machine from saving files again.

@@ -152,7 +152,7 @@ fuzzed! {
     mutated_usage_report_is_safe_to_print, long_mutated_usage_report_is_safe_to_print, "usage-report";
     mutated_cookie_cannot_use_router_name, long_mutated_cookie_cannot_use_router_name, "set-cookie";
     mutated_hop_by_hop_headers_are_removed, long_mutated_hop_by_hop_headers_are_removed, "hop-by-hop";
-    mutated_path_stays_in_the_app_folder, long_mutated_path_stays_in_the_app_folder, "app-path";
+    mutated_path_stays_in_the_app_directory, long_mutated_path_stays_in_the_app_directory, "app-path";
     mutated_session_counts_only_its_own_calls, long_mutated_session_counts_only_its_own_calls, "codex-session";
     mutated_dump_head_yields_a_count_or_none, long_mutated_dump_head_yields_a_count_or_none, "dump-head";
     mutated_user_data_is_one_document, long_mutated_user_data_is_one_document, "user-data";

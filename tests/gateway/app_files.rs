@@ -25,7 +25,7 @@ async fn wait_until_served(host: &Host, slug: &str) -> Result<()> {
 }
 
 #[tokio::test]
-async fn symlinks_do_not_escape_app_folder() -> Result<()> {
+async fn symlinks_do_not_escape_app_directory() -> Result<()> {
     let machine = Machine::new(UNREACHABLE_DATABASE)?;
     machine.write("opt/svc/env/probe.env", "S3CRET")?;
     machine.write("opt/svc/env/index.html", "S3CRET")?;
@@ -41,7 +41,7 @@ async fn symlinks_do_not_escape_app_folder() -> Result<()> {
     symlink(machine.path("opt/svc/env"), machine.path(&apps("inside/dist/env")))?;
     symlink(machine.path("opt/svc/env/probe.env"), machine.path(&apps("inside/dist/probe.txt")))?;
     symlink(machine.path("opt/svc/env/probe.env"), machine.path(&apps("inside/icon.svg")))?;
-    // This app's whole folder is a symlink.
+    // This app's whole directory is a symlink.
     let elsewhere = manifest("elsewhere", &json!({})).to_string();
     machine.write("opt/svc/env/svc.json", &elsewhere)?;
     symlink(machine.path("opt/svc/env"), machine.path(&apps("elsewhere")))?;
@@ -86,7 +86,7 @@ async fn fifo_manifest_does_not_block_other_apps() -> Result<()> {
 }
 
 #[tokio::test]
-async fn redirect_to_app_folder_keeps_query() -> Result<()> {
+async fn redirect_to_app_directory_keeps_query() -> Result<()> {
     let machine = Machine::new(UNREACHABLE_DATABASE)?;
     machine.add_app("pages", &json!({}))?;
     machine.write("home/svc/home/apps/pages/dist/index.html", "page")?;

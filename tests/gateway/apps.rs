@@ -197,7 +197,7 @@ async fn unknown_type_is_reported_and_other_apps_still_work() -> Result<()> {
 }
 
 #[tokio::test]
-async fn new_app_folder_is_registered_at_run_time() -> Result<()> {
+async fn new_app_directory_is_registered_at_run_time() -> Result<()> {
     let (database, first) = (test_database().await?, unique_name("first"));
     let host = host_with_app(&database, &first, &json!({ "t": { "columns": {} } })).await?;
     let later = unique_name("later");
@@ -215,7 +215,7 @@ async fn registration_waiting_for_lock_blocks_no_app() -> Result<()> {
     let schema = format!("app_{}", slug.replace('-', "_"));
     dump.batch_execute(&format!("LOCK TABLE {schema}.t IN ACCESS SHARE MODE")).await?;
     host.machine.add_app(&slug, &json!({ "t": { "columns": { "a": "text", "b": "text" } } }))?;
-    // The folders are registered in name order.
+    // The directories are registered in name order.
     let other = unique_name("other");
     host.machine.add_app(&other, &json!({ "t": { "columns": { "a": "text" } } }))?;
     host.wait_until_registered(&other).await?;
@@ -263,7 +263,7 @@ async fn two_apps_never_share_a_schema() -> Result<()> {
 }
 
 #[tokio::test]
-async fn bridge_works_after_recovery_without_the_app_folder() -> Result<()> {
+async fn bridge_works_after_recovery_without_the_app_directory() -> Result<()> {
     let (database, slug) = (test_database().await?, unique_name("restored"));
     let tables = json!({ "t": { "columns": { "a": "text" } } });
     let host = host_with_app(&database, &slug, &tables).await?;
@@ -289,7 +289,7 @@ async fn bridge_works_after_recovery_without_the_app_folder() -> Result<()> {
 }
 
 #[tokio::test]
-async fn app_works_if_the_apps_folder_cannot_be_opened() -> Result<()> {
+async fn app_works_if_the_apps_directory_cannot_be_opened() -> Result<()> {
     let (database, slug) = (test_database().await?, unique_name("linked"));
     let host = host_with_app(&database, &slug, &json!({ "t": { "columns": { "a": "text" } } })).await?;
     let apps = host.machine.path("home/svc/home/apps");
@@ -304,7 +304,7 @@ async fn app_works_if_the_apps_folder_cannot_be_opened() -> Result<()> {
 }
 
 #[tokio::test]
-async fn rejected_app_without_folder_stays_listed() -> Result<()> {
+async fn rejected_app_without_directory_stays_listed() -> Result<()> {
     let (database, slug, other) = (test_database().await?, unique_name("rejected"), unique_name("other"));
     let tables = json!({ "t": { "columns": { "a": "text" } } });
     drop(host_with_app(&database, &slug, &tables).await?);
@@ -313,7 +313,7 @@ async fn rejected_app_without_folder_stays_listed() -> Result<()> {
     database.connect().await?.batch_execute(&replace_table).await?;
     let host = Machine::new(&database.url())?.start()?;
     host.wait_until("the error", async || Ok(find_app(&host, &slug).await?["status"] == "error")).await?;
-    // Adding an app causes another scan of the folders.
+    // Adding an app causes another scan of the directories.
     host.machine.add_app(&other, &tables)?;
     host.wait_until_registered(&other).await?;
     let app = find_app(&host, &slug).await?;
@@ -323,7 +323,7 @@ async fn rejected_app_without_folder_stays_listed() -> Result<()> {
 }
 
 #[tokio::test]
-async fn pages_are_sandboxed_and_stay_in_their_folder() -> Result<()> {
+async fn pages_are_sandboxed_and_stay_in_their_directory() -> Result<()> {
     let machine = Machine::new("postgres://postgres:x@127.0.0.1:1/svc")?;
     machine.add_app("site", &json!({}))?;
     let file = |name: &str| format!("home/svc/home/apps/site/{name}");

@@ -223,7 +223,7 @@ async fn unstorable_certificate_is_presented_and_not_ordered_again() -> Result<(
     let (machine, name) = machine_listening_on(port, &pebble.roots())?;
     let delivered = tls_settings(&name, &pebble.directory_url());
     machine.write("var/lib/svc/tls/settings.json", &delivered.to_string())?;
-    // A file cannot replace a non-empty folder.
+    // A file cannot replace a non-empty directory.
     machine.write("var/lib/svc/tls/chain.pem/in-the-way", "")?;
     let host = machine.start()?;
     let report =

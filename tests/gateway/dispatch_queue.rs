@@ -19,7 +19,7 @@ use super::host::{Host, send_json};
 
 /// Starts a fake svc-watch; the receiver gets each message's phase and dispatch id.
 fn start_fake_watcher(socket: &Path) -> Result<Receiver<(String, String)>> {
-    std::fs::create_dir_all(socket.parent().context("the socket has no parent folder")?)?;
+    std::fs::create_dir_all(socket.parent().context("the socket has no parent directory")?)?;
     let listener = UnixListener::bind(socket)?;
     let (sender, receiver) = std::sync::mpsc::channel();
     std::thread::spawn(move || {

@@ -86,7 +86,7 @@ impl Machine {
         Ok(UnixListener::bind(dir.join(name))?)
     }
 
-    /// Writes an app's manifest to the owner's apps folder.
+    /// Writes an app's manifest to the owner's apps directory.
     pub fn add_app(&self, slug: &str, tables: &Value) -> Result<()> {
         self.write(&format!("home/svc/home/apps/{slug}/svc.json"), &manifest(slug, tables).to_string())
     }

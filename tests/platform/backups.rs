@@ -282,31 +282,32 @@ async fn snapshot_with_future_time_is_ignored() {
         let row = client.query_one("SELECT backup_taken_at FROM user_machines", &[]).await.unwrap();
         row.get::<_, Option<jiff::Timestamp>>(0).map(svc::clock::rfc3339_ms)
     };
-    let beat = |taken_at: &str| {
-        let mut beat = heartbeat_of(&guest);
-        beat["lastBackup"] = json!({"status": "success", "takenAt": taken_at, "key": "x", "sizeBytes": 4});
-        beat
+    let send_heartbeat = async |taken_at: &str| {
+        let mut heartbeat = heartbeat_of(&guest);
+        heartbeat["lastBackup"] =
+            json!({"status": "success", "takenAt": taken_at, "key": "x", "sizeBytes": 4});
+        stack.send_heartbeat(&process, &guest, &heartbeat).await
     };
     let (future, past) = ("2099-01-02T03:04:05.678Z", "2026-01-02T03:04:05.678Z");
-    assert_eq!(stack.send_heartbeat(&process, &guest, &beat(future)).await.status, 200);
+    assert_eq!(send_heartbeat(future).await.status, 200);
     assert_eq!(load_stored_time().await, None);
     let record = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;
     assert_eq!(record["lastBackup"]["takenAt"], future, "the ignored snapshot must still be shown");
     assert!(stack.log().contains("ignored the time of the reported snapshot, which is in the future"));
-    stack.send_heartbeat(&process, &guest, &beat(past)).await;
+    send_heartbeat(past).await;
     assert_eq!(load_stored_time().await.as_deref(), Some(past));
-    stack.send_heartbeat(&process, &guest, &beat(future)).await;
+    send_heartbeat(future).await;
     assert_eq!(load_stored_time().await.as_deref(), Some(past));
     // A small difference is accepted as clock skew.
     let soon = svc::clock::rfc3339_ms(jiff::Timestamp::now() + jiff::SignedDuration::from_mins(2));
-    stack.send_heartbeat(&process, &guest, &beat(&soon)).await;
+    send_heartbeat(&soon).await;
     assert_eq!(load_stored_time().await, Some(soon));
     // A future time that an earlier release stored is replaced.
     client
         .execute("UPDATE user_machines SET backup_taken_at = now() + interval '9 years'", &[])
         .await
         .unwrap();
-    stack.send_heartbeat(&process, &guest, &beat(past)).await;
+    send_heartbeat(past).await;
     assert_eq!(load_stored_time().await.as_deref(), Some(past));
 }
 

@@ -406,8 +406,8 @@ async fn failed_verification_pauses_rollout_until_operator_decides() {
     // No host is listening at the machine's address.
     fleet.report_update(0, NEXT_VERSION, "updated").await;
     let paused = fleet.wait_for_state(&rollout, "paused").await;
-    let why = paused["why"].as_str().unwrap();
-    assert!(why.starts_with("the verification failed: h-user-0: shell: "), "{why}");
+    let reason = paused["why"].as_str().unwrap();
+    assert!(reason.starts_with("the verification failed: h-user-0: shell: "), "{reason}");
     let verification = &paused["verification"];
     assert_eq!((&verification["passed"], &verification["handles"]), (&json!(false), &json!(["h-user-0"])));
     let checks: Vec<_> =
@@ -492,7 +492,7 @@ async fn verification_covers_only_machines_that_run_the_release() {
     let paused = fleet.wait_for_state(&rollout, "paused").await;
     let verification = &paused["verification"];
     assert_eq!((&verification["passed"], &verification["handles"]), (&json!(false), &json!([])), "{paused}");
-    let why = paused["why"].as_str().unwrap();
-    assert!(why.contains("none of the first machines still runs v2"), "{why}");
+    let reason = paused["why"].as_str().unwrap();
+    assert!(reason.contains("none of the first machines still runs v2"), "{reason}");
     assert_eq!(fleet.fetch_desired_version(2).await, "v1", "an unverified release must not be requested");
 }

@@ -72,11 +72,11 @@ async fn unreadable_files_count_as_unsaved() {
     let recovery = recover(&stack, &process).await;
     old.wait_for_backup_request(&stack).await;
     let later = rfc3339_ms(jiff::Timestamp::now() + jiff::SignedDuration::from_mins(1));
-    let why = "1 entry of the owner's home cannot be read, and is not saved (first: home/vm/disk.img)";
-    report_backup_with_files(&old, &stack, &json!({"savedUntil": later, "unreadable": why}));
+    let reason = "1 entry of the owner's home cannot be read, and is not saved (first: home/vm/disk.img)";
+    report_backup_with_files(&old, &stack, &json!({"savedUntil": later, "unreadable": reason}));
     let detail = wait_for_backup_detail(&stack, &process, &recovery).await;
     let discard = format!("svcctl discard {} --accept-loss", old.guest.machine);
-    assert!(detail.contains(why) && detail.contains(&discard), "{detail}");
+    assert!(detail.contains(reason) && detail.contains(&discard), "{detail}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -3,7 +3,6 @@
 
 use std::time::Duration;
 
-use reqwest::Method;
 use serde_json::{Value, json};
 use svc::clock::rfc3339_ms;
 use svc::http::proof::Route;
@@ -88,11 +87,7 @@ async fn writers_stop_and_only_a_later_snapshot_of_the_host_counts() {
     stack.store_snapshot("user_1");
     let recovery = recover(&stack, &process, json!({})).await;
     wait_for_call(&stack, &old, "POST", BACKUP).await;
-    let beat = || {
-        let path = format!("/vps/{}/heartbeat", old.guest.machine);
-        stack.request(&process, Method::POST, &path).bearer_auth(&old.guest.upgrade_token).json(&heartbeat())
-    };
-    let response = stack.send(beat()).await.body;
+    let response = stack.send_heartbeat(&process, &old.guest, &heartbeat()).await.body;
     assert_eq!(response["superseded"], false, "the host must still make its final backup");
     assert_eq!(response["quiesce"], recovery["operationId"], "the host's writers must stay stopped");
     assert_eq!(stack.pointer("user_1")["fenceEpoch"], 1, "the host must still be able to write the pointer");
@@ -114,7 +109,7 @@ async fn writers_stop_and_only_a_later_snapshot_of_the_host_counts() {
     let old_record = stack.get(&process, &format!("/vps/{}", old.guest.machine)).await.body;
     assert!(old_record["finalBackupAt"].is_string() && old_record["unsavedSince"].is_null(), "{old_record}");
     assert_eq!(
-        stack.send(beat()).await.body["superseded"],
+        stack.send_heartbeat(&process, &old.guest, &heartbeat()).await.body["superseded"],
         true,
         "the host must be superseded once its successor has registered"
     );

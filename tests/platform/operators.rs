@@ -310,8 +310,8 @@ async fn svcctl_manages_operators_and_shows_the_audit_log() {
     let admin = async |args: &[&str]| run_svcctl(&process, Some(SECRET), args).await;
 
     let add = ["operator", "add", "ada", "--scope", "read,billing", "--token-file", file];
-    let (code, stdout, stderr) = admin(&add).await;
-    assert_eq!(code, Some(0), "{stdout}{stderr}");
+    let (exit_code, stdout, stderr) = admin(&add).await;
+    assert_eq!(exit_code, Some(0), "{stdout}{stderr}");
     assert!(!stdout.contains("svco_") && stdout.contains("written to"), "{stdout}");
     let mode = std::fs::metadata(file).unwrap().permissions().mode();
     assert_eq!(mode & 0o777, 0o600);
@@ -319,37 +319,37 @@ async fn svcctl_manages_operators_and_shows_the_audit_log() {
         let args: Vec<&str> = args.iter().copied().chain(["--secret-file", file]).collect();
         run_svcctl(&process, None, &args).await
     };
-    let (code, stdout, stderr) = ada(&["operator", "whoami"]).await;
-    assert_eq!(code, Some(0), "{stdout}{stderr}");
+    let (exit_code, stdout, stderr) = ada(&["operator", "whoami"]).await;
+    assert_eq!(exit_code, Some(0), "{stdout}{stderr}");
     assert!(stdout.contains("ada") && stdout.contains("read, billing"), "{stdout}");
-    let (code, stdout, _) = ada(&["doctor", "api"]).await;
-    assert!(stdout.contains("you are ada, with the scopes read, billing"), "{code:?} {stdout}");
-    let (code, _, stderr) = ada(&["operator", "list"]).await;
-    assert_eq!(code, Some(77));
+    let (exit_code, stdout, _) = ada(&["doctor", "api"]).await;
+    assert!(stdout.contains("you are ada, with the scopes read, billing"), "{exit_code:?} {stdout}");
+    let (exit_code, _, stderr) = ada(&["operator", "list"]).await;
+    assert_eq!(exit_code, Some(77));
     assert!(
         stderr.contains("lacks the scope admin") && stderr.contains("svcctl operator whoami"),
         "{stderr}"
     );
 
     let before = std::fs::read_to_string(file).unwrap();
-    let (code, stdout, stderr) =
+    let (exit_code, stdout, stderr) =
         admin(&["operator", "rotate", "ada", "--overlap", "0s", "--token-file", file]).await;
-    assert_eq!(code, Some(0), "{stdout}{stderr}");
+    assert_eq!(exit_code, Some(0), "{stdout}{stderr}");
     assert_ne!(std::fs::read_to_string(file).unwrap(), before);
-    let (code, _, stderr) = run_svcctl(&process, Some(before.trim()), &["operator", "whoami"]).await;
-    assert_eq!(code, Some(77), "{stderr}");
+    let (exit_code, _, stderr) = run_svcctl(&process, Some(before.trim()), &["operator", "whoami"]).await;
+    assert_eq!(exit_code, Some(77), "{stderr}");
     assert!(!stderr.contains("svco_"), "{stderr}");
     assert_eq!(ada(&["slot", "set", "user_1", "--plan", "max"]).await.0, Some(0));
 
-    let (code, stdout, stderr) = ada(&["audit", "--actor", "ada", "--since", "1h"]).await;
-    assert_eq!(code, Some(0), "{stdout}{stderr}");
+    let (exit_code, stdout, stderr) = ada(&["audit", "--actor", "ada", "--since", "1h"]).await;
+    assert_eq!(exit_code, Some(0), "{stdout}{stderr}");
     assert!(stdout.contains("ada  slot.set  user_1/primary") && stdout.lines().count() == 1, "{stdout}");
     let (_, stdout, _) = ada(&["audit", "--json", "--limit", "1"]).await;
     let page: Value = serde_json::from_str(&stdout).unwrap();
     assert_eq!(page["entries"][0]["action"], "slot.set", "{page}");
     assert!(page["nextCursor"].is_string(), "{page}");
-    let (code, stdout, stderr) = admin(&["operator", "revoke", "ada", "--yes"]).await;
-    assert_eq!(code, Some(0), "{stdout}{stderr}");
+    let (exit_code, stdout, stderr) = admin(&["operator", "revoke", "ada", "--yes"]).await;
+    assert_eq!(exit_code, Some(0), "{stdout}{stderr}");
     assert!(stdout.contains("revoked"), "{stdout}");
     assert_eq!(ada(&["operator", "whoami"]).await.0, Some(77));
 }

@@ -11,7 +11,7 @@ use svc::machine::name::Slot;
 use svc::store::Bucket;
 use svc::store::bucket::Condition;
 use svc::store::key::{SlotPrefix, snapshot_key};
-use svc::store::pointer::{FORMAT, Fence, Pointer};
+use svc::store::pointer::{FORMAT_VERSION, Fence, Pointer};
 use svc::store::pointer_io::{self, PointerError, PointerRead};
 use svc::store::snapshot::{self, Sidecar, SnapshotUnusable};
 use svc::store::snapshot_with_sidecar::SnapshotWithSidecar;
@@ -62,7 +62,7 @@ pub fn machine(epoch: u32) -> MachineId {
 /// Returns the sidecar of a backup, written before the pointer advances.
 pub fn sidecar(epoch: Epoch, taken_at: Timestamp) -> Sidecar {
     Sidecar {
-        version: snapshot::FORMAT,
+        version: snapshot::FORMAT_VERSION,
         key: snapshot_key(taken_at, epoch),
         size_bytes: 4,
         sha256: "ab".repeat(32),
@@ -205,7 +205,7 @@ async fn write_faulty_fence(
     let snapshot = old.as_ref().and_then(|old| old.snapshot.clone());
     let snapshot = snapshot.filter(|_| broken_rule != Some(BrokenRule::SnapshotRetention));
     let next = Pointer {
-        version: FORMAT,
+        version: FORMAT_VERSION,
         fence_epoch,
         fence_machine_id: Some(machine(epoch)),
         fence_proof: None,
@@ -231,7 +231,7 @@ async fn advance_faultily(
     let current = pointer_io::read(bucket, &slot()).await?;
     let old = current.as_ref().map(|current| &current.value);
     let next = Pointer {
-        version: FORMAT,
+        version: FORMAT_VERSION,
         fence_epoch: old.map_or(sidecar.epoch, |old| old.fence_epoch.max(sidecar.epoch)),
         fence_machine_id: Some(sidecar.machine_id),
         fence_proof: None,

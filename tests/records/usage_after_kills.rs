@@ -40,7 +40,7 @@ fn dispatch(n: u64) -> (Date, Interaction) {
     let random = hash(n);
     let day = Date::constant(2026, 11, if random.is_multiple_of(16) { 21 } else { 22 });
     let interaction = Interaction {
-        version: Interaction::VERSION,
+        version: Interaction::FORMAT_VERSION,
         id: n.to_string(),
         timestamp: jiff::Timestamp::UNIX_EPOCH,
         accepted_at: None,

@@ -8,12 +8,12 @@ use secrecy::SecretString;
 use serde_json::{Value, json};
 
 use super::check::has_leftovers;
+use super::database_state::{DatabaseState, MachineRow, OperationRow};
 use super::host::Host;
 use super::ledger::{Ledger, RequestRecord};
 use super::plan::{Action, PROCESSES, SLOTS, Step};
 use super::process::{ApiResponse, Process, SECRET, build_request};
 use super::simulation::Simulation;
-use super::snapshot::{DatabaseState, MachineRow, OperationRow};
 
 /// A request that can be sent to any process.
 #[derive(Debug, Clone)]
@@ -151,7 +151,7 @@ impl Simulation<'_> {
             && self.provider.powered_on().iter().any(|powered_on| powered_on == machine))
     }
 
-    /// Returns the ID of the n-th machine, counted from the newest.
+    /// Returns the id of the n-th machine, counted from the newest.
     fn machine(&self, nth: usize) -> Option<String> {
         let machines = self.ledger.machines();
         (!machines.is_empty()).then(|| machines[machines.len() - 1 - nth % machines.len()].clone())

@@ -12,13 +12,13 @@ use serde_json::{Value, json};
 use svc::http::client::{self, Timeouts};
 
 use super::check::{self, CallerView, Observations};
+use super::database_state::{DatabaseState, read_audit};
 use super::host::Host;
 use super::ledger::{Ledger, RequestRecord};
 use super::memory_provider::ServerCreation;
 use super::process::ApiResponse;
 use super::rng::Rng;
 use super::run_database::StoredTimes;
-use super::snapshot::{self, DatabaseState};
 use crate::platform::stack::{Process, SECRET, Stack};
 
 const PROCESSES: usize = 3;
@@ -275,7 +275,7 @@ async fn run_campaign(seed: u64) -> Result<u32> {
     violations.extend(check::check_settled(
         &database_state,
         &live,
-        &snapshot::read_audit(&database).await?,
+        &read_audit(&database).await?,
         &fleet.ledger,
     ));
     let log = || format!("{}\n{}", fleet.ledger.lines().join("\n"), fleet.stack.log());

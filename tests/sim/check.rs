@@ -3,8 +3,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use super::database_state::{AuditRow, DatabaseState, MachineRow};
 use super::ledger::Ledger;
-use super::snapshot::{AuditRow, DatabaseState, MachineRow};
 use super::violation::Violation;
 
 /// Earlier observations, for invariants that span several states.

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use svc::host::audit::watcher;
-use svc::host::files::{gate, restore_entry, service};
+use svc::host::files::{restore_entry, restore_home, service};
 use svc::host::link::register;
 use svc::host::records::usage_store;
 use svc::host::retention;
@@ -20,43 +20,43 @@ use svc_files as files;
 /// file.
 fn enumerations() -> [(&'static [&'static str], &'static str, &'static str); 25] {
     [
-        (backup::FAILPOINTS, "svc::host::snapshots::backup::FAILPOINTS", "tests/vault/backup.rs"),
-        (backup::DRILL_FAILPOINTS, "svc::host::snapshots::backup::DRILL_FAILPOINTS", "tests/vault/checks.rs"),
+        (backup::FAILPOINTS, "svc::host::snapshots::backup::FAILPOINTS", "tests/host/backup.rs"),
+        (backup::DRILL_FAILPOINTS, "svc::host::snapshots::backup::DRILL_FAILPOINTS", "tests/host/checks.rs"),
         (
             backup::VERIFY_FAILPOINTS,
             "svc::host::snapshots::backup::VERIFY_FAILPOINTS",
-            "tests/vault/checks.rs",
+            "tests/host/checks.rs",
         ),
-        (backup::SIDE_FAILPOINTS, "svc::host::snapshots::backup::SIDE_FAILPOINTS", "tests/vault/side.rs"),
+        (backup::SIDE_FAILPOINTS, "svc::host::snapshots::backup::SIDE_FAILPOINTS", "tests/host/side.rs"),
         (
             backup::EXPORT_FAILPOINTS,
             "svc::host::snapshots::backup::EXPORT_FAILPOINTS",
-            "tests/vault/export.rs",
+            "tests/host/export.rs",
         ),
-        (restore::FAILPOINTS, "svc::host::snapshots::restore::FAILPOINTS", "tests/vault/gate.rs"),
+        (restore::FAILPOINTS, "svc::host::snapshots::restore::FAILPOINTS", "tests/host/gate.rs"),
         (
             restore::IMPORT_FAILPOINTS,
             "svc::host::snapshots::restore::IMPORT_FAILPOINTS",
-            "tests/vault/export.rs",
+            "tests/host/export.rs",
         ),
         (files::save::FAILPOINTS, "saving::FAILPOINTS", "src/files/tests/kills.rs"),
         (files::restore::FAILPOINTS, "restoring::FAILPOINTS", "src/files/tests/kills.rs"),
         (files::prune::FAILPOINTS, "prune::FAILPOINTS", "src/files/tests/kills.rs"),
-        (gate::FAILPOINTS, "gate::FAILPOINTS", "tests/files/mod.rs"),
+        (restore_home::FAILPOINTS, "restore_home::FAILPOINTS", "tests/files/mod.rs"),
         (restore_entry::FAILPOINTS, "restore_entry::FAILPOINTS", "tests/files/history.rs"),
         (service::FAILPOINTS, "service::FAILPOINTS", "tests/files/mod.rs"),
-        (update::BOOT_FAILPOINTS, "svc::host::update::BOOT_FAILPOINTS", "tests/vault/update.rs"),
-        (update::APPLY_FAILPOINTS, "svc::host::update::APPLY_FAILPOINTS", "tests/vault/apply.rs"),
-        (update::ROLLBACK_FAILPOINTS, "svc::host::update::ROLLBACK_FAILPOINTS", "tests/vault/apply.rs"),
-        (update::KEY_FAILPOINTS, "KEY_FAILPOINTS", "tests/vault/update_keys.rs"),
+        (update::BOOT_FAILPOINTS, "svc::host::update::BOOT_FAILPOINTS", "tests/host/update.rs"),
+        (update::APPLY_FAILPOINTS, "svc::host::update::APPLY_FAILPOINTS", "tests/host/apply.rs"),
+        (update::ROLLBACK_FAILPOINTS, "svc::host::update::ROLLBACK_FAILPOINTS", "tests/host/apply.rs"),
+        (update::KEY_FAILPOINTS, "KEY_FAILPOINTS", "tests/host/update_keys.rs"),
         (retention::FAILPOINTS, "svc::host::retention::FAILPOINTS", "tests/heartbeat.rs"),
         (usage_store::FAILPOINTS, "FAILPOINTS", "tests/records/usage_after_kills.rs"),
         (watcher::FAILPOINTS, "svc::host::audit::watcher::FAILPOINTS", "tests/audit/interruptions.rs"),
-        (register::FAILPOINTS, "svc::host::link::register::FAILPOINTS", "tests/vault/register.rs"),
+        (register::FAILPOINTS, "svc::host::link::register::FAILPOINTS", "tests/host/register.rs"),
         (
             upgrade_token::FAILPOINTS,
             "svc::host::system::upgrade_token::FAILPOINTS",
-            "tests/vault/token_rotation.rs",
+            "tests/host/token_rotation.rs",
         ),
         (
             token_rotation::FAILPOINTS,

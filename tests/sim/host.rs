@@ -15,7 +15,7 @@ use svc::machine::epoch::Epoch;
 use svc::machine::id::MachineId;
 use svc::store::key::{SlotPrefix, snapshot_key};
 use svc::store::pointer::{Pointer, SnapshotRef};
-use svc::store::snapshot::{self, FORMAT, Sidecar, SnapshotUnusable};
+use svc::store::snapshot::{self, FORMAT_VERSION, Sidecar, SnapshotUnusable};
 use svc::store::upload::{PartLayout, Upload};
 use svc::store::{Bucket, pointer_io};
 
@@ -172,7 +172,7 @@ impl Host {
 
     fn sidecar(&self, key: String, content: &Bytes, taken_at: Timestamp) -> Sidecar {
         Sidecar {
-            version: FORMAT,
+            version: FORMAT_VERSION,
             key,
             size_bytes: content.len() as u64,
             sha256: hex::encode(Sha256::digest(content)),

@@ -117,7 +117,7 @@ impl InMemoryProvider {
             && call == ProviderCall::Create
             && state.last_id % 2 == 0
         {
-            return Some(ProviderFault::LostReply);
+            return Some(ProviderFault::LostResponse);
         }
         let index = state.faults.iter().position(|(fault_call, _, _)| *fault_call == call)?;
         let fault = state.faults[index].1;
@@ -211,7 +211,7 @@ impl InMemoryProvider {
                 tokio::time::sleep(SLOW_DELAY).await;
                 started
             }
-            Some(ProviderFault::LostReply) => Err(failure(call, unclear_outcome, 504, "")),
+            Some(ProviderFault::LostResponse) => Err(failure(call, unclear_outcome, 504, "")),
             _ => started,
         }
     }
@@ -308,7 +308,7 @@ impl Provider for SharedProvider {
             Some(ProviderFault::NoCapacity) => {
                 Err(failure(CALL, ErrorKind::Account, 412, "resource_unavailable"))
             }
-            Some(ProviderFault::LostReply) => {
+            Some(ProviderFault::LostResponse) => {
                 let _ = self.0.add_server(order);
                 Err(failure(CALL, ErrorKind::Ambiguous, 504, ""))
             }
@@ -388,7 +388,7 @@ impl Provider for SharedProvider {
             state.servers.remove(&id.0).is_some()
         };
         match fault {
-            Some(ProviderFault::LostReply) => return Err(failure(CALL, ErrorKind::Transient, 504, "")),
+            Some(ProviderFault::LostResponse) => return Err(failure(CALL, ErrorKind::Transient, 504, "")),
             Some(ProviderFault::Slow) => tokio::time::sleep(SLOW_DELAY).await,
             _ => {}
         }

@@ -14,7 +14,7 @@
 //! | `store`, `host` | the object store, and its writers other than the platform |
 //! | `rows` | acknowledged rows and their locations |
 //! | `action`, `ledger` | actions, and their responses |
-//! | `snapshot`, `check`, `violation` | the invariants |
+//! | `database_state`, `check`, `violation` | the invariants |
 //! | `run`, `runs`, `broken_rules` | runs of seeds, and runs with deliberately broken rules |
 //! | `regressions` | handwritten plans |
 //! | `campaign` | real processes under repeated kills |
@@ -24,6 +24,7 @@ mod action;
 mod broken_rules;
 mod campaign;
 mod check;
+mod database_state;
 mod fail_points;
 mod host;
 mod kill_switch;
@@ -40,6 +41,5 @@ mod run_database;
 mod run_provider;
 mod runs;
 mod simulation;
-mod snapshot;
 mod store;
 mod violation;

@@ -134,7 +134,7 @@ pub enum ProviderFault {
     /// The call fails with 5xx and has no effect.
     ServerError,
     /// The call takes effect, but the response is lost.
-    LostReply,
+    LostResponse,
     /// The response is lost, and the call takes effect a little later.
     Late,
     /// The call takes effect, but the response is late.
@@ -153,7 +153,7 @@ pub enum ProviderFault {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StoreFault {
     Unavailable,
-    LostReply,
+    LostResponse,
     Slow,
 }
 
@@ -318,7 +318,7 @@ fn pick_action(rng: &mut Rng, has_many_faults: bool) -> Action {
         11 => pick_provider_fault(rng),
         12 => Action::FailStore {
             is_write: rng.percent(60),
-            fault: rng.pick(&[StoreFault::Unavailable, StoreFault::LostReply, StoreFault::Slow]),
+            fault: rng.pick(&[StoreFault::Unavailable, StoreFault::LostResponse, StoreFault::Slow]),
             times: 1 + rng.below(3) as u8,
         },
         13 => Action::CutDatabaseConnections,
@@ -347,7 +347,7 @@ fn pick_action(rng: &mut Rng, has_many_faults: bool) -> Action {
 
 fn pick_provider_fault(rng: &mut Rng) -> Action {
     use ProviderFault::{
-        ActionError, Late, Locked, LostReply, NoCapacity, Partial, RateLimited, Refused, ServerError, Slow,
+        ActionError, Late, Locked, LostResponse, NoCapacity, Partial, RateLimited, Refused, ServerError, Slow,
     };
     let call = rng.pick(&[
         ProviderCall::Create,
@@ -359,11 +359,13 @@ fn pick_provider_fault(rng: &mut Rng) -> Action {
     ]);
     let fault = match call {
         ProviderCall::Create => {
-            rng.pick(&[RateLimited, ServerError, LostReply, LostReply, Late, Slow, Refused, NoCapacity])
+            rng.pick(&[RateLimited, ServerError, LostResponse, LostResponse, Late, Slow, Refused, NoCapacity])
         }
         ProviderCall::Read => rng.pick(&[RateLimited, ServerError, Slow, Partial, Partial]),
-        ProviderCall::Delete => rng.pick(&[RateLimited, ServerError, LostReply, Slow, Locked]),
-        ProviderCall::Action => rng.pick(&[RateLimited, ServerError, LostReply, Slow, Refused, ActionError]),
+        ProviderCall::Delete => rng.pick(&[RateLimited, ServerError, LostResponse, Slow, Locked]),
+        ProviderCall::Action => {
+            rng.pick(&[RateLimited, ServerError, LostResponse, Slow, Refused, ActionError])
+        }
     };
     Action::FailProvider { call, fault, times: 1 + rng.below(3) as u8 }
 }

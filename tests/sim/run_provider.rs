@@ -140,7 +140,7 @@ fn fault_rule(call: ProviderCall, fault: ProviderFault, times: u8) -> FaultRule 
     let fault = match fault {
         ProviderFault::RateLimited => status(429, "rate_limit_exceeded"),
         ProviderFault::ServerError => status(503, "unavailable"),
-        ProviderFault::LostReply => Fault::LostReplyAfterCommit,
+        ProviderFault::LostResponse => Fault::LostReplyAfterCommit,
         // The simulator has no fault for a late call or a partial list, so over HTTP both become a lost request.
         ProviderFault::Late | ProviderFault::Partial => Fault::LostRequest,
         ProviderFault::Slow => Fault::SlowReply { ms: 200 },

@@ -14,6 +14,7 @@ use svc::store::Bucket;
 use tokio::task::JoinSet;
 
 use super::check::{self, Observations};
+use super::database_state::{DatabaseState, OperationRow, read_audit};
 use super::host::{BUNDLE_SHA256, Host};
 use super::ledger::Ledger;
 use super::plan::{PROCESSES, SLOTS};
@@ -21,7 +22,6 @@ use super::process::Process;
 use super::rows::Rows;
 use super::run_database::RunDatabase;
 use super::run_provider::RunProvider;
-use super::snapshot::{self, DatabaseState, OperationRow};
 use super::store::{Store, StoreConnection};
 use super::violation::{BrokenRule, Violation};
 
@@ -176,7 +176,7 @@ impl<'a> Simulation<'a> {
     pub async fn check_settled(&mut self) -> Result<BTreeSet<Violation>> {
         let mut violations = BTreeSet::new();
         let database_state = DatabaseState::read(&self.database.client).await?;
-        let audit = snapshot::read_audit(&self.database.client).await?;
+        let audit = read_audit(&self.database.client).await?;
         violations.extend(check::check_settled(
             &database_state,
             &self.provider.machines_with_servers(),
@@ -203,8 +203,8 @@ impl<'a> Simulation<'a> {
             let mut response = None;
             // The reconciler soon detects that a deleted machine cannot get its slot back.
             for _ in 0..30 {
-                let heartbeat = self.send_heartbeat(&host, 0).await;
-                response = heartbeat.as_ref().map(|reply| (reply.status, reply.body["superseded"].as_bool()));
+                let received = self.send_heartbeat(&host, 0).await;
+                response = received.map(|response| (response.status, response.body["superseded"].as_bool()));
                 if response == expected || (is_kept && response == expected_while_kept) {
                     break;
                 }

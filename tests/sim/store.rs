@@ -268,7 +268,7 @@ impl StoreConnection {
             tokio::time::sleep(SLOW_DELAY).await;
         }
         self.reach(KillPoint::AfterStore).await;
-        if fault == Some(StoreFault::LostReply) { Err(planned_error()) } else { result }
+        if fault == Some(StoreFault::LostResponse) { Err(planned_error()) } else { result }
     }
 }
 
@@ -299,7 +299,7 @@ impl ObjectStore for StoreConnection {
 
     async fn get_opts(&self, path: &Path, options: GetOptions) -> Result<GetResult> {
         match self.store.take_fault(false) {
-            Some(StoreFault::Unavailable | StoreFault::LostReply) => return Err(planned_error()),
+            Some(StoreFault::Unavailable | StoreFault::LostResponse) => return Err(planned_error()),
             Some(StoreFault::Slow) => tokio::time::sleep(SLOW_DELAY).await,
             None => {}
         }

@@ -35,7 +35,7 @@ fn slot_of(user: &str) -> Result<SlotPrefix> {
 /// Returns the key prefix for pointer log entries.
 fn pointer_log(slot: &SlotPrefix) -> String {
     let entry = slot.pointer_entry(0).to_string();
-    entry.rsplit_once('/').map_or(entry.clone(), |(folder, _)| format!("{folder}/"))
+    entry.rsplit_once('/').map_or(entry.clone(), |(dir, _)| format!("{dir}/"))
 }
 
 /// Stores the dump of a backup from the machine for `epoch`; [`advance`] writes its sidecar.
@@ -250,18 +250,18 @@ pub async fn outage_is_not_reported_as_not_found(fixture: &StoreFixture) -> Resu
 /// Lists more keys than fit on one page.
 pub async fn list_of_many_keys_is_complete_and_sorted(fixture: &StoreFixture) -> Result<Support> {
     const KEYS: usize = 1100;
-    let folder = Path::from("user_1/primary/system/db/pointer-log");
-    let keys: Vec<Path> = (0..KEYS).map(|n| folder.clone().join(format!("{n:016}.json"))).collect();
+    let dir = Path::from("user_1/primary/system/db/pointer-log");
+    let keys: Vec<Path> = (0..KEYS).map(|n| dir.clone().join(format!("{n:016}.json"))).collect();
     let puts = stream::iter(&keys).map(|key| fixture.bucket.put(key, &b"{}"[..]));
     puts.buffer_unordered(8).try_collect::<()>().await?;
     fixture.bucket.put(&Path::from("user_1/primary/system/db/pointer-log-other"), &b"{}"[..]).await?;
     let listed: Vec<Path> =
-        fixture.bucket.raw().list(Some(&folder)).map_ok(|object| object.location).try_collect().await?;
+        fixture.bucket.raw().list(Some(&dir)).map_ok(|object| object.location).try_collect().await?;
     ensure!(listed == keys, "{} keys were listed, or their order differs", listed.len());
     let after: Vec<Path> = fixture
         .bucket
         .raw()
-        .list_with_offset(Some(&folder), &keys[KEYS - 3])
+        .list_with_offset(Some(&dir), &keys[KEYS - 3])
         .map_ok(|object| object.location)
         .try_collect()
         .await?;

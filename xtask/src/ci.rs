@@ -54,7 +54,7 @@ const STATIC_CHECKS: [&[Check]; 5] = [
 const PRODUCT_ARGS: &[&str] = &[
     "--workspace",
     "--exclude=bench",
-    "--exclude=house",
+    "--exclude=conventions",
     "--exclude=kit",
     "--exclude=lab",
     "--exclude=svc-libfuzzer",
@@ -67,7 +67,7 @@ const PRODUCT_ARGS: &[&str] = &[
 const QUICK_CHECKS: [&[Check]; 3] = [
     &[FORMAT],
     &[("clippy", run_quick_clippy), ("unit tests", || run_tests(&[PRODUCT_ARGS, &["--lib"]].concat()))],
-    &[("house", || run_tests(&["--package", "house"]))],
+    &[("conventions", || run_tests(&["--package", "conventions"]))],
 ];
 
 pub fn run_static_checks() -> Result<ExitCode> {

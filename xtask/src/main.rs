@@ -110,7 +110,7 @@ enum Command {
     },
     /// Fuzz the parsers with libFuzzer, a minute each; needs a C++ compiler; writes target/libfuzzer
     Fuzz(fuzz::Args),
-    /// Run the quick checks for each edit: format, clippy on the product, unit tests, house rules
+    /// Run the quick checks for each edit: format, clippy on the product, unit tests, conventions
     Check,
     /// Run the static checks: format, clippy, documentation, dependencies
     Ci {
@@ -253,12 +253,12 @@ mod tests {
     fn find_pages() -> Vec<PathBuf> {
         let root = cargo::root();
         let mut pages = Vec::new();
-        let mut folders = vec![root.join("docs"), root.join("packaging"), root.join("tests/kit")];
-        while let Some(folder) = folders.pop() {
-            for entry in std::fs::read_dir(folder).unwrap() {
+        let mut dirs = vec![root.join("docs"), root.join("packaging"), root.join("tests/kit")];
+        while let Some(dir) = dirs.pop() {
+            for entry in std::fs::read_dir(dir).unwrap() {
                 let path = entry.unwrap().path();
                 if path.is_dir() {
-                    folders.push(path);
+                    dirs.push(path);
                 } else if path.extension().is_some_and(|extension| extension == "md") {
                     pages.push(path);
                 }

@@ -34,11 +34,11 @@ pub fn run(long: bool, filters: &[String]) -> Result<ExitCode> {
     variables.push(("TMPDIR", temporary.path().into()));
     let (name, address) = server.variable();
     variables.push((name, address.into()));
-    let exit = if long { run_long(filters, variables) } else { run_tests(false, filters, variables) };
+    let result = if long { run_long(filters, variables) } else { run_tests(false, filters, variables) };
     drop(server);
     let skipped = std::fs::read_to_string(&skipped)?;
     skipped.lines().for_each(|line| println!("skipped: {line}"));
-    exit
+    result
 }
 
 /// Creates the directory for the temporary files of all tests, in memory if `TMPDIR` is not set and enough memory is
@@ -61,10 +61,10 @@ fn run_long(filters: &[String], mut variables: Variables) -> Result<ExitCode> {
     let (figures, report) = (dir.join("figures.jsonl"), dir.join("report.json"));
     std::fs::write(&figures, "").with_context(|| format!("cannot empty {}", figures.display()))?;
     variables.push((long_tests::LONG_REPORT_VAR, std::path::absolute(&figures)?.into_os_string()));
-    let exit = run_tests(true, filters, variables)?;
+    let exit_code = run_tests(true, filters, variables)?;
     let totals = Totals::collect(&figures, &report)?;
     println!("{}\nwritten to {}", totals.summary(), report.display());
-    Ok(if totals.lost == 0 { exit } else { ExitCode::FAILURE })
+    Ok(if totals.lost == 0 { exit_code } else { ExitCode::FAILURE })
 }
 
 /// Runs the tests with the available runner.
@@ -82,9 +82,9 @@ fn run_tests(long: bool, filters: &[String], variables: Variables) -> Result<Exi
         plain.arg("--include-ignored");
     }
     plain.args(filters).envs(variables).stdout(Stdio::piped());
-    let (exit, summary) = run_command(&mut plain)?;
+    let (exit_code, summary) = run_command(&mut plain)?;
     println!("{summary}");
-    Ok(exit)
+    Ok(exit_code)
 }
 
 /// Runs the command, forwards its output, and adds up the counts in the result lines of cargo's runner.
@@ -102,8 +102,8 @@ fn run_command(command: &mut Command) -> Result<(ExitCode, String)> {
             failed += parse_count(&line, " failed");
         }
     }
-    let exit = if child.wait()?.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
-    Ok((exit, format!("{passed} passed, {failed} failed")))
+    let exit_code = if child.wait()?.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
+    Ok((exit_code, format!("{passed} passed, {failed} failed")))
 }
 
 /// Returns the number before ` passed` or ` failed` in `test result: ok. 3 passed; 0 failed; …`.

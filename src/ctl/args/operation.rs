@@ -22,7 +22,7 @@ pub enum OperationCommand {
     /// Show an operation step by step, and its question, if it is waiting for a decision
     #[command(after_help = "Example: svcctl operation show 019a0000-0000-7000-8000-000000000002 --wait")]
     Show {
-        /// Id of the operation, as shown by the command that started it and by `svcctl status`
+        /// The id of the operation, as shown by the command that started it and by `svcctl status`
         #[arg(value_name = "OPERATION_ID")]
         operation: OperationId,
         #[command(flatten)]
@@ -40,7 +40,7 @@ one; --accept-loss restores the latest one, to which the slot's pointer refers.\
 Example: svcctl operation continue 019a0000-0000-7000-8000-000000000002 --accept-loss --wait"
     )]
     Continue {
-        /// Id of the operation, as shown by `svcctl status` and `svcctl fleet`
+        /// The id of the operation, as shown by `svcctl status` and `svcctl fleet`
         #[arg(value_name = "OPERATION_ID")]
         operation: OperationId,
         /// Continue, and lose the changes that are in no snapshot
@@ -56,13 +56,13 @@ Example: svcctl operation continue 019a0000-0000-7000-8000-000000000002 --accept
     #[command(
         after_help = "A recovery can be abandoned until its new machine has registered. No data is lost. The machine that gets \
 its slot back is powered on, even if `svcctl power off` had powered it off. A deletion can be abandoned until its operation \
-has ended; after that, `svcctl undelete` undoes it, but not after `svcctl delete --now`. An abandoned removal leaves the \
-server at the provider until `svcctl discard` or `svcctl undelete`. --wait waits until the machine that got its slot back \
-is serving.\n\n\
+has ended; after that, `svcctl undelete` undoes it, but not after `svcctl delete --now`. If the removal of a server is \
+abandoned, the server stays at the provider: `svcctl discard` then deletes it, and `svcctl undelete` brings a deleted \
+machine back. --wait waits until the machine that got its slot back is serving.\n\n\
 Example: svcctl operation abandon 019a0000-0000-7000-8000-000000000002 --wait"
     )]
     Abandon {
-        /// Id of the operation, as shown by `svcctl status` and `svcctl fleet`
+        /// The id of the operation, as shown by `svcctl status` and `svcctl fleet`
         #[arg(value_name = "OPERATION_ID")]
         operation: OperationId,
         #[command(flatten)]

@@ -122,7 +122,8 @@ one: `svcctl recover USER --snapshot KEY`.\n\n\
 Example: svcctl backup accept ada"
     )]
     Accept {
-        /// A machine's id, its user's handle, or USER/SLOT; a slot also names a machine that is being replaced
+        /// A machine's id, its user's handle, or USER/SLOT. If this machine is replacing another one, the old machine's
+        /// snapshot is accepted
         machine: MachineTarget,
         /// Skip the confirmation
         #[arg(long)]
@@ -245,7 +246,7 @@ Example: svcctl files list ada projects --time 2026-11-27T18:00:00Z"
         /// A path below /home/svc; relative paths start at /home/svc/home
         #[arg(default_value = "/home/svc/home")]
         path: String,
-        /// Time (RFC 3339) [default: the last save]
+        /// Use the last snapshot at or before this time, in RFC 3339 format (default: the latest snapshot)
         #[arg(long)]
         time: Option<Timestamp>,
     },
@@ -260,7 +261,7 @@ Example: svcctl files restore ada projects/app --time 2026-11-27T18:00:00Z"
         machine: MachineTarget,
         /// A path below /home/svc; relative paths start at /home/svc/home
         path: String,
-        /// Time (RFC 3339) [default: the last save]
+        /// Use the last snapshot at or before this time, in RFC 3339 format (default: the latest snapshot)
         #[arg(long)]
         time: Option<Timestamp>,
         /// Restore to this path, which must not exist

@@ -72,7 +72,7 @@ impl Companions {
     /// hosts, if the manifest does not match the archive, or if it is signed but hosts would not trust it.
     pub async fn read(dir: &FilePath, context: &BundleContext<'_>) -> Result<Self, PublishError> {
         let path = |suffix: &str| dir.join(format!("{BUNDLE_FILE}{suffix}"));
-        let invalid = |suffix: &str, why| PublishError::InvalidCompanion { path: path(suffix), why };
+        let invalid = |suffix: &str, source| PublishError::InvalidCompanion { path: path(suffix), source };
         let manifest = read_if_exists(&path(MANIFEST_SUFFIX)).await?;
         let companions = Self { manifest, signature: read_if_exists(&path(SIGNATURE_SUFFIX)).await? };
         for (suffix, content) in companions.entries() {
@@ -81,10 +81,10 @@ impl Companions {
             }
         }
         if let Some(manifest) = &companions.manifest {
-            context.parse_manifest(manifest).map_err(|why| invalid(MANIFEST_SUFFIX, why))?;
+            context.parse_manifest(manifest).map_err(|error| invalid(MANIFEST_SUFFIX, error))?;
         }
         if let Some(signed) = companions.signed() {
-            context.check_trust(&signed).map_err(|why| invalid(SIGNATURE_SUFFIX, why))?;
+            context.check_trust(&signed).map_err(|error| invalid(SIGNATURE_SUFFIX, error))?;
         }
         Ok(companions)
     }
@@ -132,7 +132,7 @@ impl Companions {
             .any(|(suffix, content)| stored.get(suffix).is_some_and(|existing| existing.value != *content));
         if is_different {
             self.check_renewal(&stored, context)
-                .map_err(|why| PublishError::NoRenewal { version: context.version.clone(), why })?;
+                .map_err(|reason| PublishError::NoRenewal { version: context.version.clone(), reason })?;
         }
         for (suffix, content) in self.entries() {
             let condition = match stored.get(suffix) {
@@ -231,8 +231,9 @@ pub async fn check_update_support(
         Some(signed) => context.check_trust(&signed),
         None => match context.parse_manifest(&manifest.value) {
             Ok(_) => return Ok(UpdateSupport::Impossible("its manifest is not signed".to_owned())),
-            Err(why) => Err(why),
+            Err(error) => Err(error),
         },
     };
-    Ok(checked.map_or_else(|why| UpdateSupport::Impossible(why.to_string()), |()| UpdateSupport::Possible))
+    Ok(checked
+        .map_or_else(|error| UpdateSupport::Impossible(error.to_string()), |()| UpdateSupport::Possible))
 }

@@ -161,19 +161,19 @@ async fn wait_until_ended(
     })?;
     drop(progress);
     out.print_response(&response, |view| Ok(show(view, &rollout)))?;
-    let why = rollout.why.as_deref().map(|why| format!(": {why}")).unwrap_or_default();
+    let reason = rollout.why.as_deref().map(|reason| format!(": {reason}")).unwrap_or_default();
     match rollout.state.as_str() {
         "succeeded" => Ok(()),
         _ if rollout.is_halted() => {
             let error = anyhow!(
-                "the rollout is waiting for your decision{why}\n  next: fix the cause and run `svcctl deploy \
-                 resume` to verify again, or run `svcctl deploy abort`"
+                "the rollout is waiting for your decision{reason}\n  next: fix the cause and run `svcctl \
+                 deploy resume` to verify again, or run `svcctl deploy abort`"
             );
             Err(Failure::new(Exit::TryAgain, error))
         }
         state => {
             let error = anyhow!(
-                "the rollout was {state}{why}\n  next: run `svcctl deploy status {}` to see the reason for each \
+                "the rollout was {state}{reason}\n  next: run `svcctl deploy status {}` to see the reason for each \
                  machine",
                 rollout.rollout_id
             );

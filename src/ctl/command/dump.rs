@@ -299,7 +299,7 @@ mod tests {
     #[test]
     fn received_bytes_are_not_part_of_the_advice() {
         let base = "http://platform.example".parse().unwrap();
-        let failure = Failure::from(CallError::Unreachable { base, why: "refused".to_owned() });
+        let failure = Failure::from(CallError::Unreachable { base, reason: "refused".to_owned() });
         let printed = failure_json(&prepend_received_bytes(failure, 3, 8));
         let detail = printed["detail"].as_str().unwrap();
         assert!(detail.starts_with("the download stopped after 3 B of 8 B: the platform at"), "{printed}");

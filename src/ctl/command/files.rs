@@ -128,8 +128,8 @@ async fn wait_for_restore(
         return Err(Failure::new(Exit::TryAgain, anyhow!(message)));
     };
     if state.status == FileRestoreStatus::Failed {
-        let why = state.error.unwrap_or_default();
-        return Err(Failure::new(Exit::Unavailable, anyhow!("the restore failed: {}", one_line(&why))));
+        let reason = state.error.unwrap_or_default();
+        return Err(Failure::new(Exit::Unavailable, anyhow!("the restore failed: {}", one_line(&reason))));
     }
     out.print_response(&response, |view| Ok(restored(view, &state)))
 }

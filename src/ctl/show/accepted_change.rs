@@ -216,14 +216,14 @@ fn describe_deletion_undo(view: &View, accepted: &AcceptedChange, deletion: &Del
         return format!("`svcctl undelete {}` until {}", deletion.machine_id, format_time(view.now, until));
     }
     let DeletedMachine { handle, slot, idp_user_id, .. } = deletion;
-    let why = match deletion.registered_at {
+    let reason = match deletion.registered_at {
         None => Some("it never served traffic"),
         Some(_) => accepted.was_server_gone.then_some("the provider no longer has its server"),
     };
     // Older platforms report neither the handle nor whether the machine ever registered.
-    if let Some(why) = why.filter(|_| handle.is_present()) {
+    if let Some(reason) = reason.filter(|_| handle.is_present()) {
         return format!(
-            "none: {why}; `svcctl provision {} --handle {handle}` creates a new machine",
+            "none: {reason}; `svcctl provision {} --handle {handle}` creates a new machine",
             args::slot_arguments(idp_user_id, slot),
         );
     }

@@ -23,8 +23,8 @@ pub fn machine_line(view: &View, machine: &RolloutMachine) -> String {
 
 /// Formats a rollout's state, with its reason, if any.
 fn state_cell(rollout: &RolloutSummary) -> Cell {
-    let why = rollout.why.as_deref().map(|why| format!(" ({why})")).unwrap_or_default();
-    Cell::colored(state_color(&rollout.state), format!("{}{why}", rollout.state))
+    let reason = rollout.why.as_deref().map(|reason| format!(" ({reason})")).unwrap_or_default();
+    Cell::colored(state_color(&rollout.state), format!("{}{reason}", rollout.state))
 }
 
 /// Formats the last verification as `passed 5 min ago on ada`; empty if no verification has run.

@@ -34,8 +34,8 @@ fn waiting_reason(operation: &Operation) -> Option<String> {
         "retry" => operation.error_code.is_some() || operation.attempts > 0,
         outcome => outcome == "waits",
     };
-    let why = last.detail.as_ref().filter(|_| is_waiting && operation.step == last.step);
-    why.map(|why| one_line(why).into_owned())
+    let reason = last.detail.as_ref().filter(|_| is_waiting && operation.step == last.step);
+    reason.map(|reason| one_line(reason).into_owned())
 }
 
 /// Formats the commands that answer the operation's question, with their effects.
@@ -168,8 +168,8 @@ pub fn details(view: &View, o: &Operation) -> String {
     head.extend(duration.map(|seconds| format!("took {seconds:.1} s")));
     head.push(view.paint(Some(Color::Faint), &o.operation_id));
     let mut text = head.join("  ") + "\n";
-    if let Some(why) = waiting_reason(o) {
-        text.push_str(&format!("{}\n", view.paint(Some(Color::Warning), &format!("waiting: {why}"))));
+    if let Some(reason) = waiting_reason(o) {
+        text.push_str(&format!("{}\n", view.paint(Some(Color::Warning), &format!("waiting: {reason}"))));
     }
     for line in format_question(o) {
         text.push_str(&format!("{}\n", view.paint(Some(Color::Bad), &line)));
@@ -211,17 +211,17 @@ mod tests {
             "attempts": 1, "errorCode": null, "createdAt": "T", "updatedAt": "T",
             "log": [{"at": "T", "step": "last_backup", "outcome": "retry", "detail": "the store does not respond"}],
         });
-        let why = |operation: &Value| waiting_reason(&parse_operation(operation));
-        assert_eq!(why(&waiting).as_deref(), Some("the store does not respond"));
+        let reason = |operation: &Value| waiting_reason(&parse_operation(operation));
+        assert_eq!(reason(&waiting).as_deref(), Some("the store does not respond"));
         waiting["attempts"] = 0.into();
-        assert_eq!(why(&waiting), None);
+        assert_eq!(reason(&waiting), None);
         waiting["errorCode"] = "store_unavailable".into();
-        assert!(why(&waiting).is_some());
+        assert!(reason(&waiting).is_some());
         waiting["step"] = "power_off_server".into();
-        assert_eq!(why(&waiting), None);
+        assert_eq!(reason(&waiting), None);
         waiting["step"] = "last_backup".into();
         waiting["state"] = "failed".into();
-        assert_eq!(why(&waiting), None);
+        assert_eq!(reason(&waiting), None);
     }
 
     #[test]

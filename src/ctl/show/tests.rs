@@ -442,9 +442,9 @@ fn fleet_shows_machines_that_need_attention() {
     assert!(fleet::show(&plain_view(), &fleet(json!([]))).ends_with("no machine needs attention\n"));
 }
 
-fn rollout(state: &str, why: Option<&str>) -> Value {
+fn rollout(state: &str, reason: Option<&str>) -> Value {
     json!({
-        "rolloutId": OTHER, "imageVersion": "2026.11.2", "state": state, "why": why, "canary": 1, "batchSize": 10,
+        "rolloutId": OTHER, "imageVersion": "2026.11.2", "state": state, "why": reason, "canary": 1, "batchSize": 10,
         "maxFailures": 1, "totals": {"waiting": 10, "asked": 0, "updated": 1, "failed": 1, "skipped": 0},
         "createdAt": "2026-11-21T11:50:00.000Z", "updatedAt": "2026-11-21T11:55:00.000Z", "endedAt": null,
         "requestId": "req-1",

@@ -61,8 +61,8 @@ async fn find_damaged_snapshot(
             Ok(()) => {}
             Err(error) if error.is_damage() => {
                 let remedy = if protected.contains(id) { PROTECTED_SNAPSHOT_REMEDY } else { SNAPSHOT_REMEDY };
-                let why = format!("{error}; {remedy}");
-                return Ok(Some(FilesError::corrupt(format!("snapshot {id}"), &why)));
+                let reason = format!("{error}; {remedy}");
+                return Ok(Some(FilesError::corrupt(format!("snapshot {id}"), &reason)));
             }
             Err(error) => return Err(error),
         }

@@ -116,7 +116,7 @@ impl<'a> Walk<'a> {
         for node in nodes {
             // `Tree::parse` has checked the names.
             let Some(name) = node.file_name() else { continue };
-            let why = match (node.node_type, node.subtree) {
+            let reason = match (node.node_type, node.subtree) {
                 (NodeType::Dir, None) => "it has no tree",
                 (NodeType::Symlink, _) if node.link_target().is_none() => "it has no valid target",
                 (NodeType::Dir, Some(tree)) => {
@@ -132,7 +132,7 @@ impl<'a> Walk<'a> {
             let path = path.join(name);
             if !self.should_skip_damaged {
                 let entry = truncate_printable(&path.display().to_string());
-                return Err(FilesError::corrupt(format!("entry {entry}"), &why));
+                return Err(FilesError::corrupt(format!("entry {entry}"), &reason));
             }
             self.damaged.add(path);
         }

@@ -88,8 +88,8 @@ impl Walker<'_> {
                 return Err(EntryError::Replaced);
             }
             if stat.stx_size > MAX_FILE_BYTES {
-                let why = format!("larger than {MAX_FILE_BYTES} bytes");
-                return Err(EntryError::Unreadable(io::Error::new(io::ErrorKind::FileTooLarge, why)));
+                let reason = format!("larger than {MAX_FILE_BYTES} bytes");
+                return Err(EntryError::Unreadable(io::Error::new(io::ErrorKind::FileTooLarge, reason)));
             }
             let mut node = self.new_node(name, NodeType::File, &stat);
             node.extended_attributes = read_xattrs(&file)?;

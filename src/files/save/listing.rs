@@ -67,11 +67,11 @@ fn check_size(entries: usize, bytes: usize) -> Result<(), EntryError> {
     if entries <= MAX_DIRECTORY_ENTRIES && bytes <= MAX_DIRECTORY_BYTES {
         return Ok(());
     }
-    let why = format!(
+    let reason = format!(
         "its first {entries} entries take about {bytes} bytes, but the limits are {MAX_DIRECTORY_ENTRIES} entries and \
          {MAX_DIRECTORY_BYTES} bytes"
     );
-    Err(EntryError::Unreadable(io::Error::other(why)))
+    Err(EntryError::Unreadable(io::Error::other(reason)))
 }
 
 #[cfg(test)]

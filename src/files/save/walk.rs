@@ -185,8 +185,8 @@ impl Walker<'_> {
         let mut nodes = nodes?;
         // A directory within the entry limit can exceed this limit, because link targets and attributes may be long.
         let too_large = || {
-            let why = format!("its entries take more than {MAX_DIRECTORY_BYTES} bytes");
-            EntryError::Unreadable(io::Error::other(why))
+            let reason = format!("its entries take more than {MAX_DIRECTORY_BYTES} bytes");
+            EntryError::Unreadable(io::Error::other(reason))
         };
         if node_bytes > MAX_DIRECTORY_BYTES {
             return Err(too_large());
@@ -405,8 +405,8 @@ impl Walker<'_> {
         scope: Scope<'_>,
     ) -> Result<Option<Node>, EntryError> {
         if self.path.components().count() > MAX_DEPTH {
-            let why = format!("nested more than {MAX_DEPTH} levels deep");
-            return Err(EntryError::Unreadable(io::Error::other(why)));
+            let reason = format!("nested more than {MAX_DEPTH} levels deep");
+            return Err(EntryError::Unreadable(io::Error::other(reason)));
         }
         let opened = open_in(directory, name, OFlags::DIRECTORY)?;
         let opened_stat = stat_open(&opened)?;

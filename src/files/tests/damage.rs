@@ -96,8 +96,8 @@ async fn lost_key_file_and_index_are_detected_and_rewritten() {
     let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
     assert!(find_unindexed_blob(&repository, &repository, &saved.snapshot).await.unwrap().is_none());
     repository.check_key_file().await.unwrap();
-    for folder in ["keys", "index"] {
-        for object in list_objects(&fixture.bucket, &root().join(folder)).await.unwrap() {
+    for dir in ["keys", "index"] {
+        for object in list_objects(&fixture.bucket, &root().join(dir)).await.unwrap() {
             repository.delete(&object.location).await.unwrap();
         }
     }
@@ -213,13 +213,13 @@ async fn prune_names_the_snapshot_with_a_lost_directory() {
 
 /// Any holder of the slot's store credentials can create such objects.
 #[tokio::test]
-async fn objects_in_other_folders_are_ignored() {
+async fn objects_in_other_directories_are_ignored() {
     let mut fixture = Fixture::new().await;
     fixture.write("file", "content");
     let saved = fixture.save().await;
     let name = "a".repeat(64);
-    for folder in ["index", "snapshots", "data"] {
-        let object = format!("{}/{folder}/x/{name}", root());
+    for dir in ["index", "snapshots", "data"] {
+        let object = format!("{}/{dir}/x/{name}", root());
         fixture.bucket.put(&object.into(), "forged").await.unwrap();
     }
     let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
@@ -267,6 +267,6 @@ async fn directory_with_long_link_targets_is_unreadable() {
     fixture.write("links/zz", "not read, because the links already take too much memory");
     let saved = fixture.save().await;
     assert_eq!((saved.counts.unreadable, saved.counts.files, saved.counts.files_read), (1, 1, 1));
-    let why = saved.counts.first_unreadable.unwrap();
-    assert!(why.contains("links: its entries take more than"), "{why}");
+    let reason = saved.counts.first_unreadable.unwrap();
+    assert!(reason.contains("links: its entries take more than"), "{reason}");
 }

@@ -119,8 +119,8 @@ async fn only_directories_with_too_many_entries_are_left_out() {
     }
     let saved = fixture.save().await;
     assert_eq!((saved.counts.unreadable, saved.counts.excluded), (1, 2001));
-    let why = saved.counts.first_unreadable.unwrap();
-    assert!(why.starts_with("large: its first 2001 entries take about"), "{why}");
+    let reason = saved.counts.first_unreadable.unwrap();
+    assert!(reason.starts_with("large: its first 2001 entries take about"), "{reason}");
     let (target, _) = fixture.restore(&saved.snapshot).await;
     let paths = describe(target.path()).into_keys();
     let paths: Vec<_> = paths.map(|path| String::from_utf8(path).unwrap()).collect();
@@ -200,7 +200,7 @@ async fn cache_holds_only_current_trees_despite_unreadable_entry() {
     for round in 0..3_u8 {
         fixture.write("counter", [round]);
         assert_eq!(fixture.save().await.counts.unreadable, 1);
-        let count = files_in(&trees).flat_map(|folder| files_in(&folder)).count();
+        let count = files_in(&trees).flat_map(|dir| files_in(&dir)).count();
         assert_eq!(count, 3, "the home directory, and the two directories whose earlier state is kept");
     }
 }

@@ -248,7 +248,7 @@ async fn damaged_pack_is_reported_with_its_blobs() {
     assert_eq!(damaged.iter().map(|damaged| damaged.pack).collect::<Vec<_>>(), expected);
     assert!(damaged.iter().all(|damaged| !damaged.blobs.is_empty()), "{damaged:?}");
     let missing = damaged.iter().find(|damaged| damaged.pack == second).unwrap();
-    assert_eq!(missing.why, "it does not exist");
+    assert_eq!(missing.reason, "it does not exist");
 }
 
 /// The machine still has the damaged content, so the next save writes it again.

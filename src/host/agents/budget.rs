@@ -251,7 +251,7 @@ mod tests {
 
     fn record_cost(kernel: &Kernel, at: &str, cents: u64) {
         let interaction = Interaction {
-            version: Interaction::VERSION,
+            version: Interaction::FORMAT_VERSION,
             id: at.to_owned(),
             timestamp: at.parse().unwrap(),
             accepted_at: None,

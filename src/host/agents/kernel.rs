@@ -122,7 +122,7 @@ impl Kernel {
         self.records.flush(timeout)
     }
 
-    /// Finds interactions by their IDs, or their batches' IDs: see [`find_interactions`].
+    /// Finds interactions by their ids, or their batches' ids: see [`find_interactions`].
     ///
     /// # Errors
     /// A file cannot be read.

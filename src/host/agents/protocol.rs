@@ -1,6 +1,6 @@
 //! The protocol between the gateway and `svc-agent` over `agent.sock`. A frame has a kind, a length and a payload.
 //!
-//! The gateway sends a request. The runner, `svc-agent`, reports its process ID. The gateway registers that ID with the
+//! The gateway sends a request. The runner, `svc-agent`, reports its process id. The gateway registers that id with the
 //! watcher and sends the go-ahead; then the runner starts the agent. A cancellation or a closed connection ends the run
 //! early. The runner forwards the agent's output line by line and finally reports its exit.
 
@@ -32,7 +32,7 @@ pub const TERMINATE_GRACE: Duration = Duration::from_secs(5);
 #[serde(rename_all = "camelCase")]
 pub struct RunRequest {
     pub version: u32,
-    /// The dispatch's ID.
+    /// The dispatch's id.
     pub id: String,
     pub agent_name: String,
     pub adapter: AdapterKind,
@@ -46,10 +46,10 @@ pub struct RunRequest {
 }
 
 impl RunRequest {
-    pub const VERSION: u32 = 2;
+    pub const PROTOCOL_VERSION: u32 = 2;
     /// The version that the previous release's gateway sends during an update. That gateway does not support
     /// [`RunnerFrame::Ready`] and sends no go-ahead.
-    pub const VERSION_WITHOUT_READY: u32 = 1;
+    pub const PROTOCOL_VERSION_WITHOUT_READY: u32 = 1;
 }
 
 /// The result of a run.

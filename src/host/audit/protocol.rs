@@ -58,7 +58,7 @@ pub enum Phase {
     DispatchEnd,
 }
 
-/// A process, distinguished by its start time from later processes with the same ID.
+/// A process, distinguished by its start time from later processes with the same id.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Process {
     pub pid: i32,
@@ -140,10 +140,10 @@ pub struct Message {
 #[serde(rename_all = "camelCase")]
 pub struct SeenCalls {
     pub ids: Vec<String>,
-    /// Number of additional calls, whose IDs are not listed.
+    /// Number of additional calls, whose ids are not listed.
     #[serde(rename = "more")]
     pub further_calls: u64,
-    /// Whether the program's hooks use the same IDs.
+    /// Whether the program's hooks use the same ids.
     #[serde(rename = "isById")]
     pub has_shared_call_ids: bool,
 }
@@ -164,11 +164,11 @@ impl SeenCalls {
 }
 
 impl Message {
-    pub const VERSION: u32 = 1;
+    pub const PROTOCOL_VERSION: u32 = 1;
 
     pub fn new(phase: Phase) -> Self {
         Self {
-            version: Self::VERSION,
+            version: Self::PROTOCOL_VERSION,
             phase,
             sent_at: clock::now_ms(),
             session_id: String::new(),
@@ -257,8 +257,8 @@ pub struct UndeliveredHook {
 }
 
 impl UndeliveredHook {
-    pub fn new(why: GapReason, message: Option<Message>) -> Self {
-        Self { version: 1, at: clock::now_ms(), why, message }
+    pub fn new(reason: GapReason, message: Option<Message>) -> Self {
+        Self { version: 1, at: clock::now_ms(), why: reason, message }
     }
 
     /// Saves the message for the watcher; drops it if the file is full.

@@ -10,7 +10,7 @@ use crate::system::postgres_tools::PgTools;
 use crate::system::release;
 use crate::system::release::Release;
 use crate::system::systemd;
-use crate::update::protocol::{RECORD_FORMAT, SnapshotWait};
+use crate::update::protocol::{FORMAT_VERSION, SnapshotWait};
 use svc_base::diagnosis::Findings;
 use svc_base::error_chain::format_chain;
 use svc_base::fsx::{self, FileError};
@@ -112,10 +112,10 @@ pub fn check_update(layout: &Layout) -> Findings {
     let releases = dir.join("releases.json");
     match read_json::<ReleaseRecord>(&releases) {
         Ok(None) => {}
-        Ok(Some(Ok(record))) if record.version == RECORD_FORMAT => {
-            for QuarantinedRelease { version, why } in record.quarantined {
+        Ok(Some(Ok(record))) if record.version == FORMAT_VERSION => {
+            for QuarantinedRelease { version, why: reason } in record.quarantined {
                 findings = findings.warning(
-                    format!("release {version} is quarantined: {why}"),
+                    format!("release {version} is quarantined: {reason}"),
                     "this machine will not try it again; roll out another version",
                 );
             }
@@ -175,8 +175,8 @@ mod tests {
     #[test]
     fn check_update_reports_unusable_release_record_as_problem() {
         let record = |version: u32| format!(r#"{{"version":{version},"previous":null,"quarantined":[]}}"#);
-        assert_eq!(check_with("releases.json", &record(RECORD_FORMAT)), [Level::Ok]);
-        assert_eq!(check_with("releases.json", &record(RECORD_FORMAT + 1)), [Level::Problem]);
+        assert_eq!(check_with("releases.json", &record(FORMAT_VERSION)), [Level::Ok]);
+        assert_eq!(check_with("releases.json", &record(FORMAT_VERSION + 1)), [Level::Problem]);
         assert_eq!(check_with("releases.json", "{"), [Level::Problem]);
     }
 

@@ -53,10 +53,10 @@ impl AccessError {
     /// Describes the problem if this machine's key opens the repository but the platform's does not; `None` for any
     /// other error.
     pub fn to_key_problem(&self) -> Option<String> {
-        let Self::KeyLost(why) = self else { return None };
+        let Self::KeyLost(reason) = self else { return None };
         Some(format!(
             "the platform cannot open the file backup, so a later machine could not restore it; copy /var/lib/svc/files/key to a safe \
-             place, and to the next machine before `svc-sync-agent restore-home --retry` ({why})"
+             place, and to the next machine before `svc-sync-agent restore-home --retry` ({reason})"
         ))
     }
 
@@ -163,7 +163,7 @@ impl FilesSettings {
         let Some(snapshot) = pointer.and_then(|pointer| pointer.value.snapshot) else { return Ok(None) };
         let id = snapshot.id.parse().map_err(|_| StoreError::Corrupt {
             key: self.slot.files_pointer_paths().latest.to_string(),
-            why: "it names an invalid snapshot".to_owned(),
+            reason: "it names an invalid snapshot".to_owned(),
         })?;
         Ok(Some(id))
     }

@@ -13,7 +13,7 @@ use svc_files::verify::{PackShare, VerifyReport};
 use crate::system::layout::Layout;
 
 const CHECKS_FILE: &str = "checks.json";
-const FORMAT: u32 = 1;
+const FORMAT_VERSION: u32 = 1;
 /// A drill runs once a week, after a verification. Verifications are daily, but not exactly 24 hours apart, so half a
 /// day is subtracted.
 const DRILL_INTERVAL: SignedDuration = SignedDuration::from_hours(7 * 24 - 12);
@@ -139,13 +139,13 @@ impl FileChecks {
     pub fn read(layout: &Layout) -> Result<Self, FileError> {
         let text = fsx::read_if_exists(&layout.files_state().join(CHECKS_FILE))?;
         let checks = text.and_then(|text| serde_json::from_slice::<Self>(&text).ok());
-        Ok(checks.filter(|checks| checks.version == FORMAT).unwrap_or_default())
+        Ok(checks.filter(|checks| checks.version == FORMAT_VERSION).unwrap_or_default())
     }
 
     /// # Errors
     /// If the file cannot be written.
     pub fn write(&mut self, layout: &Layout) -> Result<(), FileError> {
-        self.version = FORMAT;
+        self.version = FORMAT_VERSION;
         let dir = layout.files_state();
         std::fs::create_dir_all(&dir).map_err(FileError::wrap("create", &dir))?;
         let text = serde_json::to_vec(self).expect("plain fields serialize to JSON");
@@ -303,8 +303,8 @@ impl FileChecks {
     /// Describes the most serious known problem: the reason why nothing can be restored, the damage, or the result of a
     /// drill. `None` if no problem is known.
     pub fn find_problem(&self) -> Option<String> {
-        if let Some(why) = &self.unreadable {
-            return Some(why.clone());
+        if let Some(reason) = &self.unreadable {
+            return Some(reason.clone());
         }
         if !self.damaged.is_empty() {
             return Some(self.describe_damage());
@@ -395,7 +395,7 @@ mod tests {
         let damaged = |blobs: &[&str]| VerifyReport {
             damaged: vec![DamagedPack {
                 pack: pack.parse().unwrap(),
-                why: "x".to_owned(),
+                reason: "x".to_owned(),
                 blobs: blobs.iter().map(|id| id.parse().unwrap()).collect(),
             }],
             ..VerifyReport::default()

@@ -202,8 +202,8 @@ pub async fn restore(layout: &Layout, request: &Value) -> Result<(), Failure> {
 
 fn print_result(state: &FileRestore) -> Result<(), Failure> {
     let Some(restored_to) = &state.restored_to else {
-        let why = state.error.as_deref().unwrap_or("the reason is unknown");
-        return Err(Failure::new(Exit::Unavailable, anyhow!("the restore failed: {why}")));
+        let reason = state.error.as_deref().unwrap_or("the reason is unknown");
+        return Err(Failure::new(Exit::Unavailable, anyhow!("the restore failed: {reason}")));
     };
     let at = state.saved_at.as_ref().map_or("an unknown time", |at| at.as_str());
     let mut text = format!("restored to {}, as of {at}\n", one_line(restored_to));

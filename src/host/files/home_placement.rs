@@ -32,7 +32,7 @@ const FIRST_NAMES: [&[u8]; 3] = [b"home", b"system", b"apps"];
 /// Directories that belong to the services, relative to the destination. They keep their owner and mode: a forged
 /// snapshot must not give them to the owner.
 const SERVICE_DIRECTORIES: [&str; 3] = ["home", "home/system", "home/system/logs"];
-/// The owner's apps folder, to which the gateway writes the bundled apps. Like [`SERVICE_DIRECTORIES`], it is never
+/// The owner's apps directory, to which the gateway writes the bundled apps. Like [`SERVICE_DIRECTORIES`], it is never
 /// replaced by an entry of another kind: a forged snapshot must not redirect what the services write.
 const APPS_DIRECTORY: &str = "home/apps";
 

@@ -10,7 +10,7 @@ use svc_base::quantity::pluralize;
 
 use crate::system::layout::Layout;
 
-pub(super) const FORMAT: u32 = 1;
+pub(super) const FORMAT_VERSION: u32 = 1;
 
 /// The result of the restore: the content of `/var/lib/svc/files/restored.json`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -44,12 +44,12 @@ pub struct RestoreOutcome {
 impl RestoreOutcome {
     /// No files were restored.
     pub(super) fn nothing() -> Self {
-        Self { version: FORMAT, ended_at: clock::now_ms(), ..Self::default() }
+        Self { version: FORMAT_VERSION, ended_at: clock::now_ms(), ..Self::default() }
     }
 
     /// The files were not restored, for the reason in `error`.
     pub(super) fn failed(error: String) -> Self {
-        Self { version: FORMAT, ended_at: clock::now_ms(), error: Some(error), ..Self::default() }
+        Self { version: FORMAT_VERSION, ended_at: clock::now_ms(), error: Some(error), ..Self::default() }
     }
 
     /// Reads the outcome; `None` if this machine has recorded none, or if the file is invalid.

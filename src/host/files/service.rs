@@ -71,9 +71,9 @@ pub async fn run(layout: Layout) -> Result<(), Failure> {
 }
 
 fn superseded() -> Failure {
-    let why =
+    let error =
         anyhow::anyhow!("another machine has replaced this one, so this machine's files are no longer saved");
-    Failure::new(Exit::Permission, why)
+    Failure::new(Exit::Permission, error)
 }
 
 struct FileBackup {

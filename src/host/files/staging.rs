@@ -54,8 +54,8 @@ impl Staging {
         match fs::symlink_metadata(&self.path) {
             Ok(meta) if meta.is_dir() && [0, self.service_uid].contains(&meta.uid()) => Ok(true),
             Ok(_) => {
-                let why = "it is not a directory that belongs to svc-gateway or root; remove it";
-                Err(FileError::wrap("use", &self.path)(std::io::Error::other(why)))
+                let reason = "it is not a directory that belongs to svc-gateway or root; remove it";
+                Err(FileError::wrap("use", &self.path)(std::io::Error::other(reason)))
             }
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(false),
             Err(error) => Err(FileError::wrap("read", &self.path)(error)),

@@ -17,7 +17,7 @@ use svc_files::save::{ExcludedEntry, ExcludedSizes, SPECIAL_FILE_NOTE, SaveResul
 use svc_http::openapi::MAX_SAFE_INTEGER;
 use svc_wire::files::{ExcludedFile, ExcludedFiles, FileBackupStatus};
 
-const FORMAT: u32 = 1;
+const FORMAT_VERSION: u32 = 1;
 const STATUS_FILE: &str = "status.json";
 /// Unsaved changes and failures are reported once they are this old.
 const MAX_PENDING_AGE: SignedDuration = SignedDuration::from_mins(10);
@@ -81,7 +81,8 @@ impl FilesStatus {
         let Some(text) = fsx::read_if_exists(&layout.files_state().join(STATUS_FILE))? else {
             return Ok(None);
         };
-        let status = serde_json::from_slice::<Self>(&text).ok().filter(|status| status.version == FORMAT);
+        let status =
+            serde_json::from_slice::<Self>(&text).ok().filter(|status| status.version == FORMAT_VERSION);
         let mut status = status.unwrap_or_else(|| Self {
             error: Some("the recorded state of the file backup is invalid".to_owned()),
             ..Self::default()
@@ -195,7 +196,7 @@ impl FilesStatus {
 
     /// Writes the status file, and creates its directory if necessary.
     pub fn write(&mut self, layout: &Layout) -> Result<(), FileError> {
-        self.version = FORMAT;
+        self.version = FORMAT_VERSION;
         let dir = layout.files_state();
         std::fs::create_dir_all(&dir).map_err(FileError::wrap("create", &dir))?;
         let text = serde_json::to_vec(self).expect("plain fields serialize to JSON");

@@ -169,12 +169,13 @@ async fn verify_shares(
         result.bytes += verified.bytes;
         result.recoverable += verified.recoverable.len() as u64;
         for damaged in &verified.damaged {
-            tracing::error!(pack = %damaged.pack, why = damaged.why, blobs = damaged.blobs.len(), "a pack is damaged");
+            let blobs = damaged.blobs.len();
+            tracing::error!(pack = %damaged.pack, reason = damaged.reason, blobs, "a pack is damaged");
         }
         for damaged in &verified.recoverable {
             tracing::warn!(
                 pack = %damaged.pack,
-                why = damaged.why,
+                reason = damaged.reason,
                 "a pack is damaged, but its content can be read from this or other packs"
             );
         }
@@ -217,7 +218,7 @@ async fn check_latest(
     uncached: &Repository,
 ) -> Result<Option<RepairableDamage>, CheckError> {
     let damage = |part: String, error: FilesError| Ok(Some(RepairableDamage { part, error }));
-    let pointer_damage = |why: &str| damage(POINTER.to_owned(), FilesError::corrupt(POINTER, &why));
+    let pointer_damage = |reason: &str| damage(POINTER.to_owned(), FilesError::corrupt(POINTER, &reason));
     // Read before the pointer: until this machine's first save ends, the pointer may name nothing.
     let status = FilesStatus::read(&settings.layout).map_err(AccessError::File)?;
     let has_saved = status.is_some_and(|status| status.saved_until.is_some());
@@ -227,7 +228,7 @@ async fn check_latest(
             return pointer_damage("it names no snapshot, although this machine has saved files");
         }
         Ok(None) => return Err(CheckError::NothingSaved),
-        Err(StoreError::Corrupt { why, .. }) => return pointer_damage(&why),
+        Err(StoreError::Corrupt { reason, .. }) => return pointer_damage(&reason),
         Err(error) => return Err(error.into()),
     };
     let snapshot = match uncached.read_snapshot(latest).await {

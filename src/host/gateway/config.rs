@@ -121,7 +121,7 @@ impl Config {
 fn read_admin_token(env: &mut Env) -> Option<SecretString> {
     let token = env.secret(&vars::ADMIN_TOKEN)?;
     let checked = check_operator_secret(token.expose_secret());
-    checked.map_err(|why| tracing::error!("ADMIN_TOKEN is ignored: it {why}")).ok()?;
+    checked.map_err(|reason| tracing::error!("ADMIN_TOKEN is ignored: it {reason}")).ok()?;
     Some(token)
 }
 
@@ -177,11 +177,11 @@ fn read_jwks_url(env: &mut Env, issuer: Option<&str>) -> Option<Url> {
     let issuer = issuer?;
     let derived_url = TrustedIssuer::default_jwks_url(issuer);
     if derived_url.is_none() {
-        let why = "is required, because IDP_ISSUER is not an http or https URL";
+        let reason = "is required, because IDP_ISSUER is not an http or https URL";
         if Url::parse(issuer).is_ok() {
-            tracing::error!("IDP_ISSUER is ignored: IDP_JWKS_URL {why}");
+            tracing::error!("IDP_ISSUER is ignored: IDP_JWKS_URL {reason}");
         } else {
-            env.add_error(&vars::IDP_JWKS_URL, why);
+            env.add_error(&vars::IDP_JWKS_URL, reason);
         }
     }
     derived_url

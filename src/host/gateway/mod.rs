@@ -64,7 +64,7 @@ struct Args {
 
 #[derive(clap::Subcommand)]
 enum Command {
-    /// Copy the bundled apps into the owner's apps folder, keeping the owner's changes; run as the owner's user
+    /// Copy the bundled apps into the owner's apps directory, keeping the owner's changes; run as the owner's user
     InstallApps,
     /// Show the aggregate cost of dispatches
     #[command(after_help = "Example: svc-gateway usage --by model --since 2026-11-01")]

@@ -46,7 +46,7 @@ static ROUTES: [Route; 48] = [
     route(&apps::LIST, || get(apps::list_apps)),
     route(&apps::ICON, || get(apps::serve_icon)),
     route(&apps::FRONT_PAGE, || get(apps::serve_page)),
-    route(&apps::FOLDER, || get(apps::serve_page)),
+    route(&apps::FRONT_PAGE_REDIRECT, || get(apps::serve_page)),
     route(&apps::PAGE, || get(apps::serve_page)),
     route(&records::BACKUPS, || get(records::list_backups)),
     route(&records::FOLLOW_BACKUPS, || get(records::follow_backups)),

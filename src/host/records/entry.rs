@@ -11,7 +11,7 @@ use svc_base::clock;
 #[serde(rename_all = "camelCase")]
 pub struct Interaction {
     pub version: u32,
-    /// The dispatch's ID, generated or chosen by its caller.
+    /// The dispatch's id, generated or chosen by its caller.
     pub id: String,
     /// The end of the dispatch, which determines the day that it counts toward.
     #[serde(with = "clock::wire")]
@@ -45,13 +45,13 @@ pub struct Interaction {
     /// Number of entries in its batch, including refused ones, which have no record; absent from older records.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub batch_size: Option<usize>,
-    /// A digest of the request, to detect reuse of its ID for a different request; absent from older records.
+    /// A digest of the request, to detect reuse of its id for a different request; absent from older records.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fingerprint: Option<String>,
 }
 
 impl Interaction {
-    pub const VERSION: u32 = 1;
+    pub const FORMAT_VERSION: u32 = 1;
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -103,7 +103,7 @@ pub struct AuditEntry {
     /// The path is not valid UTF-8: in `path`, `\xNN` is a byte, and `\\` is a backslash.
     #[serde(default, skip_serializing_if = "is_false")]
     pub escaped: bool,
-    /// Current size of the file; 0 for folders and deleted files.
+    /// Current size of the file; 0 for directories and deleted files.
     pub size_bytes: u64,
     /// The agent's program, or a part of the system.
     pub actor: String,
@@ -120,7 +120,7 @@ pub struct AuditEntry {
 }
 
 impl AuditEntry {
-    pub const VERSION: u32 = 1;
+    pub const FORMAT_VERSION: u32 = 1;
 
     /// Encodes a path, and returns whether it was escaped.
     pub fn encode_path(bytes: &[u8]) -> (String, bool) {

@@ -1,4 +1,4 @@
-//! Finds the interactions of recorded dispatches by ID.
+//! Finds the interactions of recorded dispatches by id.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -24,7 +24,7 @@ struct LineTime {
     timestamp: Timestamp,
 }
 
-/// Finds the interactions with these IDs or batch IDs, and returns them by ID. After `MIN_PAGES` pages, the search
+/// Finds the interactions with these ids or batch ids, and returns them by id. After `MIN_PAGES` pages, the search
 /// continues only while pages contain lines from `since` or later.
 ///
 /// # Errors
@@ -44,7 +44,7 @@ pub fn find_interactions(
         // A single older line does not end the search: a dispatch that was recorded after a restart has an earlier
         // timestamp than the lines around it.
         let mut has_recent_line = false;
-        // JSON escapes none of the characters in an ID.
+        // JSON escapes none of the characters in an id.
         let may_match = |line: &str| ids.iter().any(|id| line.contains(&**id));
         let judge = |line: &str| {
             has_recent_line = has_recent_line || is_recent(line);
@@ -88,7 +88,7 @@ mod tests {
             });
             format!("{interaction}\n")
         };
-        // Other dispatches, whose lines contain the ID in another field, fill the newest pages.
+        // Other dispatches, whose lines contain the id in another field, fill the newest pages.
         let newer = (0..MIN_PAGES * MAX_LINES_PER_PAGE)
             .map(|number| line(&format!("other-{number}"), "2026-11-22T10:00:00.000Z"));
         let oldest = line("wanted", "2026-11-20T10:00:00.000Z");

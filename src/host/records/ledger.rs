@@ -106,7 +106,7 @@ pub struct UsageLine<'a> {
 }
 
 impl UsageLine<'_> {
-    pub const VERSION: u32 = 1;
+    pub const FORMAT_VERSION: u32 = 1;
 
     fn totals(&self) -> Totals {
         let Self { cost, tokens_in, tokens_out, dispatches, .. } = *self;
@@ -275,7 +275,7 @@ impl Ledger {
         let Totals { cost, tokens_in, tokens_out, dispatches } = totals;
         let (user_id, model) = (self.name(key.user).into(), self.name(key.model).into());
         UsageLine {
-            version: UsageLine::VERSION,
+            version: UsageLine::FORMAT_VERSION,
             date,
             user_id,
             model,
@@ -356,7 +356,7 @@ impl Ledger {
         labels: impl Fn(String) -> (Option<String>, Option<String>),
     ) -> Report {
         let mut total = Totals::default();
-        // Indexed by name ID; the IDs are dense and few.
+        // Indexed by name id; the ids are dense and few.
         let mut groups: Vec<Option<(Date, Totals)>> = vec![None; self.names.len()];
         for (date, all) in days {
             for entry in all.iter().filter(|entry| entry.totals.dispatches > 0) {

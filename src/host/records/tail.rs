@@ -115,7 +115,7 @@ impl Tail {
             if followed.is_some_and(|followed| followed.read_length == Some(meta.len())) {
                 continue;
             }
-            // The name may belong to a different file by now, so use the ID of the opened file.
+            // The name may belong to a different file by now, so use the id of the opened file.
             let opened = files::open_regular(&path).map_err(FileError::wrap("read", &path))?;
             let Some((file, id)) = opened else { continue };
             let index = self.files.iter().position(|followed| followed.id == id).unwrap_or_else(|| {

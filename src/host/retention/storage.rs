@@ -80,7 +80,7 @@ pub struct FileSizes {
     pub skipped_directories: u64,
 }
 
-/// An app's sizes: its folder, and its schema, including indexes and TOAST tables.
+/// An app's sizes: its directory, and its schema, including indexes and TOAST tables.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct AppUsage {
@@ -118,7 +118,7 @@ pub async fn measure_and_append(
         Ok::<_, FileError>((disk, walked))
     });
     // Propagate a panic from the walk.
-    let (disk, (files, folders)) =
+    let (disk, (files, directories)) =
         walked.await.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()))?;
     let result = tokio::time::timeout(DATABASE_TIMEOUT, measure_database(server)).await;
     let (database_bytes, schemas) = result.map_err(|_| StorageError::TimedOut)??;
@@ -130,17 +130,17 @@ pub async fn measure_and_append(
         disk_free_bytes: disk.available_space(),
         files,
         database_bytes,
-        apps: merge_apps(folders, schemas),
+        apps: merge_apps(directories, schemas),
     };
     let text = serde_json::to_vec(&line).expect("plain fields serialize to JSON");
     jsonl::append_line(&log_path(layout), &text)?;
     Ok(line)
 }
 
-/// Merges folders and schemas by slug, and keeps the largest apps.
-fn merge_apps(folders: BTreeMap<String, u64>, schemas: BTreeMap<String, u64>) -> Vec<AppUsage> {
+/// Merges the sizes of directories and schemas by slug, and keeps the largest apps.
+fn merge_apps(directories: BTreeMap<String, u64>, schemas: BTreeMap<String, u64>) -> Vec<AppUsage> {
     let mut apps: BTreeMap<String, (u64, u64)> = BTreeMap::new();
-    for (slug, bytes) in folders {
+    for (slug, bytes) in directories {
         apps.entry(slug).or_default().0 = bytes;
     }
     for (slug, bytes) in schemas {

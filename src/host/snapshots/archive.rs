@@ -19,7 +19,7 @@ use svc_machine::epoch::Epoch;
 use svc_machine::id::MachineId;
 use svc_machine::name::{IdpUserId, Slot};
 
-pub const VERSION: u32 = 1;
+pub const FORMAT_VERSION: u32 = 1;
 /// Describes the archive: [`ArchiveInfo`].
 pub const ARCHIVE_INFO: &str = "export.json";
 /// The database, in `pg_dump`'s custom format.

@@ -7,7 +7,7 @@ use crate::system::layout::Layout;
 use svc_base::clock;
 use svc_base::fsx::{self, FileError};
 
-const FORMAT: u32 = 1;
+const FORMAT_VERSION: u32 = 1;
 
 /// Progress of one backup run.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -29,7 +29,7 @@ pub struct BackupProgress {
 impl BackupProgress {
     pub fn new(began_at: Timestamp, stage: String) -> Self {
         Self {
-            version: FORMAT,
+            version: FORMAT_VERSION,
             began_at,
             stage,
             dumped_bytes: 0,

@@ -73,7 +73,7 @@ pub enum LastCheckError {
 }
 
 impl CheckRecord {
-    pub const VERSION: u32 = 1;
+    pub const FORMAT_VERSION: u32 = 1;
 
     /// Stores this as the last check of its kind, and appends it to `activity.log` and `backup-checks.jsonl`. If one
     /// write fails, the others are still attempted. The caller holds the lock for checks, so there is no other writer.
@@ -121,7 +121,7 @@ mod tests {
 
     fn successful_drill() -> CheckRecord {
         CheckRecord {
-            version: CheckRecord::VERSION,
+            version: CheckRecord::FORMAT_VERSION,
             timestamp: clock::now_ms(),
             check: CheckKind::Drill,
             status: Status::Success,

@@ -54,7 +54,7 @@ impl IdentityError {
     pub fn exit(&self) -> Exit {
         match self {
             Self::Mismatch { .. } | Self::Absent(_) => Exit::Refused,
-            Self::Query(error) => postgres::exit_code(error),
+            Self::Query(error) => postgres::to_exit(error),
             Self::File(_) => Exit::Internal,
         }
     }

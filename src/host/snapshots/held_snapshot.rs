@@ -11,7 +11,7 @@ use crate::system::layout::Layout;
 use svc_base::clock;
 use svc_base::fsx::{self, FileError};
 
-const FORMAT: u32 = 1;
+const FORMAT_VERSION: u32 = 1;
 /// Minimum time between two agreeing snapshots: less than an hour, because retries may delay the earlier snapshot.
 const MIN_AGREEMENT_INTERVAL: Duration = Duration::from_secs(45 * 60);
 
@@ -41,7 +41,7 @@ impl HeldSnapshot {
     /// Creates the record of the first snapshot that is held back in favor of `latest`.
     pub fn new(key: String, latest: String, loss: String) -> Self {
         let since = clock::now_ms();
-        Self { version: FORMAT, key, latest, loss, since, agreeing: 0, counted_at_uptime_ms: None }
+        Self { version: FORMAT_VERSION, key, latest, loss, since, agreeing: 0, counted_at_uptime_ms: None }
     }
 
     /// Returns the record with the next snapshot of the series.

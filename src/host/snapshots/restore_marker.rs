@@ -8,7 +8,7 @@ use svc_base::clock;
 use svc_base::fsx::{self, FileError};
 use svc_store::snapshot::DatabaseIdentity;
 
-const FORMAT: u32 = 1;
+const FORMAT_VERSION: u32 = 1;
 
 /// The content of the marker. A restore, an import or an adoption replaces it.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -27,7 +27,7 @@ pub struct RestoreMarker {
 impl RestoreMarker {
     pub fn new(snapshot: Option<String>, identity: DatabaseIdentity) -> Self {
         Self {
-            version: FORMAT,
+            version: FORMAT_VERSION,
             completed_at: Some(clock::now_ms()),
             snapshot,
             database_identity: Some(identity),

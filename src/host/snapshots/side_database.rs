@@ -167,7 +167,7 @@ pub struct SideState {
     pub status: SideStatus,
     #[serde(with = "clock::wire")]
     pub updated_at: Timestamp,
-    /// Id of the request that led to this state.
+    /// The id of the request that led to this state.
     pub request_id: String,
     /// Key of the snapshot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -186,11 +186,11 @@ pub struct SideState {
 }
 
 impl SideState {
-    const VERSION: u32 = 1;
+    const FORMAT_VERSION: u32 = 1;
 
     pub fn new(status: SideStatus, request_id: &str) -> Self {
         Self {
-            version: Self::VERSION,
+            version: Self::FORMAT_VERSION,
             status,
             updated_at: clock::now_ms(),
             request_id: request_id.to_owned(),
@@ -206,7 +206,7 @@ impl SideState {
     pub fn read(layout: &Layout) -> Result<Option<Self>, FileError> {
         let text = fsx::read_if_exists(&layout.side_database_state())?;
         let state = text.and_then(|text| serde_json::from_slice::<Self>(&text).ok());
-        Ok(state.filter(|state| state.version == Self::VERSION))
+        Ok(state.filter(|state| state.version == Self::FORMAT_VERSION))
     }
 
     pub fn write(&mut self, layout: &Layout) -> Result<(), FileError> {

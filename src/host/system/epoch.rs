@@ -10,7 +10,7 @@ use svc_base::error_chain::format_chain;
 use svc_base::fsx::{self, FileError};
 use svc_machine::epoch::Epoch;
 
-const FORMAT: u32 = 1;
+const FORMAT_VERSION: u32 = 1;
 
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -34,7 +34,7 @@ pub fn current(layout: &Layout, provisioned: Epoch) -> Epoch {
 fn read(layout: &Layout) -> Result<Option<Epoch>, FileError> {
     let text = fsx::read_if_exists(&layout.raised_epoch())?;
     let raised = text.and_then(|text| serde_json::from_slice::<RaisedEpoch>(&text).ok());
-    Ok(raised.filter(|raised| raised.version == FORMAT).map(|raised| raised.epoch))
+    Ok(raised.filter(|raised| raised.version == FORMAT_VERSION).map(|raised| raised.epoch))
 }
 
 /// Stores an epoch that the platform assigned, if it is higher than the current one.
@@ -43,8 +43,8 @@ pub fn raise(layout: &Layout, provisioned: Epoch, epoch: Epoch) -> Result<(), Fi
     if epoch <= current_epoch {
         return Ok(());
     }
-    let text =
-        serde_json::to_vec(&RaisedEpoch { version: FORMAT, epoch }).expect("plain fields serialize to JSON");
+    let text = serde_json::to_vec(&RaisedEpoch { version: FORMAT_VERSION, epoch })
+        .expect("plain fields serialize to JSON");
     fsx::write_atomic(&layout.raised_epoch(), &text, 0o644)?;
     tracing::warn!(%epoch, previous = %current_epoch, "the platform has raised this machine's epoch");
     Ok(())

@@ -113,7 +113,7 @@ pub fn is_unavailable(error: &tokio_postgres::Error) -> bool {
 }
 
 /// Returns the exit code for a failed statement.
-pub fn exit_code(error: &tokio_postgres::Error) -> Exit {
+pub fn to_exit(error: &tokio_postgres::Error) -> Exit {
     if is_unavailable(error) { Exit::Unavailable } else { Exit::Internal }
 }
 

@@ -15,7 +15,7 @@ use svc_base::clock;
 use svc_base::fsx::{self, FileError};
 use svc_machine::id::OperationId;
 
-const FORMAT: u32 = 1;
+const FORMAT_VERSION: u32 = 1;
 /// Timeout for acquiring the lock, whose holder writes one small file.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -43,7 +43,7 @@ pub enum QuiesceError {
 
 impl Quiesce {
     pub fn new(operation_id: OperationId) -> Self {
-        Self { version: FORMAT, operation_id, requested_at: clock::now_ms(), quiesced_at: None }
+        Self { version: FORMAT_VERSION, operation_id, requested_at: clock::now_ms(), quiesced_at: None }
     }
 
     /// Reads the file; `None` if the writers may write. The file is written atomically, so a file with invalid content
@@ -54,7 +54,7 @@ impl Quiesce {
     pub fn read(layout: &Layout) -> Result<Option<Self>, FileError> {
         let text = fsx::read_if_exists(&layout.quiesce())?;
         let quiesce = text.and_then(|text| match serde_json::from_slice::<Self>(&text) {
-            Ok(quiesce) if quiesce.version == FORMAT => Some(quiesce),
+            Ok(quiesce) if quiesce.version == FORMAT_VERSION => Some(quiesce),
             Ok(_) => None,
             Err(error) => {
                 tracing::error!(%error, "ignoring quiesce.json: its content is invalid");

@@ -40,8 +40,8 @@ pub struct Component {
 pub enum ReleaseError {
     #[error(transparent)]
     File(#[from] FileError),
-    #[error("{path} is not a valid release.json: {why}")]
-    Malformed { path: String, why: String },
+    #[error("{path} is not a valid release.json: {reason}")]
+    Malformed { path: String, reason: String },
 }
 
 impl Release {
@@ -50,8 +50,10 @@ impl Release {
     pub fn read(dir: &Path) -> Result<Self, ReleaseError> {
         let path = dir.join(MANIFEST_FILE);
         let text = std::fs::read(&path).map_err(FileError::wrap("read", &path))?;
-        serde_json::from_slice(&text)
-            .map_err(|why| ReleaseError::Malformed { path: path.display().to_string(), why: why.to_string() })
+        serde_json::from_slice(&text).map_err(|error| ReleaseError::Malformed {
+            path: path.display().to_string(),
+            reason: error.to_string(),
+        })
     }
 }
 

@@ -14,7 +14,7 @@ use svc_store::credentials::{CredentialSource, TemporaryCredentials};
 use svc_store::{Bucket, StoreError};
 
 /// Returns the exit code for a store error.
-pub fn exit_code(error: &StoreError) -> Exit {
+pub fn to_exit(error: &StoreError) -> Exit {
     match error {
         StoreError::Withdrawn { .. } => Exit::Permission,
         StoreError::Unavailable { .. } | StoreError::Denied { .. } | StoreError::Clock { .. } => {

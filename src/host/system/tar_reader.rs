@@ -51,15 +51,15 @@ pub enum TarError {
     #[error("it is malformed or truncated")]
     Malformed(#[source] io::Error),
     /// `entry` is the entry's path or a PAX attribute's key, quoted so that it is safe to print.
-    #[error("{entry}: {why}")]
-    Rejected { entry: String, why: &'static str },
+    #[error("{entry}: {reason}")]
+    Rejected { entry: String, reason: &'static str },
     #[error("it has more than {limit} {quantity}")]
     LimitExceeded { quantity: &'static str, limit: u64 },
 }
 
 impl TarError {
-    fn rejected(path: &Path, why: &'static str) -> Self {
-        Self::Rejected { entry: quote_path(path), why }
+    fn rejected(path: &Path, reason: &'static str) -> Self {
+        Self::Rejected { entry: quote_path(path), reason }
     }
 }
 
@@ -283,8 +283,8 @@ fn set_once(name: &mut Option<PathBuf>, bytes: &[u8]) -> Result<(), TarError> {
     }
 }
 
-fn rejected_attribute(key: &[u8], why: &'static str) -> TarError {
-    TarError::rejected(Path::new(OsStr::from_bytes(key)), why)
+fn rejected_attribute(key: &[u8], reason: &'static str) -> TarError {
+    TarError::rejected(Path::new(OsStr::from_bytes(key)), reason)
 }
 
 /// Reads a whole long-name record or PAX header of at most `max_bytes`. Memory grows with the bytes present, not with

@@ -34,7 +34,7 @@ pub fn bind(dir: &Path, name: &str) -> io::Result<UnixListener> {
     ensure_dir(dir)?;
     // A socket's path is limited to 107 bytes, so the temporary name is short.
     let (target, temp) = (dir.join(name), dir.join(format!(".{}", std::process::id())));
-    // A killed process with the same ID may have left its socket behind. If it cannot be removed, `bind` fails.
+    // A killed process with the same id may have left its socket behind. If it cannot be removed, `bind` fails.
     let _ = fs::remove_file(&temp);
     let listener = UnixListener::bind(&temp)?;
     let renamed = set_group_from_dir(dir, &temp)
@@ -96,7 +96,7 @@ mod tests {
         let dir = root.path().join("run/svc/gateway");
         let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
         ensure_dir(&dir).unwrap();
-        // Leave the socket of a process with this ID that was killed before the rename.
+        // Leave the socket of a process with this id that was killed before the rename.
         drop(UnixListener::bind(dir.join(format!(".{}", std::process::id()))).unwrap());
         for _ in 0..2 {
             // The second bind replaces the first one's socket, as after a killed process.

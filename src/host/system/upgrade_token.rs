@@ -27,7 +27,7 @@ use svc_machine::id::MachineId;
 
 /// The fail points in storing a token.
 pub const FAILPOINTS: &[&str] = &["token.before_store", "token.stored"];
-const FORMAT: u32 = 1;
+const FORMAT_VERSION: u32 = 1;
 const MAX_FILE_BYTES: u64 = 4096;
 /// Maximum number of bytes in a token after its machine's id: its generation, and 64 hexadecimal digits.
 const MAX_TOKEN_TAIL_BYTES: usize = 80;
@@ -118,7 +118,7 @@ impl UpgradeToken {
             return Err(TokenError::ForeignToken);
         }
         let stored = StoredToken {
-            version: FORMAT,
+            version: FORMAT_VERSION,
             token: next.expose_secret().to_owned(),
             previous: Some(previous.expose_secret().to_owned()),
         };
@@ -159,8 +159,8 @@ impl TokenFile {
         let mut text = Vec::new();
         file.take(MAX_FILE_BYTES).read_to_end(&mut text).map_err(FileError::wrap("read", &self.path))?;
         let stored = serde_json::from_slice::<StoredToken>(&text).ok();
-        let stored =
-            stored.filter(|stored| stored.version == FORMAT && belongs_to(&stored.token, self.machine));
+        let stored = stored
+            .filter(|stored| stored.version == FORMAT_VERSION && belongs_to(&stored.token, self.machine));
         Ok(stored.map(|stored| Tokens {
             current: stored.token.into(),
             previous: stored.previous.filter(|token| belongs_to(token, self.machine)).map(Into::into),

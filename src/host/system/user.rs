@@ -134,12 +134,12 @@ fn read_owner_ids(layout: &Layout) -> io::Result<Option<(u32, u32)>> {
     let (uid, gid) = (metadata_of(&layout.owner_sockets())?.uid(), metadata_of(&layout.home())?.gid());
     if uid == 0 || gid == 0 {
         let (sockets, home) = (layout.owner_sockets(), layout.home());
-        let why = format!(
+        let reason = format!(
             "{} must belong to the owner's user, and {} to that user's group, not to root",
             sockets.display(),
             home.display()
         );
-        return Err(io::Error::other(why));
+        return Err(io::Error::other(reason));
     }
     Ok(Some((uid, gid)))
 }

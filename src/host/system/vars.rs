@@ -2,7 +2,7 @@
 
 svc_base::variables! {
     "host.provisioned", in "`host.env`", by ["all host programs"] {
-        /// Id of this machine.
+        /// The id of this machine.
         SVC_MACHINE_ID: "UUID" = required, in "`host.env`, `update.env`";
         /// The owner's id at the identity provider.
         SVC_USER_ID: "text" = required;

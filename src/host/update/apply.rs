@@ -66,8 +66,9 @@ pub enum UpdateTarget {
 enum Caller {
     /// An operator, with `svc-update apply --version` or `svc-update rollback`.
     Operator,
-    /// The path unit, or `svc-update resume`, which finishes an interrupted update in the same way.
-    PathUnit,
+    /// systemd: the path unit `svc-update.path` starts `svc-update apply --request`. Also `svc-update resume`, which
+    /// finishes an interrupted update in the same way.
+    Systemd,
 }
 
 fn build_updater(layout: Layout) -> Result<Updater<Systemctl>, Failure> {
@@ -156,7 +157,7 @@ pub async fn run(layout: Layout, target: UpdateTarget) -> Result<(), Failure> {
         None => None,
     };
     let caller = match target {
-        UpdateTarget::Requested | UpdateTarget::Resume => Caller::PathUnit,
+        UpdateTarget::Requested | UpdateTarget::Resume => Caller::Systemd,
         UpdateTarget::Version(..) | UpdateTarget::Previous => Caller::Operator,
     };
     if let Some(resumed) = &resumed
@@ -244,8 +245,8 @@ fn resolve_target(layout: &Layout, target: UpdateTarget) -> Result<Option<Resolv
     }
 }
 
-/// Reports the outcome. A run that the path unit started succeeds for every outcome except `Failed`, because the
-/// heartbeat reports the outcome to the platform.
+/// Reports the outcome. A run that systemd started succeeds for every outcome except `Failed`, because the heartbeat
+/// reports the outcome to the platform.
 fn report_outcome(outcome: &Outcome, caller: Caller) -> Result<(), Failure> {
     let Outcome { version, outcome: result, stage, error, .. } = outcome;
     let error = error.as_deref().unwrap_or_default();
@@ -263,7 +264,7 @@ fn report_outcome(outcome: &Outcome, caller: Caller) -> Result<(), Failure> {
             (Exit::Internal, format!("the update to {version} failed ({stage}): {error}"))
         }
     };
-    if caller == Caller::PathUnit && *result != UpdateResult::Failed {
+    if caller == Caller::Systemd && *result != UpdateResult::Failed {
         println!("{message}");
         return Ok(());
     }

@@ -74,7 +74,7 @@ fn assess(units: &[(String, UnitState)], passes_probe: bool) -> HealthState {
         }
     }
     match starting {
-        Some(why) => HealthState::Starting(why),
+        Some(reason) => HealthState::Starting(reason),
         None if passes_probe => HealthState::Healthy,
         None => HealthState::Starting("the gateway is running, but its probe fails".to_owned()),
     }
@@ -116,9 +116,9 @@ pub async fn wait_until_healthy(
                     return Ok(());
                 }
             }
-            HealthState::Failed(why) => return Err(why),
-            HealthState::Starting(why) if Instant::now() >= deadline => {
-                return Err(format!("the release was not healthy within {} s: {why}", timeout.as_secs()));
+            HealthState::Failed(reason) => return Err(reason),
+            HealthState::Starting(reason) if Instant::now() >= deadline => {
+                return Err(format!("the release was not healthy within {} s: {reason}", timeout.as_secs()));
             }
             HealthState::Starting(_) => healthy_since = None,
         }

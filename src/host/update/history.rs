@@ -8,7 +8,7 @@ use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
-use super::protocol::{Outcome, RECORD_FORMAT};
+use super::protocol::{FORMAT_VERSION, Outcome};
 use super::releases;
 use crate::system::layout::Layout;
 use crate::system::release;
@@ -53,7 +53,7 @@ impl HistoryEntry {
         request_id: String,
         outcome: Outcome,
     ) -> Self {
-        Self { format: RECORD_FORMAT, id, from, started_at, request_id, outcome }
+        Self { format: FORMAT_VERSION, id, from, started_at, request_id, outcome }
     }
 }
 
@@ -113,7 +113,7 @@ fn read_releases(layout: &Layout) -> Result<ReleaseRecord, HistoryError> {
     let path = layout.update_state().join("releases.json");
     let Some(text) = fsx::read_if_exists(&path)? else { return Ok(ReleaseRecord::default()) };
     match serde_json::from_slice::<ReleaseRecord>(&text) {
-        Ok(releases) if releases.version == RECORD_FORMAT => Ok(releases),
+        Ok(releases) if releases.version == FORMAT_VERSION => Ok(releases),
         _ => Err(HistoryError::Unreadable { path }),
     }
 }
@@ -121,7 +121,7 @@ fn read_releases(layout: &Layout) -> Result<ReleaseRecord, HistoryError> {
 fn update_releases(layout: &Layout, change: impl FnOnce(&mut ReleaseRecord)) -> Result<(), HistoryError> {
     let mut releases = read_releases(layout)?;
     change(&mut releases);
-    releases.version = RECORD_FORMAT;
+    releases.version = FORMAT_VERSION;
     let text = serde_json::to_vec_pretty(&releases).expect("plain fields serialize to JSON");
     Ok(fsx::write_atomic(&layout.update_state().join("releases.json"), &text, 0o644)?)
 }
@@ -143,11 +143,15 @@ pub fn quarantine(
     layout: &Layout,
     version: &ImageVersion,
     at: Timestamp,
-    why: &str,
+    reason: &str,
 ) -> Result<(), HistoryError> {
     update_releases(layout, |releases| {
         releases.quarantined.retain(|other| other.version != *version);
-        releases.quarantined.push(QuarantinedRelease { version: version.clone(), at, why: why.to_owned() });
+        releases.quarantined.push(QuarantinedRelease {
+            version: version.clone(),
+            at,
+            why: reason.to_owned(),
+        });
         if releases.previous.as_ref() == Some(version) {
             releases.previous = None;
         }

@@ -15,14 +15,14 @@ use svc_base::fsx::{self, FileError};
 use svc_machine::name::ImageVersion;
 use svc_store::bundle::KeySet;
 
-const FORMAT: u32 = 1;
+const FORMAT_VERSION: u32 = 1;
 /// Maximum number of attempts per step. A step is attempted again only if a run was interrupted.
 const MAX_ATTEMPTS: u32 = 5;
 
 #[derive(Debug, thiserror::Error)]
 pub enum JournalError {
-    #[error("cannot read the journal {}: {why}", .path.display())]
-    Unreadable { path: PathBuf, why: String },
+    #[error("cannot read the journal {}: {reason}", .path.display())]
+    Unreadable { path: PathBuf, reason: String },
     #[error(transparent)]
     File(#[from] FileError),
 }
@@ -90,7 +90,7 @@ pub struct Journal {
 impl Journal {
     pub fn new(plan: UpdatePlan, started_at: Timestamp) -> Self {
         Self {
-            version: FORMAT,
+            version: FORMAT_VERSION,
             id: Uuid::now_v7(),
             plan,
             started_at,
@@ -128,9 +128,9 @@ impl Journal {
 }
 
 fn parse(path: &Path, text: &[u8]) -> Result<Journal, JournalError> {
-    let parse_error = |why: String| JournalError::Unreadable { path: path.to_owned(), why };
-    let journal: Journal = serde_json::from_slice(text).map_err(|why| parse_error(why.to_string()))?;
-    if journal.version != FORMAT {
+    let parse_error = |reason: String| JournalError::Unreadable { path: path.to_owned(), reason };
+    let journal: Journal = serde_json::from_slice(text).map_err(|error| parse_error(error.to_string()))?;
+    if journal.version != FORMAT_VERSION {
         return Err(parse_error(format!("unsupported format {}", journal.version)));
     }
     Ok(journal)

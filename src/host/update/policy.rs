@@ -24,8 +24,8 @@ pub enum PolicyError {
     Superseded,
     #[error("the machine has not been restored yet")]
     NotRestored,
-    #[error("{version} is quarantined: {why} (to install it anyway, use --allow-quarantined)")]
-    Quarantined { version: ImageVersion, why: String },
+    #[error("{version} is quarantined: {reason} (to install it anyway, use --allow-quarantined)")]
+    Quarantined { version: ImageVersion, reason: String },
     #[error(transparent)]
     History(#[from] history::HistoryError),
     #[error("{to} requires at least {needed}, but {from} is current: update to {needed} first")]
@@ -83,7 +83,7 @@ pub fn check_machine(layout: &Layout, to: &ImageVersion, allow: &Allowances) -> 
     let quarantined = history::read_quarantined(layout)?.into_iter().find(|release| release.version == *to);
     match quarantined {
         Some(release) if !allow.quarantined => {
-            Err(PolicyError::Quarantined { version: release.version, why: release.why })
+            Err(PolicyError::Quarantined { version: release.version, reason: release.why })
         }
         _ => Ok(()),
     }

@@ -10,7 +10,7 @@ use svc_http::request_id;
 use svc_machine::name::ImageVersion;
 
 /// The format version of `releases.json`, `history.jsonl` and `last.json`.
-pub const RECORD_FORMAT: u32 = 1;
+pub const FORMAT_VERSION: u32 = 1;
 
 /// The request file, as the gateway and the sync agent write it.
 #[derive(Debug, Clone, Serialize)]
@@ -70,8 +70,8 @@ impl SnapshotWait {
     /// Describes the wait: `has been waiting for a snapshot since …`, and the reason the last attempt failed.
     pub fn describe(&self) -> String {
         let since = svc_base::clock::rfc3339_ms(self.since);
-        let why = if self.why.is_empty() { String::new() } else { format!(": {}", self.why) };
-        format!("has been waiting for a snapshot since {since}{why}")
+        let reason = if self.why.is_empty() { String::new() } else { format!(": {}", self.why) };
+        format!("has been waiting for a snapshot since {since}{reason}")
     }
 }
 
@@ -145,7 +145,8 @@ mod tests {
 
     #[test]
     fn describe_omits_reason_during_first_attempt() {
-        let wait = |why: &str| SnapshotWait { since: Timestamp::UNIX_EPOCH, why: why.to_owned() }.describe();
+        let wait =
+            |reason: &str| SnapshotWait { since: Timestamp::UNIX_EPOCH, why: reason.to_owned() }.describe();
         assert!(wait("").ends_with("since 1970-01-01T00:00:00.000Z"), "{}", wait(""));
         assert!(wait("no space").ends_with("00.000Z: no space"), "{}", wait("no space"));
     }

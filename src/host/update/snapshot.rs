@@ -43,10 +43,10 @@ const MAX_BACKUP_FILE_BYTES: u64 = 64 * 1024;
 pub enum SnapshotError {
     // The advice comes before the reason, because an outcome keeps only the beginning of a long error.
     #[error(
-        "no snapshot was taken, and no backup made progress for {} s (to update without a snapshot, run `svc-update apply --version {version} --without-snapshot`): {why}",
+        "no snapshot was taken, and no backup made progress for {} s (to update without a snapshot, run `svc-update apply --version {version} --without-snapshot`): {reason}",
         .timeout.as_secs()
     )]
-    Timeout { timeout: Duration, why: String, version: ImageVersion },
+    Timeout { timeout: Duration, reason: String, version: ImageVersion },
     #[error(transparent)]
     File(#[from] FileError),
 }
@@ -212,24 +212,27 @@ impl<'a, S: ServiceManager> SnapshotWaiter<'a, S> {
         serde_json::from_slice(&text).ok()
     }
 
-    fn record_wait(&self, journal: &mut Journal, since: Timestamp, why: &str) -> Result<(), FileError> {
-        let why: String = why.chars().take(MAX_ERROR_CHARS).collect();
-        let waiting = Some(SnapshotWait { since, why });
+    fn record_wait(&self, journal: &mut Journal, since: Timestamp, reason: &str) -> Result<(), FileError> {
+        let reason: String = reason.chars().take(MAX_ERROR_CHARS).collect();
+        let waiting = Some(SnapshotWait { since, why: reason });
         if journal.waiting == waiting {
             return Ok(());
         }
-        if let Some(SnapshotWait { why, .. }) = waiting.as_ref().filter(|waiting| !waiting.why.is_empty()) {
-            tracing::warn!(why, "the update is waiting for a snapshot");
+        if let Some(SnapshotWait { why: reason, .. }) =
+            waiting.as_ref().filter(|waiting| !waiting.why.is_empty())
+        {
+            tracing::warn!(reason, "the update is waiting for a snapshot");
         }
         journal.waiting = waiting;
         journal.save(self.layout)
     }
 
     fn timeout_error(&self, journal: &Journal) -> SnapshotError {
-        let why = journal.waiting.as_ref().map(|waiting| waiting.why.clone()).filter(|why| !why.is_empty());
+        let reason =
+            journal.waiting.as_ref().map(|waiting| waiting.why.clone()).filter(|reason| !reason.is_empty());
         SnapshotError::Timeout {
             timeout: self.timeout,
-            why: why.unwrap_or_else(|| format!("no run of {BACKUP_UNIT} has ended")),
+            reason: reason.unwrap_or_else(|| format!("no run of {BACKUP_UNIT} has ended")),
             version: journal.plan.to.clone(),
         }
     }

@@ -109,10 +109,12 @@ impl State {
         match (self, event) {
             (Self::Preparing, Event::Done) => Self::TakingSnapshot,
             (Self::TakingSnapshot, Event::Done) => Self::Switching,
-            (Self::Preparing | Self::TakingSnapshot, Event::Refused(why)) => {
-                ended(UpdateResult::Refused, why)
+            (Self::Preparing | Self::TakingSnapshot, Event::Refused(failure)) => {
+                ended(UpdateResult::Refused, failure)
             }
-            (Self::Preparing | Self::TakingSnapshot, Event::Failed(why)) => ended(UpdateResult::Failed, why),
+            (Self::Preparing | Self::TakingSnapshot, Event::Failed(failure)) => {
+                ended(UpdateResult::Failed, failure)
+            }
             (Self::Preparing, Event::AttemptsExhausted) => {
                 ended(UpdateResult::Failed, exhausted(Stage::Download))
             }
@@ -121,42 +123,47 @@ impl State {
             }
 
             (Self::Switching, Event::Done) => Self::Activating,
-            (Self::Switching, Event::Failed(why) | Event::Refused(why)) => Self::Reverting { why },
+            (Self::Switching, Event::Failed(failure) | Event::Refused(failure)) => {
+                Self::Reverting { why: failure }
+            }
             (Self::Switching, Event::AttemptsExhausted) => Self::Reverting { why: exhausted(Stage::Switch) },
 
             (Self::Activating, Event::Done) => {
                 Self::Ended { end: UpdateResult::Updated, stage: Stage::Done, error: None }
             }
-            (Self::Activating, Event::Failed(why) | Event::Refused(why)) => Self::Reverting { why },
+            (Self::Activating, Event::Failed(failure) | Event::Refused(failure)) => {
+                Self::Reverting { why: failure }
+            }
             (Self::Activating, Event::AttemptsExhausted) => {
                 Self::Reverting { why: exhausted(Stage::Restart) }
             }
 
-            (Self::Reverting { why }, Event::Done) => Self::Restoring { why },
-            (Self::Restoring { why }, Event::Done) => ended(UpdateResult::RolledBack, why),
+            (Self::Reverting { why: failure }, Event::Done) => Self::Restoring { why: failure },
+            (Self::Restoring { why: failure }, Event::Done) => ended(UpdateResult::RolledBack, failure),
             (
-                Self::Reverting { why } | Self::Restoring { why },
+                Self::Reverting { why: failure } | Self::Restoring { why: failure },
                 Event::Failed(rollback_failure) | Event::Refused(rollback_failure),
-            ) => rollback_failed(&why, &rollback_failure),
-            (Self::Reverting { why } | Self::Restoring { why }, Event::AttemptsExhausted) => {
-                rollback_failed(&why, &exhausted(Stage::Rollback))
-            }
+            ) => rollback_failed(&failure, &rollback_failure),
+            (
+                Self::Reverting { why: failure } | Self::Restoring { why: failure },
+                Event::AttemptsExhausted,
+            ) => rollback_failed(&failure, &exhausted(Stage::Rollback)),
 
             (end @ Self::Ended { .. }, _) => end,
         }
     }
 }
 
-fn ended(end: UpdateResult, why: StepFailure) -> State {
-    State::Ended { end, stage: why.stage, error: Some(why.error) }
+fn ended(end: UpdateResult, failure: StepFailure) -> State {
+    State::Ended { end, stage: failure.stage, error: Some(failure.error) }
 }
 
 /// Returns the final state after a failed rollback. The error contains the reasons for the rollback and for its
 /// failure.
-fn rollback_failed(why: &StepFailure, rollback_failure: &StepFailure) -> State {
+fn rollback_failed(failure: &StepFailure, rollback_failure: &StepFailure) -> State {
     let error = format!(
         "{}; the rollback failed at {}: {}",
-        why.error,
+        failure.error,
         rollback_failure.stage.as_str(),
         rollback_failure.error
     );

@@ -18,7 +18,7 @@ const UNIT_DIR: &str = "etc/systemd/system";
 /// Directories below a release's `systemd/`, with their targets.
 const UNIT_TREES: [(&str, &str); 3] =
     [("system", UNIT_DIR), ("sysusers.d", "etc/sysusers.d"), ("tmpfiles.d", "etc/tmpfiles.d")];
-const RECORD_VERSION: u32 = 1;
+const FORMAT_VERSION: u32 = 1;
 
 #[derive(Debug, thiserror::Error)]
 pub enum UnitsError {
@@ -125,7 +125,7 @@ fn record_path(layout: &Layout) -> PathBuf {
 }
 
 fn write_record(layout: &Layout, files: BTreeSet<PathBuf>) -> Result<(), FileError> {
-    let text = serde_json::to_vec(&InstalledFiles { version: RECORD_VERSION, files })
+    let text = serde_json::to_vec(&InstalledFiles { version: FORMAT_VERSION, files })
         .expect("paths in the list are UTF-8");
     fsx::write_atomic(&record_path(layout), &text, 0o644)
 }
@@ -134,7 +134,7 @@ fn read_installed_files(layout: &Layout) -> Result<BTreeSet<PathBuf>, UnitsError
     let path = record_path(layout);
     let Some(text) = fsx::read_if_exists(&path)? else { return Ok(BTreeSet::new()) };
     match serde_json::from_slice::<InstalledFiles>(&text) {
-        Ok(installed) if installed.version == RECORD_VERSION => Ok(installed.files),
+        Ok(installed) if installed.version == FORMAT_VERSION => Ok(installed.files),
         _ => Err(UnitsError::Record { path }),
     }
 }

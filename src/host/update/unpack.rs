@@ -49,8 +49,8 @@ pub enum UnpackError {
     Archive(#[source] io::Error),
     #[error("the archive was rejected")]
     Tar(#[source] TarError),
-    #[error("the archive was rejected: {path}: {why}")]
-    Refused { path: String, why: &'static str },
+    #[error("the archive was rejected: {path}: {reason}")]
+    Refused { path: String, reason: &'static str },
     #[error("cannot unpack {}", .path.display())]
     Write {
         path: PathBuf,
@@ -131,7 +131,7 @@ struct Tree<'a> {
 
 impl Tree<'_> {
     fn add(&mut self, mut entry: TarEntry<'_, impl Read>) -> Result<(), UnpackError> {
-        let refuse = |why| Err(UnpackError::Refused { path: quote_path(&entry.path), why });
+        let refuse = |reason| Err(UnpackError::Refused { path: quote_path(&entry.path), reason });
         let Some(path) = relative_path(&entry.path) else {
             return refuse("its path escapes the release directory");
         };
@@ -181,7 +181,7 @@ impl Tree<'_> {
     }
 
     fn create_link(&mut self, path: &Path, target: &Path) -> Result<(), UnpackError> {
-        let refuse = |why| Err(UnpackError::Refused { path: quote_path(path), why });
+        let refuse = |reason| Err(UnpackError::Refused { path: quote_path(path), reason });
         if !stays_inside(path, target) {
             return refuse("it is a link that escapes the release directory");
         }
@@ -201,8 +201,8 @@ impl Tree<'_> {
             let target =
                 fs::canonicalize(self.root.join(link)).map_err(|error| classify_link_error(link, error))?;
             if !target.starts_with(&root) {
-                let why = "it is a link that escapes the release directory";
-                return Err(UnpackError::Refused { path: quote_path(link), why });
+                let reason = "it is a link that escapes the release directory";
+                return Err(UnpackError::Refused { path: quote_path(link), reason });
             }
         }
         Ok(())
@@ -214,7 +214,7 @@ fn classify_link_error(link: &Path, source: io::Error) -> UnpackError {
     let is_dangling = matches!(source.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory)
         || source.raw_os_error() == Some(nix::libc::ELOOP);
     if is_dangling {
-        UnpackError::Refused { path: quote_path(link), why: "it is a dangling link" }
+        UnpackError::Refused { path: quote_path(link), reason: "it is a dangling link" }
     } else {
         UnpackError::Write { path: link.to_owned(), source }
     }

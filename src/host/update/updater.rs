@@ -154,8 +154,12 @@ impl<S: ServiceManager> Updater<S> {
             );
             let event =
                 if has_attempts_left { self.run_step(&mut journal).await } else { Event::AttemptsExhausted };
-            if let Event::Refused(why) | Event::Failed(why) = &event {
-                tracing::error!(stage = why.stage.as_str(), error = why.error, "an update step failed");
+            if let Event::Refused(failure) | Event::Failed(failure) = &event {
+                tracing::error!(
+                    stage = failure.stage.as_str(),
+                    error = failure.error,
+                    "an update step failed"
+                );
             }
             journal = journal.apply_event(event);
         }
@@ -167,14 +171,14 @@ impl<S: ServiceManager> Updater<S> {
             State::TakingSnapshot => self.take_snapshot(journal).await,
             State::Switching => self.switch(journal),
             State::Activating => self.activate(journal, &journal.plan.to).await,
-            State::Reverting { why } => self.revert(journal, why),
+            State::Reverting { why: failure } => self.revert(journal, failure),
             State::Restoring { .. } => self.restore(journal).await,
             State::Ended { .. } => Ok(()),
         };
         match result {
             Ok(()) => Event::Done,
-            Err(StepError::Refused(why)) => Event::Refused(why),
-            Err(StepError::Failed(why)) => Event::Failed(why),
+            Err(StepError::Refused(failure)) => Event::Refused(failure),
+            Err(StepError::Failed(failure)) => Event::Failed(failure),
         }
     }
 
@@ -322,9 +326,10 @@ impl<S: ServiceManager> Updater<S> {
         Ok(())
     }
 
-    fn revert(&self, journal: &Journal, why: &StepFailure) -> Result<(), StepError> {
+    fn revert(&self, journal: &Journal, failure: &StepFailure) -> Result<(), StepError> {
         failpoint::trigger("update.reverting").map_err(failed(Stage::Rollback))?;
-        let quarantined = history::quarantine(&self.layout, &journal.plan.to, Timestamp::now(), &why.error);
+        let quarantined =
+            history::quarantine(&self.layout, &journal.plan.to, Timestamp::now(), &failure.error);
         // The rollback matters more than the quarantine record.
         if let Err(error) = quarantined {
             tracing::error!(error = %format_chain(&error), "could not quarantine the release");
@@ -405,8 +410,8 @@ impl<S: ServiceManager> Updater<S> {
         match journal.plan.kind {
             UpdateKind::Apply => history::record_previous(&self.layout, &journal.plan.from)?,
             UpdateKind::Rollback => {
-                let why = "an operator rolled it back";
-                history::quarantine(&self.layout, &journal.plan.from, Timestamp::now(), why)?;
+                let reason = "an operator rolled it back";
+                history::quarantine(&self.layout, &journal.plan.from, Timestamp::now(), reason)?;
             }
         }
         Ok(())
@@ -448,12 +453,12 @@ mod tests {
             UnpackError::Write { path: PathBuf::from("runtime/node"), source }.into()
         };
         for errno in [nix::libc::ENOSPC, nix::libc::EIO, nix::libc::EDQUOT] {
-            let StepError::Failed(why) =
+            let StepError::Failed(failure) =
                 classify_fetch_error(write_error(io::Error::from_raw_os_error(errno)))
             else {
                 panic!("{errno}: refused");
             };
-            assert_eq!(why.stage, Stage::Download);
+            assert_eq!(failure.stage, Stage::Download);
         }
         let duplicate = write_error(io::ErrorKind::AlreadyExists.into());
         let corrupt = FetchError::from(UnpackError::Archive(io::ErrorKind::InvalidData.into()));

@@ -83,7 +83,7 @@ pub fn large() -> ServerType {
 pub fn actions() -> impl Strategy<Value = Vec<Action>> {
     let call_result = prop_oneof![
         6 => Just(CallResult::Success),
-        1 => Just(CallResult::LostReply),
+        1 => Just(CallResult::LostResponse),
         1 => Just(CallResult::TimedOut),
         1 => Just(CallResult::Refused),
         1 => Just(CallResult::BackupFailed),

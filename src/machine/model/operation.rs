@@ -53,7 +53,7 @@ pub struct Operation {
 pub enum CallResult {
     Success,
     /// The call took effect, but its response was lost, or the process was killed before recording it.
-    LostReply,
+    LostResponse,
     /// The call timed out; it may still take effect.
     TimedOut,
     /// The call was permanently refused; or the host never registers, never responds again, or is unreachable.
@@ -119,7 +119,7 @@ impl LifecycleModel {
                 }
             }
             Step::StartServer => {
-                if matches!(call_result, CallResult::Success | CallResult::LostReply) {
+                if matches!(call_result, CallResult::Success | CallResult::LostResponse) {
                     self.cloud.set_power(id, Power::On);
                 }
                 if call_result == CallResult::Success {
@@ -161,7 +161,7 @@ impl LifecycleModel {
         }
         let is_reachable = self.is_on(outgoing);
         match call_result {
-            CallResult::Success | CallResult::LostReply if is_reachable => {
+            CallResult::Success | CallResult::LostResponse if is_reachable => {
                 self.machines[outgoing].is_quiesced = self.rules.stops_writers;
                 let before = self.pointers[self.machines[outgoing].slot].writer_epoch;
                 self.back_up(outgoing);
@@ -258,7 +258,7 @@ impl LifecycleModel {
             .filter(|&outgoing| !self.machines[outgoing].is_server_known_gone())
         {
             self.machines[outgoing].is_power_off_ordered = true;
-            if matches!(call_result, CallResult::Success | CallResult::LostReply) {
+            if matches!(call_result, CallResult::Success | CallResult::LostResponse) {
                 self.cloud.set_power(outgoing, Power::Off);
             }
         }
@@ -278,7 +278,7 @@ impl LifecycleModel {
             self.apply(id, &Event::ServerGone);
             return self.end_operation(index, OperationOutcome::Succeeded);
         }
-        if matches!(call_result, CallResult::Success | CallResult::LostReply) {
+        if matches!(call_result, CallResult::Success | CallResult::LostResponse) {
             self.cloud.set_power(id, Power::On);
         }
         if call_result == CallResult::Success {
@@ -303,7 +303,7 @@ impl LifecycleModel {
                 self.cloud.create(id);
                 self.operations[index].step = Step::AwaitRegistration;
             }
-            CallResult::LostReply => self.cloud.create(id),
+            CallResult::LostResponse => self.cloud.create(id),
             CallResult::TimedOut => self.cloud.pending_creates.push(id),
             CallResult::Refused => {
                 self.apply(id, &Event::CreationFailed { failure: CreationFailure::ProviderRefused });
@@ -321,7 +321,7 @@ impl LifecycleModel {
         let Some(server_type) = self.server_type(id) else {
             return self.apply(id, &Event::ServerGone);
         };
-        let takes_effect = matches!(call_result, CallResult::Success | CallResult::LostReply);
+        let takes_effect = matches!(call_result, CallResult::Success | CallResult::LostResponse);
         match self.operations[index].step {
             // Every failure leads to the power-on step.
             Step::PowerOff | Step::ChangeType if call_result == CallResult::Refused => {

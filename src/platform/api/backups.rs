@@ -53,8 +53,8 @@ pub async fn handle(
     let load_page = async {
         let pointer = match pointer_io::read(&platform.bucket, &slot).await {
             Ok(pointer) => pointer,
-            Err(StoreError::Corrupt { key, why }) if only_latest => {
-                return Err(problems::snapshot_unusable(SnapshotUnusable::Damaged { key, why }));
+            Err(StoreError::Corrupt { key, reason }) if only_latest => {
+                return Err(problems::snapshot_unusable(SnapshotUnusable::Damaged { key, reason }));
             }
             // The snapshots can be listed without the pointer, which only marks the latest one.
             Err(error @ StoreError::Corrupt { .. }) => {

@@ -8,7 +8,7 @@ use jiff::Timestamp;
 use sha2::{Digest, Sha256};
 
 use super::access::{self, Access, unauthorized};
-use super::refused_hosts;
+use super::rejected_host_tokens;
 use crate::context::Platform;
 use crate::db;
 use crate::db::machine_row::MachineRow;
@@ -86,7 +86,7 @@ impl ApiCall {
             TokenStatus::Refused => {
                 drop(session);
                 platform.rate_limits.forget_accepted(token);
-                refused_hosts::report_rejected_token(platform, &machine, token, claim).await;
+                rejected_host_tokens::report_rejected_token(platform, &machine, token, claim).await;
                 Err(unauthorized())
             }
             token_status => {

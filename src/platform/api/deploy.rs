@@ -122,7 +122,9 @@ async fn check_release(platform: &Platform, version: &ImageVersion) -> Result<()
     match bundle::verify_published(&platform.bucket, version, &digest, &keys).await {
         Ok(_) => Ok(()),
         Err(BundleUnusable::Store(error)) => Err(error.into()),
-        Err(why) => Err(Problem::new(Code::Conflict, format!("Hosts cannot update to {version}: {why}."))),
+        Err(error) => {
+            Err(Problem::new(Code::Conflict, format!("Hosts cannot update to {version}: {error}.")))
+        }
     }
 }
 

@@ -114,21 +114,21 @@ fn ensure_left_slot(machine: &MachineRow) -> Result<(), Problem> {
 /// registered has no data.
 async fn ensure_data_saved(tx: &Transaction<'_>, machine: &MachineRow) -> Result<(), Problem> {
     if let Some(since) = machine.unsaved_since {
-        let why = if machine.has_unsaved_files_only {
+        let reason = if machine.has_unsaved_files_only {
             "A later machine started without the owner's files, which may exist only on this server."
                 .to_owned()
         } else {
             format!("No snapshot contains the data written on this machine since {}.", rfc3339_ms(since))
         };
-        return Err(kept_problem(machine, &why));
+        return Err(kept_problem(machine, &reason));
     }
     if let Some(operation) = db::slot_operations::find_operation_needing_server(tx, machine).await? {
-        let why = format!(
+        let reason = format!(
             "The {} {} still needs this server; wait until it has ended.",
             operation.noun(),
             operation.id
         );
-        return Err(kept_problem(machine, &why));
+        return Err(kept_problem(machine, &reason));
     }
     if db::machines::is_successor_unproven(tx, machine).await? {
         let backup_state = match machine.final_backup_at {
@@ -138,11 +138,11 @@ async fn ensure_data_saved(tx: &Transaction<'_>, machine: &MachineRow) -> Result
                     .to_owned()
             }
         };
-        let why = format!(
+        let reason = format!(
             "No later machine in the slot has served traffic yet: if the new machine does not start, the slot falls back to this \
              server. {backup_state}."
         );
-        return Err(kept_problem(machine, &why));
+        return Err(kept_problem(machine, &reason));
     }
     // `final_backup_at` is cleared when a machine returns to its slot, so a value is from its latest departure.
     if machine.registered_at.is_none() || machine.final_backup_at.is_some() {
@@ -154,9 +154,9 @@ async fn ensure_data_saved(tx: &Transaction<'_>, machine: &MachineRow) -> Result
     Err(kept_problem(machine, "Neither a final backup of this machine nor an accepted loss is on record."))
 }
 
-fn kept_problem(machine: &MachineRow, why: &str) -> Problem {
+fn kept_problem(machine: &MachineRow, reason: &str) -> Problem {
     let detail = format!(
-        "{why} `svcctl status {0}` shows what the machine's server holds. To delete the server anyway, run `svcctl discard {0} \
+        "{reason} `svcctl status {0}` shows what the machine's server holds. To delete the server anyway, run `svcctl discard {0} \
          --accept-loss`.",
         machine.id
     );

@@ -101,10 +101,10 @@ fn to_problem(error: PruneError, user: &IdpUserId, slot: &Slot) -> Problem {
     match error {
         PruneError::Db(error) => error.into(),
         error if is_permanent(&error) => {
-            let why = truncate_printable(&format_chain(&error));
+            let reason = truncate_printable(&format_chain(&error));
             Problem::new(
                 Code::Conflict,
-                format!("The file backups of slot {user}/{slot} cannot be pruned: {why}."),
+                format!("The file backups of slot {user}/{slot} cannot be pruned: {reason}."),
             )
         }
         PruneError::Store(_) | PruneError::Files(FilesError::Store(_)) => {

@@ -23,7 +23,8 @@ impl RequestedLocations {
         let is_present = fields.has(name);
         let names = fields.strings(name, MAX_FALLBACK_LOCATIONS);
         let fallback = names.iter().map(|name| name.parse()).collect::<Result<Vec<Location>, _>>();
-        let fallback = fallback.inspect_err(|why| fields.add_error(name, why)).ok().filter(|_| is_present);
+        let fallback =
+            fallback.inspect_err(|error| fields.add_error(name, error)).ok().filter(|_| is_present);
         Self { location, fallback }
     }
 

@@ -220,8 +220,8 @@ async fn choose_snapshot(
         );
         return Err(invalid_state(operation, &detail));
     }
-    let why = format!("the operator chose the snapshot {}", key.as_str());
-    resume_step(tx, operation, operation.options, &why).await?;
+    let reason = format!("the operator chose the snapshot {}", key.as_str());
+    resume_step(tx, operation, operation.options, &reason).await?;
     db::machine_changes::set_restore_snapshot(tx, operation.machine, key.as_str()).await?;
     Ok(db::operations::set_fact(tx, operation.id, SNAPSHOT_CHOSEN, &json!(true)).await?)
 }
@@ -232,7 +232,7 @@ async fn resume_step(
     tx: &Transaction<'_>,
     operation: &OperationRow,
     options: OperationOptions,
-    why: &str,
+    reason: &str,
 ) -> Result<(), Problem> {
     if operation.question.is_none() && !options.give_up_backup {
         let detail = format!(
@@ -244,7 +244,7 @@ async fn resume_step(
         return Err(invalid_state(operation, &detail));
     }
     db::operations::resume(tx, operation.id, options).await?;
-    Ok(db::operations::log(tx, operation.id, &operation.step, "continued", Some(why)).await?)
+    Ok(db::operations::log(tx, operation.id, &operation.step, "continued", Some(reason)).await?)
 }
 
 /// Abandons the operation and restores the slot's previous state as far as possible.

@@ -196,7 +196,7 @@ fn read_seconds(fields: &mut Fields, name: &str, min: u64, max: u64, default: u6
 }
 
 fn parse_name(name: &str) -> Result<OperatorName, Problem> {
-    name.parse().map_err(|why: svc_machine::name::NameError| Problem::field("operator", why.to_string()))
+    name.parse().map_err(|error: svc_machine::name::NameError| Problem::field("operator", error.to_string()))
 }
 
 fn not_found(name: &OperatorName) -> Problem {

@@ -28,8 +28,8 @@ pub fn snapshot_unusable(error: SnapshotUnusable) -> Problem {
             Code::SnapshotUnusable,
             "There is no snapshot to recover from; `svcctl recover` with `--allow-empty` starts with an empty database.",
         ),
-        SnapshotUnusable::Damaged { key, why } => {
-            Problem::new(Code::SnapshotUnusable, format!("{key} cannot be restored: {why}."))
+        SnapshotUnusable::Damaged { key, reason } => {
+            Problem::new(Code::SnapshotUnusable, format!("{key} cannot be restored: {reason}."))
         }
         SnapshotUnusable::Store(error) => error.into(),
     }

@@ -90,8 +90,8 @@ pub async fn find_epoch_floor(platform: &Platform, user: &IdpUserId, slot: &Slot
     let recorded = db::machines::find_highest_epoch(&platform.db.session().await?, user, slot).await?;
     match epoch_floor::read_floor(&platform.bucket, &SlotPrefix::new(user, slot), recorded).await {
         Ok(floor) => Ok(floor),
-        Err(StoreError::Corrupt { key, why }) => {
-            Err(problems::snapshot_unusable(SnapshotUnusable::Damaged { key, why }))
+        Err(StoreError::Corrupt { key, reason }) => {
+            Err(problems::snapshot_unusable(SnapshotUnusable::Damaged { key, reason }))
         }
         Err(error) => Err(error.into()),
     }
@@ -113,8 +113,8 @@ pub async fn ensure_no_unknown_holder(
 ) -> Result<(), Problem> {
     let claim = match later_holder::find_claim(platform, &platform.db, user, slot).await {
         Ok(claim) => claim,
-        Err(LookupError::Store(StoreError::Corrupt { key, why })) => {
-            return Err(problems::snapshot_unusable(SnapshotUnusable::Damaged { key, why }));
+        Err(LookupError::Store(StoreError::Corrupt { key, reason })) => {
+            return Err(problems::snapshot_unusable(SnapshotUnusable::Damaged { key, reason }));
         }
         Err(error) => return Err(error.into()),
     };

@@ -21,8 +21,8 @@ pub fn read(env: &mut Env, domain: Option<HostDomain>) -> Option<HostTrust> {
     let exempt = read_exempt_machines(env);
     // `domain` is also `None` if `HOST_DOMAIN` is invalid, but then that error has already been reported.
     if is_on && !env.is_set(&vars::HOST_DOMAIN) {
-        let why = "requires HOST_DOMAIN: the certificate is verified against the host's name";
-        env.add_error(&vars::CUSTOMER_VPS_TLS_VERIFY, why);
+        let reason = "requires HOST_DOMAIN: the certificate is verified against the host's name";
+        env.add_error(&vars::CUSTOMER_VPS_TLS_VERIFY, reason);
     }
     let exempt = exempt?;
     if !is_on {

@@ -84,8 +84,8 @@ fn read_fallback_locations(env: &mut Env) -> Option<Vec<Location>> {
             env.add_error(variable, format!("must name at most {MAX_FALLBACK_LOCATIONS} locations"));
             None
         }
-        Err(why) => {
-            env.add_error(variable, why);
+        Err(error) => {
+            env.add_error(variable, error);
             None
         }
     }

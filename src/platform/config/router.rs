@@ -23,8 +23,9 @@ pub fn read(env: &mut Env) -> Option<RouterConfig> {
         }
         // Requests to the code host would be served as requests to the app host, which is matched first.
         (Some(app), Some(code)) if app.name() == code.name() && app.port().is_none() => {
-            let why = "has the same name as APP_HOST, which matches every port: add a port to APP_HOST, too";
-            env.add_error(&vars::CODE_HOST, why);
+            let reason =
+                "has the same name as APP_HOST, which matches every port: add a port to APP_HOST, too";
+            env.add_error(&vars::CODE_HOST, reason);
         }
         _ => {}
     }

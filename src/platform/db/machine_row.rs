@@ -130,7 +130,7 @@ pub struct MachineRow {
 
 fn parse_column<T: FromStr<Err: Display>>(row: &Row, column: &'static str) -> Result<T, DbError> {
     let text: &str = row.get(column);
-    text.parse().map_err(|why: T::Err| DbError::Unreadable { what: column, why: why.to_string() })
+    text.parse().map_err(|error: T::Err| DbError::Unreadable { what: column, reason: error.to_string() })
 }
 
 fn parse_optional_column<T: FromStr<Err: Display>>(
@@ -140,18 +140,18 @@ fn parse_optional_column<T: FromStr<Err: Display>>(
     let text: Option<&str> = row.get(column);
     text.map(str::parse)
         .transpose()
-        .map_err(|why: T::Err| DbError::Unreadable { what: column, why: why.to_string() })
+        .map_err(|error: T::Err| DbError::Unreadable { what: column, reason: error.to_string() })
 }
 
 fn parse_list_column<T: FromStr<Err: Display>>(row: &Row, column: &'static str) -> Result<Vec<T>, DbError> {
     let texts: Vec<&str> = row.get(column);
-    let unreadable = |why: T::Err| DbError::Unreadable { what: column, why: why.to_string() };
+    let unreadable = |error: T::Err| DbError::Unreadable { what: column, reason: error.to_string() };
     texts.into_iter().map(|text| text.parse().map_err(unreadable)).collect()
 }
 
 fn parse_number_column<T: TryFrom<i32>>(row: &Row, column: &'static str) -> Result<T, DbError> {
     let value: i32 = row.get(column);
-    T::try_from(value).map_err(|_| DbError::Unreadable { what: column, why: value.to_string() })
+    T::try_from(value).map_err(|_| DbError::Unreadable { what: column, reason: value.to_string() })
 }
 
 impl MachineRow {

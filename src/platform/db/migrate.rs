@@ -110,8 +110,8 @@ mod tests {
 
     #[test]
     fn every_migration_is_embedded_and_numbered_without_gaps() {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../migrations");
-        let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../migrations");
+        let files = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
         let files: BTreeSet<String> =
             files.map(|file| file.file_stem().unwrap().to_string_lossy().into_owned()).collect();
         assert_eq!(files, MIGRATIONS.iter().map(|(name, _)| (*name).to_owned()).collect());

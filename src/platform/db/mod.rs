@@ -76,8 +76,8 @@ pub enum DbError {
     #[error("a statement failed")]
     Failed(#[source] tokio_postgres::Error),
     /// A stored value is invalid.
-    #[error("invalid stored {what}: {why}")]
-    Unreadable { what: &'static str, why: String },
+    #[error("invalid stored {what}: {reason}")]
+    Unreadable { what: &'static str, reason: String },
     /// A value is too large for its column.
     #[error("{what} {value} is out of range for the database")]
     OutOfRange { what: &'static str, value: u32 },

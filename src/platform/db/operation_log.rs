@@ -101,9 +101,9 @@ pub async fn log_location_change(
     client: &impl GenericClient,
     id: OperationId,
     step: &str,
-    why: &str,
+    reason: &str,
 ) -> Result<(), DbError> {
-    super::operations::log(client, id, step, LOCATION_CHANGE, Some(why)).await?;
+    super::operations::log(client, id, step, LOCATION_CHANGE, Some(reason)).await?;
     trim(client, id, step, LOCATION_CHANGE).await
 }
 

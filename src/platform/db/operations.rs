@@ -35,7 +35,7 @@ pub struct OperationRow {
     pub created_at: Timestamp,
     pub updated_at: Timestamp,
     pub ended_at: Option<Timestamp>,
-    /// Id of the request, or of the reconciler's pass, that created the operation.
+    /// The id of the request, or of the reconciler's pass, that created the operation.
     pub request_id: String,
 }
 

@@ -120,9 +120,9 @@ impl OperatorRow {
 }
 
 fn parse_name(name: &str) -> Result<OperatorName, DbError> {
-    name.parse().map_err(|why: svc_machine::name::NameError| DbError::Unreadable {
+    name.parse().map_err(|error: svc_machine::name::NameError| DbError::Unreadable {
         what: "operator's name",
-        why: why.to_string(),
+        reason: error.to_string(),
     })
 }
 
@@ -187,7 +187,7 @@ pub async fn revoke(tx: &Transaction<'_>, name: &OperatorName) -> Result<Operato
 async fn update(tx: &Transaction<'_>, sql: &str, params: super::Params<'_>) -> Result<OperatorRow, DbError> {
     let row = query_opt(tx, sql, params).await?;
     let missing =
-        || DbError::Unreadable { what: "operator", why: "the locked row does not exist".to_owned() };
+        || DbError::Unreadable { what: "operator", reason: "the locked row does not exist".to_owned() };
     OperatorRow::parse(&row.ok_or_else(missing)?)
 }
 

@@ -46,7 +46,7 @@ const COLUMNS: &str = "rollout_id, image_version, state, why, canary, batch_size
 
 impl RolloutRow {
     fn parse(row: &Row) -> Result<Self, DbError> {
-        let unreadable = |why: String| DbError::Unreadable { what: "rollout", why };
+        let unreadable = |reason: String| DbError::Unreadable { what: "rollout", reason };
         let version: &str = row.get("image_version");
         let state: &str = row.get("state");
         Ok(Self {
@@ -222,7 +222,7 @@ pub async fn list_members(
 }
 
 fn parse_member_state(text: &str) -> Result<MemberState, DbError> {
-    text.parse().map_err(|_| DbError::Unreadable { what: "rollout machine's state", why: text.to_owned() })
+    text.parse().map_err(|_| DbError::Unreadable { what: "rollout machine's state", reason: text.to_owned() })
 }
 
 pub async fn end_member(
@@ -341,11 +341,11 @@ pub async fn set_state(
     tx: &Transaction<'_>,
     rollout: RolloutId,
     state: RolloutState,
-    why: Option<&str>,
+    reason: Option<&str>,
 ) -> Result<(), DbError> {
     let sql = "UPDATE rollouts SET state = $2, why = $3, updated_at = clock_timestamp(), \
                ended_at = CASE WHEN $4 THEN clock_timestamp() END WHERE rollout_id = $1";
-    execute(tx, sql, &[&rollout.0, &state.as_str(), &why, &state.has_ended()]).await.map(drop)
+    execute(tx, sql, &[&rollout.0, &state.as_str(), &reason, &state.has_ended()]).await.map(drop)
 }
 
 /// The release that a machine should run, and the id of the request that started its rollout.
@@ -365,7 +365,7 @@ pub async fn find_desired_release(
     let version: &str = row.get(0);
     let parsed = version.parse();
     let image_version =
-        parsed.map_err(|why| DbError::Unreadable { what: "rollout", why: format!("{why}") })?;
+        parsed.map_err(|error| DbError::Unreadable { what: "rollout", reason: format!("{error}") })?;
     Ok(Some(DesiredRelease { image_version, request_id: row.get(1) }))
 }
 

@@ -25,7 +25,7 @@ pub struct TrackedServer {
 /// Reads the id of this installation, which all platform processes share.
 pub async fn load_installation_id(client: &impl GenericClient) -> Result<Uuid, DbError> {
     let row = query_opt(client, "SELECT installation_id FROM installation", &[]).await?;
-    let missing = || DbError::Unreadable { what: "installation", why: "the table is empty".to_owned() };
+    let missing = || DbError::Unreadable { what: "installation", reason: "the table is empty".to_owned() };
     row.map(|row| row.get(0)).ok_or_else(missing)
 }
 

@@ -45,7 +45,7 @@ impl SlotRow {
     }
 
     fn parse(row: &Row) -> Result<Self, DbError> {
-        let unreadable = |what, why: String| DbError::Unreadable { what, why };
+        let unreadable = |what, reason: String| DbError::Unreadable { what, reason };
         let text = |column: &str| row.get::<_, &str>(column);
         Ok(Self {
             user: text("idp_user_id").parse().map_err(|e| unreadable("idp_user_id", format!("{e}")))?,
@@ -104,7 +104,7 @@ pub async fn upsert_subscription(
     let params: super::Params<'_> =
         &[&user, &name, &slot.plan.as_str(), &slot.status.as_str(), &slot.current_period_end, &slot.is_test];
     let row = query_opt(client, &sql, params).await?;
-    let no_row = || DbError::Unreadable { what: "slot", why: "the upsert returned no row".to_owned() };
+    let no_row = || DbError::Unreadable { what: "slot", reason: "the upsert returned no row".to_owned() };
     SlotRow::parse(&row.ok_or_else(no_row)?)
 }
 
@@ -142,7 +142,9 @@ pub async fn find_release(
     };
     let version: &str = row.get(0);
     let parsed = version.parse();
-    parsed.map(Some).map_err(|why| DbError::Unreadable { what: "slot_releases", why: format!("{why}") })
+    parsed
+        .map(Some)
+        .map_err(|error| DbError::Unreadable { what: "slot_releases", reason: format!("{error}") })
 }
 
 /// Records the release that the slot's machine is running; the slot's next machine starts with it.

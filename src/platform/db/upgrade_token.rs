@@ -19,7 +19,7 @@ use svc_machine::id::MachineId;
 pub fn parse(row: &Row) -> Result<UpgradeToken, DbError> {
     let generation: i32 = row.get("upgrade_token_generation");
     let unreadable =
-        |_| DbError::Unreadable { what: "upgrade_token_generation", why: generation.to_string() };
+        |_| DbError::Unreadable { what: "upgrade_token_generation", reason: generation.to_string() };
     let previous = row.get::<_, Option<Vec<u8>>>("previous_token_hash").zip(row.get("previous_token_until"));
     Ok(UpgradeToken {
         hash: row.get("upgrade_token_hash"),

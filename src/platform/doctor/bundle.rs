@@ -57,8 +57,8 @@ async fn check_manifest(
              version",
         ),
         Err(BundleUnusable::Store(error)) => findings.problem(format_chain(&error), SEE_STORE_CHECK),
-        Err(why @ (BundleUnusable::Manifest(_) | BundleUnusable::WrongArchive)) => findings.problem(
-            format!("hosts cannot update to {version}: {why}"),
+        Err(error @ (BundleUnusable::Manifest(_) | BundleUnusable::WrongArchive)) => findings.problem(
+            format!("hosts cannot update to {version}: {error}"),
             "build the bundle again, signed with a key from BUNDLE_PUBLIC_KEYS, and publish it under a new version",
         ),
     }

@@ -47,10 +47,10 @@ pub async fn check(config: &PlatformConfig) -> Findings {
         Ok(row) => row.get::<_, Option<i32>>(0),
         Err(error) if error.code() == Some(&SqlState::UNDEFINED_TABLE) => None,
         Err(error) => {
-            let why = format!("cannot read the schema's version: {}", format_chain(&error));
+            let reason = format!("cannot read the schema's version: {}", format_chain(&error));
             let is_denied = error.code() == Some(&SqlState::INSUFFICIENT_PRIVILEGE);
             let use_owner = "check that PLATFORM_DATABASE_URL names the user that owns the schema";
-            return findings.problem(why, if is_denied { use_owner } else { next });
+            return findings.problem(reason, if is_denied { use_owner } else { next });
         }
     };
     match applied.map(i32::unsigned_abs) {

@@ -29,7 +29,9 @@ pub async fn check(config: &PlatformConfig) -> Findings {
             findings.ok(format!("{} has {keys}", url.host_str().unwrap_or_default()))
         }
         Ok(_) => findings.problem(format!("{url} has no key with an id"), next),
-        Err(why) => findings.problem(format!("cannot fetch the keys of the identity provider: {why}"), next),
+        Err(reason) => {
+            findings.problem(format!("cannot fetch the keys of the identity provider: {reason}"), next)
+        }
     }
 }
 

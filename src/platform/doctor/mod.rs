@@ -4,12 +4,12 @@
 //! afterwards.
 
 mod bundle;
+mod configuration;
 mod database;
 mod file_pruning;
 mod identity;
 mod platform_key;
 mod provider;
-mod serving;
 mod sessions;
 mod store;
 
@@ -41,7 +41,7 @@ pub async fn run_checks(file: Option<&Path>) -> DoctorReport {
     // setting.
     let url: Option<Url> = env.text(&vars::PLATFORM_PUBLIC_URL).and_then(|url| url.parse().ok());
     let api_access = url.zip(env.secret(&vars::PLATFORM_SECRET));
-    let mut findings = serving::check_env_file(file);
+    let mut findings = configuration::check_env_file(file);
     let config = match PlatformConfig::read(env) {
         Ok(config) => config,
         Err(error) => {
@@ -70,7 +70,7 @@ pub async fn run_checks(file: Option<&Path>) -> DoctorReport {
         }
     };
     let checks = vec![
-        Check::new("configuration", CHECK_TIMEOUT, async { serving::check_settings(&config) }),
+        Check::new("configuration", CHECK_TIMEOUT, async { configuration::check_settings(&config) }),
         Check::new("database", CHECK_TIMEOUT, database::check(&config)),
         Check::new("platform-key", CHECK_TIMEOUT, platform_key::check(&config)),
         Check::new("store", CHECK_TIMEOUT, store::check(&config)),
@@ -80,7 +80,7 @@ pub async fn run_checks(file: Option<&Path>) -> DoctorReport {
         Check::new("bundle", CHECK_TIMEOUT, bundle::check(&config)),
         Check::new("provider", CHECK_TIMEOUT, provider::check(&config)),
         Check::new("identity-provider", CHECK_TIMEOUT, identity::check(&config)),
-        Check::new("tls", CHECK_TIMEOUT, async { serving::check_certificates(&config) }),
+        Check::new("tls", CHECK_TIMEOUT, async { configuration::check_certificates(&config) }),
     ];
     findings.extend(diagnosis::run_checks(checks).await);
     DoctorReport { findings, api_access }

@@ -50,9 +50,9 @@ pub async fn probe_store(
             let stores = SessionStores::new(store, session);
             (Support::Yes, stores.probe_slot_isolation().await, stores.probe_write_once().await)
         }
-        Some(Err(why)) => {
+        Some(Err(reason)) => {
             let unknown = || Support::Unknown("there is no session".to_owned());
-            (Support::No(why), unknown(), unknown())
+            (Support::No(reason), unknown(), unknown())
         }
         None => {
             let unknown = || Support::Unknown("STS is not configured".to_owned());
@@ -140,8 +140,10 @@ impl SessionStores {
             match host.put_if(&key, &b"probe"[..], Condition::Absent).await {
                 Ok(()) => {}
                 Err(error @ StoreError::Denied { .. }) => {
-                    let why = format_chain(&error);
-                    return Ok(Support::No(format!("a host's credentials cannot write a snapshot: {why}")));
+                    let reason = format_chain(&error);
+                    return Ok(Support::No(format!(
+                        "a host's credentials cannot write a snapshot: {reason}"
+                    )));
                 }
                 Err(error) => return Err(error),
             }

@@ -54,11 +54,12 @@ pub async fn check(config: &PlatformConfig) -> Findings {
     }
     let findings = match parallel_probe::run(&bucket, PARALLEL_TIMEOUT).await {
         Ok(result) => match (result.refusal(), result.warning()) {
-            (Some(why), _) => {
-                return findings.problem(why, "use another store: svc-platform refuses to start on this one");
+            (Some(reason), _) => {
+                return findings
+                    .problem(reason, "use another store: svc-platform refuses to start on this one");
             }
-            (None, Some(why)) => {
-                findings.warning(why, "update all hosts and platform processes before you use this store")
+            (None, Some(reason)) => {
+                findings.warning(reason, "update all hosts and platform processes before you use this store")
             }
             (None, None) => findings,
         },
@@ -113,9 +114,8 @@ fn report_capability(findings: Findings, probed: &ProbeResult, store: &StoreConf
         {
             findings
         }
-        (Support::Unknown(why), _) => {
-            findings.warning(format!("not tested: {}: {why}", strip_backticks(capability.name)), CHECK_STORE)
-        }
+        (Support::Unknown(reason), _) => findings
+            .warning(format!("not tested: {}: {reason}", strip_backticks(capability.name)), CHECK_STORE),
     }
 }
 
@@ -196,8 +196,8 @@ async fn check_slot_isolation(findings: Findings, stores: &sessions::SessionStor
             format!("a host's session for its own slot can access other slots: {observed}"),
             "use a store that enforces session policies: on this store, every host can access every slot",
         ),
-        Support::Unknown(why) => {
-            findings.warning(format!("the limits of a host's session were not tested: {why}"), CHECK_STORE)
+        Support::Unknown(reason) => {
+            findings.warning(format!("the limits of a host's session were not tested: {reason}"), CHECK_STORE)
         }
     }
 }
@@ -240,9 +240,8 @@ async fn check_write_once(
         Support::Yes => findings,
         Support::No(observed) => findings
             .problem(format!("STORE_WRITE_ONCE=on, but the store does not enforce it: {observed}"), next),
-        Support::Unknown(why) => {
-            findings.problem(format!("STORE_WRITE_ONCE=on, but its effect could not be tested: {why}"), next)
-        }
+        Support::Unknown(reason) => findings
+            .problem(format!("STORE_WRITE_ONCE=on, but its effect could not be tested: {reason}"), next),
     }
 }
 

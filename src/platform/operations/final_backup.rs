@@ -84,8 +84,8 @@ impl BackupFailure {
     fn question(&self, leased: &LeasedOperation<'_>, machine: &MachineRow, newest: &NewestCopy) -> String {
         let (id, operation) = (machine.id, leased.operation.id);
         match self {
-            Self::Failed(why) => format!(
-                "No final backup of {id}: {why}. The newest copy is {newest}; data written since then is only on \
+            Self::Failed(reason) => format!(
+                "No final backup of {id}: {reason}. The newest copy is {newest}; data written since then is only on \
                  its server. `svcctl operation continue {operation}` requests the backup again; with `--accept-loss`, it \
                  continues without a backup; and `svcctl operation abandon {operation}` abandons the operation."
             ),
@@ -102,7 +102,7 @@ impl BackupFailure {
 impl fmt::Display for BackupFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Failed(why) => f.write_str(why),
+            Self::Failed(reason) => f.write_str(reason),
             Self::HeldBack { loss } => write!(f, "its snapshot is held back: {loss}"),
         }
     }
@@ -147,9 +147,9 @@ pub async fn take_final_backup(leased: &LeasedOperation<'_>) -> Result<StepOutco
             progress.unreachable_since = None;
             Ok(progress.wait(leased, delay))
         }
-        Ok(AttemptOutcome::WaitForFiles(why)) => {
+        Ok(AttemptOutcome::WaitForFiles(reason)) => {
             progress.unreachable_since = None;
-            Ok(progress.wait_for_files(leased, &why))
+            Ok(progress.wait_for_files(leased, &reason))
         }
         Ok(AttemptOutcome::Failed(failure)) => handle_failure(leased, &machine, progress, failure).await,
         Err(HostCallError::Refused(status)) => {
@@ -254,7 +254,7 @@ async fn attempt_backup(
         let files = SavedFiles::from_report(&report, progress, &machine.attention);
         let files = check_key(leased, machine, files).await;
         return Ok(match files.wait_reason(progress, now) {
-            Some(why) => AttemptOutcome::WaitForFiles(why),
+            Some(reason) => AttemptOutcome::WaitForFiles(reason),
             None => AttemptOutcome::Saved { taken_at, files },
         });
     }

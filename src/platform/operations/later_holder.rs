@@ -234,8 +234,8 @@ pub async fn check_step(leased: &LeasedOperation<'_>, step: Step) -> Result<Opti
                 LookupError::Store(_) => ("store_unavailable", "object store"),
                 LookupError::Db(_) => ("database_unavailable", "database"),
             };
-            let why = format!("the {source} is unavailable: cannot check who holds the slot");
-            return Ok(Some(StepOutcome::wait_for(RETRY_INTERVAL, code, why)));
+            let reason = format!("the {source} is unavailable: cannot check who holds the slot");
+            return Ok(Some(StepOutcome::wait_for(RETRY_INTERVAL, code, reason)));
         }
         Err(error) => return Err(StepError::transient("cannot read the slot's fence", error)),
     };

@@ -34,7 +34,7 @@ impl LeasedOperation<'_> {
     pub async fn machine(&self) -> Result<MachineRow, DbError> {
         let session = self.platform.db.session().await?;
         let machine = db::machines::get(&session, self.operation.machine).await?;
-        machine.ok_or(DbError::Unreadable { what: "operation", why: "its machine is missing".to_owned() })
+        machine.ok_or(DbError::Unreadable { what: "operation", reason: "its machine is missing".to_owned() })
     }
 
     pub fn facts(&self) -> Map<String, Value> {
@@ -56,8 +56,8 @@ impl LeasedOperation<'_> {
     }
 
     /// Records, under the lease, that the create request had no effect, and selects the machine's next location.
-    pub async fn move_to_next_location(&self, why: &str) -> Result<(), StepError> {
-        self.write_under_lease(LeasedWrite::NextLocation(why.to_owned())).await
+    pub async fn move_to_next_location(&self, reason: &str) -> Result<(), StepError> {
+        self.write_under_lease(LeasedWrite::NextLocation(reason.to_owned())).await
     }
 
     /// Records, under the lease, that the server is about to be powered on.
@@ -143,10 +143,10 @@ impl LeasedOperation<'_> {
             LeasedWrite::PowerOffRequested(outgoing) => {
                 db::machine_server::record_power_off_request(&tx, outgoing).await?;
             }
-            LeasedWrite::NextLocation(why) => {
+            LeasedWrite::NextLocation(reason) => {
                 db::machine_server::move_to_next_location(&tx, machine).await?;
                 let (id, step) = (self.operation.id, &self.operation.step);
-                db::operation_log::log_location_change(&tx, id, step, &why).await?;
+                db::operation_log::log_location_change(&tx, id, step, &reason).await?;
             }
             LeasedWrite::PoweredOffCleared => db::machine_server::clear_powered_off(&tx, machine).await?,
             LeasedWrite::UnrestoredSnapshot(key) => {
@@ -168,7 +168,7 @@ impl LeasedOperation<'_> {
     /// Marks as failed, under the lease, the machine that the operation is creating.
     pub async fn fail_creation(
         &self,
-        why: CreationFailure,
+        failure: CreationFailure,
         stage: &str,
         message: &str,
     ) -> Result<(), StepError> {
@@ -179,7 +179,7 @@ impl LeasedOperation<'_> {
         if !db::operations::renew(&tx, self.operation.id, self.owner, lease).await? {
             return Err(StepError::LeaseLost);
         }
-        let event = Event::CreationFailed { failure: why };
+        let event = Event::CreationFailed { failure };
         Ok(apply_to_locked(self.platform, tx, &row, &event, (stage, message)).await?)
     }
 

@@ -112,8 +112,8 @@ async fn try_power_off(leased: &LeasedOperation<'_>) -> Result<StepOutcome, Step
         Err(error) => {
             tracing::warn!(machine = %machine.id, error = %format_chain(&error), "cannot power a server off yet");
             let code = Some(error.code()).filter(|code| !code.is_empty()).unwrap_or("no response");
-            let why = format!("the provider did not power the server off: {code}");
-            StepOutcome::wait_for(resize::poll_interval(age).max(POLL_INTERVAL), "provider_error", why)
+            let reason = format!("the provider did not power the server off: {code}");
+            StepOutcome::wait_for(resize::poll_interval(age).max(POLL_INTERVAL), "provider_error", reason)
         }
     };
     Ok(if since_attempt.is_none() { record_first_attempt(outcome, facts, age) } else { outcome })
@@ -145,8 +145,8 @@ pub(super) async fn power_off(
     }
     if is_locked {
         let delay = resize::poll_interval(since_cut.unwrap_or(age));
-        let why = "the provider has locked the server for another action";
-        return Ok(Some(StepOutcome::wait_for(delay, "server_locked", why)));
+        let reason = "the provider has locked the server for another action";
+        return Ok(Some(StepOutcome::wait_for(delay, "server_locked", reason)));
     }
     let timeout = leased.platform.config.timing.resize_shutdown_timeout;
     match since_shutdown {

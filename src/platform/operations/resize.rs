@@ -89,10 +89,10 @@ pub async fn change_type(leased: &LeasedOperation<'_>) -> Result<StepOutcome, St
     }
     if let Some(ActionStatus::Error { code, message }) = action_status {
         tracing::error!(operation = %leased.operation.id, code, message, "the type change failed");
-        return Ok(StepOutcome::Abandon { why: "the provider's type change failed" });
+        return Ok(StepOutcome::Abandon { reason: "the provider's type change failed" });
     }
     if server.status != ServerStatus::Off {
-        return Ok(StepOutcome::Abandon { why: "another client powered the server on" });
+        return Ok(StepOutcome::Abandon { reason: "another client powered the server on" });
     }
     match leased.platform.provider.change_type(server.id, &target_type).await {
         Ok(action) => Ok(wait_for_action(leased, action.id, age)),

@@ -43,7 +43,7 @@ pub async fn run_current_step(
     operation: &OperationRow,
     owner: Uuid,
 ) -> Result<Option<OperationRow>, StepError> {
-    let unreadable = |why: String| DbError::Unreadable { what: "operation", why };
+    let unreadable = |reason: String| DbError::Unreadable { what: "operation", reason };
     let kind: OperationKind = operation.kind.parse().map_err(unreadable)?;
     let step: Step = operation.step.parse().map_err(unreadable)?;
     let operation = start_step(platform, operation, owner, step).await?;
@@ -63,7 +63,7 @@ pub async fn run_current_step(
     step::record_step(kind, step, &outcome, start.elapsed());
     match outcome {
         Ok(StepOutcome::Done { note, record }) => finish_step(&leased, step, note.as_deref(), record).await,
-        Ok(StepOutcome::Abandon { why }) => abandon_resize(&leased, why).await.map(Some),
+        Ok(StepOutcome::Abandon { reason }) => abandon_resize(&leased, reason).await.map(Some),
         Ok(StepOutcome::End { event, note }) => leased.end_with_event(&event, note).await.map(|()| None),
         Ok(StepOutcome::Fail { code, note }) => leased.end_as_failed(code, note).await.map(|()| None),
         Ok(StepOutcome::NeedsDecision(question)) => {
@@ -79,9 +79,9 @@ pub async fn run_current_step(
             let next_step = NextStep { step, facts: &facts, attempts: 0, due_in: delay };
             store_waiting(&leased, next_step, None).await.map(|()| None)
         }
-        Ok(StepOutcome::WaitFor { delay, code, why }) => {
+        Ok(StepOutcome::WaitFor { delay, code, reason }) => {
             let next_step = NextStep { step, facts: &operation.facts, attempts: 0, due_in: delay };
-            store_waiting_with_code(&leased, next_step, code, &why).await.map(|()| None)
+            store_waiting_with_code(&leased, next_step, code, &reason).await.map(|()| None)
         }
         Err(StepError::LeaseLost) => Err(StepError::LeaseLost),
         // While the provider restricts the account, no server can be powered on. That is not a machine failure.
@@ -120,7 +120,7 @@ async fn start_step(
     operation.attempts = 0;
     operation.error_code = None;
     let kind: OperationKind =
-        operation.kind.parse().map_err(|why| DbError::Unreadable { what: "operation", why })?;
+        operation.kind.parse().map_err(|reason| DbError::Unreadable { what: "operation", reason })?;
     let leased = LeasedOperation { platform, operation: &operation, kind, owner };
     let lease = Some(platform.config.timing.lease_ttl);
     let facts = &operation.facts;
@@ -161,8 +161,8 @@ async fn resolve_failed_resize(
     Ok(match decision {
         RetryDecision::Retry => None,
         RetryDecision::Abandon => {
-            let why = error.map_or_else(|| "the step took too long".to_owned(), ToString::to_string);
-            Some(Some(abandon_resize(leased, &why).await?))
+            let reason = error.map_or_else(|| "the step took too long".to_owned(), ToString::to_string);
+            Some(Some(abandon_resize(leased, &reason).await?))
         }
         RetryDecision::Fail => {
             leased.end_with_event(&Event::ResizeFailed, "the host did not come back in time").await?;
@@ -172,13 +172,13 @@ async fn resolve_failed_resize(
 }
 
 /// Skips the rest of the resize, and continues with the step that powers the server on.
-async fn abandon_resize(leased: &LeasedOperation<'_>, why: &str) -> Result<OperationRow, StepError> {
+async fn abandon_resize(leased: &LeasedOperation<'_>, reason: &str) -> Result<OperationRow, StepError> {
     let operation = leased.operation;
-    tracing::warn!(operation = %operation.id, step = operation.step, why, "abandoning a resize");
+    tracing::warn!(operation = %operation.id, step = operation.step, reason, "abandoning a resize");
     let lease = Some(leased.platform.config.timing.lease_ttl);
     let next_step =
         NextStep { step: Step::PowerOn, facts: &operation.facts, attempts: 0, due_in: Duration::ZERO };
-    store_step(leased, next_step, lease, Some(("given_up", Some(why))), StepRecord::Nothing).await?;
+    store_step(leased, next_step, lease, Some(("given_up", Some(reason))), StepRecord::Nothing).await?;
     Ok(OperationRow { step: Step::PowerOn.as_str().to_owned(), attempts: 0, ..operation.clone() })
 }
 
@@ -193,9 +193,9 @@ async fn retry_step(leased: &LeasedOperation<'_>, step: Step, error: &StepError)
     if let Some(cause) = account_error {
         alarms::raise_for_provider_error(leased.platform, cause).await;
         let next_step = NextStep { step, facts: &operation.facts, attempts, due_in: backoff(attempts) };
-        let why = format!("{error}; retrying within {} s", max_backoff(attempts).as_secs_f64().ceil());
+        let reason = format!("{error}; retrying within {} s", max_backoff(attempts).as_secs_f64().ceil());
         // While the provider restricts the account, the operation has no deadline.
-        return store_waiting_with_code(leased, next_step, db::operations::PROVIDER_ACCOUNT_BLOCKED, &why)
+        return store_waiting_with_code(leased, next_step, db::operations::PROVIDER_ACCOUNT_BLOCKED, &reason)
             .await;
     }
     // A single failure is not a reason to give up, even if no process has retried the step for a long time.
@@ -284,9 +284,9 @@ async fn store_waiting_with_code(
     leased: &LeasedOperation<'_>,
     next_step: NextStep<'_>,
     code: &str,
-    why: &str,
+    reason: &str,
 ) -> Result<(), StepError> {
-    let options = AdvanceOptions { lease: None, line: Some((RETRY, Some(why))), error_code: Some(code) };
+    let options = AdvanceOptions { lease: None, line: Some((RETRY, Some(reason))), error_code: Some(code) };
     advance_operation(leased, next_step, options, StepRecord::Nothing).await
 }
 

@@ -35,9 +35,9 @@ pub enum StepOutcome {
     /// The step runs again later with these facts; `None` keeps the stored ones.
     Wait { delay: Duration, facts: Option<Map<String, Value>> },
     /// The step runs again later. In the meantime, the operation's error code and log show what it is waiting for.
-    WaitFor { delay: Duration, code: &'static str, why: Cow<'static, str> },
+    WaitFor { delay: Duration, code: &'static str, reason: Cow<'static, str> },
     /// The rest of the resize is skipped, and the operation continues with the step that powers the server on.
-    Abandon { why: &'static str },
+    Abandon { reason: &'static str },
     /// The operation ends here, and the event is applied to the machine.
     End { event: Event, note: &'static str },
     /// The operation ends here as failed; the machine is unchanged.
@@ -65,8 +65,8 @@ impl StepOutcome {
         Self::Done { note: Some(note.into()), record: StepRecord::Nothing }
     }
 
-    pub fn wait_for(delay: Duration, code: &'static str, why: impl Into<Cow<'static, str>>) -> Self {
-        Self::WaitFor { delay, code, why: why.into() }
+    pub fn wait_for(delay: Duration, code: &'static str, reason: impl Into<Cow<'static, str>>) -> Self {
+        Self::WaitFor { delay, code, reason: reason.into() }
     }
 
     pub fn wait(delay: Duration) -> Self {

@@ -70,7 +70,7 @@ mod tests {
         let refused = || provider(ErrorKind::Refused);
         let wrapped = |error: Box<dyn Error + Send + Sync>| StepError::permanent("x", WrapperError(error));
         let fenced = FencedError { fence_epoch: Epoch(3), holder: None, writer_epoch: Epoch(2) };
-        let store = || StoreError::Corrupt { key: "k".to_owned(), why: "w".to_owned() };
+        let store = || StoreError::Corrupt { key: "k".to_owned(), reason: "w".to_owned() };
         let cases = [
             (StepError::permanent("x", refused()), CreationFailure::ProviderRefused),
             (StepError::permanent("x", provider(ErrorKind::Transient)), CreationFailure::ProviderUnavailable),

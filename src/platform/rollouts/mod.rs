@@ -104,9 +104,9 @@ async fn advance_rollout(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyh
             RolloutEffect::Verify => {
                 to_verify = rollouts::claim_verification(&tx, rollout.id, verification::CLAIM_TTL).await?;
             }
-            RolloutEffect::Stop { why } => {
-                end_rollout(&tx, &rollout, RolloutState::Stopped, Some(why)).await?;
-                ended_rollout = Some((RolloutState::Stopped, Some(why)));
+            RolloutEffect::Stop { reason } => {
+                end_rollout(&tx, &rollout, RolloutState::Stopped, Some(reason)).await?;
+                ended_rollout = Some((RolloutState::Stopped, Some(reason)));
             }
             RolloutEffect::Succeed => {
                 end_rollout(&tx, &rollout, RolloutState::Succeeded, None).await?;
@@ -127,9 +127,9 @@ async fn advance_rollout(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyh
         ROLLOUT_MACHINES.add_one([state.as_str()]);
         tracing::info!(rollout = %rollout.id, %machine, state = state.as_str(), error, "the update of a rollout machine ended");
     }
-    if let Some((state, why)) = ended_rollout {
+    if let Some((state, reason)) = ended_rollout {
         ROLLOUTS.add_one([state.as_str()]);
-        tracing::info!(rollout = %rollout.id, state = state.as_str(), why, "rollout ended");
+        tracing::info!(rollout = %rollout.id, state = state.as_str(), reason, "rollout ended");
     }
     if let Some(claimed) = to_verify {
         let (platform, id) = (Arc::clone(platform), request_id::current());
@@ -154,10 +154,10 @@ async fn end_rollout(
     tx: &deadpool_postgres::Transaction<'_>,
     rollout: &RolloutRow,
     state: RolloutState,
-    why: Option<&String>,
+    reason: Option<&String>,
 ) -> anyhow::Result<()> {
-    rollouts::set_state(tx, rollout.id, state, why.map(String::as_str)).await?;
-    let (target, after) = (rollout.id.to_string(), json!({"state": state.as_str(), "why": why}));
+    rollouts::set_state(tx, rollout.id, state, reason.map(String::as_str)).await?;
+    let (target, after) = (rollout.id.to_string(), json!({"state": state.as_str(), "why": reason}));
     let entry = audit::AuditEntry {
         actor: "platform",
         action: "deploy.ended",

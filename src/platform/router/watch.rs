@@ -246,7 +246,7 @@ fn parse_machine(row: &tokio_postgres::Row, trust: &HostTrust) -> Option<Machine
             (Some(ip), Some(pin)) => Some(Endpoint {
                 ip: ip.parse().context("public_ipv4")?,
                 port: u16::try_from(row.try_get::<_, i32>(6)?).context("https_port")?,
-                pin: pin.parse().map_err(|why| anyhow::anyhow!("tls_spki_sha256 {why}"))?,
+                pin: pin.parse().map_err(|reason| anyhow::anyhow!("tls_spki_sha256 {reason}"))?,
                 chain_required_from: trust.chain_required_from(id, row.try_get(11)?),
             }),
             _ => None,

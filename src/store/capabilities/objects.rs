@@ -72,12 +72,12 @@ pub(super) async fn probe_consistent_reads(bucket: &Bucket) -> ProbeOutcome {
 }
 
 pub(super) async fn probe_consistent_listings(bucket: &Bucket) -> ProbeOutcome {
-    let folder = temporary_key("listed");
-    let keys: Vec<Path> = (0..REPEATS).map(|n| folder.clone().join(format!("{n}.json"))).collect();
+    let dir = temporary_key("listed");
+    let keys: Vec<Path> = (0..REPEATS).map(|n| dir.clone().join(format!("{n}.json"))).collect();
     let list = async || {
         let listed: Result<Vec<_>, _> =
-            bucket.raw().list(Some(&folder)).map_ok(|object| object.location).try_collect().await;
-        listed.map_err(|error| StoreError::classify(&folder, error))
+            bucket.raw().list(Some(&dir)).map_ok(|object| object.location).try_collect().await;
+        listed.map_err(|error| StoreError::classify(&dir, error))
     };
     let probe = async {
         for (n, key) in keys.iter().enumerate() {

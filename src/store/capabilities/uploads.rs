@@ -5,7 +5,7 @@ use object_store::path::Path;
 
 use super::{ProbeOutcome, delete, temporary_key};
 use crate::bucket::{Bucket, StoreError};
-use crate::key::SNAPSHOTS_FOLDER;
+use crate::key::SNAPSHOTS_DIR;
 use crate::upload::{PartLayout, Upload, UploadError};
 
 /// Starts an upload and sends its content, without completing it.
@@ -58,7 +58,7 @@ pub(super) async fn probe_visibility(bucket: &Bucket) -> ProbeOutcome {
 
 /// The key looks like a snapshot's, because only snapshot uploads are completed conditionally.
 pub(super) async fn probe_create_only_upload(bucket: &Bucket) -> ProbeOutcome {
-    let key = temporary_key(&format!("{}/probe.dump", SNAPSHOTS_FOLDER.trim_matches('/')));
+    let key = temporary_key(&format!("{}/probe.dump", SNAPSHOTS_DIR.trim_matches('/')));
     let probe = async {
         bucket.put(&key, &b"first"[..]).await?;
         let mut second = start_upload(bucket, &key, b"the second").await?;

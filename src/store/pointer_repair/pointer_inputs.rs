@@ -4,7 +4,7 @@ use jiff::Timestamp;
 
 use super::PointerState;
 use crate::epoch_floor;
-use crate::pointer::{FORMAT, Fence, MAX_SEQ_AHEAD, Pointer, SnapshotRef};
+use crate::pointer::{FORMAT_VERSION, Fence, MAX_SEQ_AHEAD, Pointer, SnapshotRef};
 use svc_machine::epoch::Epoch;
 
 /// The state from which the fence and `seq` of the rebuilt pointer are derived.
@@ -52,7 +52,7 @@ impl PointerInputs<'_> {
         };
         let fence_proof = platform_fence.and_then(|fence| fence.proof.clone()).or_else(pointer_proof);
         Some(Pointer {
-            version: FORMAT,
+            version: FORMAT_VERSION,
             fence_epoch,
             fence_machine_id,
             fence_proof,

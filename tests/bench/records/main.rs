@@ -48,7 +48,7 @@ fn print_figure(name: &str, side: &str, value: f64) {
 /// Builds an event as written by a dispatch, [`EVENT_BYTES`] long.
 fn event(n: u64) -> Interaction {
     let mut event = Interaction {
-        version: Interaction::VERSION,
+        version: Interaction::FORMAT_VERSION,
         id: format!("{n:012}"),
         timestamp: jiff::Timestamp::from_millisecond(
             1_795_000_000_000 + i64::try_from(n % 1_000_000).unwrap_or_default(),

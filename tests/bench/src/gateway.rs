@@ -50,7 +50,7 @@ impl Machine {
         Ok(Self { root, id, key, database_url: database_url.to_owned() })
     }
 
-    /// Installs an app's manifest in the owner's apps folder.
+    /// Installs an app's manifest in the owner's apps directory.
     pub fn install_app(&self, slug: &str, tables: &Value) -> Result<()> {
         let dir = self.root.path().join("home/svc/home/apps").join(slug);
         std::fs::create_dir_all(&dir)?;
@@ -67,7 +67,7 @@ impl Machine {
         (0..count).try_for_each(|app| self.install_app(&format!("app{app}"), &tables))
     }
 
-    /// Creates the folder of an app's pages if necessary; returns its path.
+    /// Creates the directory of an app's pages if necessary; returns its path.
     pub fn create_output_dir(&self, slug: &str) -> Result<PathBuf> {
         let dir = self.root.path().join("home/svc/home/apps").join(slug).join("dist");
         std::fs::create_dir_all(&dir)?;

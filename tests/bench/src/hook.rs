@@ -39,8 +39,8 @@ pub const ROWS: [Spec; 8] = [
     Spec { name: LATE_CALLS, unit: "", against: None, target: Target::None },
 ];
 
-const FOLDERS: usize = 2000;
-const FILES_PER_FOLDER: usize = 100;
+const DIRECTORIES: usize = 2000;
+const FILES_PER_DIRECTORY: usize = 100;
 const FILES_PER_CALL: usize = 10;
 /// Enough that the 99th percentile is not the slowest call.
 const CALLS: usize = 300;
@@ -54,7 +54,7 @@ pub async fn measure(options: &Options) -> Result<Tally> {
 
 fn run_rounds(svc: &Path, rounds: u32) -> Result<Tally> {
     let home = Home::start(svc)?;
-    println!("  {} files in {FOLDERS} folders", FOLDERS * FILES_PER_FOLDER);
+    println!("  {} files in {DIRECTORIES} directories", DIRECTORIES * FILES_PER_DIRECTORY);
     let mut tally = Tally::default();
     let mut call = 0;
     for round in 0..rounds {
@@ -114,10 +114,10 @@ impl Home {
         {
             fs::create_dir_all(root.path().join(dir))?;
         }
-        for folder in 0..FOLDERS {
-            let dir = root.path().join(format!("home/svc/home/{}", folder_name(folder)));
+        for number in 0..DIRECTORIES {
+            let dir = root.path().join(format!("home/svc/home/{}", dir_path(number)));
             fs::create_dir_all(&dir)?;
-            for file in 0..FILES_PER_FOLDER {
+            for file in 0..FILES_PER_DIRECTORY {
                 fs::write(dir.join(format!("f{file}")), "x")?;
             }
         }
@@ -151,8 +151,8 @@ impl Home {
             *number += 1;
             results.before.push(self.run_hook("PreToolUse", *number)?);
             for file in 0..FILES_PER_CALL {
-                let folder = folder_name((*number * 7919 + file * 104_729) % FOLDERS);
-                let path = format!("{folder}/call-{number}-{file}");
+                let dir = dir_path((*number * 7919 + file * 104_729) % DIRECTORIES);
+                let path = format!("{dir}/call-{number}-{file}");
                 fs::write(self.home().join(&path), "written")?;
                 results.written.push(path);
             }
@@ -199,8 +199,8 @@ impl Home {
     }
 }
 
-fn folder_name(folder: usize) -> String {
-    format!("projects/p{}/d{}", folder / 40, folder % 40)
+fn dir_path(number: usize) -> String {
+    format!("projects/p{}/d{}", number / 40, number % 40)
 }
 
 fn applet_command(root: &Path, name: &str) -> Command {

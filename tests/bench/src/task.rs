@@ -64,9 +64,9 @@ pub fn run(mut command: Command, timeout: Duration) -> Result<RunStats> {
     let written_bytes = read_number(&io, "write_bytes:");
     // Kills processes left by a broken pipeline.
     killpg(group, Signal::SIGKILL).ok();
-    let (exit, wall) = (process.wait()?, wall?);
+    let (exit_status, wall) = (process.wait()?, wall?);
     child::unregister(process.id());
-    ensure!(exit.success(), "{exit} after {wall:.1?}: {}", fs::read_to_string(log.path())?);
+    ensure!(exit_status.success(), "{exit_status} after {wall:.1?}: {}", fs::read_to_string(log.path())?);
     Ok(RunStats {
         wall,
         cpu: cpu_time(UsageWho::RUSAGE_CHILDREN)?.saturating_sub(before),

@@ -47,7 +47,7 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
     for path in [&stored["build"]["output"], &stored["icon"]] {
         let is_outside = |path: &str| path.starts_with('/') || path.split('/').any(|part| part == "..");
         if path.as_str().is_some_and(is_outside) {
-            return Err(format!("{path} is outside the app's folder"));
+            return Err(format!("{path} is outside the app's directory"));
         }
     }
     for statement in &statements {

@@ -1,5 +1,5 @@
-//! A request path within an app's folder, whose content the owner and the agents control: every opened file is inside
-//! the folder.
+//! A request path within an app's directory, whose content the owner and the agents control: every opened file is
+//! inside the directory.
 
 use std::fs;
 use std::io::Read;
@@ -18,7 +18,7 @@ pub fn target() -> Target {
 
 const INSIDE: &[u8] = b"inside";
 
-/// An app's folder with files, symlinks that point outside it, and a hidden file. A static is never dropped;
+/// An app's directory with files, symlinks that point outside it, and a hidden file. A static is never dropped;
 /// `cargo xtask test` deletes the directory with all other temporary files.
 static APP: LazyLock<(tempfile::TempDir, DirFd)> = LazyLock::new(|| {
     let dir = tempfile::tempdir().expect("create a temporary directory");
@@ -33,8 +33,8 @@ static APP: LazyLock<(tempfile::TempDir, DirFd)> = LazyLock::new(|| {
     std::os::unix::fs::symlink("..", app.join("up")).expect("create a symbolic link");
     std::os::unix::fs::symlink("../secret", app.join("out")).expect("create a symbolic link");
     std::os::unix::fs::symlink("/", app.join("a/root")).expect("create a symbolic link");
-    let folder = DirFd::open(&app).expect("the folder exists");
-    (dir, folder)
+    let app_dir = DirFd::open(&app).expect("the directory exists");
+    (dir, app_dir)
 });
 
 const FILES: [&str; 3] = ["index.html", "a/b/page", "a/ü 1.txt"];
@@ -66,7 +66,9 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
         return Err(format!("{} was accepted", path.display()));
     }
     match read_file(&path) {
-        Some(content) if content != INSIDE => Err(format!("{} is a file outside the folder", path.display())),
+        Some(content) if content != INSIDE => {
+            Err(format!("{} is a file outside the directory", path.display()))
+        }
         _ => Ok(()),
     }
 }

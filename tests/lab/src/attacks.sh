@@ -57,12 +57,12 @@ done
 [ "$(curl -sS -o /dev/null -w '%{http_code}' --max-time 20 --unix-socket /run/svc/gateway/gateway.sock http://localhost/readyz)" = 200 ] ||
   fail "the gateway is no longer ready"
 
-# Root exports while folders are constantly swapped for links.
+# Root exports while directories are constantly swapped for links.
 setsid setpriv --reuid=svc --regid=svc --init-groups sh -c "cd $home && mkdir -p lab-swap && echo mine >lab-swap/file && while :; do mv lab-swap lab-swapped && ln -s /opt/svc/env lab-swap && rm lab-swap && mv lab-swapped lab-swap; done" >/dev/null 2>&1 &
 swapper=$!
 mkdir -p -m 0700 /var/backups/lab
 timeout 400 svc-db-backup export --output /var/backups/lab/ada.tar >/var/tmp/lab-export.log 2>&1 || fail "the export failed: $(tail -n 3 /var/tmp/lab-export.log)"
-[ -d /proc/$swapper ] || fail "the folders were not swapped while the export was running"
+[ -d /proc/$swapper ] || fail "the directories were not swapped while the export was running"
 kill -- -$swapper
 swapper=
 grep -qF "$secret" /var/backups/lab/ada.tar && fail "the export contains a machine secret"
@@ -93,4 +93,4 @@ rm -rf /var/backups/lab $home/lab-* $home/apps/lab-* /var/tmp/lab-host.env
 [ -f /var/tmp/lab-config.json ] && cat /var/tmp/lab-config.json >$home/system/config.json
 failed=$(systemctl --failed --plain --no-legend | grep svc- || true)
 [ -z "$failed" ] || fail "failed units: $failed"
-echo "links, FIFOs, swapped folders, root's settings, permissions and a forged end, from $unit and from an agent: nothing reached"
+echo "links, FIFOs, swapped directories, root's settings, permissions and a forged end, from $unit and from an agent: nothing reached"

@@ -227,7 +227,7 @@ pub async fn resize(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
 pub async fn check_corrupted_snapshot_refused(stack: &Stack) -> Result<((), String)> {
     stack.store.add_fault(Rule::new(Fault::CorruptBody).method("GET").key_suffix(".dump").always());
     let run = stack.svcctl(&["--json", "recover", USER, "--yes", "--wait=800"]).await?;
-    ensure!(run.code != Some(0), "a corrupted snapshot was restored: {}", run.stdout);
+    ensure!(run.exit_code != Some(0), "a corrupted snapshot was restored: {}", run.stdout);
     let record: serde_json::Value =
         stack.svcctl(&["--json", "status", HANDLE]).await?.ensure_success()?.json()?;
     ensure!(

@@ -112,7 +112,13 @@ pub async fn roll_back_broken_update(stack: &Stack, machine: &MachineRecord) -> 
     fs::set_permissions(&svc, fs::Permissions::from_mode(0o755))?;
     publish_as(stack, BROKEN_VERSION, &svc, release::small_options).await?;
     let run = stack.svcctl(&["--json", "deploy", "start", BROKEN_VERSION, "--yes", "--wait=800"]).await?;
-    ensure!(run.code == Some(69), "svcctl exited with {:?}: {}{}", run.code, run.stdout, run.stderr);
+    ensure!(
+        run.exit_code == Some(69),
+        "svcctl exited with {:?}: {}{}",
+        run.exit_code,
+        run.stdout,
+        run.stderr
+    );
     let record: Value = stack.svcctl(&["--json", "status", HANDLE]).await?.ensure_success()?.json()?;
     let last_update = &record["lastUpdate"];
     ensure!(

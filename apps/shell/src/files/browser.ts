@@ -1,4 +1,4 @@
-// The file history: a folder at a chosen time, or the versions of one file or folder.
+// The file history: a directory at a chosen time, or the versions of one file or directory.
 
 import { el } from "../../../shared/ui";
 import type { FileEntry } from "./api";
@@ -8,10 +8,10 @@ import { HOME, joinPath, splitIntoCrumbs } from "./paths";
 import { VersionList } from "./versions";
 
 export class FileBrowser {
-  private folder = HOME;
-  /** The time as of which folders are shown; `null` for the newest backup. */
+  private directory = HOME;
+  /** The time as of which directories are shown; `null` for the newest backup. */
   private time: string | null = null;
-  /** The path whose versions are shown instead of the folder. */
+  /** The path whose versions are shown instead of the directory. */
   private versionsPath: string | null = null;
 
   private readonly timeInput = el("input", { type: "datetime-local", id: "files-time", className: "field", step: "1" });
@@ -30,36 +30,36 @@ export class FileBrowser {
 
   constructor(onRestore: () => void) {
     this.versions = new VersionList({
-      onBrowse: (time) => this.versionsPath !== null && this.openFolder(this.versionsPath, time),
+      onBrowse: (time) => this.versionsPath !== null && this.openDirectory(this.versionsPath, time),
       onRestore,
     });
     this.element = el("section", { className: "browser", "aria-labelledby": "files-browser-title" },
       el("h2", { id: "files-browser-title" }, "File history"),
       this.timeForm,
-      el("nav", { className: "crumbs", "aria-label": "Folders" }, this.crumbs, this.versionsButton),
+      el("nav", { className: "crumbs", "aria-label": "Directories" }, this.crumbs, this.versionsButton),
       this.listing.element,
       this.versions.element,
     );
     this.timeForm.onsubmit = (event) => {
       event.preventDefault();
-      this.openFolder(this.folder, parseLocalTime(this.timeInput.value));
+      this.openDirectory(this.directory, parseLocalTime(this.timeInput.value));
     };
-    this.newestButton.onclick = () => this.openFolder(this.folder, null);
+    this.newestButton.onclick = () => this.openDirectory(this.directory, null);
     this.versionsButton.onclick = () => {
-      if (this.versionsPath === null) this.openVersions(this.folder);
-      else this.openFolder(this.folder, this.time);
+      if (this.versionsPath === null) this.openVersions(this.directory);
+      else this.openDirectory(this.directory, this.time);
     };
   }
 
-  /** Loads the current folder, or the versions that are open. */
+  /** Loads the current directory, or the versions that are open. */
   load(): void {
-    const { folder, time, versionsPath } = this;
+    const { directory, time, versionsPath } = this;
     this.clear();
     this.timeInput.value = formatLocalTime(time === null ? new Date() : new Date(time));
     this.timeForm.hidden = versionsPath !== null;
-    this.versionsButton.textContent = versionsPath === null ? "Versions of this folder" : "Back to the folder";
-    this.renderCrumbs(versionsPath ?? folder);
-    if (versionsPath === null) void this.listing.show(folder, time);
+    this.versionsButton.textContent = versionsPath === null ? "Versions of this directory" : "Back to the directory";
+    this.renderCrumbs(versionsPath ?? directory);
+    if (versionsPath === null) void this.listing.show(directory, time);
     else void this.versions.show(versionsPath);
   }
 
@@ -70,13 +70,13 @@ export class FileBrowser {
   }
 
   private openEntry({ name, kind }: FileEntry): void {
-    const path = joinPath(this.folder, name);
-    if (kind === "directory") this.openFolder(path, this.time);
+    const path = joinPath(this.directory, name);
+    if (kind === "directory") this.openDirectory(path, this.time);
     else this.openVersions(path);
   }
 
-  private openFolder(folder: string, time: string | null): void {
-    Object.assign(this, { folder, time, versionsPath: null });
+  private openDirectory(directory: string, time: string | null): void {
+    Object.assign(this, { directory, time, versionsPath: null });
     this.load();
     this.focusPath();
   }
@@ -90,7 +90,7 @@ export class FileBrowser {
   private renderCrumbs(path: string): void {
     const crumbs = splitIntoCrumbs(path).map((crumb) => {
       if (crumb.path === path) return el("strong", { tabIndex: -1, "aria-current": "location" }, verbatim(crumb.name));
-      const onclick = () => this.openFolder(crumb.path, this.time);
+      const onclick = () => this.openDirectory(crumb.path, this.time);
       return el("button", { type: "button", className: "link", onclick }, verbatim(crumb.name));
     });
     this.crumbs.replaceChildren(...crumbs.map((crumb) => el("li", {}, crumb)));

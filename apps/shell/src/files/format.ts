@@ -6,7 +6,7 @@ const BYTE_UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 const AGE_UNITS = [["day", 86_400], ["hour", 3_600], ["minute", 60], ["second", 1]] as const;
 export const KIND_LABELS: Record<FileEntry["kind"], string> = {
   file: "file",
-  directory: "folder",
+  directory: "directory",
   link: "link",
   special: "device, FIFO or socket",
   unknown: "unknown kind",

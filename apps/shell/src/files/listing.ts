@@ -52,7 +52,7 @@ export class DirectoryListing {
 
   private renderFirstPage(path: string, listing: Listing): void {
     const { entry, entries, savedAt } = listing;
-    const content = entry.kind !== "directory" ? "This was not a folder" : entries.length === 0 ? "Empty" : "";
+    const content = entry.kind !== "directory" ? "This was not a directory" : entries.length === 0 ? "Empty" : "";
     const count = content || countEntries(listing);
     this.summary.textContent = `${count}, as saved at ${formatTimestamp(savedAt)}`;
     this.table.hidden = entries.length === 0;
@@ -100,7 +100,7 @@ function countEntries({ entries, nextCursor }: Listing): string {
 
 function describeAbsence(path: string, time: string | null): string {
   if (time !== null) {
-    return "There is no backup at or before this time, or the newest one does not contain this folder.";
+    return "There is no backup at or before this time, or the newest one does not contain this directory.";
   }
-  return path === HOME ? "No files have been saved yet." : "This folder is not in the newest backup.";
+  return path === HOME ? "No files have been saved yet." : "This directory is not in the newest backup.";
 }

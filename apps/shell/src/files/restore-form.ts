@@ -24,12 +24,13 @@ const CHOICES: Choice[] = [
   {
     value: "replace",
     label: "Replace the current one",
-    hint: "The current one is saved first, and kept in its folder under another name. Stop programs that write to it.",
+    hint:
+      "The current one is saved first, and kept in its directory under another name. Stop programs that write to it.",
   },
   { value: "into", label: "To another path", hint: `Relative paths start at ${HOME}.` },
 ];
 const RESERVED_HINT =
-  "Your computer manages this path, or a folder in it, so its versions can be restored only to another path.";
+  "Your computer manages this path, or a directory in it, so its versions can be restored only to another path.";
 
 export interface RestoreFormListener {
   /** Called when the machine has accepted the restore. */

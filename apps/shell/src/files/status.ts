@@ -60,16 +60,17 @@ function listFacts({ files, bytes, verifiedAt, drilledAt }: BackupState): HTMLEl
 
 function summarizeExclusions(excluded: Exclusions | null): string {
   if (!excluded) return "Excluded: not measured yet";
-  const entries = formatCount(excluded.entries, "file or folder", "files and folders");
+  const entries = formatCount(excluded.entries, "file or directory", "files and directories");
   return `Excluded: ${excluded.complete ? "" : "at least "}${entries}, ${formatBytes(excluded.bytes)}`;
 }
 
 function describeExclusions(excluded: Exclusions | null): HTMLElement[] {
   const code = (text: string) => el("code", {}, text);
   const rules = el("p", {},
-    "The backup excludes folders named ", code("node_modules"), ", ", code(".cache"), " or ", code("__pycache__"),
-    ", folders with a ", code("CACHEDIR.TAG"), ", and everything that the file ", code(".svcignore"),
-    " in your home folder lists. A line such as ", code("!node_modules/"), " in this file includes such folders again.",
+    "The backup excludes directories named ", code("node_modules"), ", ", code(".cache"), " or ", code("__pycache__"),
+    ", directories with a ", code("CACHEDIR.TAG"), ", and everything that the file ", code(".svcignore"),
+    " in your home directory lists. A line such as ", code("!node_modules/"),
+    " in this file includes such directories again.",
   );
   if (!excluded || excluded.largest.length === 0) return [rules];
   const largest = [...excluded.largest].sort((a, b) => b.bytes - a.bytes).map(({ path, entries, bytes }) =>

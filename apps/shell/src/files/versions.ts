@@ -1,4 +1,4 @@
-// The saved versions of a file or folder, newest first. Each can be downloaded and restored.
+// The saved versions of a file or directory, newest first. Each can be downloaded and restored.
 
 import { el } from "../../../shared/ui";
 import { downloadUrl, type FileEntry, fetchVersions, type Version, VERSIONS_PER_PAGE, type VersionPage } from "./api";
@@ -8,7 +8,7 @@ import { Loader } from "./loader";
 import { RestoreForm } from "./restore-form";
 
 export interface VersionListener {
-  /** Called to show the folder as it was at this time. */
+  /** Called to show the directory as it was at this time. */
   onBrowse(time: string): void;
   /** Called when the machine has accepted a restore. */
   onRestore(): void;
@@ -82,7 +82,7 @@ export class VersionList {
     if (this.versions.length > 0) return `${hasMore ? `The newest ${count}` : count}.${damage}`;
     if (hasMore) return `No version has been found yet.${damage}`;
     // The API replaces bytes that are not UTF-8, so this path does not name the file.
-    const hint = path.includes("\ufffd") ? " Its name is not valid UTF-8: restore the folder that contains it." : "";
+    const hint = path.includes("\ufffd") ? " Its name is not valid UTF-8: restore the directory that contains it." : "";
     return `No version has been saved.${hint}${damage}`;
   }
 
@@ -146,7 +146,7 @@ export class VersionList {
   }
 }
 
-/** Whether two versions are the same. Folders never count as the same, because their contents could differ. */
+/** Whether two versions are the same. Directories never count as the same, because their contents could differ. */
 function isSameVersion(a: Version, b: Version): boolean {
   return a.entry?.kind !== "directory" && JSON.stringify(a.entry) === JSON.stringify(b.entry);
 }

@@ -218,7 +218,7 @@ impl Claude {
         let (Some(message), is_assistant) = (line.message, line.kind == "assistant") else {
             return Vec::new();
         };
-        // Each block has its own line. The lines of one message have the same ID, so its usage is counted once.
+        // Each block has its own line. The lines of one message have the same id, so its usage is counted once.
         if let (true, Some(id), Some(usage)) = (is_assistant, message.id, message.usage) {
             self.input_tokens.insert(id, usage.tokens_in());
         }

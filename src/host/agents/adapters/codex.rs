@@ -3,7 +3,7 @@
 //!
 //! The output reports neither model nor price; its usage covers all earlier runs of the thread, but not subagents or
 //! interrupted runs. [`super::codex_sessions`] therefore reads model and usage from the session files. A
-//! conversation ID that names an existing thread resumes that thread; otherwise, each run starts a new one.
+//! conversation id that names an existing thread resumes that thread; otherwise, each run starts a new one.
 //!
 //! If the session files cannot be read, the printed usage is used, which is too high for a resumed thread.
 
@@ -141,7 +141,7 @@ impl Adapter for Codex {
     }
 }
 
-/// Returns the thread ID if the line reports that a thread has started.
+/// Returns the thread id if the line reports that a thread has started.
 pub fn parse_thread_id(line: &[u8]) -> Option<String> {
     match serde_json::from_slice(line) {
         Ok(CodexLine::ThreadStarted { thread_id }) => Some(thread_id),

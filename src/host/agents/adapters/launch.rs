@@ -114,7 +114,7 @@ fn build_codex_launch(request: &LaunchRequest<'_>, has_conversation: bool) -> La
     Launch { arguments, stdin: request.prompt.as_bytes().to_vec(), ..Launch::default() }
 }
 
-/// Claude Code requires UUIDs, so any other conversation ID is mapped to a stable UUID.
+/// Claude Code requires UUIDs, so any other conversation id is mapped to a stable UUID.
 pub fn to_session_id(conversation_id: &str) -> String {
     if let Ok(id) = Uuid::try_parse(conversation_id) {
         return id.to_string();

@@ -27,14 +27,14 @@ use crate::records::money::Dollars;
 /// Longer messages and stacks are truncated.
 const MAX_MESSAGE_CHARS: usize = 2000;
 const MAX_STACK_CHARS: usize = 4000;
-/// Maximum number of characters in a model name or a conversation ID.
+/// Maximum number of characters in a model name or a conversation id.
 const MAX_ID_CHARS: usize = 200;
 
 /// An event that a run reports to its listeners.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase", tag = "type")]
 pub enum Event {
-    /// The agent has started. If it reported a conversation ID, the conversation can be resumed.
+    /// The agent has started. If it reported a conversation id, the conversation can be resumed.
     #[serde(rename_all = "camelCase")]
     Started {
         conversation_id: Option<String>,
@@ -130,7 +130,7 @@ pub enum AdapterKind {
 }
 
 impl AdapterKind {
-    /// Whether tool calls have the same IDs in the program's output and in its hooks.
+    /// Whether tool calls have the same ids in the program's output and in its hooks.
     pub fn has_shared_call_ids(self) -> bool {
         self == Self::ClaudeCode
     }
@@ -174,9 +174,9 @@ mod tests {
             .join("tests/agents/recordings")
             .join(program);
         let stdout = std::fs::read_to_string(dir.join(format!("{name}.stdout.jsonl"))).unwrap();
-        let exit = std::fs::read_to_string(dir.join(format!("{name}.exit"))).unwrap();
-        let code: i32 = exit.lines().next().unwrap().trim().parse().unwrap();
-        let exit = if code < 0 { Exit::Signal(-code) } else { Exit::Code(code) };
+        let exit_text = std::fs::read_to_string(dir.join(format!("{name}.exit"))).unwrap();
+        let exit_code: i32 = exit_text.lines().next().unwrap().trim().parse().unwrap();
+        let exit = if exit_code < 0 { Exit::Signal(-exit_code) } else { Exit::Code(exit_code) };
         let events = stdout.lines().zip(0..).flat_map(|(line, n)| adapter.parse_line(n, line)).collect();
         let lines = stdout.lines().count() as u64;
         (events, adapter.finish(lines, exit, "text on standard error"))

@@ -10,7 +10,7 @@ use crate::records::entry::{ResultStatus, ToolCall};
 const MAX_TOOL_CALLS: usize = 2000;
 
 const MAX_NAME_CHARS: usize = 100;
-/// Maximum number of characters in a call's ID. Claude Code and Codex use about 30; longer IDs are truncated before
+/// Maximum number of characters in a call's id. Claude Code and Codex use about 30; longer ids are truncated before
 /// they are compared.
 const MAX_ID_CHARS: usize = 200;
 
@@ -42,7 +42,7 @@ struct RunningCall {
 }
 
 impl ToolCalls {
-    /// Starts a call; `None` if a call with this ID is running. A call beyond the maximum has an event too, because the
+    /// Starts a call; `None` if a call with this id is running. A call beyond the maximum has an event too, because the
     /// file audit compares the calls in the output with those that hooks report.
     pub fn start(&mut self, at_ms: u64, id: &str, name: &str, input: &Value) -> Option<Event> {
         let (id, name) =
@@ -74,7 +74,7 @@ impl ToolCalls {
         Some(event)
     }
 
-    /// Ends a call; `None` if no call with this ID is running. `error` is the call's output, which is recorded only if
+    /// Ends a call; `None` if no call with this id is running. `error` is the call's output, which is recorded only if
     /// `status` is `Error`.
     pub fn end(&mut self, at_ms: u64, id: &str, status: ResultStatus, error: Option<&str>) -> Option<Event> {
         self.has_results = true;
@@ -186,7 +186,7 @@ mod tests {
         }
         let event = tools.start(0, "more", "Write", &input);
         assert!(matches!(event, Some(Event::ToolStarted { is_recorded: false, .. })), "{event:?}");
-        assert_eq!(tools.start(0, "more", "Write", &input), None, "a call with this ID is running");
+        assert_eq!(tools.start(0, "more", "Write", &input), None, "a call with this id is running");
         let ended = Event::ToolEnded { id: "more".to_owned(), name: "Write".to_owned(), status };
         assert_eq!(tools.end(1, "more", status, Some("failed")), Some(ended));
         tools.start(1, "last", "Edit", &input);

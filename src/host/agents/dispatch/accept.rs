@@ -1,4 +1,4 @@
-//! Accepts requests: checks the ID, the cost limits and the queue's capacity, and writes the dispatches to the journal.
+//! Accepts requests: checks the id, the cost limits and the queue's capacity, and writes the dispatches to the journal.
 //!
 //! Once a dispatch is registered, it is queued even if the caller disconnects.
 
@@ -27,7 +27,7 @@ impl Dispatcher {
     ///
     /// # Errors
     /// 503 while the records or the journal are being read, while dispatches are paused for a final backup, and at
-    /// shutdown; 429 when a limit is reached or the queue is full; 422 when the ID belongs to a different request; 500
+    /// shutdown; 429 when a limit is reached or the queue is full; 422 when the id belongs to a different request; 500
     /// when the records cannot be read.
     pub async fn accept(self: &Arc<Self>, request: DispatchRequest) -> Result<DispatchTarget, Problem> {
         self.wait_until_ready().await?;
@@ -57,7 +57,7 @@ impl Dispatcher {
         Ok(target)
     }
 
-    /// Registers the dispatches; returns the existing target if the ID is already registered.
+    /// Registers the dispatches; returns the existing target if the id is already registered.
     ///
     /// # Errors
     /// 429 if the queue is full.
@@ -114,7 +114,7 @@ fn build_dispatches(
 ) -> (DispatchTarget, Vec<Arc<Dispatch>>) {
     let accepted_at = clock::now_ms();
     let journal_entry = |id: String, entry: &PromptEntry, batch: Option<BatchPosition>| JournalEntry {
-        version: JournalEntry::VERSION,
+        version: JournalEntry::FORMAT_VERSION,
         id,
         sender_id: request.sender_id.clone(),
         entry: entry.clone(),
@@ -193,7 +193,7 @@ mod tests {
                 deadline_seconds: 60,
             };
             let accepted = JournalEntry {
-                version: JournalEntry::VERSION,
+                version: JournalEntry::FORMAT_VERSION,
                 id: id.to_owned(),
                 sender_id: "u".to_owned(),
                 entry,

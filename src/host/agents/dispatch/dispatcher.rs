@@ -1,7 +1,7 @@
 //! The dispatcher: looks up dispatches, starts queued ones, and ends running ones at shutdown.
 //!
 //! Invariants: an accepted dispatch is in the journal until its record is durable, unless the journal could not be
-//! written; an ID names one dispatch or batch; at most the configured number of dispatches run concurrently; part of
+//! written; an id names one dispatch or batch; at most the configured number of dispatches run concurrently; part of
 //! the budget is reserved for each dispatch before it starts.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
@@ -40,7 +40,7 @@ const RECOVERY_TIMEOUT: Duration = Duration::from_secs(1);
 /// Timeout for ending the runs at shutdown.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(25);
 
-/// The dispatch or batch that an ID names.
+/// The dispatch or batch that an id names.
 #[derive(Clone)]
 pub enum DispatchTarget {
     Dispatch(Arc<Dispatch>),
@@ -168,7 +168,7 @@ impl Dispatcher {
         Ok(())
     }
 
-    /// Looks up an ID, in memory and then in the newest records.
+    /// Looks up an id, in memory and then in the newest records.
     ///
     /// # Errors
     /// The records cannot be read; the failure is logged.

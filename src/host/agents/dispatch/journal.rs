@@ -55,7 +55,7 @@ pub struct JournalEntry {
 }
 
 impl JournalEntry {
-    pub const VERSION: u32 = 1;
+    pub const FORMAT_VERSION: u32 = 1;
 
     /// The dispatch's own file.
     pub fn file(&self) -> JournalFile {
@@ -138,7 +138,7 @@ impl Journal {
         !self.may_have_file(&entry.id)
     }
 
-    /// Whether the journal may have a file for this ID, even an unreadable one.
+    /// Whether the journal may have a file for this id, even an unreadable one.
     fn may_have_file(&self, id: &str) -> bool {
         let batch = id.rsplit_once('.').map(|(batch, _)| JournalFile::Batch(batch.to_owned()));
         [Some(JournalFile::Dispatch(id.to_owned())), batch]
@@ -234,7 +234,7 @@ impl Journal {
             }
         }
         let (mut all, unknown): (Vec<_>, Vec<_>) =
-            by_id.into_values().partition(|entry| entry.version == JournalEntry::VERSION);
+            by_id.into_values().partition(|entry| entry.version == JournalEntry::FORMAT_VERSION);
         for JournalEntry { id, version, .. } in unknown {
             tracing::warn!(svc_dispatch_id = %id, version, "a dispatch in another release's format stays in the journal");
         }
@@ -249,7 +249,7 @@ fn batch_index(entry: &JournalEntry) -> usize {
     entry.batch.as_ref().map_or(0, |batch| batch.index)
 }
 
-/// Returns the ID of the dispatch that a file's name contains.
+/// Returns the id of the dispatch that a file's name contains.
 fn dispatch_id(path: &Path) -> &str {
     path.file_stem().and_then(OsStr::to_str).unwrap_or_default()
 }
@@ -276,7 +276,7 @@ impl JournalEntry {
     /// Returns an accepted dispatch that has not been started.
     pub(super) fn example(id: &str) -> Self {
         Self {
-            version: Self::VERSION,
+            version: Self::FORMAT_VERSION,
             id: id.to_owned(),
             sender_id: "u".to_owned(),
             entry: PromptEntry {

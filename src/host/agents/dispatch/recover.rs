@@ -226,7 +226,7 @@ impl DispatchTable {
     }
 }
 
-/// Returns the IDs of the dispatches that have started or ended.
+/// Returns the ids of the dispatches that have started or ended.
 fn started_or_ended_ids(journaled: &[JournalEntry]) -> Vec<String> {
     journaled
         .iter()

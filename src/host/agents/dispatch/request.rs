@@ -1,4 +1,4 @@
-//! Parses, validates and fingerprints dispatch requests. The fingerprint detects reused IDs.
+//! Parses, validates and fingerprints dispatch requests. The fingerprint detects reused ids.
 
 use std::fmt;
 use std::str::FromStr;
@@ -17,7 +17,7 @@ pub const MAX_PROMPT_CHARS: usize = 512 << 10;
 pub const MAX_BATCH_ENTRIES: usize = 100;
 pub const MAX_BODY_BYTES: usize = 2 << 20;
 
-/// The ID of a dispatch or batch, chosen by the caller or generated.
+/// The id of a dispatch or batch, chosen by the caller or generated.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct DispatchId(String);
@@ -25,7 +25,7 @@ pub struct DispatchId(String);
 impl DispatchId {
     pub const PATTERN: &str = "^[A-Za-z0-9][A-Za-z0-9._-]{0,103}$";
     const MAX_CHARS: usize = 104;
-    /// Maximum number of characters in an ID chosen by a caller; leaves room for an entry's index.
+    /// Maximum number of characters in an id chosen by a caller; leaves room for an entry's index.
     const MAX_CALLER_ID_CHARS: usize = 100;
 
     pub fn generate() -> Self {
@@ -36,13 +36,13 @@ impl DispatchId {
         &self.0
     }
 
-    /// Whether this ID has the form of a batch entry's ID.
+    /// Whether this id has the form of a batch entry's id.
     fn is_entry_id(&self) -> bool {
         let suffix = self.0.rsplit_once('.').map(|(_, suffix)| suffix);
         suffix.is_some_and(|suffix| !suffix.is_empty() && suffix.bytes().all(|byte| byte.is_ascii_digit()))
     }
 
-    /// The ID of an entry of this batch.
+    /// The id of an entry of this batch.
     pub fn entry_id(&self, index: usize) -> String {
         format!("{}.{index}", self.0)
     }
@@ -105,7 +105,7 @@ pub struct DispatchRequest {
     pub is_batch: bool,
     /// Exactly one entry, unless the request is a batch.
     pub entries: Vec<PromptEntry>,
-    /// A digest of the request's own fields, except its ID. Defaults from the settings are not included.
+    /// A digest of the request's own fields, except its id. Defaults from the settings are not included.
     pub fingerprint: String,
 }
 

@@ -9,7 +9,7 @@ use super::state::Dispatch;
 /// Maximum number of ended dispatches kept in memory with their text and events, and their maximum total size.
 const MAX_ENDED_DISPATCHES: usize = 1000;
 const MAX_ENDED_BYTES: usize = 32 << 20;
-/// Multiplies both limits while a full disk prevents recording: a dispatch must remain findable by its ID until its
+/// Multiplies both limits while a full disk prevents recording: a dispatch must remain findable by its id until its
 /// record is durable.
 const NOT_DURABLE_LIMIT_FACTOR: usize = 8;
 
@@ -89,7 +89,7 @@ mod tests {
 
     fn interaction(id: &str, batch: Option<&Arc<Batch>>) -> Interaction {
         Interaction {
-            version: Interaction::VERSION,
+            version: Interaction::FORMAT_VERSION,
             id: id.to_owned(),
             timestamp: "2026-11-22T10:00:00.000Z".parse().unwrap(),
             accepted_at: None,

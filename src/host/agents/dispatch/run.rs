@@ -182,7 +182,7 @@ fn build_interaction(
     let accepted = &dispatch.accepted;
     let conversation_id = accepted.entry.conversation_id.clone().or(outcome.conversation_id);
     Interaction {
-        version: Interaction::VERSION,
+        version: Interaction::FORMAT_VERSION,
         id: accepted.id.clone(),
         timestamp: clock::now_ms(),
         accepted_at: Some(accepted.accepted_at),
@@ -232,7 +232,7 @@ struct GatewayRun<'a> {
     end_reason: Option<EndReason>,
     secrets: Secrets,
     environment: BTreeMap<String, String>,
-    /// Whether the agent's hooks use the same call IDs as its output.
+    /// Whether the agent's hooks use the same call ids as its output.
     has_shared_call_ids: bool,
     /// The agent's bridge token, revoked at the end of the run.
     _token: Option<BridgeToken>,
@@ -266,7 +266,7 @@ impl<'a> GatewayRun<'a> {
     fn build_request(&self, agent: &Agent) -> GatewayFrame {
         let accepted = &self.dispatch.accepted;
         GatewayFrame::Run(Box::new(RunRequest {
-            version: RunRequest::VERSION,
+            version: RunRequest::PROTOCOL_VERSION,
             id: accepted.id.clone(),
             agent_name: accepted.entry.agent_name.clone(),
             adapter: agent.adapter,

@@ -64,7 +64,7 @@ pub struct DispatchResult {
 struct DispatchState {
     phase: Phase,
     started_at: Option<Timestamp>,
-    /// The session ID of the conversation that the agent reported.
+    /// The session id of the conversation that the agent reported.
     session_id: Option<String>,
     result: Option<DispatchResult>,
     /// Tool calls that may have changed files.
@@ -79,8 +79,8 @@ pub struct Dispatch {
     pub accepted: JournalEntry,
     pub log: EventLog,
     pub batch: Option<Arc<Batch>>,
-    /// The session ID of the requested conversation. Conversations are compared by it, because several conversation IDs
-    /// can name the same Claude Code session. With other programs, such IDs name different conversations, which wait
+    /// The session id of the requested conversation. Conversations are compared by it, because several conversation ids
+    /// can name the same Claude Code session. With other programs, such ids name different conversations, which wait
     /// for each other unnecessarily.
     session_id: Option<String>,
     pub cancel: CancellationToken,
@@ -94,7 +94,7 @@ pub struct Dispatch {
 pub struct Batch {
     pub id: String,
     pub fingerprint: String,
-    /// The IDs of its dispatches.
+    /// The ids of its dispatches.
     pub entry_ids: Vec<String>,
     pub log: EventLog,
     /// Cancelled when the batch has been written to the journal, or the write has failed.
@@ -153,7 +153,7 @@ impl Dispatch {
         let is_older_run = interaction.accepted_at.is_none() && interaction.duration_ms > 0;
         let started_at = interaction.started_at.or(is_older_run.then_some(run_start));
         let accepted = JournalEntry {
-            version: JournalEntry::VERSION,
+            version: JournalEntry::FORMAT_VERSION,
             id: interaction.id.clone(),
             sender_id: interaction.sender_id.clone(),
             entry: PromptEntry {
@@ -215,12 +215,12 @@ impl Dispatch {
         self.lock().reservation = Some(reservation);
     }
 
-    /// Sets the conversation ID that the agent reported.
+    /// Sets the conversation id that the agent reported.
     pub fn set_conversation(&self, conversation: &str) {
         self.lock().session_id = Some(to_session_id(conversation));
     }
 
-    /// Adds a tool call that may change files. `has_shared_call_ids` is set if the agent's hooks use the same call IDs.
+    /// Adds a tool call that may change files. `has_shared_call_ids` is set if the agent's hooks use the same call ids.
     pub fn add_seen_call(&self, call: &str, has_shared_call_ids: bool) {
         let mut state = self.lock();
         state.seen.has_shared_call_ids = has_shared_call_ids;
@@ -340,7 +340,7 @@ impl Batch {
     }
 }
 
-/// Parses the index of a batch entry from its ID; 0 if the ID has none.
+/// Parses the index of a batch entry from its id; 0 if the id has none.
 pub fn parse_entry_index(id: &str) -> usize {
     id.rsplit_once('.').and_then(|(_, index)| index.parse().ok()).unwrap_or_default()
 }

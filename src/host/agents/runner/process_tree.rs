@@ -1,4 +1,4 @@
-//! Finds the descendants of this process by their parent process IDs, and kills them.
+//! Finds the descendants of this process by their parent process ids, and kills them.
 //!
 //! This process is the subreaper of its descendants: orphans become its children, even those in other sessions.
 

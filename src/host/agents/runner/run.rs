@@ -59,14 +59,15 @@ pub async fn serve(layout: &Layout, connection: UnixStream, stop: CancellationTo
     let Some(GatewayFrame::Run(request)) = request.map_err(|_| io::ErrorKind::TimedOut)?? else {
         return Ok(());
     };
-    if ![RunRequest::VERSION_WITHOUT_READY, RunRequest::VERSION].contains(&request.version) {
+    if ![RunRequest::PROTOCOL_VERSION_WITHOUT_READY, RunRequest::PROTOCOL_VERSION].contains(&request.version)
+    {
         let reason = format!("svc-agent does not support requests of version {}", request.version);
         return RunnerFrame::Refused(reason).write(&mut to_gateway).await;
     }
     if let Err(error) = process_tree::adopt_orphans() {
         tracing::warn!(%error, "cannot adopt orphans; systemd will kill them");
     }
-    if request.version != RunRequest::VERSION_WITHOUT_READY
+    if request.version != RunRequest::PROTOCOL_VERSION_WITHOUT_READY
         && !wait_for_go(&mut from_gateway, &mut to_gateway).await?
     {
         let reason = "the dispatch was cancelled before the agent started";
@@ -98,7 +99,7 @@ pub async fn serve(layout: &Layout, connection: UnixStream, stop: CancellationTo
     Ok(())
 }
 
-/// Reports this process's ID and waits for the gateway's go-ahead; `false` if the gateway cancelled or disconnected.
+/// Reports this process's id and waits for the gateway's go-ahead; `false` if the gateway cancelled or disconnected.
 async fn wait_for_go(from_gateway: &mut OwnedReadHalf, to_gateway: &mut OwnedWriteHalf) -> io::Result<bool> {
     RunnerFrame::Ready { pid: std::process::id() }.write(to_gateway).await?;
     let go = tokio::time::timeout(REQUEST_TIMEOUT, GatewayFrame::read(from_gateway)).await;
@@ -166,7 +167,7 @@ async fn write_prompt(mut stdin: ChildStdin, prompt: Vec<u8>) {
 struct SessionFiles {
     sessions: PathBuf,
     since: Timestamp,
-    /// The thread ID, once the program has printed it.
+    /// The thread id, once the program has printed it.
     thread: Option<String>,
 }
 

@@ -133,10 +133,10 @@ fn run_hook(actor: String) {
             Err(mpsc::RecvTimeoutError::Disconnected) => Some(GapReason::Unreadable),
         },
     };
-    if let Some(why) = failure {
+    if let Some(reason) = failure {
         let message = shared.lock().unwrap_or_else(PoisonError::into_inner).take();
         // A failure here cannot be reported: the hook must not print anything.
-        let _ = UndeliveredHook::new(why, message).save(&gap_file);
+        let _ = UndeliveredHook::new(reason, message).save(&gap_file);
     }
 }
 

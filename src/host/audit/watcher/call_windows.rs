@@ -96,8 +96,8 @@ impl CallWindow {
     }
 }
 
-fn is_above(folder: &[u8], path: &[u8]) -> bool {
-    path.strip_prefix(folder).is_some_and(|rest| rest.starts_with(b"/"))
+fn is_above(dir: &[u8], path: &[u8]) -> bool {
+    path.strip_prefix(dir).is_some_and(|rest| rest.starts_with(b"/"))
 }
 
 /// The agents to which a change is attributed, and their tool, if all of them used the same one.
@@ -137,7 +137,7 @@ impl Attribution {
         let is_unambiguous = self.agents.len() == 1 && !self.is_uncertain;
         let (path, escaped) = AuditEntry::encode_path(&change.path);
         Some(AuditEntry {
-            version: AuditEntry::VERSION,
+            version: AuditEntry::FORMAT_VERSION,
             timestamp,
             op: change.op,
             path,

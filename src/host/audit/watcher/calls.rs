@@ -6,12 +6,12 @@ use super::call_windows::CallWindow;
 use super::peer::Peer;
 use crate::audit::protocol::{Message, Process};
 
-/// Maximum number of bytes in agent names and IDs; longer ones are truncated.
+/// Maximum number of bytes in agent names and ids; longer ones are truncated.
 const MAX_NAME_BYTES: usize = 200;
 /// Maximum number of remembered tool calls with a gap, and of remembered ended calls.
 const MAX_REMEMBERED_CALLS: usize = 512;
 
-/// A tool call. Its process is part of its identity, because any program can send any ID.
+/// A tool call. Its process is part of its identity, because any program can send any id.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Call {
     pub session: String,
@@ -52,7 +52,7 @@ pub fn trim_remembered<T>(calls: &mut VecDeque<T>) {
     calls.drain(..excess);
 }
 
-/// Truncates names and IDs, and removes their control characters: any program can choose them.
+/// Truncates names and ids, and removes their control characters: any program can choose them.
 pub fn sanitize_names(mut message: Message) -> Message {
     let sanitize = |text: &mut String| {
         if text.len() > MAX_NAME_BYTES || text.chars().any(char::is_control) {

@@ -81,7 +81,7 @@ impl ChangeLog {
     }
 
     /// Records the dirty names at their paths in the tree. Must be called before and after a check, because a moved
-    /// folder's changes are at both of its paths.
+    /// directory's changes are at both of its paths.
     pub fn record(&mut self, dirty: &DirtySet, tree: &Tree) {
         if self.will_report_everything() {
             return;
@@ -89,9 +89,9 @@ impl ChangeLog {
         if dirty.is_everything_dirty() {
             return self.record_everything();
         }
-        for (folder, names) in dirty.names() {
-            // A folder that is not in the tree is below a dirty name, and that name is recorded with its subtree.
-            let Some(path) = tree.path(folder) else { continue };
+        for (dir, names) in dirty.names() {
+            // A directory that is not in the tree is below a dirty name, and that name is recorded with its subtree.
+            let Some(path) = tree.path(dir) else { continue };
             for (name, _) in names.iter().filter(|(_, marks)| marks.has_name_change) {
                 self.fresh.subtrees.insert(join_path(&path, name));
             }
@@ -100,14 +100,14 @@ impl ChangeLog {
         self.fresh.limit();
     }
 
-    /// Records the folders of changed paths. These include the folders of a hard-linked file's other names.
+    /// Records the directories of changed paths. These include the directories of a hard-linked file's other names.
     pub fn record_changes(&mut self, changes: &[Change]) {
         if self.will_report_everything() {
             return;
         }
         for change in changes {
-            let folder_end = change.path.iter().rposition(|byte| *byte == b'/').unwrap_or(0);
-            self.fresh.directories.insert(change.path[..folder_end].to_vec());
+            let dir_end = change.path.iter().rposition(|byte| *byte == b'/').unwrap_or(0);
+            self.fresh.directories.insert(change.path[..dir_end].to_vec());
         }
         self.fresh.limit();
     }

@@ -1,7 +1,7 @@
 //! Computes the changes since the last check: the net difference in the tree. Reads only the names with events, or all
 //! names if events were lost or too many names have events.
 //!
-//! When a name is replaced or a folder is moved, the paths below it before and after are compared. A file that was
+//! When a name is replaced or a directory is moved, the paths below it before and after are compared. A file that was
 //! created and deleted, or moved away and back, is not a change.
 
 use std::collections::HashMap;
@@ -14,12 +14,12 @@ pub const MAX_DIRTY_NAMES: usize = 200_000;
 
 /// Reads the file system. Symbolic links are never followed.
 pub trait FsProbe {
-    /// Reads the current state of these names in a folder; `None` for a name that does not exist, and for all names if
-    /// `path` is no longer this folder.
-    fn probe(&mut self, path: &[u8], folder: Inode, names: &[Name]) -> Vec<Option<FileState>>;
+    /// Reads the current state of these names in a directory; `None` for a name that does not exist, and for all names
+    /// if `path` is no longer this directory.
+    fn probe(&mut self, path: &[u8], dir: Inode, names: &[Name]) -> Vec<Option<FileState>>;
 
-    /// Lists a folder. The folder is watched before it is read.
-    fn list(&mut self, path: &[u8], folder: Inode) -> Vec<(Name, FileState)>;
+    /// Lists a directory. The directory is watched before it is read.
+    fn list(&mut self, path: &[u8], dir: Inode) -> Vec<(Name, FileState)>;
 }
 
 /// The events for a name since the last check.
@@ -66,15 +66,15 @@ impl Marks {
 /// The names to check.
 #[derive(Debug, Default)]
 pub struct DirtySet {
-    folders: HashMap<Inode, HashMap<Name, Marks>>,
+    dirs: HashMap<Inode, HashMap<Name, Marks>>,
     name_count: usize,
     /// Events were lost, so everything must be checked.
     is_everything_dirty: bool,
 }
 
 impl DirtySet {
-    pub fn mark(&mut self, folder: Inode, name: &[u8], marks: Marks) {
-        let names = self.folders.entry(folder).or_default();
+    pub fn mark(&mut self, dir: Inode, name: &[u8], marks: Marks) {
+        let names = self.dirs.entry(dir).or_default();
         if let Some(existing) = names.get_mut(name) {
             return existing.add(marks);
         }
@@ -86,7 +86,7 @@ impl DirtySet {
     }
 
     pub fn mark_all(&mut self) {
-        self.folders.clear();
+        self.dirs.clear();
         self.name_count = 0;
         self.is_everything_dirty = true;
     }
@@ -99,17 +99,17 @@ impl DirtySet {
         self.is_everything_dirty
     }
 
-    /// Returns the names with events, by folder.
+    /// Returns the names with events, by directory.
     pub fn names(&self) -> impl Iterator<Item = (Inode, &HashMap<Name, Marks>)> {
-        self.folders.iter().map(|(folder, names)| (*folder, names))
+        self.dirs.iter().map(|(dir, names)| (*dir, names))
     }
 
     pub fn name_count(&self) -> usize {
         self.name_count
     }
 
-    fn marks(&self, folder: Inode, path: &[u8]) -> Marks {
-        let names = self.folders.get(&folder);
+    fn marks(&self, dir: Inode, path: &[u8]) -> Marks {
+        let names = self.dirs.get(&dir);
         names.and_then(|names| names.get(super::tree::last_component(path)).copied()).unwrap_or_default()
     }
 }
@@ -127,31 +127,30 @@ pub struct Change {
 pub struct TreeChanges {
     /// Deletions first, deepest first; then creations and writes, parents first.
     pub changes: Vec<Change>,
-    /// Folders that are no longer in the tree.
-    pub removed_folders: Vec<Inode>,
+    /// Directories that are no longer in the tree.
+    pub removed_dirs: Vec<Inode>,
 }
 
 /// Updates the tree and returns its changes.
 pub fn update_tree(tree: &mut Tree, dirty: &DirtySet, probe: &mut impl FsProbe) -> TreeChanges {
-    let (mut before, mut after, mut removed_folders) = (PathMap::new(), PathMap::new(), Vec::new());
+    let (mut before, mut after, mut removed_dirs) = (PathMap::new(), PathMap::new(), Vec::new());
     if dirty.is_everything_dirty {
         let root = tree.root();
         for name in tree.names(root) {
-            tree.remove(root, &name, name.to_vec(), &mut before, &mut removed_folders);
+            tree.remove(root, &name, name.to_vec(), &mut before, &mut removed_dirs);
         }
-        let mut walk = TreeWalk { tree, probe, before: &mut before, removed_folders: &mut removed_folders };
+        let mut walk = TreeWalk { tree, probe, before: &mut before, removed_dirs: &mut removed_dirs };
         walk.add_contents(root, Vec::new(), &mut |path, entry| {
             after.insert(path, entry);
         });
     } else {
-        let found = remove_dirty(tree, dirty, probe, &mut before, &mut removed_folders);
-        for FoundName { folder, path, name, state } in found {
+        let found = remove_dirty(tree, dirty, probe, &mut before, &mut removed_dirs);
+        for FoundName { dir, path, name, state } in found {
             let path = join_path(&path, &name);
-            let mut walk =
-                TreeWalk { tree, probe, before: &mut before, removed_folders: &mut removed_folders };
-            walk.add_name(folder, name, state);
-            after.insert(path.clone(), TreeEntry { state, folder });
-            if state.kind == NodeKind::Folder {
+            let mut walk = TreeWalk { tree, probe, before: &mut before, removed_dirs: &mut removed_dirs };
+            walk.add_name(dir, name, state);
+            after.insert(path.clone(), TreeEntry { state, dir });
+            if state.kind == NodeKind::Directory {
                 walk.add_contents(state.inode, path, &mut |path, entry| {
                     after.insert(path, entry);
                 });
@@ -166,54 +165,54 @@ pub fn update_tree(tree: &mut Tree, dirty: &DirtySet, probe: &mut impl FsProbe) 
         let by_path = if a_deletes { b.path.cmp(&a.path) } else { a.path.cmp(&b.path) };
         b_deletes.cmp(&a_deletes).then(by_path)
     });
-    removed_folders.retain(|inode| !tree.has_folder(*inode));
-    TreeChanges { changes, removed_folders }
+    removed_dirs.retain(|inode| !tree.has_dir(*inode));
+    TreeChanges { changes, removed_dirs }
 }
 
 /// A name to be added to the tree.
 struct FoundName {
-    folder: Inode,
+    dir: Inode,
     path: Vec<u8>,
     name: Name,
     state: FileState,
 }
 
-/// Removes all dirty names from the tree, except unmoved folders, and returns the names that still exist, to be added
-/// again. Everything is removed before anything is added, so that a moved file is at only one path.
+/// Removes all dirty names from the tree, except unmoved directories, and returns the names that still exist, to be
+/// added again. Everything is removed before anything is added, so that a moved file is at only one path.
 fn remove_dirty(
     tree: &mut Tree,
     dirty: &DirtySet,
     probe: &mut impl FsProbe,
     before: &mut PathMap<TreeEntry>,
-    removed_folders: &mut Vec<Inode>,
+    removed_dirs: &mut Vec<Inode>,
 ) -> Vec<FoundName> {
     let mut found = Vec::new();
-    let mut folders: Vec<(Vec<u8>, Inode)> =
-        dirty.folders.keys().filter_map(|folder| Some((tree.path(*folder)?, *folder))).collect();
+    let mut dirs: Vec<(Vec<u8>, Inode)> =
+        dirty.dirs.keys().filter_map(|dir| Some((tree.path(*dir)?, *dir))).collect();
     // Parents first.
-    folders.sort();
-    for (path, folder) in folders {
-        if !tree.has_folder(folder) {
-            // The folder was moved together with an ancestor, and is listed again at its new path.
+    dirs.sort();
+    for (path, dir) in dirs {
+        if !tree.has_dir(dir) {
+            // The directory was moved together with an ancestor, and is listed again at its new path.
             continue;
         }
-        let Some(marked) = dirty.folders.get(&folder) else { continue };
+        let Some(marked) = dirty.dirs.get(&dir) else { continue };
         let names: Vec<Name> = marked.keys().cloned().collect();
-        let states = probe.probe(&path, folder, &names);
+        let states = probe.probe(&path, dir, &names);
         for (name, new) in names.into_iter().zip(states) {
-            let old = tree.get(folder, &name);
+            let old = tree.get(dir, &name);
             let has_name_change = marked.get(&name).is_some_and(|marks| marks.has_name_change);
             if let (Some(old), Some(new)) = (old, new)
-                && old.kind == NodeKind::Folder
+                && old.kind == NodeKind::Directory
                 && (old.kind, old.inode) == (new.kind, new.inode)
                 && !has_name_change
             {
-                tree.refresh(folder, &name, new);
+                tree.refresh(dir, &name, new);
                 continue;
             }
-            tree.remove(folder, &name, join_path(&path, &name), before, removed_folders);
+            tree.remove(dir, &name, join_path(&path, &name), before, removed_dirs);
             if let Some(new) = new {
-                found.push(FoundName { folder, path: path.clone(), name, state: new });
+                found.push(FoundName { dir, path: path.clone(), name, state: new });
             }
         }
     }
@@ -222,8 +221,8 @@ fn remove_dirty(
 
 /// Fills an empty tree.
 pub fn fill_tree(tree: &mut Tree, probe: &mut impl FsProbe) {
-    let (mut before, mut removed_folders, root) = (PathMap::new(), Vec::new(), tree.root());
-    let mut walk = TreeWalk { tree, probe, before: &mut before, removed_folders: &mut removed_folders };
+    let (mut before, mut removed_dirs, root) = (PathMap::new(), Vec::new(), tree.root());
+    let mut walk = TreeWalk { tree, probe, before: &mut before, removed_dirs: &mut removed_dirs };
     walk.add_contents(root, Vec::new(), &mut |_, _| {});
 }
 
@@ -232,34 +231,34 @@ struct TreeWalk<'a, S> {
     tree: &'a mut Tree,
     probe: &'a mut S,
     before: &'a mut PathMap<TreeEntry>,
-    removed_folders: &'a mut Vec<Inode>,
+    removed_dirs: &'a mut Vec<Inode>,
 }
 
 impl<S: FsProbe> TreeWalk<'_, S> {
-    /// Adds everything below a folder, and calls `on_added` for each path.
-    fn add_contents(&mut self, folder: Inode, path: Vec<u8>, on_added: &mut impl FnMut(Vec<u8>, TreeEntry)) {
-        let mut pending = vec![(folder, path)];
-        while let Some((folder, path)) = pending.pop() {
-            for (name, state) in self.probe.list(&path, folder) {
+    /// Adds everything below a directory, and calls `on_added` for each path.
+    fn add_contents(&mut self, dir: Inode, path: Vec<u8>, on_added: &mut impl FnMut(Vec<u8>, TreeEntry)) {
+        let mut pending = vec![(dir, path)];
+        while let Some((dir, path)) = pending.pop() {
+            for (name, state) in self.probe.list(&path, dir) {
                 let path = join_path(&path, &name);
-                self.add_name(folder, name, state);
-                on_added(path.clone(), TreeEntry { state, folder });
-                if state.kind == NodeKind::Folder {
+                self.add_name(dir, name, state);
+                on_added(path.clone(), TreeEntry { state, dir });
+                if state.kind == NodeKind::Directory {
                     pending.push((state.inode, path));
                 }
             }
         }
     }
 
-    /// Adds a name. A folder that the tree has at another path was moved, so it is removed from that path.
-    fn add_name(&mut self, folder: Inode, name: Name, state: FileState) {
-        if state.kind == NodeKind::Folder
+    /// Adds a name. A directory that the tree has at another path was moved, so it is removed from that path.
+    fn add_name(&mut self, dir: Inode, name: Name, state: FileState) {
+        if state.kind == NodeKind::Directory
             && let Some((parent, old_name)) = self.tree.parent(state.inode)
             && let Some(path) = self.tree.path(state.inode)
         {
-            self.tree.remove(parent, &old_name, path, self.before, self.removed_folders);
+            self.tree.remove(parent, &old_name, path, self.before, self.removed_dirs);
         }
-        self.tree.insert(folder, name, state);
+        self.tree.insert(dir, name, state);
     }
 }
 
@@ -281,10 +280,10 @@ impl HardLinkedFiles {
             }
         };
         for (path, entry) in before {
-            add(entry, dirty.marks(entry.folder, path).for_original_file());
+            add(entry, dirty.marks(entry.dir, path).for_original_file());
         }
         for (path, entry) in after {
-            let marks = dirty.marks(entry.folder, path);
+            let marks = dirty.marks(entry.dir, path);
             add(entry, (marks.is_written, marks.is_touched));
         }
         Self(all)
@@ -303,7 +302,7 @@ fn compare_paths(
     }
     for (path, new) in after {
         let old = before.get(path).map(|old| old.state);
-        let mut marks = dirty.marks(new.folder, path);
+        let mut marks = dirty.marks(new.dir, path);
         if old.is_some_and(|old| old.id() == new.state.id()) {
             let (is_written, is_touched) = marks.for_original_file();
             marks.is_written |= is_written;
@@ -321,7 +320,7 @@ fn compare_paths(
 /// Returns the change to a path that exists now, if any.
 fn compare_states(old: Option<FileState>, new: FileState, marks: Marks, path: &[u8]) -> Option<Change> {
     let is_new = old.is_none_or(|old| old.kind != new.kind);
-    if new.kind == NodeKind::Folder {
+    if new.kind == NodeKind::Directory {
         return is_new.then(|| Change { op: FileOperation::Mkdir, path: path.to_vec(), size: 0 });
     }
     let is_changed = is_new || old.is_some_and(|old| is_written_or_replaced(old, new, marks));
@@ -360,18 +359,18 @@ fn compare_other_names(
         return Vec::new();
     }
     let mut changes = Vec::new();
-    for (folder, name, old) in tree.find_names(hard_linked.0.keys().copied()) {
-        let Some(path) = tree.path(folder) else { continue };
+    for (dir, name, old) in tree.find_names(hard_linked.0.keys().copied()) {
+        let Some(path) = tree.path(dir) else { continue };
         let full_path = join_path(&path, &name);
         if after.contains_key(&full_path) {
             continue;
         }
-        let new = probe.probe(&path, folder, std::slice::from_ref(&name)).pop().flatten();
+        let new = probe.probe(&path, dir, std::slice::from_ref(&name)).pop().flatten();
         // If the name now belongs to a different file, that file's events report the change.
         let Some(new) = new.filter(|new| new.id() == old.id()) else { continue };
         let (is_written, is_touched) = hard_linked.0.get(&new.id()).copied().unwrap_or_default();
         let marks = Marks { is_written, is_touched, ..Marks::default() };
-        tree.refresh(folder, &name, new);
+        tree.refresh(dir, &name, new);
         changes.extend(compare_states(Some(old), new, marks, &full_path));
     }
     changes

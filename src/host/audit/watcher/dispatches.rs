@@ -9,7 +9,7 @@ use crate::audit::protocol::{Process, SeenCalls};
 
 /// Maximum number of concurrent dispatches, far above the configurable limit. Beyond it, the oldest is evicted.
 const MAX_DISPATCHES: usize = 256;
-/// Maximum number of tool call IDs stored per dispatch; further calls are only counted.
+/// Maximum number of tool call ids stored per dispatch; further calls are only counted.
 const MAX_IDS: usize = 1024;
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -19,7 +19,7 @@ pub struct Dispatch {
     pub agent_name: String,
     /// The `svc-agent` process, which adopts the agent's orphans.
     runner: Process,
-    /// The IDs of the calls that hooks have reported, up to [`MAX_IDS`].
+    /// The ids of the calls that hooks have reported, up to [`MAX_IDS`].
     #[serde(rename = "told")]
     reported: BTreeSet<String>,
     /// Number of calls beyond `reported`.
@@ -64,7 +64,7 @@ impl Dispatches {
         if seen.has_shared_call_ids && further_reported == 0 && seen.further_calls == 0 {
             return seen.ids.iter().filter(|id| !reported.contains(*id)).count() as u64;
         }
-        // Without common IDs, or if some IDs were not stored, compare only the counts.
+        // Without common ids, or if some ids were not stored, compare only the counts.
         let seen_count = seen.ids.len() as u64 + seen.further_calls;
         seen_count.saturating_sub(reported.len() as u64 + further_reported)
     }
@@ -95,7 +95,7 @@ mod tests {
         assert_eq!(dispatches_with_calls(&["a"]).end("d", &seen(&["a", "b", "c"], true)), 2);
         // A reported subagent call does not offset an unreported call.
         assert_eq!(dispatches_with_calls(&["a", "x"]).end("d", &seen(&["a", "b"], true)), 1);
-        // Codex uses different IDs in its output and its hooks.
+        // Codex uses different ids in its output and its hooks.
         assert_eq!(dispatches_with_calls(&["a", "b"]).end("d", &seen(&["1", "2"], false)), 0);
         assert_eq!(dispatches_with_calls(&["a"]).end("d", &seen(&["1", "2", "3"], false)), 2);
         assert_eq!(dispatches_with_calls(&[]).end("other", &seen(&["1"], true)), 1, "an unknown dispatch");
@@ -104,7 +104,7 @@ mod tests {
 
     #[test]
     fn end_counts_each_call_with_a_reused_id() {
-        // The program reused the ID of an ended call, so the watcher rejects the report of the second call.
+        // The program reused the id of an ended call, so the watcher rejects the report of the second call.
         assert_eq!(dispatches_with_calls(&["a"]).end("d", &seen(&["a", "a"], false)), 1);
         let seen = SeenCalls { further_calls: 1, ..seen(&["a", "a"], true) };
         assert_eq!(dispatches_with_calls(&["a"]).end("d", &seen), 2);

@@ -1,11 +1,11 @@
-//! Watches the home directory: opens its folders, and reads their events with inotify(7).
+//! Watches the home directory: opens its directories, and reads their events with inotify(7).
 //!
 //! The kernel queues an event before the system call that caused it returns. Draining the queue therefore yields all
 //! changes so far, which separates one tool call from the next. The `notify` crate is unsuitable: it also subscribes to
-//! open events, so that a search through the home directory fills the queue, and it identifies folders by path, which
-//! rename(2) changes.
+//! open events, so that a search through the home directory fills the queue, and it identifies directories by path,
+//! which rename(2) changes.
 //!
-//! Folders are opened below the home directory without following symbolic links and without crossing mounts.
+//! Directories are opened below the home directory without following symbolic links and without crossing mounts.
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -22,8 +22,8 @@ use super::diff::{DirtySet, FsProbe, Marks};
 use super::tree::{FileState, Inode, Name, NodeKind};
 use svc_base::fsx::FileError;
 
-/// The folder with records and settings. It is not watched, because the owner's programs cannot change it.
-const SYSTEM_FOLDER: &[u8] = b"system";
+/// The directory with records and settings. It is not watched, because the owner's programs cannot change it.
+const SYSTEM_DIR: &[u8] = b"system";
 /// Maximum number of events read per drain: a program that writes endlessly must not block the watcher.
 const MAX_EVENTS_PER_DRAIN: usize = 200_000;
 
@@ -40,9 +40,9 @@ pub struct HomeWatcher {
     home: OwnedFd,
     root: Inode,
     inotify: Inotify,
-    folders: HashMap<WatchDescriptor, Inode>,
+    dirs: HashMap<WatchDescriptor, Inode>,
     watches: HashMap<Inode, WatchDescriptor>,
-    /// Whether a folder could not be watched, probably because the system's watch limit has been reached.
+    /// Whether a directory could not be watched, probably because the system's watch limit has been reached.
     is_at_watch_limit: bool,
     /// The number of events that have been read.
     event_count: u64,
@@ -56,15 +56,15 @@ impl HomeWatcher {
     pub fn open(home: &Path) -> Result<Self, FileError> {
         let wrap = |action: &'static str| move |errno: Errno| FileError::wrap(action, home)(errno.into());
         let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
-        let folder = nix::fcntl::open(home, flags, Mode::empty()).map_err(wrap("open"))?;
-        let root = fstat(&folder).map_err(wrap("stat"))?.st_ino;
+        let dir = nix::fcntl::open(home, flags, Mode::empty()).map_err(wrap("open"))?;
+        let root = fstat(&dir).map_err(wrap("stat"))?.st_ino;
         let inotify = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK).map_err(wrap("watch"))?;
-        let (folders, watches) = (HashMap::new(), HashMap::new());
+        let (dirs, watches) = (HashMap::new(), HashMap::new());
         let watcher =
-            Self { home: folder, root, inotify, folders, watches, is_at_watch_limit: false, event_count: 0 };
-        // Check now that `openat2` is permitted: if a seccomp filter denied it, no folder could be opened, and the
+            Self { home: dir, root, inotify, dirs, watches, is_at_watch_limit: false, event_count: 0 };
+        // Check now that `openat2` is permitted: if a seccomp filter denied it, no directory could be opened, and the
         // audit would miss all changes.
-        watcher.open_below(b".").map_err(wrap("open folders of"))?;
+        watcher.open_below(b".").map_err(wrap("open directories of"))?;
         Ok(watcher)
     }
 
@@ -76,7 +76,7 @@ impl HomeWatcher {
         self.is_at_watch_limit
     }
 
-    /// Clears [`Self::is_at_watch_limit`]. Called before a full check, which tries to watch all folders again.
+    /// Clears [`Self::is_at_watch_limit`]. Called before a full check, which tries to watch all directories again.
     pub fn retry_watches(&mut self) {
         self.is_at_watch_limit = false;
     }
@@ -110,10 +110,10 @@ impl HomeWatcher {
                     dirty.mark_all();
                 } else if event.mask.contains(AddWatchFlags::IN_IGNORED) {
                     self.remove_watch(event.wd);
-                } else if let (Some(folder), Some(name)) = (self.folders.get(&event.wd), event.name) {
+                } else if let (Some(dir), Some(name)) = (self.dirs.get(&event.wd), event.name) {
                     let name = name.as_encoded_bytes();
-                    if !(*folder == self.root && name == SYSTEM_FOLDER) {
-                        dirty.mark(*folder, name, to_marks(event.mask));
+                    if !(*dir == self.root && name == SYSTEM_DIR) {
+                        dirty.mark(*dir, name, to_marks(event.mask));
                     }
                 }
             }
@@ -121,32 +121,32 @@ impl HomeWatcher {
     }
 
     fn remove_watch(&mut self, watch: WatchDescriptor) {
-        if let Some(folder) = self.folders.remove(&watch)
-            && self.watches.get(&folder) == Some(&watch)
+        if let Some(dir) = self.dirs.remove(&watch)
+            && self.watches.get(&dir) == Some(&watch)
         {
-            self.watches.remove(&folder);
+            self.watches.remove(&dir);
         }
     }
 
-    /// Stops watching folders that are no longer in the home directory.
-    pub fn unwatch(&mut self, folders: &[Inode]) {
-        for folder in folders {
-            if let Some(watch) = self.watches.remove(folder) {
-                self.folders.remove(&watch);
-                // The kernel has already removed a deleted folder's watch.
+    /// Stops watching directories that are no longer in the home directory.
+    pub fn unwatch(&mut self, dirs: &[Inode]) {
+        for dir in dirs {
+            if let Some(watch) = self.watches.remove(dir) {
+                self.dirs.remove(&watch);
+                // The kernel has already removed a deleted directory's watch.
                 let _ = self.inotify.rm_watch(watch);
             }
         }
     }
 
-    fn open_folder(&self, path: &[u8], folder: Inode) -> Option<OwnedFd> {
+    fn open_dir(&self, path: &[u8], dir: Inode) -> Option<OwnedFd> {
         match self.open_below(if path.is_empty() { b"." } else { path }) {
-            Ok(opened) => fstat(&opened).is_ok_and(|stat| stat.st_ino == folder).then_some(opened),
-            // The folder was deleted or replaced, or something is mounted on it.
+            Ok(opened) => fstat(&opened).is_ok_and(|stat| stat.st_ino == dir).then_some(opened),
+            // The directory was deleted or replaced, or something is mounted on it.
             Err(Errno::ENOENT | Errno::ENOTDIR | Errno::ELOOP | Errno::EXDEV | Errno::EAGAIN) => None,
             Err(error) => {
                 let path = String::from_utf8_lossy(path);
-                tracing::error!(%error, %path, "cannot open a folder: its changes are not audited");
+                tracing::error!(%error, %path, "cannot open a directory: its changes are not audited");
                 None
             }
         }
@@ -163,19 +163,19 @@ impl HomeWatcher {
         openat2(&self.home, path, how)
     }
 
-    fn add_watch(&mut self, folder: Inode, opened: &OwnedFd) {
+    fn add_watch(&mut self, dir: Inode, opened: &OwnedFd) {
         let path = format!("/proc/self/fd/{}", opened.as_raw_fd());
         match self.inotify.add_watch(path.as_str(), WATCHED_EVENTS) {
             Ok(watch) => {
-                self.folders.insert(watch, folder);
-                self.watches.insert(folder, watch);
+                self.dirs.insert(watch, dir);
+                self.watches.insert(dir, watch);
             }
             Err(error) => {
                 if !self.is_at_watch_limit {
                     tracing::error!(
                         %error,
                         watches = self.watches.len(),
-                        "cannot watch more folders: raise fs.inotify.max_user_watches"
+                        "cannot watch more directories: raise fs.inotify.max_user_watches"
                     );
                 }
                 self.is_at_watch_limit = true;
@@ -191,21 +191,21 @@ impl AsFd for HomeWatcher {
 }
 
 impl FsProbe for HomeWatcher {
-    fn probe(&mut self, path: &[u8], folder: Inode, names: &[Name]) -> Vec<Option<FileState>> {
-        let Some(opened) = self.open_folder(path, folder) else { return vec![None; names.len()] };
+    fn probe(&mut self, path: &[u8], dir: Inode, names: &[Name]) -> Vec<Option<FileState>> {
+        let Some(opened) = self.open_dir(path, dir) else { return vec![None; names.len()] };
         names.iter().map(|name| read_state(&opened, name)).collect()
     }
 
-    fn list(&mut self, path: &[u8], folder: Inode) -> Vec<(Name, FileState)> {
-        let Some(opened) = self.open_folder(path, folder) else { return Vec::new() };
-        self.add_watch(folder, &opened);
-        let Ok(mut dir) = Dir::from_fd(opened) else { return Vec::new() };
+    fn list(&mut self, path: &[u8], dir: Inode) -> Vec<(Name, FileState)> {
+        let Some(opened) = self.open_dir(path, dir) else { return Vec::new() };
+        self.add_watch(dir, &opened);
+        let Ok(mut listing) = Dir::from_fd(opened) else { return Vec::new() };
         let names: Vec<Name> =
-            dir.iter().flatten().map(|entry| entry.file_name().to_bytes().into()).collect();
-        let is_system = |name: &Name| folder == self.root && &name[..] == SYSTEM_FOLDER;
+            listing.iter().flatten().map(|entry| entry.file_name().to_bytes().into()).collect();
+        let is_system = |name: &Name| dir == self.root && &name[..] == SYSTEM_DIR;
         let is_listed = |name: &Name| !matches!(&name[..], b"." | b"..") && !is_system(name);
         let names = names.into_iter().filter(is_listed);
-        names.filter_map(|name| read_state(&dir, &name).map(|state| (name, state))).collect()
+        names.filter_map(|name| read_state(&listing, &name).map(|state| (name, state))).collect()
     }
 }
 
@@ -223,12 +223,12 @@ fn to_marks(mask: AddWatchFlags) -> Marks {
     }
 }
 
-fn read_state(folder: &impl AsFd, name: &[u8]) -> Option<FileState> {
+fn read_state(dir: &impl AsFd, name: &[u8]) -> Option<FileState> {
     let fields = StatxFlags::BASIC_STATS | StatxFlags::BTIME;
-    let stat = rustix::fs::statx(folder, name, AtFlags::SYMLINK_NOFOLLOW, fields).ok()?;
+    let stat = rustix::fs::statx(dir, name, AtFlags::SYMLINK_NOFOLLOW, fields).ok()?;
     let kind = match FileType::from_raw_mode(stat.stx_mode.into()) {
         FileType::RegularFile => NodeKind::File,
-        FileType::Directory => NodeKind::Folder,
+        FileType::Directory => NodeKind::Directory,
         FileType::Symlink => NodeKind::Symlink,
         _ => NodeKind::Other,
     };

@@ -264,7 +264,7 @@ async fn serve_hook(mut stream: UnixStream, handle: WatcherHandle) -> std::io::R
     let (read, mut write) = stream.split();
     BufReader::new(read).take(MAX_MESSAGE_BYTES).read_until(b'\n', &mut line).await?;
     match serde_json::from_slice::<Message>(&line) {
-        Ok(message) if message.version == Message::VERSION => {
+        Ok(message) if message.version == Message::PROTOCOL_VERSION => {
             if handle.send(message, peer).await {
                 write.write_all(b"{\"heard\":true}\n").await?;
             }

@@ -79,7 +79,7 @@ impl Watcher {
         diff::fill_tree(&mut tree, &mut home_watcher);
         tracing::info!(
             names = tree.len(),
-            folders = home_watcher.watch_count(),
+            directories = home_watcher.watch_count(),
             ms = start.elapsed().as_millis(),
             "watching the home directory"
         );
@@ -350,12 +350,12 @@ impl Watcher {
                 .filter(|window| is_match(window) && determine_authority(window, peer) == authority)
                 .count()
         };
-        for (authority, why) in
+        for (authority, reason) in
             [(Authority::None, GapReason::Forged), (Authority::Unproven, GapReason::Unproven)]
         {
             let calls = count_with(authority);
             if calls > 0 {
-                self.record_gap(why, calls, message.sent_at);
+                self.record_gap(reason, calls, message.sent_at);
             }
         }
         self.end_windows(|window| is_match(window) && determine_authority(window, peer) != Authority::None);
@@ -425,7 +425,7 @@ impl Watcher {
         let update = diff::update_tree(&mut self.tree, &dirty, &mut self.home_watcher);
         self.change_log.record(&dirty, &self.tree);
         self.change_log.record_changes(&update.changes);
-        self.home_watcher.unwatch(&update.removed_folders);
+        self.home_watcher.unwatch(&update.removed_dirs);
         self.report_watch_limit();
         let entries = self.windows.attribute(update.changes, clock::now_ms());
         self.write_entries(entries);
@@ -435,10 +435,10 @@ impl Watcher {
         if self.home_watcher.is_at_watch_limit() != self.was_at_watch_limit {
             self.was_at_watch_limit = self.home_watcher.is_at_watch_limit();
             let note = if self.was_at_watch_limit {
-                "the file audit cannot watch all folders, so it scans the whole home directory at each tool call: \
-                 raise fs.inotify.max_user_watches"
+                "the file audit cannot watch all directories, so it scans the whole home directory at each \
+                 tool call: raise fs.inotify.max_user_watches"
             } else {
-                "the file audit watches all folders again"
+                "the file audit watches all directories again"
             };
             // The writer reports a dropped line as a gap.
             let _ = self.records.note(note);
@@ -452,9 +452,9 @@ impl Watcher {
         }
     }
 
-    fn record_gap(&self, why: GapReason, calls: usize, since: Timestamp) {
-        tracing::warn!(%why, calls, "gap recorded in the file audit");
-        let gap = Gap { lost: calls as u64, since, why: Some(why) };
+    fn record_gap(&self, reason: GapReason, calls: usize, since: Timestamp) {
+        tracing::warn!(%reason, calls, "gap recorded in the file audit");
+        let gap = Gap { lost: calls as u64, since, why: Some(reason) };
         // The writer reports a dropped line as a gap.
         let _ = self.records.append(LogFile::Audit, &GapLine { version: 1, timestamp: clock::now_ms(), gap });
     }
@@ -478,11 +478,11 @@ impl Watcher {
         trim_remembered(&mut self.calls_with_gap);
         saved.sort_by_key(|hook| hook.at);
         self.unawaited_since = Some(Instant::now());
-        for UndeliveredHook { why, message, .. } in saved {
+        for UndeliveredHook { why: reason, message, .. } in saved {
             let Some(message) = message.filter(|message| message.phase != Phase::Pre) else { continue };
             let tool_use = message.tool_use_id.as_deref().unwrap_or_default();
             // A message from a hook that timed out may still have been processed.
-            if why == GapReason::Undelivered || self.windows.contains(&message.session_id, tool_use) {
+            if reason == GapReason::Undelivered || self.windows.contains(&message.session_id, tool_use) {
                 // The hook's process has ended.
                 self.process_message(message, &Peer::default());
             }

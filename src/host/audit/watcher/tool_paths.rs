@@ -7,13 +7,13 @@ use std::path::{Component, Path, PathBuf};
 use super::diff::Change;
 use crate::records::entry::FileOperation;
 
-/// Lists the paths below the home directory that a tool may have written: the name in its resolved folder and, if the
-/// name is a symbolic link, the link's target. Omits paths outside the home directory or in its `system` folder.
+/// Lists the paths below the home directory that a tool may have written: the name in its resolved directory and, if
+/// the name is a symbolic link, the link's target. Omits paths outside the home directory or in its `system` directory.
 pub fn resolve_written_paths(home: &Path, cwd: Option<&str>, path: &str) -> Vec<Vec<u8>> {
     let path = Path::new(cwd.unwrap_or("/")).join(path);
     let mut paths = Vec::new();
-    if let (Some(folder), Some(name)) = (path.parent(), path.file_name()) {
-        paths.extend(path_within_home(home, &resolve_existing_part(folder).join(name)));
+    if let (Some(dir), Some(name)) = (path.parent(), path.file_name()) {
+        paths.extend(path_within_home(home, &resolve_existing_part(dir).join(name)));
     }
     let target = std::fs::canonicalize(&path).ok().and_then(|target| path_within_home(home, &target));
     if let Some(target) = target.filter(|target| !paths.contains(target)) {
@@ -75,8 +75,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let root = std::fs::canonicalize(dir.path()).unwrap();
         let home = root.join("home");
-        for folder in ["home/a/b", "home/system", "out"] {
-            std::fs::create_dir_all(root.join(folder)).unwrap();
+        for dir in ["home/a/b", "home/system", "out"] {
+            std::fs::create_dir_all(root.join(dir)).unwrap();
         }
         for (link, target) in [
             ("home/in", "a/b"),
@@ -110,9 +110,9 @@ mod tests {
     fn written_paths_keep_names_that_are_not_utf8() {
         let dir = tempfile::tempdir().unwrap();
         let home = std::fs::canonicalize(dir.path()).unwrap();
-        let folder = OsStr::from_bytes(b"\xff");
-        std::fs::create_dir(home.join(folder)).unwrap();
-        std::os::unix::fs::symlink(folder, home.join("link")).unwrap();
+        let dir = OsStr::from_bytes(b"\xff");
+        std::fs::create_dir(home.join(dir)).unwrap();
+        std::os::unix::fs::symlink(dir, home.join("link")).unwrap();
         std::fs::write(home.join("link/file"), "12").unwrap();
         let path = home.join("link/file").display().to_string();
         assert_eq!(resolve_written_paths(&home, None, &path), [b"\xff/file".to_vec()]);

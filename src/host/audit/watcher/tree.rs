@@ -1,6 +1,6 @@
-//! The last known state of the files in the home directory: the names in each folder, and the file behind each name.
+//! The last known state of the files in the home directory: the names in each directory, and the file behind each name.
 //!
-//! The tree exists only in memory, and performs no I/O. Folders are identified by inode, so that they keep their
+//! The tree exists only in memory, and performs no I/O. Directories are identified by inode, so that they keep their
 //! identity when they are moved.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -13,7 +13,7 @@ pub type Name = Box<[u8]>;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NodeKind {
     File,
-    Folder,
+    Directory,
     Symlink,
     Other,
 }
@@ -47,7 +47,7 @@ pub struct FileId {
 }
 
 #[derive(Debug)]
-struct Folder {
+struct Directory {
     parent: Option<(Inode, Name)>,
     entries: BTreeMap<Name, FileState>,
 }
@@ -58,51 +58,51 @@ pub type PathMap<T> = BTreeMap<Vec<u8>, T>;
 #[derive(Debug)]
 pub struct Tree {
     root: Inode,
-    folders: HashMap<Inode, Folder>,
+    dirs: HashMap<Inode, Directory>,
     /// All names of the files for which [`Self::find_names`] was called, and possibly names that they no longer have.
     indexed: HashMap<FileId, HashSet<(Inode, Name)>>,
 }
 
-/// Maximum number of folders in a path: Linux limits a path to 4096 bytes.
+/// Maximum number of directories in a path: Linux limits a path to 4096 bytes.
 const MAX_DEPTH: usize = 4096;
 /// Above this number of indexed files, the index is cleared.
 const MAX_INDEXED_FILES: usize = 20_000;
 
 impl Tree {
     pub fn new(root: Inode) -> Self {
-        let folder = Folder { parent: None, entries: BTreeMap::new() };
-        Self { root, folders: HashMap::from([(root, folder)]), indexed: HashMap::new() }
+        let dir = Directory { parent: None, entries: BTreeMap::new() };
+        Self { root, dirs: HashMap::from([(root, dir)]), indexed: HashMap::new() }
     }
 
     pub fn root(&self) -> Inode {
         self.root
     }
 
-    pub fn has_folder(&self, folder: Inode) -> bool {
-        self.folders.contains_key(&folder)
+    pub fn has_dir(&self, dir: Inode) -> bool {
+        self.dirs.contains_key(&dir)
     }
 
     /// The number of names.
     pub fn len(&self) -> usize {
-        self.folders.values().map(|folder| folder.entries.len()).sum()
+        self.dirs.values().map(|dir| dir.entries.len()).sum()
     }
 
-    pub fn get(&self, folder: Inode, name: &[u8]) -> Option<FileState> {
-        self.folders.get(&folder)?.entries.get(name).copied()
+    pub fn get(&self, dir: Inode, name: &[u8]) -> Option<FileState> {
+        self.dirs.get(&dir)?.entries.get(name).copied()
     }
 
-    pub fn names(&self, folder: Inode) -> Vec<Name> {
-        self.folders.get(&folder).map_or_else(Vec::new, |folder| folder.entries.keys().cloned().collect())
+    pub fn names(&self, dir: Inode) -> Vec<Name> {
+        self.dirs.get(&dir).map_or_else(Vec::new, |dir| dir.entries.keys().cloned().collect())
     }
 
-    /// The path of a folder below the root; `None` if the folder is not in the tree.
-    pub fn path(&self, folder: Inode) -> Option<Vec<u8>> {
+    /// The path of a directory below the root; `None` if the directory is not in the tree.
+    pub fn path(&self, dir: Inode) -> Option<Vec<u8>> {
         let mut names = Vec::new();
-        let mut current = self.folders.get(&folder)?;
+        let mut current = self.dirs.get(&dir)?;
         while let Some((parent, name)) = &current.parent {
             names.push(name);
-            current = self.folders.get(parent)?;
-            // Such a path is a cycle: between two checks, each of two folders was moved into the other.
+            current = self.dirs.get(parent)?;
+            // Such a path is a cycle: between two checks, each of two directories was moved into the other.
             if names.len() > MAX_DEPTH {
                 return None;
             }
@@ -114,69 +114,69 @@ impl Tree {
         Some(path)
     }
 
-    /// A folder's parent, and its name there.
-    pub fn parent(&self, folder: Inode) -> Option<(Inode, Name)> {
-        self.folders.get(&folder)?.parent.clone()
+    /// A directory's parent, and its name there.
+    pub fn parent(&self, dir: Inode) -> Option<(Inode, Name)> {
+        self.dirs.get(&dir)?.parent.clone()
     }
 
-    /// Adds or replaces a name, if its folder is in the tree. A new folder is empty.
-    pub fn insert(&mut self, folder: Inode, name: Name, state: FileState) {
-        if !self.has_folder(folder) {
+    /// Adds or replaces a name, if its directory is in the tree. A new directory is empty.
+    pub fn insert(&mut self, dir: Inode, name: Name, state: FileState) {
+        if !self.has_dir(dir) {
             return;
         }
-        if state.kind == NodeKind::Folder && state.inode != self.root {
-            let parent = Some((folder, name.clone()));
-            self.folders.insert(state.inode, Folder { parent, entries: BTreeMap::new() });
+        if state.kind == NodeKind::Directory && state.inode != self.root {
+            let parent = Some((dir, name.clone()));
+            self.dirs.insert(state.inode, Directory { parent, entries: BTreeMap::new() });
         }
-        self.index(folder, &name, state);
-        if let Some(folder) = self.folders.get_mut(&folder) {
-            folder.entries.insert(name, state);
+        self.index(dir, &name, state);
+        if let Some(dir) = self.dirs.get_mut(&dir) {
+            dir.entries.insert(name, state);
         }
     }
 
-    fn index(&mut self, folder: Inode, name: &[u8], state: FileState) {
+    fn index(&mut self, dir: Inode, name: &[u8], state: FileState) {
         if let Some(names) = self.indexed.get_mut(&state.id()) {
-            names.insert((folder, name.into()));
+            names.insert((dir, name.into()));
         }
     }
 
-    /// Updates the state of an unmoved file or folder.
-    pub fn refresh(&mut self, folder: Inode, name: &[u8], state: FileState) {
-        if let Some(entry) = self.folders.get_mut(&folder).and_then(|folder| folder.entries.get_mut(name)) {
+    /// Updates the state of an unmoved file or directory.
+    pub fn refresh(&mut self, dir: Inode, name: &[u8], state: FileState) {
+        if let Some(entry) = self.dirs.get_mut(&dir).and_then(|dir| dir.entries.get_mut(name)) {
             *entry = state;
-            self.index(folder, name, state);
+            self.index(dir, name, state);
         }
     }
 
-    /// Moves a name and everything below it from the tree to `before`, by path. The inodes of removed folders are also
-    /// added to `removed_folders`.
+    /// Moves a name and everything below it from the tree to `before`, by path. The inodes of removed directories are
+    /// also added to `removed_dirs`.
     pub fn remove(
         &mut self,
-        folder: Inode,
+        dir: Inode,
         name: &[u8],
         path: Vec<u8>,
         before: &mut PathMap<TreeEntry>,
-        removed_folders: &mut Vec<Inode>,
+        removed_dirs: &mut Vec<Inode>,
     ) {
-        let Some(state) = self.folders.get_mut(&folder).and_then(|folder| folder.entries.remove(name)) else {
+        let Some(state) = self.dirs.get_mut(&dir).and_then(|dir| dir.entries.remove(name)) else {
             return;
         };
-        let mut pending = vec![(path, TreeEntry { state, folder })];
+        let mut pending = vec![(path, TreeEntry { state, dir })];
         while let Some((path, entry)) = pending.pop() {
-            if entry.state.kind == NodeKind::Folder && self.is_at(entry.state.inode, entry.folder, &path) {
-                removed_folders.push(entry.state.inode);
-                let contents = self.folders.remove(&entry.state.inode).map(|folder| folder.entries);
+            if entry.state.kind == NodeKind::Directory && self.is_at(entry.state.inode, entry.dir, &path) {
+                removed_dirs.push(entry.state.inode);
+                let contents = self.dirs.remove(&entry.state.inode).map(|dir| dir.entries);
                 for (name, state) in contents.into_iter().flatten() {
-                    pending.push((join_path(&path, &name), TreeEntry { state, folder: entry.state.inode }));
+                    pending.push((join_path(&path, &name), TreeEntry { state, dir: entry.state.inode }));
                 }
             }
             before.insert(path, entry);
         }
     }
 
-    /// Whether the folder is still at this path. It may have been added at another path since.
+    /// Whether the directory is still at this path. It may have been added at another path since.
     fn is_at(&self, inode: Inode, expected_parent: Inode, path: &[u8]) -> bool {
-        let parent = self.folders.get(&inode).and_then(|folder| folder.parent.as_ref());
+        let parent = self.dirs.get(&inode).and_then(|dir| dir.parent.as_ref());
         parent.is_some_and(|(parent, name)| *parent == expected_parent && last_component(path) == &name[..])
     }
 
@@ -190,8 +190,8 @@ impl Tree {
             files.iter().filter(|file| !self.indexed.contains_key(file)).copied().collect();
         if !new.is_empty() {
             self.indexed.extend(new.iter().map(|file| (*file, HashSet::new())));
-            for (inode, folder) in &self.folders {
-                for (name, state) in folder.entries.iter().filter(|(_, state)| new.contains(&state.id())) {
+            for (inode, dir) in &self.dirs {
+                for (name, state) in dir.entries.iter().filter(|(_, state)| new.contains(&state.id())) {
                     self.indexed.entry(state.id()).or_default().insert((*inode, name.clone()));
                 }
             }
@@ -199,11 +199,11 @@ impl Tree {
         let mut found = Vec::new();
         for file in files {
             let Some(names) = self.indexed.get_mut(&file) else { continue };
-            names.retain(|(folder, name)| {
-                let state = self.folders.get(folder).and_then(|folder| folder.entries.get(name));
+            names.retain(|(dir, name)| {
+                let state = self.dirs.get(dir).and_then(|dir| dir.entries.get(name));
                 let is_current = state.is_some_and(|state| state.id() == file);
                 let state = state.filter(|state| is_current && state.kind == NodeKind::File);
-                found.extend(state.map(|state| (*folder, name.clone(), *state)));
+                found.extend(state.map(|state| (*dir, name.clone(), *state)));
                 is_current
             });
         }
@@ -211,14 +211,14 @@ impl Tree {
     }
 }
 
-/// A file's state, and its folder.
+/// A file's state, and its directory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TreeEntry {
     pub state: FileState,
-    pub folder: Inode,
+    pub dir: Inode,
 }
 
-/// Joins a folder's path and a name.
+/// Joins a directory's path and a name.
 pub fn join_path(path: &[u8], name: &[u8]) -> Vec<u8> {
     let mut joined = Vec::with_capacity(path.len() + 1 + name.len());
     joined.extend_from_slice(path);
@@ -243,10 +243,8 @@ mod tests {
 
     fn names(tree: &mut Tree, inode: Inode) -> Vec<(Inode, String)> {
         let found = tree.find_names([file(inode).id()].into_iter());
-        let mut found: Vec<_> = found
-            .into_iter()
-            .map(|(folder, name, _)| (folder, String::from_utf8_lossy(&name).into()))
-            .collect();
+        let mut found: Vec<_> =
+            found.into_iter().map(|(dir, name, _)| (dir, String::from_utf8_lossy(&name).into())).collect();
         found.sort();
         found
     }
@@ -254,10 +252,10 @@ mod tests {
     #[test]
     fn find_names_follows_added_replaced_and_removed_names() {
         let mut tree = Tree::new(1);
-        let folder = FileState { kind: NodeKind::Folder, ..file(2) };
-        tree.insert(1, b"sub"[..].into(), folder);
-        for (folder, name) in [(1, &b"a"[..]), (2, &b"b"[..])] {
-            tree.insert(folder, name.into(), file(10));
+        let dir = FileState { kind: NodeKind::Directory, ..file(2) };
+        tree.insert(1, b"sub"[..].into(), dir);
+        for (dir, name) in [(1, &b"a"[..]), (2, &b"b"[..])] {
+            tree.insert(dir, name.into(), file(10));
         }
         assert_eq!(names(&mut tree, 10), [(1, "a".to_owned()), (2, "b".to_owned())]);
         tree.insert(1, b"c"[..].into(), file(10));
@@ -266,8 +264,8 @@ mod tests {
         assert_eq!(names(&mut tree, 11), [(1, "a".to_owned())]);
         tree.refresh(1, b"c", file(11));
         assert_eq!(names(&mut tree, 11), [(1, "a".to_owned()), (1, "c".to_owned())]);
-        let (mut before, mut removed_folders) = (PathMap::new(), Vec::new());
-        tree.remove(1, b"sub", b"sub".to_vec(), &mut before, &mut removed_folders);
+        let (mut before, mut removed_dirs) = (PathMap::new(), Vec::new());
+        tree.remove(1, b"sub", b"sub".to_vec(), &mut before, &mut removed_dirs);
         assert_eq!(names(&mut tree, 10), []);
     }
 }

@@ -116,8 +116,8 @@ impl RestoreRequest {
     pub(super) fn describe_result(&self, state: &FileRestore) -> String {
         let error = state.error.as_deref();
         let Some(restored_to) = &state.restored_to else {
-            let why = error.unwrap_or("the reason is unknown");
-            return format!("{} could not be restored: {why}", self.path);
+            let reason = error.unwrap_or("the reason is unknown");
+            return format!("{} could not be restored: {reason}", self.path);
         };
         let at = state.saved_at.as_ref().map_or("an unknown time", |at| at.as_str());
         let kept_note = state

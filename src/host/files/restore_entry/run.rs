@@ -45,7 +45,7 @@ const LOCK_FILE: &str = "entry-restore.lock";
 
 /// The capabilities of `svc-files-request.service`, which gives the files to the owner's user and accesses directories
 /// that only this user can enter.
-pub const CAPABILITIES: CapabilitySet = crate::files::gate::CAPABILITIES;
+pub const CAPABILITIES: CapabilitySet = crate::files::restore_home::CAPABILITIES;
 
 /// The fail points of a restore.
 pub const FAILPOINTS: &[&str] =

@@ -1,8 +1,8 @@
-//! Copies the release's bundled apps into the owner's apps folder. Apps that the owner changed, created or removed are
-//! not touched.
+//! Copies the release's bundled apps into the owner's apps directory. Apps that the owner changed, created or removed
+//! are not touched.
 //!
-//! `.bundled-apps.json` in the apps folder lists the copied files. An app is replaced as a whole, by rename, and only
-//! if its files are exactly those that were copied.
+//! `.bundled-apps.json` in the apps directory lists the copied files. An app is replaced as a whole, by rename, and
+//! only if its files are exactly those that were copied.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -70,18 +70,18 @@ pub fn log_skipped(skipped: &SkippedApp) {
     }
 }
 
-/// Whether this process may write to the apps folder or create it.
+/// Whether this process may write to the apps directory or create it.
 pub fn can_install(layout: &Layout) -> bool {
     let apps = layout.apps();
     let existing = apps.ancestors().find(|dir| dir.exists());
     existing.is_some_and(|dir| nix::unistd::access(dir, nix::unistd::AccessFlags::W_OK).is_ok())
 }
 
-/// Updates the bundled apps in the apps folder to the release's versions, and returns the skipped ones. An app whose
+/// Updates the bundled apps in the apps directory to the release's versions, and returns the skipped ones. An app whose
 /// files cannot be read or written is logged and does not affect the others. Blocks.
 ///
 /// # Errors
-/// The folders cannot be listed or created, or the record cannot be read or written.
+/// The directories cannot be listed or created, or the record cannot be read or written.
 pub fn install(layout: &Layout) -> Result<Vec<SkippedApp>, BundledAppsError> {
     let apps = layout.apps();
     fs::create_dir_all(&apps).map_err(FileError::wrap("create directory", &apps))?;
@@ -105,7 +105,7 @@ pub fn install(layout: &Layout) -> Result<Vec<SkippedApp>, BundledAppsError> {
     Ok(skipped)
 }
 
-/// The state of a bundled app in the apps folder.
+/// The state of a bundled app in the apps directory.
 enum AppInstallation {
     /// The app has the release's files, which may just have been copied.
     Current(Tree),
@@ -202,7 +202,7 @@ impl Write for HashWriter<'_> {
     }
 }
 
-/// Copies the files to a temporary folder, and replaces `target` with it.
+/// Copies the files to a temporary directory, and replaces `target` with it.
 fn copy(source: &Path, target: &Path, files: &Tree) -> Result<(), FileError> {
     let temporary = |suffix: &str| {
         let name = target.file_name().unwrap_or_default().to_string_lossy();
@@ -211,7 +211,7 @@ fn copy(source: &Path, target: &Path, files: &Tree) -> Result<(), FileError> {
     let (new, old) = (temporary("new"), temporary("old"));
     let replaced = copy_files(source, &new, files).and_then(|()| replace(target, &new, &old));
     if replaced.is_err() {
-        // The disk may be full, and the next installation, which also removes the folder, may be far off.
+        // The disk may be full, and the next installation, which also removes the directory, may be far off.
         let _ = fs::remove_dir_all(&new);
     }
     replaced
@@ -230,13 +230,13 @@ fn copy_files(source: &Path, to: &Path, files: &Tree) -> Result<(), FileError> {
     Ok(())
 }
 
-/// Moves the existing folder aside to `old`, and renames `new` to `target`.
+/// Moves the existing directory aside to `old`, and renames `new` to `target`.
 fn replace(target: &Path, new: &Path, old: &Path) -> Result<(), FileError> {
     if target.exists() {
         fs::rename(target, old).map_err(FileError::wrap("rename", target))?;
     }
-    fs::rename(new, target).map_err(FileError::wrap("rename a new folder to", target))?;
-    // Any remainder of the old folder is removed by the next installation.
+    fs::rename(new, target).map_err(FileError::wrap("rename a new directory to", target))?;
+    // Any remainder of the old directory is removed by the next installation.
     let _ = fs::remove_dir_all(old);
     fsx::sync_dir(target.parent().unwrap_or(target))
 }
@@ -248,7 +248,7 @@ fn remove_leftovers(apps: &Path) {
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let parts: Vec<&str> = name.split('.').collect();
         let ["", slug, id, suffix @ ("new" | "old")] = parts[..] else { continue };
-        // Match only names that `copy` generates: the owner's folders may have similar names.
+        // Match only names that `copy` generates: the owner's directories may have similar names.
         if id.len() != 32 || !id.bytes().all(|byte| byte.is_ascii_hexdigit()) {
             continue;
         }
@@ -336,7 +336,7 @@ mod tests {
     #[test]
     fn install_updates_other_apps_after_failure() {
         let fixture = Fixture::new();
-        // A file cannot be listed like a folder.
+        // A file cannot be listed like a directory.
         fixture.write_owner_file("broken", "a file");
         for version in ["1", "2", "3"] {
             for app in ["alpha", "broken", "zeta"] {
@@ -351,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn copy_removes_temporary_folder_after_failure() {
+    fn copy_removes_temporary_directory_after_failure() {
         let fixture = Fixture::new();
         fixture.bundle("notes/a", "1");
         let (source, apps) = (fixture.layout.bundled_apps().join("notes"), fixture.layout.apps());
@@ -378,7 +378,7 @@ mod tests {
     }
 
     #[test]
-    fn install_keeps_folders_named_like_leftovers() {
+    fn install_keeps_directories_named_like_leftovers() {
         let fixture = Fixture::new();
         fixture.bundle("notes/svc.json", "1");
         for file in [".notes.2026.old/draft.txt", ".gone.mine.old/svc.json", ".notes.a.new/x"] {

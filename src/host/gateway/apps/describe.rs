@@ -43,7 +43,7 @@ pub static ICON: Endpoint = Endpoint {
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
 };
 
-pub static FOLDER: Endpoint = Endpoint {
+pub static FRONT_PAGE_REDIRECT: Endpoint = Endpoint {
     operation: Operation {
         id: "openApp",
         method: Method::GET,

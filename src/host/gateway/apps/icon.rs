@@ -23,7 +23,7 @@ pub async fn serve_icon(
 ) -> Response {
     let snapshot = files.registry.snapshot();
     let icon =
-        snapshot.folders.get(&slug).and_then(|(folder, manifest)| Some(folder.join(manifest.icon.as_ref()?)));
+        snapshot.directories.get(&slug).and_then(|(dir, manifest)| Some(dir.join(manifest.icon.as_ref()?)));
     let app_icon = match icon {
         Some(icon) => {
             let home = files.home.clone();
@@ -46,10 +46,10 @@ fn read_icon(home: &Path, icon: &Path) -> Option<StaticFile> {
     if !kind.starts_with("image/") {
         return None;
     }
-    // Open the icon's folder first: `DirFd` opens a file that is not world-readable only if it belongs to the owner of
-    // the folder, and root owns the home directory.
-    let folder = DirFd::open(home).ok()?.open_dir(icon.parent()?).ok()?;
-    let content = folder.read(Path::new(icon.file_name()?), MAX_ICON_BYTES).ok()?;
+    // Open the icon's directory first: `DirFd` opens a file that is not world-readable only if it belongs to the owner
+    // of the directory, and root owns the home directory.
+    let dir = DirFd::open(home).ok()?.open_dir(icon.parent()?).ok()?;
+    let content = dir.read(Path::new(icon.file_name()?), MAX_ICON_BYTES).ok()?;
     Some(StaticFile::in_memory(content, kind))
 }
 

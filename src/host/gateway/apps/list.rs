@@ -30,25 +30,25 @@ pub async fn list_apps(
     Json(json!({ "apps": apps }))
 }
 
-/// Lists the apps that are registered or have a folder with a valid manifest, by slug; then the other errors, such as
-/// folders with an invalid manifest or stored apps that could not be registered.
+/// Lists the apps that are registered or have a directory with a valid manifest, by slug; then the other errors, such
+/// as directories with an invalid manifest or stored apps that could not be registered.
 fn apps_json(snapshot: &AppsSnapshot) -> Vec<Value> {
-    let slugs: BTreeSet<&String> = snapshot.apps.keys().chain(snapshot.folders.keys()).collect();
+    let slugs: BTreeSet<&String> = snapshot.apps.keys().chain(snapshot.directories.keys()).collect();
     let mut list: Vec<Value> = slugs.iter().map(|slug| app_json(snapshot, slug)).collect();
     let other_errors =
         snapshot.errors().filter(|(_, error)| error.slug.as_ref().is_none_or(|slug| !slugs.contains(slug)));
-    list.extend(other_errors.map(|(folder, error)| {
-        json!({ "slug": error.slug, "folder": folder, "status": "error", "error": error.message })
+    list.extend(other_errors.map(|(dir, error)| {
+        json!({ "slug": error.slug, "folder": dir, "status": "error", "error": error.message })
     }));
     list
 }
 
 fn app_json(snapshot: &AppsSnapshot, slug: &str) -> Value {
     let registered = snapshot.apps.get(slug);
-    let folder = snapshot.folders.get(slug);
+    let dir = snapshot.directories.get(slug);
     let error = snapshot.errors().map(|(_, error)| error).find(|error| error.slug.as_deref() == Some(slug));
     let manifest: Option<&Manifest> =
-        folder.map(|(_, manifest)| manifest).or_else(|| registered.map(|app| &app.manifest));
+        dir.map(|(_, manifest)| manifest).or_else(|| registered.map(|app| &app.manifest));
     let status = match (error, registered) {
         (Some(_), _) => "error",
         (None, Some(_)) => "ready",
@@ -59,11 +59,11 @@ fn app_json(snapshot: &AppsSnapshot, slug: &str) -> Value {
         "name": manifest.map(|manifest| manifest.name.as_str()),
         "version": manifest.map(|manifest| manifest.version.as_str()),
         "runtime": manifest.map(|manifest| manifest.runtime.name()),
-        "folder": folder.and_then(|(path, _)| path.file_name()).map(|name| name.to_string_lossy()),
+        "folder": dir.and_then(|(path, _)| path.file_name()).map(|name| name.to_string_lossy()),
         "connect": manifest.map_or_else(Vec::new, |manifest| {
             manifest.connect.iter().map(ForeignOrigin::as_str).collect()
         }),
-        "url": folder.map(|_| format!("/apps/{slug}/")),
+        "url": dir.map(|_| format!("/apps/{slug}/")),
         "icon": format!("/icons/{slug}"),
         "tables": registered.map_or_else(Vec::new, |app| app.tables.keys().collect()),
         "status": status,

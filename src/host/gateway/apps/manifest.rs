@@ -37,9 +37,9 @@ pub struct Manifest {
     pub slug: Slug,
     pub version: String,
     pub runtime: Runtime,
-    /// The folder of the built pages, relative to the app's folder.
+    /// The directory of the built pages, relative to the app's directory.
     pub output: String,
-    /// The icon's path, relative to the app's folder.
+    /// The icon's path, relative to the app's directory.
     pub icon: Option<String>,
     /// Origins other than the app's own host that the app's pages may load from and send data to.
     pub connect: Vec<ForeignOrigin>,
@@ -183,14 +183,14 @@ impl ManifestReader {
     }
 
     fn read_path(&mut self, path: &str, value: &Value) -> Option<String> {
-        let is_below_folder = |path: &str| {
+        let is_below_dir = |path: &str| {
             !path.is_empty()
                 && path.split('/').all(|part| !["", ".", ".."].contains(&part))
                 && !path.contains('\0')
         };
         match value.as_str().map(|path| path.trim_start_matches("./").trim_end_matches('/')) {
-            Some(path) if is_below_folder(path) => Some(path.to_owned()),
-            _ => self.reject(path, "must be a path below the app's folder"),
+            Some(path) if is_below_dir(path) => Some(path.to_owned()),
+            _ => self.reject(path, "must be a path below the app's directory"),
         }
     }
 

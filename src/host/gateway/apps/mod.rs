@@ -1,11 +1,11 @@
-//! The owner's apps: their folders and manifests, their registration as schemas, their pages and icons.
+//! The owner's apps: their directories and manifests, their registration as schemas, their pages and icons.
 
 mod bundled;
 mod column;
 mod ddl;
 mod describe;
-mod folder;
-mod folder_watcher;
+mod directory;
+mod directory_watcher;
 mod foreign_origin;
 mod icon;
 mod list;
@@ -20,7 +20,7 @@ pub use bundled::run_install;
 pub use column::{Column, ColumnOrigin, ColumnType};
 #[cfg(feature = "fuzzing")]
 pub use ddl::registration_sql;
-pub use describe::{FOLDER, FRONT_PAGE, ICON, LIST, PAGE, app_schema_json};
+pub use describe::{FRONT_PAGE, FRONT_PAGE_REDIRECT, ICON, LIST, PAGE, app_schema_json};
 pub use icon::serve_icon;
 pub use list::list_apps;
 #[cfg(any(test, feature = "fuzzing"))]

@@ -1,4 +1,4 @@
-//! `GET /apps/<slug>/…`: an app's built pages, only from below its output folder.
+//! `GET /apps/<slug>/…`: an app's built pages, only from below its output directory.
 //!
 //! Each document runs in an opaque origin: apps share a host with the owner's session and must not run in that origin.
 
@@ -31,7 +31,7 @@ const MAX_GZIP_BYTES: u64 = 8 << 20;
 /// Maximum total size of the compressed files in memory.
 const MAX_GZIP_CACHE_BYTES: u64 = 16 << 20;
 
-/// The files in the apps' folders.
+/// The files in the apps' directories.
 pub struct AppFiles {
     pub(super) registry: Arc<Registry>,
     pub(super) home: PathBuf,
@@ -88,7 +88,7 @@ pub async fn serve_page(
 }
 
 enum PageTarget {
-    /// The URL of the app's folder with a trailing slash, which relative links need, and with the request's query.
+    /// The URL of the app's directory with a trailing slash, which relative links need, and with the request's query.
     Redirect(String),
     File(Box<AppFile>, HeaderValue),
 }
@@ -109,7 +109,7 @@ async fn find_page(files: &Arc<AppFiles>, principal: &Principal, uri: &Uri) -> R
         return Err(Problem::new(Code::Forbidden, "An app may load only its own pages."));
     }
     let snapshot = files.registry.snapshot();
-    let (folder, manifest) = snapshot.folders.get(slug).ok_or_else(not_found)?;
+    let (dir, manifest) = snapshot.directories.get(slug).ok_or_else(not_found)?;
     let Some(path) = path else {
         let query = uri.query().map(|query| format!("?{query}")).unwrap_or_default();
         return Ok(PageTarget::Redirect(format!("/apps/{slug}/{query}")));
@@ -118,12 +118,12 @@ async fn find_page(files: &Arc<AppFiles>, principal: &Principal, uri: &Uri) -> R
         return Err(Problem::new(Code::Unavailable, "Apps with the `node` runtime are not served yet."));
     }
     let path = parse_path(path).ok_or_else(not_found)?;
-    let output = folder.join(&manifest.output);
+    let output = dir.join(&manifest.output);
     let policy = content_security_policy(&manifest.connect);
     let files = files.clone();
     let opened = tokio::task::spawn_blocking(move || {
-        let folder = DirFd::open(&files.home)?.open_dir(&output)?;
-        let (file, meta, name) = open_page(&folder, &path)?;
+        let output = DirFd::open(&files.home)?.open_dir(&output)?;
+        let (file, meta, name) = open_page(&output, &path)?;
         let plain = StaticFile::from_file(file, &meta, &name);
         let gzip = files.gzip_cache.get_or_compress(&plain);
         Ok::<_, io::Error>(PageTarget::File(Box::new(AppFile { plain, gzip }), policy))
@@ -131,18 +131,18 @@ async fn find_page(files: &Arc<AppFiles>, principal: &Principal, uri: &Uri) -> R
     opened.await.ok().and_then(Result::ok).ok_or_else(not_found)
 }
 
-/// Converts a URL path to a path below a folder; `None` if it is invalid, could escape, or names a hidden file.
+/// Converts a URL path to a path below a directory; `None` if it is invalid, could escape, or names a hidden file.
 fn parse_path(path: &str) -> Option<PathBuf> {
     let decoded = percent_decode(path)?;
     if decoded.contains(['\0', '\\']) {
         return None;
     }
     let path = PathBuf::from(decoded);
-    let is_visible_below_folder = path.components().all(|part| {
+    let is_visible_below_dir = path.components().all(|part| {
         matches!(part, Component::Normal(name)
         if !name.to_string_lossy().starts_with('.'))
     });
-    is_visible_below_folder.then_some(path)
+    is_visible_below_dir.then_some(path)
 }
 
 /// Exposes `parse_path` to `tests/fuzz`.
@@ -151,7 +151,7 @@ pub fn path_in_app(path: &str) -> Option<PathBuf> {
     parse_path(path)
 }
 
-/// Opens the file or, for a folder, its `index.html`. For a missing path without an extension, which the app's
+/// Opens the file or, for a directory, its `index.html`. For a missing path without an extension, which the app's
 /// client-side router may handle, opens the app's front page.
 fn open_page(output: &DirFd, path: &Path) -> io::Result<(File, Metadata, PathBuf)> {
     let index = Path::new("index.html");
@@ -240,10 +240,10 @@ mod tests {
         std::fs::write(root.join("index.html"), "i").unwrap();
         std::fs::write(root.join("sub/index.html"), "i").unwrap();
         std::os::unix::fs::symlink("../secret.txt", root.join("out.txt")).unwrap();
-        let folder = DirFd::open(&root).unwrap();
-        assert!(open_page(&folder, Path::new("out.txt")).is_err());
-        assert!(open_page(&folder, Path::new("missing.js")).is_err());
-        let name = |path: &str| open_page(&folder, Path::new(path)).unwrap().2;
+        let output = DirFd::open(&root).unwrap();
+        assert!(open_page(&output, Path::new("out.txt")).is_err());
+        assert!(open_page(&output, Path::new("missing.js")).is_err());
+        let name = |path: &str| open_page(&output, Path::new(path)).unwrap().2;
         assert_eq!(name(""), Path::new("index.html"));
         assert_eq!(name("sub"), Path::new("sub/index.html"));
         assert_eq!(name("v1.2"), Path::new("v1.2/index.html"));

@@ -32,37 +32,38 @@ pub struct AppError {
 /// The state of all apps at one time.
 #[derive(Debug, Default, Clone)]
 pub struct AppsSnapshot {
-    /// Whether the apps folder has been scanned since the gateway started.
+    /// Whether the apps directory has been scanned since the gateway started.
     pub is_scanned: bool,
     /// Whether the registered apps have been loaded from the database since the gateway started.
     pub is_loaded: bool,
     pub apps: BTreeMap<String, Arc<App>>,
-    /// Folders with a valid manifest, by slug, with their paths relative to the home directory. Pages are served from
-    /// these.
-    pub folders: BTreeMap<String, (PathBuf, Manifest)>,
-    /// Folder errors, by folder name for an invalid manifest, and by slug for a rejected registration.
-    pub folder_errors: BTreeMap<String, AppError>,
-    /// Errors in stored manifests that are invalid or were rejected, by slug. These apps may have no folder.
+    /// Directories with a valid manifest, by slug, with their paths relative to the home directory. Pages are served
+    /// from these.
+    pub directories: BTreeMap<String, (PathBuf, Manifest)>,
+    /// Directory errors, by directory name for an invalid manifest, and by slug for a rejected registration.
+    pub directory_errors: BTreeMap<String, AppError>,
+    /// Errors in stored manifests that are invalid or were rejected, by slug. These apps may have no directory.
     pub stored_errors: BTreeMap<String, AppError>,
 }
 
 impl AppsSnapshot {
-    /// Whether the app has a folder; the manifest in it may be invalid. The owner removes an app by removing its
-    /// folder; its tables stay in the database.
+    /// Whether the app has a directory; the manifest in it may be invalid. The owner removes an app by removing its
+    /// directory; its tables stay in the database.
     pub fn is_installed(&self, slug: &str) -> bool {
-        self.folders.contains_key(slug) || self.has_folder_error(slug)
+        self.directories.contains_key(slug) || self.has_directory_error(slug)
     }
 
-    /// Returns the folder errors with their keys, followed by the errors in stored manifests. An app's stored error is
-    /// omitted if its folder has one, because the folder's manifest is the current one.
+    /// Returns the directory errors with their keys, followed by the errors in stored manifests. An app's stored error
+    /// is omitted if its directory has one, because the directory's manifest is the current one.
     pub fn errors(&self) -> impl Iterator<Item = (Option<&str>, &AppError)> {
-        let folder_errors = self.folder_errors.iter().map(|(key, error)| (Some(key.as_str()), error));
-        let stored_errors = self.stored_errors.iter().filter(move |(slug, _)| !self.has_folder_error(slug));
-        folder_errors.chain(stored_errors.map(|(_, error)| (None, error)))
+        let directory_errors = self.directory_errors.iter().map(|(key, error)| (Some(key.as_str()), error));
+        let stored_errors =
+            self.stored_errors.iter().filter(move |(slug, _)| !self.has_directory_error(slug));
+        directory_errors.chain(stored_errors.map(|(_, error)| (None, error)))
     }
 
-    fn has_folder_error(&self, slug: &str) -> bool {
-        self.folder_errors.values().any(|error| error.slug.as_deref() == Some(slug))
+    fn has_directory_error(&self, slug: &str) -> bool {
+        self.directory_errors.values().any(|error| error.slug.as_deref() == Some(slug))
     }
 }
 
@@ -86,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn stored_error_is_listed_only_without_folder_error() {
+    fn stored_error_is_listed_only_without_directory_error() {
         let error = |message: &str| AppError { slug: Some("notes".to_owned()), message: message.to_owned() };
         let messages = |snapshot: &AppsSnapshot| -> Vec<String> {
             snapshot.errors().map(|(_, error)| error.message.clone()).collect()
@@ -95,7 +96,7 @@ mod tests {
         snapshot.stored_errors.insert("notes".to_owned(), error("rejected"));
         assert_eq!(messages(&snapshot), ["rejected"]);
         assert!(!snapshot.is_installed("notes"));
-        snapshot.folder_errors.insert("my-notes".to_owned(), error("invalid"));
+        snapshot.directory_errors.insert("my-notes".to_owned(), error("invalid"));
         assert_eq!(messages(&snapshot), ["invalid"]);
         assert!(snapshot.is_installed("notes"));
     }

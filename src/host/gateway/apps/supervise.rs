@@ -1,4 +1,4 @@
-//! Keeps the registry up to date: copies bundled apps, reads folders, registers manifests, and enables their roles'
+//! Keeps the registry up to date: copies bundled apps, reads directories, registers manifests, and enables their roles'
 //! logins. A single task does all of this, so registrations never run concurrently. It retries for as long as the
 //! gateway is running.
 
@@ -14,8 +14,8 @@ use tokio_postgres::Client;
 use tokio_util::sync::CancellationToken;
 
 use super::bundled;
-use super::folder::{self, AppFolder};
-use super::folder_watcher::FolderWatcher;
+use super::directory::{self, AppDirectory};
+use super::directory_watcher::DirectoryWatcher;
 use super::manifest::Manifest;
 use super::register::{self, RegisterError};
 use super::registry::{App, AppError, AppsSnapshot, Registry};
@@ -66,7 +66,7 @@ pub async fn supervise(context: SupervisorContext, stop: CancellationToken) {
         rejected: HashMap::new(),
     };
     install_bundled(layout.clone()).await;
-    let mut watcher = FolderWatcher::new();
+    let mut watcher = DirectoryWatcher::new();
     let mut retry_delays = RETRY_DELAYS.build();
     loop {
         watcher.update_watches(&layout.apps());
@@ -121,7 +121,7 @@ struct Supervisor {
     should_load: bool,
     /// The earliest time at which a rejected login may cause another load.
     next_reload_at: Instant,
-    /// The slug in each folder's last valid manifest, by folder name.
+    /// The slug in each directory's last valid manifest, by directory name.
     last_slugs: HashMap<String, Slug>,
     /// Manifests that the database rejected.
     rejected: HashMap<Slug, Manifest>,
@@ -133,8 +133,8 @@ enum RoundError {
     Database(#[from] DatabaseError),
     #[error(transparent)]
     Identity(#[from] IdentityError),
-    #[error("cannot read the apps folder")]
-    Folder(#[source] std::io::Error),
+    #[error("cannot read the apps directory")]
+    Directory(#[source] std::io::Error),
     #[error("cannot register the app {slug}")]
     Register { slug: String, source: RegisterError },
     #[error("the system's random number generator failed; cannot generate a password")]
@@ -155,10 +155,10 @@ fn replace_error(result: &mut Result<(), RoundError>, error: RoundError) {
 }
 
 impl Supervisor {
-    /// Reads folders first, so that pages are served while the database is unreachable; then updates the database.
-    /// If the folders cannot be read, the stored apps are still loaded: they need no folders.
+    /// Reads directories first, so that pages are served while the database is unreachable; then updates the database.
+    /// If the directories cannot be read, the stored apps are still loaded: they need no directories.
     async fn run_round(&mut self) -> Result<(), RoundError> {
-        let (manifests, folders_error) = match self.read_folders().await {
+        let (manifests, directories_error) = match self.read_directories().await {
             Ok(manifests) => (manifests, None),
             Err(error) => (Vec::new(), Some(error)),
         };
@@ -167,7 +167,7 @@ impl Supervisor {
         }
         let mut result = self.update_database(manifests).await;
         self.publish();
-        if let Some(error) = folders_error {
+        if let Some(error) = directories_error {
             replace_error(&mut result, error);
         }
         result
@@ -200,7 +200,7 @@ impl Supervisor {
                 match self.register(&mut client, manifest.clone()).await {
                     Ok(rejection) => {
                         let slug = manifest.slug.to_string();
-                        self.snapshot.folder_errors.extend(rejection.map(|error| (slug, error)));
+                        self.snapshot.directory_errors.extend(rejection.map(|error| (slug, error)));
                         self.note_outcome(manifest);
                     }
                     // If a table of this app is locked, the other apps can still be registered. Without a connection,
@@ -233,28 +233,28 @@ impl Supervisor {
         self.context.kernel.note(&format!("the app {slug} {version} {outcome}"));
     }
 
-    /// Updates the snapshot's folders and their errors, and returns the valid manifests.
-    async fn read_folders(&mut self) -> Result<Vec<Manifest>, RoundError> {
+    /// Updates the snapshot's directories and their errors, and returns the valid manifests.
+    async fn read_directories(&mut self) -> Result<Vec<Manifest>, RoundError> {
         let home = self.context.layout.home();
-        let scanned = tokio::task::spawn_blocking(move || folder::scan(&home)).await;
-        let folders = scanned.map_err(|error| RoundError::Folder(std::io::Error::other(error)))?;
-        let folders = folders.map_err(RoundError::Folder)?;
-        self.snapshot.folders.clear();
-        self.snapshot.folder_errors.clear();
+        let scanned = tokio::task::spawn_blocking(move || directory::scan(&home)).await;
+        let dirs = scanned.map_err(|error| RoundError::Directory(std::io::Error::other(error)))?;
+        let dirs = dirs.map_err(RoundError::Directory)?;
+        self.snapshot.directories.clear();
+        self.snapshot.directory_errors.clear();
         self.snapshot.is_scanned = true;
         let mut manifests = Vec::new();
-        self.last_slugs.retain(|name, _| folders.iter().any(|folder| folder.name == *name));
-        for AppFolder { name, path, manifest } in folders {
+        self.last_slugs.retain(|name, _| dirs.iter().any(|dir| dir.name == *name));
+        for AppDirectory { name, path, manifest } in dirs {
             match manifest {
                 Ok(manifest) => {
                     self.last_slugs.insert(name, manifest.slug.clone());
-                    self.snapshot.folders.insert(manifest.slug.to_string(), (path, manifest.clone()));
+                    self.snapshot.directories.insert(manifest.slug.to_string(), (path, manifest.clone()));
                     manifests.push(manifest);
                 }
                 Err(message) => {
                     let slug = self.last_slugs.get(&name).cloned().or_else(|| name.parse().ok());
                     let slug = slug.map(|slug| slug.to_string());
-                    self.snapshot.folder_errors.insert(name, AppError { slug, message });
+                    self.snapshot.directory_errors.insert(name, AppError { slug, message });
                 }
             }
         }
@@ -269,8 +269,8 @@ impl Supervisor {
         self.context.registry.publish(self.snapshot.clone());
     }
 
-    /// Prepares the database, and registers every app that is stored in it, with or without a folder. If one cannot be
-    /// registered, for example because a table is locked, the others still are, and the next round loads all of them
+    /// Prepares the database, and registers every app that is stored in it, with or without a directory. If one cannot
+    /// be registered, for example because a table is locked, the others still are, and the next round loads all of them
     /// again. An app that was loaded before is removed only if its manifest is rejected or no longer stored.
     async fn load_apps(&mut self, client: &mut Client) -> Result<(), RoundError> {
         let identity = database_identity::check_or_adopt(&self.context.layout, client).await;
@@ -320,11 +320,11 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Returns the folder's manifest if it is the stored one except for the order of its tables and columns, which the
-    /// database does not keep. Without this, the app would be registered again, with the folder's manifest.
+    /// Returns the directory's manifest if it is the stored one except for the order of its tables and columns, which
+    /// the database does not keep. Without this, the app would be registered again, with the directory's manifest.
     fn restore_declared_order(&self, stored: Manifest) -> Manifest {
-        let folder = self.snapshot.folders.get(stored.slug.as_str());
-        let declared = folder.map(|(_, manifest)| manifest).filter(|m| m.equals_ignoring_order(&stored));
+        let dir = self.snapshot.directories.get(stored.slug.as_str());
+        let declared = dir.map(|(_, manifest)| manifest).filter(|m| m.equals_ignoring_order(&stored));
         declared.cloned().unwrap_or(stored)
     }
 

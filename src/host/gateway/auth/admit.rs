@@ -57,7 +57,7 @@ impl IntoResponse for AuthFailure {
             }
             Self::AppNotInstalled => Problem::new(
                 Code::Forbidden,
-                "This app is not installed: the apps folder has no folder for it.",
+                "This app is not installed: the apps directory has no directory for it.",
             ),
             Self::AppsNotLoaded => {
                 Problem::new(Code::Unavailable, "The apps are not loaded yet.").retry_after(1)

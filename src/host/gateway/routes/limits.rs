@@ -162,7 +162,7 @@ fn read_time_zone(fields: &mut Fields) -> Option<String> {
 /// `system`.
 fn audit_entry(size_bytes: u64) -> AuditEntry {
     AuditEntry {
-        version: AuditEntry::VERSION,
+        version: AuditEntry::FORMAT_VERSION,
         timestamp: now_ms(),
         op: FileOperation::Write,
         path: "system/config.json".to_owned(),

@@ -1,5 +1,5 @@
 //! The gateway's own routes, one file per group with its handlers and their descriptions. The bridge and app routes are
-//! in their own folders.
+//! in their own directories.
 
 pub mod backup_progress;
 pub mod dispatch;

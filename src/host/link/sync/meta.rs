@@ -70,7 +70,7 @@ fn build_meta(config: &SyncConfig) -> VpsMeta {
     // An unreadable quiesce file must not stop the metadata write: the status is then `running`.
     let quiesced = Quiesce::read(&config.layout).ok().flatten();
     VpsMeta {
-        version: meta::FORMAT,
+        version: meta::FORMAT_VERSION,
         idp_user_id: identity.user.clone(),
         slot: identity.slot.clone(),
         machine_id: identity.machine,

@@ -75,7 +75,7 @@ Example: svc-sync-agent list projects --time 2026-11-27T18:00:00Z")]
         /// A path below /home/svc; relative paths start at /home/svc/home
         #[arg(default_value = ".")]
         path: String,
-        /// Time (RFC 3339) [default: the last save]
+        /// Use the last snapshot at or before this time, in RFC 3339 format (default: the latest snapshot)
         #[arg(long)]
         time: Option<String>,
     },
@@ -89,7 +89,7 @@ Exit codes: 0 restored, 64 invalid path or time, 65 refused, 69 not restored, 77
     Restore {
         /// A path below /home/svc; relative paths start at /home/svc/home
         path: String,
-        /// Time (RFC 3339) [default: the last save]
+        /// Use the last snapshot at or before this time, in RFC 3339 format (default: the latest snapshot)
         #[arg(long)]
         time: Option<String>,
         /// Restore to this path, which must not exist
@@ -161,7 +161,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     let layout = Layout::from_process();
     // If root starts these commands, they switch to the gateway's user, with the capabilities of their units.
     if matches!(args.command, Some(Command::RestoreHome { .. } | Command::ServeRestore))
-        && let Err(error) = user::switch_to_gateway_user_with(&layout, files::gate::CAPABILITIES)
+        && let Err(error) = user::switch_to_gateway_user_with(&layout, files::restore_home::CAPABILITIES)
     {
         return applet::report("svc-sync-agent", &Failure::new(Exit::Internal, error));
     }
@@ -206,10 +206,10 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
             applet::block_on("svc-sync-agent", restore)
         }
         Some(Command::RestoreHome { give_up: true, .. }) => {
-            applet::block_on("svc-sync-agent", async { files::gate::give_up(&layout) })
+            applet::block_on("svc-sync-agent", async { files::restore_home::give_up(&layout) })
         }
         Some(Command::RestoreHome { retry, skip_damaged, give_up: false }) => {
-            let restore = request_id::run_with_new_id(files::gate::run(layout, retry, skip_damaged));
+            let restore = request_id::run_with_new_id(files::restore_home::run(layout, retry, skip_damaged));
             applet::block_on("svc-sync-agent", restore)
         }
     }

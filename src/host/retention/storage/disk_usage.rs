@@ -19,7 +19,7 @@ struct Directory {
     app: Option<String>,
 }
 
-/// Measures the home directory. Returns its sizes, and the size of each app's folder by slug.
+/// Measures the home directory. Returns its sizes, and the size of each app's directory by slug.
 ///
 /// # Errors
 /// [`FileError`] if the home directory's metadata cannot be read.
@@ -30,7 +30,7 @@ pub fn measure_home(
     deadline: Instant,
 ) -> Result<(FileSizes, BTreeMap<String, u64>), FileError> {
     let root = fs::symlink_metadata(home).map_err(FileError::wrap("stat", home))?;
-    let (mut sizes, mut folders) = (FileSizes::default(), BTreeMap::new());
+    let (mut sizes, mut app_sizes) = (FileSizes::default(), BTreeMap::new());
     let mut counted = HashSet::new();
     let mut directories = vec![Directory { path: home.to_owned(), app: None }];
     while let Some(Directory { path, app }) = directories.pop() {
@@ -54,14 +54,14 @@ pub fn measure_home(
             sizes.apps_bytes += if is_in_apps { bytes } else { 0 };
             sizes.logs_bytes += if is_in_logs { bytes } else { 0 };
             if let Some(slug) = &app {
-                *folders.entry(slug.clone()).or_default() += bytes;
+                *app_sizes.entry(slug.clone()).or_default() += bytes;
             }
             if meta.is_dir() {
                 directories.push(Directory { path: entry.path(), app });
             }
         }
     }
-    Ok((sizes, folders))
+    Ok((sizes, app_sizes))
 }
 
 /// Marks a file as counted; returns `false` for a hard link to a file that has already been counted.
@@ -69,7 +69,7 @@ fn mark_counted(meta: &Metadata, counted: &mut HashSet<u64>) -> bool {
     meta.is_dir() || meta.nlink() == 1 || counted.insert(meta.ino())
 }
 
-/// Returns the slug of an app's folder; `None` if the entry is not a directory, or its name is not a valid slug.
+/// Returns the slug of an app's directory; `None` if the entry is not a directory, or its name is not a valid slug.
 fn parse_slug(entry: &fs::DirEntry, meta: &Metadata) -> Option<String> {
     const MAX_SLUG_BYTES: usize = 41;
     let name = entry.file_name().into_string().ok()?;
@@ -95,21 +95,24 @@ mod tests {
         }
         let measure = |deadline| measure_home(&home, &apps, &logs, deadline).unwrap();
         let later = Instant::now() + Duration::from_secs(600);
-        let (before, folders_before) = measure(later);
+        let (before, app_sizes_before) = measure(later);
         fs::write(apps.join("notes/deep/a"), vec![1; 100_000]).unwrap();
         fs::hard_link(apps.join("notes/deep/a"), apps.join("notes/b")).unwrap();
         fs::write(apps.join("Not An App/c"), vec![1; 20_000]).unwrap();
         fs::write(logs.join("activity.log"), vec![1; 50_000]).unwrap();
         std::os::unix::fs::symlink("/usr", home.join("elsewhere")).unwrap();
         std::os::unix::fs::symlink(&home, apps.join("loop")).unwrap();
-        let (after, folders) = measure(later);
+        let (after, app_sizes) = measure(later);
         let apps_bytes = after.apps_bytes - before.apps_bytes;
         let logs_bytes = after.logs_bytes - before.logs_bytes;
         assert!((120_000..200_000).contains(&apps_bytes), "{after:?}");
         assert!((50_000..100_000).contains(&logs_bytes), "{after:?}");
         assert!(after.home_bytes - before.home_bytes < apps_bytes + logs_bytes + 10_000, "{after:?}");
-        assert_eq!(folders.keys().collect::<Vec<_>>(), ["notes"]);
-        assert!((100_000..120_000).contains(&(folders["notes"] - folders_before["notes"])), "{folders:?}");
+        assert_eq!(app_sizes.keys().collect::<Vec<_>>(), ["notes"]);
+        assert!(
+            (100_000..120_000).contains(&(app_sizes["notes"] - app_sizes_before["notes"])),
+            "{app_sizes:?}"
+        );
         let (late, _) = measure(Instant::now());
         assert_eq!((late.home_bytes, late.skipped_directories), (0, 1), "the deadline has passed");
     }

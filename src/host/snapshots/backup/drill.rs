@@ -28,8 +28,8 @@ pub const FAILPOINTS: &[&str] =
 
 #[derive(Debug, thiserror::Error)]
 enum DatabaseDrillError {
-    #[error("{key} is not usable: {why}")]
-    Damaged { key: String, why: String },
+    #[error("{key} is not usable: {reason}")]
+    Damaged { key: String, reason: String },
     #[error("the object store could not be read")]
     Store(#[source] StoreError),
     #[error(transparent)]
@@ -53,11 +53,11 @@ impl DatabaseDrillError {
         match self {
             // `Refused` prevents a retry, which would not find more free space a minute later.
             Self::Damaged { .. } | Self::Download(DownloadError::NoSpace { .. }) => Exit::Refused,
-            Self::Store(error) => crate::system::store::exit_code(error),
+            Self::Store(error) => crate::system::store::to_exit(error),
             Self::Download(error) => error.exit(),
             Self::Connect(_) => Exit::Unavailable,
             Self::Load(error) => error.exit(),
-            Self::Query(error) => postgres::exit_code(error),
+            Self::Query(error) => postgres::to_exit(error),
             Self::Stopped => Exit::TryAgain,
             Self::File(_) | Self::Injected(_) => Exit::Internal,
         }
@@ -87,7 +87,7 @@ pub async fn run(
     }
     let size_bytes = snapshot.as_ref().map_or(0, |snapshot: &SnapshotRef| snapshot.size_bytes);
     let check = CheckRecord {
-        version: CheckRecord::VERSION,
+        version: CheckRecord::FORMAT_VERSION,
         timestamp: clock::now_ms(),
         check: CheckKind::Drill,
         status: if result.is_ok() { Status::Success } else { Status::Error },
@@ -142,7 +142,9 @@ async fn find_latest(
     let snapshot = match snapshot::find_latest(&settings.bucket, &settings.slot).await {
         Ok(snapshot) => snapshot,
         Err(SnapshotUnusable::Absent) => return Ok(None),
-        Err(SnapshotUnusable::Damaged { key, why }) => return Err(DatabaseDrillError::Damaged { key, why }),
+        Err(SnapshotUnusable::Damaged { key, reason }) => {
+            return Err(DatabaseDrillError::Damaged { key, reason });
+        }
         Err(SnapshotUnusable::Store(error)) => return Err(DatabaseDrillError::Store(error)),
     };
     *drilled = Some(snapshot.clone());

@@ -96,8 +96,8 @@ pub enum DumpError {
 impl DumpError {
     pub fn exit(&self) -> Exit {
         match self {
-            Self::Upload(UploadError::Store(error)) => store::exit_code(error),
-            Self::Query(error) => postgres::exit_code(error),
+            Self::Upload(UploadError::Store(error)) => store::to_exit(error),
+            Self::Query(error) => postgres::to_exit(error),
             _ => Exit::Internal,
         }
     }
@@ -115,7 +115,7 @@ impl DumpedSnapshot {
     /// Builds the sidecar of the dump, which is stored as `key` and has just been verified.
     pub fn into_sidecar(self, key: &str, identity: &Identity, snapshot: &Snapshot) -> Sidecar {
         Sidecar {
-            version: stored::FORMAT,
+            version: stored::FORMAT_VERSION,
             key: key.to_owned(),
             size_bytes: self.dump.size_bytes,
             sha256: self.dump.sha256,

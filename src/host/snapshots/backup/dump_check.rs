@@ -141,7 +141,7 @@ mod tests {
 
     #[test]
     fn is_tool_failure_excludes_exit_codes_of_pg_restore() {
-        let has_failed = |code: i32| is_tool_failure(ExitStatus::from_raw(code << 8));
+        let has_failed = |exit_code: i32| is_tool_failure(ExitStatus::from_raw(exit_code << 8));
         assert!(!has_failed(0) && !has_failed(1));
         // podman; a command that is not found; SIGKILL; a container that is not running
         assert!([125, 127, 137, 255].into_iter().all(has_failed));

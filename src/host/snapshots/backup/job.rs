@@ -119,7 +119,7 @@ impl BackupError {
             Self::Superseded | Self::Fenced(_) => Exit::Permission,
             Self::Store(error)
             | Self::Unpublished { source: PointerError::Store(error), .. }
-            | Self::Upload(UploadError::Store(error)) => crate::system::store::exit_code(error),
+            | Self::Upload(UploadError::Store(error)) => crate::system::store::to_exit(error),
             Self::Unpublished { .. } => Exit::Unavailable,
             Self::Snapshot(error) => error.exit(),
             Self::Dump(error) => error.exit(),

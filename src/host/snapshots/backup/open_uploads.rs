@@ -11,7 +11,7 @@ use svc_http::problem::format_chain;
 use svc_store::Bucket;
 use svc_store::multipart::OpenUpload;
 
-const FORMAT: u32 = 1;
+const FORMAT_VERSION: u32 = 1;
 /// Maximum number of open uploads in the list; the latest are kept.
 const MAX_UPLOADS: usize = 16;
 
@@ -25,7 +25,7 @@ struct UploadList {
 fn read(layout: &Layout) -> Result<Vec<OpenUpload>, FileError> {
     let text = fsx::read_if_exists(&layout.open_uploads())?.unwrap_or_default();
     let list: UploadList = serde_json::from_slice(&text).unwrap_or_default();
-    Ok(if list.version == FORMAT { list.uploads } else { Vec::new() })
+    Ok(if list.version == FORMAT_VERSION { list.uploads } else { Vec::new() })
 }
 
 fn write(layout: &Layout, mut uploads: Vec<OpenUpload>) -> Result<(), FileError> {
@@ -33,8 +33,8 @@ fn write(layout: &Layout, mut uploads: Vec<OpenUpload>) -> Result<(), FileError>
         return fsx::remove_if_exists(&layout.open_uploads());
     }
     uploads.drain(..uploads.len().saturating_sub(MAX_UPLOADS));
-    let text =
-        serde_json::to_vec(&UploadList { version: FORMAT, uploads }).expect("plain fields serialize to JSON");
+    let text = serde_json::to_vec(&UploadList { version: FORMAT_VERSION, uploads })
+        .expect("plain fields serialize to JSON");
     fsx::write_atomic(&layout.open_uploads(), &text, 0o600)
 }
 

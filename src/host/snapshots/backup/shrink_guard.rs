@@ -114,7 +114,7 @@ impl AcceptError {
     fn exit(&self) -> Exit {
         match self {
             Self::Unusable(SnapshotUnusable::Store(error)) | Self::Pointer(PointerError::Store(error)) => {
-                crate::system::store::exit_code(error)
+                crate::system::store::to_exit(error)
             }
             Self::Pointer(PointerError::Fenced(_)) => Exit::Permission,
             Self::Pointer(_) => Exit::Unavailable,

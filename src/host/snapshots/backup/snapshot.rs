@@ -52,7 +52,7 @@ impl SnapshotError {
         match self {
             Self::Connect(_) => Exit::Unavailable,
             Self::Locked(_) => Exit::TryAgain,
-            Self::Query(error) => postgres::exit_code(error),
+            Self::Query(error) => postgres::to_exit(error),
         }
     }
 }

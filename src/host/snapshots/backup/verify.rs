@@ -49,8 +49,8 @@ enum VerifyError {
     #[error(transparent)]
     File(#[from] FileError),
     /// Earlier runs could not verify these snapshots, and this run has not read them.
-    #[error("{} could not be verified at the last attempt ({key}: {why})", pluralize(*count, "snapshot"))]
-    Unverified { count: u64, key: String, why: String },
+    #[error("{} could not be verified at the last attempt ({key}: {reason})", pluralize(*count, "snapshot"))]
+    Unverified { count: u64, key: String, reason: String },
     #[error("stopped by a signal")]
     Stopped,
     #[error(transparent)]
@@ -65,7 +65,7 @@ impl VerifyError {
     fn exit(&self) -> Exit {
         match self {
             Self::Store(error) | Self::Object(VerifyObjectError::Store(error)) => {
-                crate::system::store::exit_code(error)
+                crate::system::store::to_exit(error)
             }
             Self::Stopped => Exit::TryAgain,
             _ => Exit::Internal,
@@ -96,15 +96,15 @@ struct FailedRead {
 }
 
 impl ReadHistory {
-    const VERSION: u32 = 1;
+    const FORMAT_VERSION: u32 = 1;
 
     /// Reads the file. A file that does not parse, or has another version, counts as empty: snapshots are then read
     /// sooner than needed, and known damage is reported once its snapshot is read again.
     fn read(settings: &BackupSettings) -> Result<Self, FileError> {
         let text = fsx::read_if_exists(&settings.layout.verification_times())?;
         let history = text.and_then(|text| serde_json::from_slice::<Self>(&text).ok());
-        let supported = history.filter(|history| history.version == Self::VERSION);
-        Ok(supported.unwrap_or_else(|| Self { version: Self::VERSION, ..Self::default() }))
+        let supported = history.filter(|history| history.version == Self::FORMAT_VERSION);
+        Ok(supported.unwrap_or_else(|| Self { version: Self::FORMAT_VERSION, ..Self::default() }))
     }
 
     /// Records a read that has just ended, with a message about the damage that it found. Writes the whole history.
@@ -115,7 +115,7 @@ impl ReadHistory {
         damage: Option<&str>,
     ) -> Result<(), FileError> {
         match damage {
-            Some(why) => self.damaged.insert(key.to_owned(), why.to_owned()),
+            Some(reason) => self.damaged.insert(key.to_owned(), reason.to_owned()),
             None => self.damaged.remove(key),
         };
         self.failed.remove(key);
@@ -149,7 +149,7 @@ impl ReadHistory {
         Some(VerifyError::Unverified {
             count: self.failed.len() as u64,
             key: key.clone(),
-            why: error.clone(),
+            reason: error.clone(),
         })
     }
 
@@ -195,11 +195,11 @@ pub async fn run(
     };
     let error = match (&outcome, results.damaged.as_slice()) {
         (Err(error), _) => Some(format_chain(error)),
-        (Ok(()), [(_, why), ..]) => Some(why.clone()),
+        (Ok(()), [(_, reason), ..]) => Some(reason.clone()),
         (Ok(()), []) => None,
     };
     let check = CheckRecord {
-        version: CheckRecord::VERSION,
+        version: CheckRecord::FORMAT_VERSION,
         timestamp: clock::now_ms(),
         check: CheckKind::Verify,
         status: if error.is_none() { Status::Success } else { Status::Error },
@@ -224,7 +224,7 @@ pub async fn run(
             Ok(())
         }
         damaged => {
-            let lines: Vec<_> = damaged.iter().map(|(_, why)| format!("  {why}")).collect();
+            let lines: Vec<_> = damaged.iter().map(|(_, reason)| format!("  {reason}")).collect();
             let error = anyhow::anyhow!(
                 "found damage in {} of {}:\n{}\n  next: run `svc-db-backup run` to take a new snapshot now",
                 damaged.len(),
@@ -260,18 +260,18 @@ async fn verify_all(
                 results.bytes += sidecar.size_bytes;
                 tracing::info!(key, bytes = sidecar.size_bytes, "a snapshot is intact");
             }
-            Err(VerifyFailure::Damaged(why)) => {
-                tracing::error!(key, why, "a snapshot is damaged");
-                write_result = history.record_read(settings, &key, Some(&why));
-                results.damaged.push((key, why));
+            Err(VerifyFailure::Damaged(reason)) => {
+                tracing::error!(key, reason, "a snapshot is damaged");
+                write_result = history.record_read(settings, &key, Some(&reason));
+                results.damaged.push((key, reason));
             }
             Err(VerifyFailure::Unknown(error)) if error.is_store_failure() => return Err(error),
             // A snapshot that can never be read, for example for lack of memory, must not block other snapshots, either
             // in this run or by taking up every day's share.
             Err(VerifyFailure::Unknown(error)) => {
-                let why = format_chain(&error);
-                tracing::error!(key, error = why, "a snapshot could not be verified");
-                write_result = history.record_failure(settings, &key, why);
+                let reason = format_chain(&error);
+                tracing::error!(key, error = reason, "a snapshot could not be verified");
+                write_result = history.record_failure(settings, &key, reason);
                 failure.get_or_insert(error);
             }
         }
@@ -304,8 +304,8 @@ async fn select_keys(
         return match snapshot::find_latest(&settings.bucket, &settings.slot).await {
             Ok(latest) => Ok(vec![latest.key]),
             Err(SnapshotUnusable::Absent) => Ok(Vec::new()),
-            Err(SnapshotUnusable::Damaged { key, why }) => {
-                let message = format!("{key} is not usable: {why}");
+            Err(SnapshotUnusable::Damaged { key, reason }) => {
+                let message = format!("{key} is not usable: {reason}");
                 results.single_key = Some(key.clone());
                 results.damaged.push((key, message));
                 Ok(Vec::new())
@@ -330,7 +330,7 @@ async fn select_keys(
     let selected = verify_schedule::select_today(last_reads, now, settings.verify_within_days);
     // Damage is reported every day until a later read finds the snapshot intact.
     let known_damage = history.damaged.iter().filter(|(key, _)| !selected.contains(key));
-    results.damaged.extend(known_damage.map(|(key, why)| (key.clone(), why.clone())));
+    results.damaged.extend(known_damage.map(|(key, reason)| (key.clone(), reason.clone())));
     Ok(selected)
 }
 

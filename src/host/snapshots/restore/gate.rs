@@ -52,8 +52,8 @@ pub const FAILPOINTS: &[&str] = &[
 enum RestoreError {
     #[error("there is no snapshot, and SVC_RESTORE_MODE does not allow an empty start")]
     Absent,
-    #[error("{key} is not usable: {why}")]
-    Damaged { key: String, why: String },
+    #[error("{key} is not usable: {reason}")]
+    Damaged { key: String, reason: String },
     #[error(
         "the database {database} contains the owner's rows (in {table}), but no marker shows that it was \
          restored: it may be newer than the snapshot, and is not replaced\n  next: `svc-restore adopt` keeps \
@@ -110,7 +110,7 @@ impl RestoreError {
 
     fn exit(&self) -> Exit {
         match self {
-            Self::Store(error) => crate::system::store::exit_code(error),
+            Self::Store(error) => crate::system::store::to_exit(error),
             Self::Download(error) => map_refused(error.exit()),
             Self::Connect(_) => Exit::Unavailable,
             Self::Load(error) => map_refused(error.exit()),
@@ -283,8 +283,8 @@ async fn find_snapshot(
             (Ok(snapshot), _) => return Ok(Some(snapshot)),
             (Err(SnapshotUnusable::Absent), RestoreMode::Empty) => return Ok(None),
             (Err(SnapshotUnusable::Absent), RestoreMode::Required) => return Err(RestoreError::Absent),
-            (Err(SnapshotUnusable::Damaged { key, why }), _) => {
-                return Err(RestoreError::Damaged { key, why });
+            (Err(SnapshotUnusable::Damaged { key, reason }), _) => {
+                return Err(RestoreError::Damaged { key, reason });
             }
             (Err(SnapshotUnusable::Store(error)), _) => wait_to_retry(&mut backoff, error).await?,
         }
@@ -296,9 +296,9 @@ async fn read_sidecar(settings: &RestoreSettings, snapshot: &SnapshotRef) -> Res
     loop {
         match snapshot::read_sidecar(&settings.context.bucket, &settings.context.slot, snapshot).await {
             Ok(sidecar) => return Ok(sidecar),
-            Err(StoreError::Corrupt { key, why }) => return Err(RestoreError::Damaged { key, why }),
+            Err(StoreError::Corrupt { key, reason }) => return Err(RestoreError::Damaged { key, reason }),
             Err(StoreError::NotFound { key }) => {
-                return Err(RestoreError::Damaged { key, why: "it is missing".to_owned() });
+                return Err(RestoreError::Damaged { key, reason: "it is missing".to_owned() });
             }
             Err(error) => wait_to_retry(&mut backoff, error).await?,
         }

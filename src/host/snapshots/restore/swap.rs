@@ -36,7 +36,7 @@ impl SwapError {
     pub fn exit(&self) -> Exit {
         match self {
             Self::Connect(_) => Exit::Unavailable,
-            Self::Query(error) => postgres::exit_code(error),
+            Self::Query(error) => postgres::to_exit(error),
             Self::InUse { .. } | Self::Injected(_) => Exit::Internal,
         }
     }

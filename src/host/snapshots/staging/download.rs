@@ -49,7 +49,7 @@ impl DownloadError {
     /// Returns `Refused` if the dump's size or SHA-256 does not match the snapshot reference.
     pub fn exit(&self) -> Exit {
         match self {
-            Self::Store(error) => store::exit_code(error),
+            Self::Store(error) => store::to_exit(error),
             Self::WrongSize { .. } | Self::WrongDigest { .. } => Exit::Refused,
             Self::NoSpace { .. } | Self::File(_) | Self::Injected(_) => Exit::Internal,
         }

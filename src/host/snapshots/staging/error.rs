@@ -45,7 +45,7 @@ impl LoadError {
         match self {
             Self::Connect(_) => Exit::Unavailable,
             Self::Download(error) => error.exit(),
-            Self::Query { source, .. } => postgres::exit_code(source),
+            Self::Query { source, .. } => postgres::to_exit(source),
             Self::NewerPostgres { .. } | Self::Restore { .. } | Self::Mismatch(_) => Exit::Refused,
             Self::Start(_) | Self::TimedOut | Self::Injected(_) => Exit::Internal,
         }

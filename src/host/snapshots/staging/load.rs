@@ -252,8 +252,8 @@ pub async fn compare_with_sidecar(
                 rows.map_or("no table".to_owned(), |rows| pluralize(rows, "row"))
             };
             let (found, expected) = (describe(&counted_tables), describe(&recorded));
-            let why = format!("{}: {found} restored, {expected} recorded", table.name);
-            Err(LoadError::Mismatch(why))
+            let reason = format!("{}: {found} restored, {expected} recorded", table.name);
+            Err(LoadError::Mismatch(reason))
         }
     }
 }

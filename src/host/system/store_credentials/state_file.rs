@@ -11,7 +11,7 @@ use svc_base::clock;
 use svc_base::fsx::{self, FileError};
 use svc_machine::id::MachineId;
 
-const FORMAT: u32 = 1;
+const FORMAT_VERSION: u32 = 1;
 
 /// The file's content. It holds secrets, so it does not implement `Debug`.
 #[derive(Serialize, Deserialize)]
@@ -62,7 +62,14 @@ impl StoredSessions {
         renewed_at: Timestamp,
     ) -> Self {
         let lifetime_seconds = session.expires_at.duration_since(renewed_at).as_secs();
-        Self { version: FORMAT, machine_id, session, lifetime_seconds, renewed_at: Some(renewed_at), outage }
+        Self {
+            version: FORMAT_VERSION,
+            machine_id,
+            session,
+            lifetime_seconds,
+            renewed_at: Some(renewed_at),
+            outage,
+        }
     }
 
     /// Returns the lifetime that `session` had when it was renewed.
@@ -75,7 +82,7 @@ impl StoredSessions {
     pub fn read(file: &Path, machine: MachineId) -> Result<Option<Self>, FileError> {
         let Some(text) = fsx::read_if_exists(file)? else { return Ok(None) };
         let stored = serde_json::from_slice::<Self>(&text).ok();
-        Ok(stored.filter(|stored| stored.version == FORMAT && stored.machine_id == machine))
+        Ok(stored.filter(|stored| stored.version == FORMAT_VERSION && stored.machine_id == machine))
     }
 
     pub fn write(&self, file: &Path) -> Result<(), FileError> {

@@ -71,7 +71,7 @@ impl SavedFiles {
 
     /// Returns why the step waits for the files, at most for `FILES_TIMEOUT`; `None` if it does not wait.
     pub fn wait_reason(&self, progress: &mut FinalBackupProgress, now: Timestamp) -> Option<String> {
-        let why = match self {
+        let reason = match self {
             Self::Unsupported | Self::Complete { .. } | Self::Unreliable { can_improve: false, .. } => {
                 return None;
             }
@@ -79,9 +79,9 @@ impl SavedFiles {
             Self::Unreliable { problem, can_improve: true } => Some(problem.as_str()),
         };
         let since = *progress.files_awaited_since.get_or_insert(now);
-        let why = why.map_or_else(String::new, |why| format!(": {why}"));
+        let reason = reason.map_or_else(String::new, |reason| format!(": {reason}"));
         (now.duration_since(since) < FILES_TIMEOUT)
-            .then(|| format!("the owner's files are not saved yet{why}"))
+            .then(|| format!("the owner's files are not saved yet{reason}"))
     }
 }
 
@@ -168,10 +168,10 @@ mod tests {
             "a host that could not restore the files saves none"
         );
         assert_eq!(wait_reason(report(Some(100)), &attention(FILES_DAMAGED), 0), None);
-        let why = wait_reason(report(Some(99)), &none, 1000).unwrap();
-        assert_eq!(why, "the owner's files are not saved yet: the store is unavailable");
-        let why = wait_reason(report(None), &attention(FILES_DAMAGED), 1179).unwrap();
-        assert!(why.ends_with("yet: a pack is damaged"), "{why}");
+        let reason = wait_reason(report(Some(99)), &none, 1000).unwrap();
+        assert_eq!(reason, "the owner's files are not saved yet: the store is unavailable");
+        let reason = wait_reason(report(None), &attention(FILES_DAMAGED), 1179).unwrap();
+        assert!(reason.ends_with("yet: a pack is damaged"), "{reason}");
         assert_eq!(wait_reason(report(None), &none, 1180), None);
     }
 

@@ -97,7 +97,7 @@ impl FinalBackupProgress {
     }
 
     /// Waits for the owner's files. The operation shows why, from the second poll on.
-    pub fn wait_for_files(&self, leased: &LeasedOperation<'_>, why: &str) -> StepOutcome {
+    pub fn wait_for_files(&self, leased: &LeasedOperation<'_>, reason: &str) -> StepOutcome {
         let facts = self.facts(leased);
         if facts != leased.facts() {
             // `WaitFor` cannot change the facts.
@@ -108,7 +108,7 @@ impl FinalBackupProgress {
              continues now: what is only on that server is lost when it is deleted",
             leased.operation.id
         );
-        StepOutcome::wait_for(POLL_INTERVAL, "files_unsaved", format!("{why}; {hint}"))
+        StepOutcome::wait_for(POLL_INTERVAL, "files_unsaved", format!("{reason}; {hint}"))
     }
 
     /// Records a request that the host has accepted.

@@ -142,11 +142,13 @@ fn finish_without_backup(
     newest: &NewestCopy,
     suffix: &str,
 ) -> StepOutcome {
-    let (id, since, why) = (machine.id, newest.saved_until(), reason.note(leased.kind));
+    let (id, since, explanation) = (machine.id, newest.saved_until(), reason.note(leased.kind));
     let is_loss_accepted = leased.operation.options.accept_loss;
     let (note, record) = match reason {
-        SkipReason::OutOfService => (why, StepRecord::Nothing),
-        SkipReason::ServerGone => (format!("{why}; the newest copy is {newest}"), StepRecord::Nothing),
+        SkipReason::OutOfService => (explanation, StepRecord::Nothing),
+        SkipReason::ServerGone => {
+            (format!("{explanation}; the newest copy is {newest}"), StepRecord::Nothing)
+        }
         SkipReason::Unreachable | SkipReason::GivenUp if is_loss_accepted => (
             format!(
                 "no final backup; the operator accepted the loss of data written since the newest copy, which is {newest}"
@@ -154,7 +156,9 @@ fn finish_without_backup(
             StepRecord::LossAccepted { machine: id, since },
         ),
         SkipReason::Unreachable | SkipReason::GivenUp => (
-            format!("{why}; only its server holds data written since the newest copy, which is {newest}"),
+            format!(
+                "{explanation}; only its server holds data written since the newest copy, which is {newest}"
+            ),
             StepRecord::Unsaved { machine: id, since },
         ),
     };

@@ -44,7 +44,7 @@ const KIT_APPS: [(&str, &str); 5] = [
 pub enum Apps {
     /// The kit's two small apps, which need no build.
     Kit,
-    /// A directory with a folder per app, each with `svc.json` and `dist/`.
+    /// A directory with one subdirectory per app, each with `svc.json` and `dist/`.
     Built(PathBuf),
 }
 

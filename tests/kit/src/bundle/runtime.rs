@@ -224,7 +224,7 @@ pub fn copy_client_tools(postgres: &PgBinaries, into: &Path) -> Result<BundlePar
 }
 
 /// Installs a package with npm, with `bin/` for its commands. For an unscoped package without dependencies or
-/// launchers, the part is only the package's own folder.
+/// launchers, the part is only the package's own directory.
 fn fetch_npm_part(name: &str, package: &str, version: &str, node: Option<&BundlePart>) -> Result<BundlePart> {
     let node_suffix = node.map(|node| format!("-node-{}", node.version)).unwrap_or_default();
     let tool = format!("npm-{}-{version}{node_suffix}", package.trim_start_matches('@').replace('/', "-"));

@@ -166,7 +166,7 @@ fn removed_parts_are_listed_and_must_not_be_bundled() {
 }
 
 #[test]
-fn minimal_bundle_has_kit_apps_and_all_folders() {
+fn minimal_bundle_has_kit_apps_and_all_directories() {
     let dir = tempfile::tempdir().unwrap();
     let entries = unpack(&build_minimal(&fake_svc(dir.path()), "v1", &dir.path().join("out")).unwrap());
     for path in [

@@ -25,8 +25,8 @@ const COMPLETIONS: [(&str, &str); 3] = [
 
 /// Fills the empty directory `stage` with everything that the package `name` contains.
 pub fn fill_stage(stage: &Path, options: &Options, name: &str, sbom_json: &str, epoch: &str) -> Result<()> {
-    let folder = name.strip_prefix("svc-").unwrap_or(name);
-    copy_tree(&options.source.join("packaging").join(folder), stage)?;
+    let dir = name.strip_prefix("svc-").unwrap_or(name);
+    copy_tree(&options.source.join("packaging").join(dir), stage)?;
     let program = stage.join(PROGRAM);
     make_parent(&program)?;
     fs::copy(&options.svc, &program).with_context(|| format!("cannot copy {}", options.svc.display()))?;
@@ -45,12 +45,12 @@ pub fn fill_stage(stage: &Path, options: &Options, name: &str, sbom_json: &str, 
 
 /// Copies the host's systemd units, and its sysusers.d and tmpfiles.d files, which are the same as in a bundle.
 fn copy_systemd_files(from: &Path, stage: &Path) -> Result<()> {
-    for (folder, target) in [
+    for (dir, target) in [
         ("system", "usr/lib/systemd/system"),
         ("sysusers.d", "usr/lib/sysusers.d"),
         ("tmpfiles.d", "usr/lib/tmpfiles.d"),
     ] {
-        copy_tree(&from.join(folder), &stage.join(target))?;
+        copy_tree(&from.join(dir), &stage.join(target))?;
     }
     Ok(())
 }

@@ -223,7 +223,7 @@ pub async fn roll_back(stack: &Stack, machine: &MachineRecord) -> Result<((), St
     std::fs::set_permissions(&svc, std::fs::Permissions::from_mode(0o755))?;
     publish_signed(stack, BROKEN_VERSION, svc).await?;
     let run = stack.svcctl(&["--json", "deploy", "start", BROKEN_VERSION, "--yes", "--wait=200"]).await?;
-    ensure!(run.code == Some(69), "svcctl exited with {:?}: {}", run.code, run.stderr);
+    ensure!(run.exit_code == Some(69), "svcctl exited with {:?}: {}", run.exit_code, run.stderr);
     let rollout: serde_json::Value = serde_json::from_str(&run.stdout)?;
     ensure!(
         rollout["state"] == "stopped" && rollout["why"] == "the canary failed",

@@ -22,7 +22,7 @@ pub struct Program {
 /// A command's result.
 #[derive(Debug)]
 pub struct CommandOutput {
-    pub code: Option<i32>,
+    pub exit_code: Option<i32>,
     pub stdout: String,
     pub stderr: String,
     command_line: String,
@@ -70,7 +70,7 @@ impl Program {
         let output = output?;
         let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).into_owned();
         Ok(CommandOutput {
-            code: output.status.code(),
+            exit_code: output.status.code(),
             stdout: text(output.stdout),
             stderr: text(output.stderr),
             command_line,
@@ -81,10 +81,11 @@ impl Program {
 impl CommandOutput {
     /// Returns the output if the exit code is 0.
     pub fn ensure_success(self) -> Result<Self> {
-        if self.code == Some(0) {
+        if self.exit_code == Some(0) {
             return Ok(self);
         }
-        let status = self.code.map_or_else(|| "killed".to_owned(), |code| format!("exit {code}"));
+        let status =
+            self.exit_code.map_or_else(|| "killed".to_owned(), |exit_code| format!("exit {exit_code}"));
         bail!("`{}`: {status}: {}", self.command_line, self.stderr.trim());
     }
 

@@ -53,7 +53,13 @@ pub async fn fail_recovery_midway(
     stack.store.add_fault(Rule::new(Fault::CorruptBody).method("GET").key_suffix(".dump").always());
     let run = stack.svcctl(&["--json", "recover", USER, "--yes", &timeouts.wait_arg()]).await?;
     stack.store.heal();
-    ensure!(run.code == Some(69), "svcctl exited with {:?}: {}{}", run.code, run.stdout, run.stderr);
+    ensure!(
+        run.exit_code == Some(69),
+        "svcctl exited with {:?}: {}{}",
+        run.exit_code,
+        run.stdout,
+        run.stderr
+    );
     let machine = eventually("the old machine serves again", timeouts.ready, || async {
         let record = stack.svcctl(&["--json", "status", HANDLE]).await?.ensure_success()?.stdout;
         let machine = MachineRecord::parse(&record)?;

@@ -34,7 +34,7 @@ fn attributions(entries: &[AuditEntry]) -> Vec<(String, String, bool)> {
 }
 
 #[test]
-fn claimed_file_and_its_new_folders_belong_to_the_tool() {
+fn claimed_file_and_its_new_directories_belong_to_the_tool() {
     let mut windows = CallWindows::default();
     windows.begin(window("ada", "1", None));
     windows.begin(window("bob", "2", Some("n/e/w")));

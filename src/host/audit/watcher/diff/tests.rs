@@ -11,7 +11,7 @@ use super::*;
 enum Node {
     File { content: u64, mtime: i64 },
     Symlink { target: u64, mtime: i64 },
-    Folder(BTreeMap<Name, Inode>),
+    Directory(BTreeMap<Name, Inode>),
 }
 
 /// The file system. Inodes are reused as soon as possible.
@@ -27,7 +27,7 @@ const ROOT: Inode = 2;
 
 impl FakeFs {
     fn new() -> Self {
-        let nodes = BTreeMap::from([(ROOT, Node::Folder(BTreeMap::new()))]);
+        let nodes = BTreeMap::from([(ROOT, Node::Directory(BTreeMap::new()))]);
         Self {
             nodes,
             birth_time: BTreeMap::new(),
@@ -37,39 +37,39 @@ impl FakeFs {
         }
     }
 
-    fn names(&self, folder: Inode) -> &BTreeMap<Name, Inode> {
-        match &self.nodes[&folder] {
-            Node::Folder(names) => names,
-            Node::File { .. } | Node::Symlink { .. } => panic!("only a folder has names"),
+    fn names(&self, dir: Inode) -> &BTreeMap<Name, Inode> {
+        match &self.nodes[&dir] {
+            Node::Directory(names) => names,
+            Node::File { .. } | Node::Symlink { .. } => panic!("only a directory has names"),
         }
     }
 
-    fn names_mut(&mut self, folder: Inode) -> &mut BTreeMap<Name, Inode> {
-        match self.nodes.get_mut(&folder) {
-            Some(Node::Folder(names)) => names,
-            _ => panic!("only a folder has names"),
+    fn names_mut(&mut self, dir: Inode) -> &mut BTreeMap<Name, Inode> {
+        match self.nodes.get_mut(&dir) {
+            Some(Node::Directory(names)) => names,
+            _ => panic!("only a directory has names"),
         }
     }
 
     fn find(&self, path: &[u8]) -> Option<Inode> {
         let mut inode = ROOT;
         for name in path.split(|&byte| byte == b'/').filter(|name| !name.is_empty()) {
-            let Node::Folder(names) = &self.nodes[&inode] else { return None };
+            let Node::Directory(names) = &self.nodes[&inode] else { return None };
             inode = *names.get(name)?;
         }
         Some(inode)
     }
 
-    /// Splits a path into its folder and its last component; `None` if the folder does not exist.
+    /// Splits a path into its directory and its last component; `None` if the directory does not exist.
     fn split<'a>(&self, path: &'a [u8]) -> Option<(Inode, &'a [u8])> {
         let name = super::super::tree::last_component(path);
-        let folder = self.find(&path[..path.len() - name.len()])?;
-        matches!(self.nodes[&folder], Node::Folder(_)).then_some((folder, name))
+        let dir = self.find(&path[..path.len() - name.len()])?;
+        matches!(self.nodes[&dir], Node::Directory(_)).then_some((dir, name))
     }
 
-    fn emit(&mut self, folder: Inode, name: &[u8], marks: Marks) {
-        if self.watched.contains(&folder) {
-            self.dirty.mark(folder, name, marks);
+    fn emit(&mut self, dir: Inode, name: &[u8], marks: Marks) {
+        if self.watched.contains(&dir) {
+            self.dirty.mark(dir, name, marks);
         }
     }
 
@@ -78,28 +78,28 @@ impl FakeFs {
     }
 
     fn create(&mut self, path: &[u8], node: Node) {
-        let Some((folder, name)) = self.split(path) else { return };
-        if self.names(folder).contains_key(name) {
+        let Some((dir, name)) = self.split(path) else { return };
+        if self.names(dir).contains_key(name) {
             return;
         }
         let inode = self.new_inode();
         self.nodes.insert(inode, node);
         self.clock += 1;
         self.birth_time.insert(inode, self.clock);
-        self.names_mut(folder).insert(name.into(), inode);
+        self.names_mut(dir).insert(name.into(), inode);
         let is_written = matches!(self.nodes[&inode], Node::File { .. });
         let marks = Marks { has_name_change: true, is_created: true, is_written, ..Marks::default() };
-        self.emit(folder, name, marks);
+        self.emit(dir, name, marks);
     }
 
     fn write(&mut self, path: &[u8], is_mapped: bool) {
         self.clock += 1;
         let node = Node::File { content: self.clock.unsigned_abs(), mtime: self.clock };
         match (self.find(path), self.split(path)) {
-            (Some(inode), Some((folder, name))) if matches!(self.nodes[&inode], Node::File { .. }) => {
+            (Some(inode), Some((dir, name))) if matches!(self.nodes[&inode], Node::File { .. }) => {
                 self.nodes.insert(inode, node);
                 // Closing a mapped file causes an event, but not a write event.
-                self.emit(folder, name, Marks { is_written: !is_mapped, ..Marks::default() });
+                self.emit(dir, name, Marks { is_written: !is_mapped, ..Marks::default() });
             }
             (None, Some(_)) => self.create(path, node),
             // A write through a symbolic link would change the target, not this name.
@@ -109,8 +109,8 @@ impl FakeFs {
 
     /// Replaces a name with a symbolic link, as `ln -sfn` does: a link with a temporary name is renamed.
     fn symlink(&mut self, path: &[u8]) {
-        let is_folder = self.find(path).is_some_and(|inode| matches!(self.nodes[&inode], Node::Folder(_)));
-        if is_folder || self.split(path).is_none() {
+        let is_dir = self.find(path).is_some_and(|inode| matches!(self.nodes[&inode], Node::Directory(_)));
+        if is_dir || self.split(path).is_none() {
             return;
         }
         let temporary = [path, b".tmp"].concat();
@@ -122,27 +122,27 @@ impl FakeFs {
     fn touch(&mut self, path: &[u8]) {
         self.clock += 1;
         let now = self.clock;
-        if let (Some(inode), Some((folder, name))) = (self.find(path), self.split(path)) {
+        if let (Some(inode), Some((dir, name))) = (self.find(path), self.split(path)) {
             if let Some(Node::File { mtime, .. }) = self.nodes.get_mut(&inode) {
                 *mtime = now;
             }
-            self.emit(folder, name, Marks { is_touched: true, ..Marks::default() });
+            self.emit(dir, name, Marks { is_touched: true, ..Marks::default() });
         }
     }
 
     fn remove(&mut self, path: &[u8]) {
-        let (Some(inode), Some((folder, name))) = (self.find(path), self.split(path)) else { return };
-        if let Node::Folder(names) = &self.nodes[&inode] {
+        let (Some(inode), Some((dir, name))) = (self.find(path), self.split(path)) else { return };
+        if let Node::Directory(names) = &self.nodes[&inode] {
             for name in names.keys().cloned().collect::<Vec<_>>() {
                 self.remove(&join_path(path, &name));
             }
         }
-        self.names_mut(folder).remove(name);
-        self.emit(folder, name, Marks { has_name_change: true, ..Marks::default() });
-        let folders = self.nodes.values().filter(
-            |node| matches!(node, Node::Folder(names) if names.values().any(|other| *other == inode)),
+        self.names_mut(dir).remove(name);
+        self.emit(dir, name, Marks { has_name_change: true, ..Marks::default() });
+        let dirs = self.nodes.values().filter(
+            |node| matches!(node, Node::Directory(names) if names.values().any(|other| *other == inode)),
         );
-        if folders.count() == 0 {
+        if dirs.count() == 0 {
             self.nodes.remove(&inode);
             self.watched.remove(&inode);
         }
@@ -168,17 +168,17 @@ impl FakeFs {
     }
 
     fn hard_link(&mut self, from: &[u8], to: &[u8]) {
-        let (Some(inode), Some((folder, name))) = (self.find(from), self.split(to)) else { return };
-        if matches!(self.nodes[&inode], Node::File { .. }) && !self.names(folder).contains_key(name) {
-            self.names_mut(folder).insert(name.into(), inode);
+        let (Some(inode), Some((dir, name))) = (self.find(from), self.split(to)) else { return };
+        if matches!(self.nodes[&inode], Node::File { .. }) && !self.names(dir).contains_key(name) {
+            self.names_mut(dir).insert(name.into(), inode);
             let marks = Marks { has_name_change: true, is_created: true, ..Marks::default() };
-            self.emit(folder, name, marks);
+            self.emit(dir, name, marks);
         }
     }
 
     fn state(&self, inode: Inode) -> FileState {
         let links = self.nodes.values().map(|node| match node {
-            Node::Folder(names) => names.values().filter(|other| **other == inode).count(),
+            Node::Directory(names) => names.values().filter(|other| **other == inode).count(),
             Node::File { .. } | Node::Symlink { .. } => 0,
         });
         let birth_time = self.birth_time.get(&inode).copied().unwrap_or_default();
@@ -200,12 +200,12 @@ impl FakeFs {
                 kind: NodeKind::Symlink,
                 has_other_names: false,
             },
-            Node::Folder(_) => FileState {
+            Node::Directory(_) => FileState {
                 inode,
                 size: 0,
                 mtime: 0,
                 birth_time,
-                kind: NodeKind::Folder,
+                kind: NodeKind::Directory,
                 has_other_names: false,
             },
         }
@@ -214,12 +214,12 @@ impl FakeFs {
     /// Lists all paths, with file contents.
     fn list_contents(&self) -> BTreeMap<Vec<u8>, Option<u64>> {
         let (mut all, mut rest) = (BTreeMap::new(), vec![(Vec::new(), ROOT)]);
-        while let Some((path, folder)) = rest.pop() {
-            for (name, inode) in self.names(folder) {
+        while let Some((path, dir)) = rest.pop() {
+            for (name, inode) in self.names(dir) {
                 let path = join_path(&path, name);
                 let content = match &self.nodes[inode] {
                     Node::File { content, .. } | Node::Symlink { target: content, .. } => Some(*content),
-                    Node::Folder(_) => {
+                    Node::Directory(_) => {
                         rest.push((path.clone(), *inode));
                         None
                     }
@@ -232,20 +232,20 @@ impl FakeFs {
 }
 
 impl FsProbe for FakeFs {
-    fn probe(&mut self, path: &[u8], folder: Inode, names: &[Name]) -> Vec<Option<FileState>> {
-        if self.find(path) != Some(folder) {
+    fn probe(&mut self, path: &[u8], dir: Inode, names: &[Name]) -> Vec<Option<FileState>> {
+        if self.find(path) != Some(dir) {
             return vec![None; names.len()];
         }
-        let entries = self.names(folder);
+        let entries = self.names(dir);
         names.iter().map(|name| entries.get(name).map(|inode| self.state(*inode))).collect()
     }
 
-    fn list(&mut self, path: &[u8], folder: Inode) -> Vec<(Name, FileState)> {
-        if self.find(path) != Some(folder) {
+    fn list(&mut self, path: &[u8], dir: Inode) -> Vec<(Name, FileState)> {
+        if self.find(path) != Some(dir) {
             return Vec::new();
         }
-        self.watched.insert(folder);
-        self.names(folder).iter().map(|(name, inode)| (name.clone(), self.state(*inode))).collect()
+        self.watched.insert(dir);
+        self.names(dir).iter().map(|(name, inode)| (name.clone(), self.state(*inode))).collect()
     }
 }
 
@@ -288,8 +288,8 @@ fn check(fs: &mut FakeFs, tree: &mut Tree, before: &mut BTreeMap<Vec<u8>, Option
         dirty.mark_all();
     }
     let update = update_tree(tree, &dirty, fs);
-    for folder in &update.removed_folders {
-        fs.watched.remove(folder);
+    for dir in &update.removed_dirs {
+        fs.watched.remove(dir);
     }
     let after = fs.list_contents();
     let mut expected: BTreeMap<Vec<u8>, FileOperation> = BTreeMap::new();
@@ -335,7 +335,7 @@ proptest! {
                 }
                 Step::Touch(_) => {}
                 Step::Symlink(path) => fs.symlink(&path),
-                Step::Mkdir(path) => fs.create(&path, Node::Folder(BTreeMap::new())),
+                Step::Mkdir(path) => fs.create(&path, Node::Directory(BTreeMap::new())),
                 Step::Remove(path) => fs.remove(&path),
                 Step::Rename(from, to) => fs.rename(&from, &to),
                 // A hard link that is created and deleted between two checks cannot be detected.

@@ -84,7 +84,7 @@ async fn write_archive(settings: &BackupSettings) -> Result<(), WriteError> {
     let output = File::from(std::io::stdout().as_fd().try_clone_to_owned().map_err(write_error)?);
     let mut archive = Archive::new(BufWriter::with_capacity(CHUNK_BYTES, output));
     let info = ArchiveInfo {
-        version: archive::VERSION,
+        version: archive::FORMAT_VERSION,
         created_at: clock::now_ms(),
         idp_user_id: settings.identity.user.clone(),
         slot: settings.identity.slot.clone(),
@@ -195,7 +195,7 @@ impl<W: Write + Seek + 'static> Archive<W> {
     /// being built in memory.
     fn write_manifest(&mut self, omitted: &[OmittedEntry]) -> std::io::Result<Manifest> {
         let manifest = Manifest {
-            version: archive::VERSION,
+            version: archive::FORMAT_VERSION,
             entries: std::mem::take(&mut self.entries),
             left_out: omitted.iter().map(|entry| archive::encode_path(&entry.path)).collect(),
         };

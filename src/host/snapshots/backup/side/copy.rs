@@ -80,7 +80,7 @@ impl CopyError {
             | Self::ConstraintViolation { .. } => Exit::Refused,
             Self::Recreate(error) => error.exit(),
             Self::Connect(_) => Exit::Unavailable,
-            Self::Query { source, .. } => postgres::exit_code(source),
+            Self::Query { source, .. } => postgres::to_exit(source),
             Self::File(_) | Self::Injected(_) => Exit::Internal,
         }
     }

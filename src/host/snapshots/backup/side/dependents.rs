@@ -324,11 +324,11 @@ impl Dependents {
                 Ok(())
             }
             Err(error) => {
-                let why = format_chain(&error);
+                let reason = format_chain(&error);
                 for statement in &self.statements {
                     let (is_recreated, remark) = match statement.kind {
-                        StatementKind::Validation => (true, format!(" (NOT VALID: {why})")),
-                        _ => (false, format!(": {why}")),
+                        StatementKind::Validation => (true, format!(" (NOT VALID: {reason})")),
+                        _ => (false, format!(": {reason}")),
                     };
                     record_result(results, &statement.dependent, is_recreated, &remark);
                 }
@@ -358,16 +358,16 @@ impl Dependents {
                 continue;
             };
             // List only the message, because the error's detail quotes the owner's rows.
-            let Some(why) = error.as_db_error().map(|error| error.message().to_owned()) else {
+            let Some(reason) = error.as_db_error().map(|error| error.message().to_owned()) else {
                 return Err(error);
             };
             outcomes.push(match kind {
                 StatementKind::Validation if is_foreign_key_violation(&error) => {
                     (dependent, true, NOT_VALID.to_owned())
                 }
-                StatementKind::Validation => (dependent, true, format!(" (NOT VALID: {why})")),
+                StatementKind::Validation => (dependent, true, format!(" (NOT VALID: {reason})")),
                 StatementKind::ForeignKey | StatementKind::Statistics => {
-                    (dependent, false, format!(": {why}"))
+                    (dependent, false, format!(": {reason}"))
                 }
             });
         }

@@ -76,10 +76,10 @@ enum SideError {
     #[error("could not create or drop the side database")]
     Query(#[from] tokio_postgres::Error),
     #[error(
-        "the preliminary snapshot of the current database failed: {why}\n  next: retry, or copy without it \
-         (--no-backup)"
+        "the preliminary snapshot of the current database failed: {reason}\n  next: retry, or copy without \
+         it (--no-backup)"
     )]
-    PreliminarySnapshot { exit: Exit, why: String },
+    PreliminarySnapshot { exit: Exit, reason: String },
     #[error("the platform has stopped this machine's writers for a final backup; nothing was copied")]
     Quiesced,
     #[error(transparent)]
@@ -102,11 +102,11 @@ impl SideError {
             | Self::Unusable(_)
             | Self::NotOpen
             | Self::Download(DownloadError::NoSpace { .. }) => Exit::Refused,
-            Self::Store(error) => crate::system::store::exit_code(error),
+            Self::Store(error) => crate::system::store::to_exit(error),
             Self::Download(error) => error.exit(),
             Self::Connect(_) => Exit::Unavailable,
             Self::Load(error) => error.exit(),
-            Self::Query(error) => postgres::exit_code(error),
+            Self::Query(error) => postgres::to_exit(error),
             Self::Copy(error) => error.exit(),
             Self::PreliminarySnapshot { exit, .. } => *exit,
             Self::Stopped | Self::Quiesced => Exit::TryAgain,
@@ -373,7 +373,7 @@ async fn copy_back(settings: &BackupSettings, copy: &TableCopy, request_id: &str
 /// Takes a snapshot of the current database, so that a copy can be undone. An emptied database needs none, and a
 /// held-back snapshot suffices.
 async fn take_preliminary_snapshot(settings: &BackupSettings) -> Result<(), SideError> {
-    let snapshot_error = |exit, why: String| SideError::PreliminarySnapshot { exit, why };
+    let snapshot_error = |exit, reason: String| SideError::PreliminarySnapshot { exit, reason };
     let lock = Lock::wait(&settings.layout.backup_lock(), super::REQUEST_LOCK_TIMEOUT).await;
     let lock = lock.map_err(|error| snapshot_error(Exit::TryAgain, format_chain(&error)))?;
     let options = RunOptions { loss: LossPolicy::Refuse, trigger: Trigger::Request };

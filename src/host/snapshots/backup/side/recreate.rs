@@ -36,7 +36,7 @@ impl RecreateError {
     pub fn exit(&self) -> Exit {
         match self {
             Self::Failed { .. } => Exit::Refused,
-            Self::Query(error) => postgres::exit_code(error),
+            Self::Query(error) => postgres::to_exit(error),
             Self::Tool(_) | Self::Pipe(_) => Exit::Internal,
         }
     }

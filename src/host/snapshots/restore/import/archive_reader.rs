@@ -52,8 +52,8 @@ pub enum ArchiveError {
         #[source]
         source: io::Error,
     },
-    #[error("{} is not a valid archive: {why}; nothing was imported", .path.display())]
-    Invalid { path: PathBuf, why: String },
+    #[error("{} is not a valid archive: {reason}; nothing was imported", .path.display())]
+    Invalid { path: PathBuf, reason: String },
     #[error("{} was written by a later version of svc ({made_by:?})", .path.display())]
     NewerVersion { path: PathBuf, made_by: String },
     #[error("{} is not a valid archive; nothing was imported", .path.display())]
@@ -201,8 +201,8 @@ impl<'a> Pass<'a> {
         }
     }
 
-    fn invalid(&self, why: impl Into<String>) -> ArchiveError {
-        ArchiveError::Invalid { path: self.path.to_owned(), why: why.into() }
+    fn invalid(&self, reason: impl Into<String>) -> ArchiveError {
+        ArchiveError::Invalid { path: self.path.to_owned(), reason: reason.into() }
     }
 
     fn run(mut self, mut file: &File) -> Result<VerifiedArchive, ArchiveError> {
@@ -284,7 +284,7 @@ impl<'a> Pass<'a> {
     /// Refuses an archive of a later version before anything else is parsed: this version may not know its format.
     fn check_version(&self, info: &[u8]) -> Result<(), ArchiveError> {
         match serde_json::from_slice(info) {
-            Ok(ArchiveVersion { version, made_by }) if version > archive::VERSION => {
+            Ok(ArchiveVersion { version, made_by }) if version > archive::FORMAT_VERSION => {
                 Err(ArchiveError::NewerVersion { path: self.path.to_owned(), made_by })
             }
             // Invalid JSON is reported when all members are parsed.
@@ -315,7 +315,7 @@ impl<'a> Pass<'a> {
         if entry.size > MAX_MANIFEST_BYTES {
             return Err(self.invalid(format!("{MANIFEST} is too large")));
         }
-        manifest::compare(entry, &self.digests).map_err(|why| self.invalid(why))?;
+        manifest::compare(entry, &self.digests).map_err(|reason| self.invalid(reason))?;
         self.is_complete = true;
         Ok(())
     }
@@ -362,7 +362,7 @@ impl<'a> Pass<'a> {
     }
 
     fn finish(self) -> Result<VerifiedArchive, ArchiveError> {
-        let invalid = |why: String| ArchiveError::Invalid { path: self.path.to_owned(), why };
+        let invalid = |reason: String| ArchiveError::Invalid { path: self.path.to_owned(), reason };
         let info = self.info.ok_or_else(|| invalid(format!("{ARCHIVE_INFO} is missing")))?;
         if !self.is_complete {
             return Err(invalid("it is truncated".to_owned()));
@@ -450,10 +450,10 @@ mod tests {
             let file = tar.into_inner().unwrap();
             VerifiedArchive::read(&file, Path::new("ada.tar"), &ExtractTarget::Nothing).unwrap_err()
         };
-        let newer = read(archive::VERSION + 1);
+        let newer = read(archive::FORMAT_VERSION + 1);
         let is_named = matches!(&newer, ArchiveError::NewerVersion { made_by, .. } if made_by == "svc 9");
         assert!(is_named, "{newer}");
-        let current = read(archive::VERSION);
+        let current = read(archive::FORMAT_VERSION);
         assert!(matches!(current, ArchiveError::Invalid { .. }), "{current}");
     }
 }

@@ -123,20 +123,20 @@ impl<'de> Visitor<'de> for EntriesVisitor<'_> {
             match digests.next() {
                 Some(digest) if *digest == entry_digest(&entry) => {}
                 Some(_) => {
-                    let why = format!("the manifest lists {name} here, but the archive's entry differs");
-                    return Err(serde::de::Error::custom(why));
+                    let reason = format!("the manifest lists {name} here, but the archive's entry differs");
+                    return Err(serde::de::Error::custom(reason));
                 }
                 None => {
-                    let why = format!("the entry {name} is missing from the archive");
-                    return Err(serde::de::Error::custom(why));
+                    let reason = format!("the entry {name} is missing from the archive");
+                    return Err(serde::de::Error::custom(reason));
                 }
             }
         }
         match digests.len() {
             0 => Ok(()),
             count => {
-                let why = format!("entries missing from the manifest, at the end of the archive: {count}");
-                Err(serde::de::Error::custom(why))
+                let reason = format!("entries missing from the manifest, at the end of the archive: {count}");
+                Err(serde::de::Error::custom(reason))
             }
         }
     }
@@ -200,14 +200,14 @@ mod tests {
         larger[1].size_bytes = 4;
         let swapped = [entries[1].clone(), entries[0].clone()];
         let longer = [entries[0].clone(), entries[1].clone(), entry("home/c")];
-        for (other, why) in [
+        for (other, reason) in [
             (&larger[..], "but the archive's entry differs"),
             (&swapped, "but the archive's entry differs"),
             (&longer, "\"home/c\" is missing from the archive"),
             (&entries[..1], "missing from the manifest, at the end of the archive: 1"),
         ] {
             let error = compare(manifest(other).as_bytes(), &digests).unwrap_err();
-            assert!(error.contains(why), "{error}");
+            assert!(error.contains(reason), "{error}");
         }
         let twice = format!("{{\"entries\":[],\"entries\":{}}}", serde_json::json!(entries));
         for broken in ["", "{}", "[]", "{\"entries\":1}", twice.as_str()] {

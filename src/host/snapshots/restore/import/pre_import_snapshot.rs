@@ -38,7 +38,7 @@ impl PreImportSnapshotError {
         match self {
             Self::Connect(_) => Exit::Unavailable,
             Self::Identity(error) => error.exit(),
-            Self::Query(error) => postgres::exit_code(error),
+            Self::Query(error) => postgres::to_exit(error),
             Self::Start(_) => Exit::Internal,
             Self::Failed { .. } => Exit::TryAgain,
         }

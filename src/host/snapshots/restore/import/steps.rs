@@ -125,7 +125,7 @@ impl StepError {
             Self::PreImportSnapshot(error) => error.exit(),
             Self::Connect(_) => Exit::Unavailable,
             Self::Load(error) => error.exit(),
-            Self::Query(error) => postgres::exit_code(error),
+            Self::Query(error) => postgres::to_exit(error),
             Self::Identity(error) => error.exit(),
             Self::Swap(error) => error.exit(),
             Self::Input(_) | Self::File(_) | Self::Injected(_) => Exit::Internal,

@@ -48,8 +48,8 @@ pub enum UntrustedLoadError {
          it before the export, and recreate it after the import"
     )]
     Forbidden { object: String },
-    #[error("the archive's dump cannot be read: {why}")]
-    Unreadable { why: String },
+    #[error("the archive's dump cannot be read: {reason}")]
+    Unreadable { reason: String },
     #[error(
         "PostgreSQL's client tools exist only in the database's container\n  next: install a release that contains them"
     )]
@@ -80,7 +80,7 @@ impl UntrustedLoadError {
             Self::Contents(_) | Self::Forbidden { .. } | Self::Unreadable { .. } => Exit::Refused,
             Self::NoTools => Exit::Config,
             Self::Tool(_) | Self::Random | Self::File(_) | Self::Injected(_) => Exit::Internal,
-            Self::Query { source, .. } => postgres::exit_code(source),
+            Self::Query { source, .. } => postgres::to_exit(source),
             Self::Connect(_) => Exit::Unavailable,
             Self::Load(error) => error.exit(),
         }
@@ -158,7 +158,7 @@ async fn list_contents(tools: &PgTools, dump: &Path) -> Result<String, Untrusted
     };
     let result = tokio::time::timeout(LISTING_TIMEOUT, reading).await;
     let unreadable =
-        |why: &str| UntrustedLoadError::Unreadable { why: untrusted_text::truncate_printable(why) };
+        |reason: &str| UntrustedLoadError::Unreadable { reason: untrusted_text::truncate_printable(reason) };
     let result = result.map_err(|_| unreadable("the listing timed out"))?;
     let (status, stderr) = result.map_err(UntrustedLoadError::Tool)?;
     if listing.len() as u64 > MAX_LISTING_BYTES {

@@ -5,8 +5,8 @@
 
 mod boot;
 mod disk;
-mod machine;
 mod oneshot;
+mod process_host;
 mod service;
 mod session;
 mod systemctl;
@@ -22,8 +22,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 
-pub use self::machine::BootState;
-pub(super) use self::machine::ProcessHost;
+pub use self::process_host::BootState;
+pub(super) use self::process_host::ProcessHost;
 use super::inventory::ServerRecord;
 use crate::pg::PgBinaries;
 

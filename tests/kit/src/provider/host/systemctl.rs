@@ -74,13 +74,13 @@ fn pending_requests(run_dir: &Path) -> Vec<PathBuf> {
 async fn respond(session: &Arc<PowerSession>, settings: &HostSettings, request: &Path) -> Result<()> {
     let args = fs::read_to_string(request)?;
     fs::remove_file(request)?;
-    let (code, output) = tokio::select! {
+    let (exit_code, output) = tokio::select! {
         result = execute(session, settings, args.trim()) => result,
         () = session.off.cancelled() => return Ok(()),
     };
-    session.disk.append_log("systemctl", format!("[init] {}: {code}\n", args.trim()).as_bytes())?;
+    session.disk.append_log("systemctl", format!("[init] {}: {exit_code}\n", args.trim()).as_bytes())?;
     let (response, staged) = (request.with_extension("response"), request.with_extension("staged"));
-    fs::write(&staged, format!("{code}\n{output}"))?;
+    fs::write(&staged, format!("{exit_code}\n{output}"))?;
     Ok(fs::rename(staged, response)?)
 }
 

@@ -21,8 +21,8 @@ async fn failed_service_is_restarted_within_limit() -> Result<()> {
 
 #[tokio::test]
 async fn exit_codes_0_and_78_are_final() -> Result<()> {
-    for code in [0, 78] {
-        let testbed = Testbed::start(&format!("{{\"svc-gateway\": [\"serve:{code}\"]}}")).await?;
+    for exit_code in [0, 78] {
+        let testbed = Testbed::start(&format!("{{\"svc-gateway\": [\"serve:{exit_code}\"]}}")).await?;
         testbed.boot("a").await.ok();
         let log = || testbed.simulator.unit_log("a", "svc-gateway").unwrap_or_default();
         wait_for("the gateway has ended", || log().contains("is not restarted")).await?;
