@@ -1,8 +1,8 @@
 //! Serves one HTTP/1.1 connection.
 //!
 //! hyper keeps 16 KiB of buffers and 3 KiB of state for each connection, even while it is idle. A connection that has
-//! been idle for a moment is therefore taken apart; hyper serves it again when its socket becomes readable. A connection
-//! that is taken apart keeps its TLS session and its deadlines.
+//! been idle for a moment is therefore taken apart, and hyper serves it again when its socket becomes readable.
+//! Meanwhile, the connection keeps only its TLS session and its deadlines.
 
 use std::convert::Infallible;
 use std::future::poll_fn;
@@ -95,6 +95,7 @@ impl StopSignal {
 enum Outcome {
     Ended(hyper::Result<()>),
     Event(TimerEvent),
+    Stopped,
 }
 
 /// Serves a connection to its end or, once `stop` has been sent, to the end of the current request. This is not an
@@ -139,30 +140,33 @@ where
     async move {
         let mut timer = pin!(tokio::time::sleep_until(state.idle_deadline(timeouts)));
         loop {
-            let outcome = poll_fn(|cx| {
-                if stop.is_stopping.load(Ordering::Relaxed) {
-                    connection.as_mut().graceful_shutdown();
-                }
-                if let Poll::Ready(result) = connection.as_mut().poll(cx) {
-                    return Poll::Ready(Outcome::Ended(result));
-                }
-                state.poll_event(timeouts, timer.as_mut(), cx).map(Outcome::Event)
-            });
-            match outcome.await {
-                Outcome::Ended(Ok(())) => return,
-                Outcome::Event(TimerEvent::TimedOut) => {
-                    tracing::debug!("connection ended: no request in time");
-                    return;
-                }
+            let outcome = {
+                let mut stopped = pin!(stop.wait());
+                let mut is_shutting_down = false;
+                poll_fn(|cx| {
+                    // A second call would end a request whose response has been sent.
+                    if stop.is_stopping.load(Ordering::Relaxed) && !is_shutting_down {
+                        is_shutting_down = true;
+                        connection.as_mut().graceful_shutdown();
+                    }
+                    if let Poll::Ready(result) = connection.as_mut().poll(cx) {
+                        return Poll::Ready(Outcome::Ended(result));
+                    }
+                    if state.has_partial_head() && stopped.as_mut().poll(cx).is_ready() {
+                        return Poll::Ready(Outcome::Stopped);
+                    }
+                    state.poll_event(timeouts, timer.as_mut(), cx).map(Outcome::Event)
+                })
+                .await
+            };
+            match outcome {
+                Outcome::Ended(Ok(())) | Outcome::Stopped => return,
                 Outcome::Ended(Err(error)) => {
                     tracing::debug!(error = %format_chain(&error), "connection ended");
-                    // hyper treats the end of a connection that it has just taken over as an error. Then it has not
-                    // ended the TLS session.
-                    if state.is_idle()
-                        && let Some((stream, _)) = take_apart(connection)
-                    {
-                        close(stream).await;
-                    }
+                    return;
+                }
+                Outcome::Event(TimerEvent::TimedOut) => {
+                    tracing::debug!("connection ended: no request in time");
                     return;
                 }
                 Outcome::Event(TimerEvent::ReleaseBuffers) => {}
@@ -180,6 +184,7 @@ where
                     return;
                 }
             }
+            state.resume();
             connection = Box::pin(builder.serve_connection(TokioIo::new(stream), service).with_upgrades());
         }
     }
@@ -188,7 +193,8 @@ where
 type BoxedStream<S, P> = Box<ObservedStream<S, P>>;
 type HyperConnection<S, P, H> = UpgradeableConnection<TokioIo<BoxedStream<S, P>>, H>;
 
-/// Takes a connection from hyper, without its buffers. Bytes that hyper has read of the next head are put back.
+/// Takes a connection from hyper, without its buffers. Bytes that hyper has read of the next head are put back. Line
+/// breaks before a head are not part of it (RFC 9112, section 2.2).
 fn take_apart<S, P, H>(connection: Pin<Box<HyperConnection<S, P, H>>>) -> Option<(BoxedStream<S, P>, H)>
 where
     S: PollReadable,
@@ -197,8 +203,8 @@ where
 {
     let parts = Pin::into_inner(connection).into_parts()?;
     let mut stream = parts.io.into_inner();
-    if !parts.read_buf.is_empty() {
-        stream.prepend(parts.read_buf);
+    if let Some(start) = parts.read_buf.iter().position(|byte| !b"\r\n".contains(byte)) {
+        stream.prepend(&parts.read_buf[start..]);
     }
     Some((stream, parts.service))
 }

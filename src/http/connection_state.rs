@@ -26,15 +26,15 @@ pub struct HeadTimeouts {
     pub idle: Duration,
     /// From a head's first byte to its last.
     pub head: Duration,
-    /// From the previous response until the connection releases its buffers.
+    /// From the previous response, or from the last bytes that are not part of a head, until the connection releases its
+    /// buffers.
     pub release: Duration,
 }
 
 /// What a waiting connection has to do when its timer fires.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TimerEvent {
-    /// The connection is idle: release its buffers. hyper begins to wait for a head only when the previous response has
-    /// been flushed.
+    /// The connection is idle, and nothing is buffered: release its buffers.
     ReleaseBuffers,
     /// Close the connection.
     TimedOut,
@@ -47,9 +47,14 @@ pub struct ConnectionState {
     opened: Instant,
     /// When the connection began to wait for a head; `None` while a request is in flight.
     waiting_since: RelativeTime,
+    /// When hyper began to serve the connection, for the first time or again.
+    served_since: RelativeTime,
     first_byte: RelativeTime,
     /// Whether the last read found nothing, neither in the socket nor in the TLS session.
     is_read_drained: AtomicBool,
+    /// Whether everything that hyper has written has been flushed, hyper's own buffer included. hyper may wait for the
+    /// next head before: it does so if the request ends after its response.
+    is_flushed: AtomicBool,
 }
 
 /// An optional time, in milliseconds since the connection was opened, plus one; 0 is `None`.
@@ -81,16 +86,29 @@ impl ConnectionState {
         let state = Self {
             opened: Instant::now(),
             waiting_since: RelativeTime::default(),
+            served_since: RelativeTime::default(),
             first_byte: RelativeTime::default(),
             is_read_drained: AtomicBool::new(false),
+            is_flushed: AtomicBool::new(true),
         };
         state.waiting_since.set_to_now(state.opened);
+        state.served_since.set_to_now(state.opened);
         Arc::new(state)
     }
 
     /// Whether the connection waits for a head of which it has not read a byte.
     pub fn is_idle(&self) -> bool {
         self.waiting_since.is_some() && !self.first_byte.is_some()
+    }
+
+    /// Whether the connection has read a head in part.
+    pub fn has_partial_head(&self) -> bool {
+        self.waiting_since.is_some() && self.first_byte.is_some()
+    }
+
+    /// Records that hyper serves the connection again.
+    pub fn resume(&self) {
+        self.served_since.set_to_now(self.opened);
     }
 
     /// Records that hyper has parsed a head.
@@ -121,8 +139,10 @@ impl ConnectionState {
         if let Some(first_byte) = self.first_byte.get(self.opened) {
             return Some((first_byte + timeouts.head, TimerEvent::TimedOut));
         }
-        if self.is_read_drained.load(Ordering::Relaxed) {
-            return Some((waiting_since + timeouts.release, TimerEvent::ReleaseBuffers));
+        let is_empty =
+            self.is_read_drained.load(Ordering::Relaxed) && self.is_flushed.load(Ordering::Relaxed);
+        if is_empty && let Some(served_since) = self.served_since.get(self.opened) {
+            return Some((waiting_since.max(served_since) + timeouts.release, TimerEvent::ReleaseBuffers));
         }
         Some((waiting_since + timeouts.idle, TimerEvent::TimedOut))
     }
@@ -199,9 +219,9 @@ impl<S: PollReadable, P> ObservedStream<S, P> {
         (Self { stream, prefix: Bytes::new(), state: state.clone(), _permits: permits }, state)
     }
 
-    /// Puts back bytes of a head that were read too early.
-    pub fn prepend(&mut self, prefix: Bytes) {
-        self.prefix = prefix;
+    /// Puts back bytes of a head that were read too early. They are copied, because they are a part of hyper's buffer.
+    pub fn prepend(&mut self, bytes: &[u8]) {
+        self.prefix = Bytes::copy_from_slice(bytes);
         self.state.record_read();
     }
 
@@ -220,6 +240,9 @@ impl<S: PollReadable, P: Unpin> AsyncRead for ObservedStream<S, P> {
             let bytes = self.prefix.len().min(into.remaining());
             into.put_slice(&self.prefix[..bytes]);
             self.prefix.advance(bytes);
+            if self.prefix.is_empty() {
+                self.prefix = Bytes::new();
+            }
             return Poll::Ready(Ok(()));
         }
         let before = into.filled().len();
@@ -234,11 +257,15 @@ impl<S: PollReadable, P: Unpin> AsyncRead for ObservedStream<S, P> {
 
 impl<S: PollReadable, P: Unpin> AsyncWrite for ObservedStream<S, P> {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        self.state.is_flushed.store(false, Ordering::Relaxed);
         Pin::new(&mut self.stream).poll_write(cx, bytes)
     }
 
+    /// hyper flushes the stream in each poll in which it writes, once its own buffer is empty.
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(cx)
+        let flushed = ready!(Pin::new(&mut self.stream).poll_flush(cx));
+        self.state.is_flushed.store(flushed.is_ok(), Ordering::Relaxed);
+        Poll::Ready(flushed)
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -250,6 +277,7 @@ impl<S: PollReadable, P: Unpin> AsyncWrite for ObservedStream<S, P> {
         cx: &mut Context<'_>,
         slices: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
+        self.state.is_flushed.store(false, Ordering::Relaxed);
         Pin::new(&mut self.stream).poll_write_vectored(cx, slices)
     }
 

@@ -23,6 +23,10 @@ use super::connection_state::PollReadable;
 
 const REQUEST: &[u8] = b"GET / HTTP/1.1\r\nhost: h\r\n\r\n";
 const LARGE_REQUEST: &[u8] = b"GET /large HTTP/1.1\r\nhost: h\r\n\r\n";
+/// A request whose body the responder does not read. hyper reads the rest of it when it has written the response, and
+/// then waits for the next head although the response has not been flushed.
+const LARGE_UNREAD_REQUEST: &[u8] =
+    b"POST /large HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n\r\n";
 /// More than the socket's buffers hold.
 const LARGE_BYTES: usize = 16 << 20;
 const TEST_TIMEOUT: Duration = Duration::from_secs(20);
@@ -201,12 +205,14 @@ async fn idle_timeout_includes_released_time() {
 
 #[tokio::test]
 async fn slow_reader_receives_whole_response() {
-    let mut connection = ServedConnection::start_with_default_timeouts().await;
-    for _ in 0..2 {
-        connection.send(LARGE_REQUEST).await;
+    for request in [LARGE_REQUEST, LARGE_UNREAD_REQUEST] {
+        let mut connection = ServedConnection::start_with_default_timeouts().await;
+        connection.send(request).await;
         tokio::time::sleep(PAUSE).await;
-        assert_eq!(connection.releases(), 0);
+        assert_eq!(connection.releases(), 0, "{}", String::from_utf8_lossy(request));
         connection.read_response(LARGE_BYTES).await;
+        connection.send(REQUEST).await;
+        connection.read_response(2).await;
     }
 }
 
@@ -229,4 +235,27 @@ async fn stop_ends_connection_after_current_request() {
     connection.stop.mark_stopping();
     connection.read_response(LARGE_BYTES).await;
     connection.wait_for_end().await;
+}
+
+#[tokio::test]
+async fn stop_ends_connection_with_partial_head() {
+    let mut connection = ServedConnection::start_with_default_timeouts().await;
+    connection.send(&[REQUEST, &REQUEST[..10]].concat()).await;
+    connection.read_response(2).await;
+    tokio::time::sleep(PAUSE).await;
+    connection.stop.mark_stopping();
+    connection.token.cancel();
+    connection.wait_for_end().await;
+}
+
+#[tokio::test]
+async fn line_break_after_a_request_does_not_start_a_head() {
+    let mut connection = ServedConnection::start(Duration::from_secs(30), Duration::from_millis(100)).await;
+    connection.send(&[REQUEST, b"\r\n"].concat()).await;
+    connection.read_response(2).await;
+    // Longer than the head timeout.
+    tokio::time::sleep(PAUSE).await;
+    assert_eq!(connection.releases(), 1);
+    connection.send(REQUEST).await;
+    connection.read_response(2).await;
 }
