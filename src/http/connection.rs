@@ -14,7 +14,6 @@ use std::task::Poll;
 use std::time::Duration;
 
 use axum::body::Body;
-use axum::extract::ConnectInfo;
 use axum::response::Response;
 use http::Request;
 use hyper::body::{Body as _, Incoming};
@@ -30,12 +29,16 @@ use svc_base::error_chain::format_chain;
 /// Idle time after which a connection releases its buffers. It is shorter than a person's pauses between pages, and
 /// longer than the pauses within one.
 pub(super) const RELEASE_DELAY: Duration = Duration::from_millis(50);
-/// Timeout for sending the end of a TLS session.
+/// Timeout for sending the TLS alert `close_notify`.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Responds to a listener's requests.
 pub trait Respond: Clone + Send + Sync + Unpin + 'static {
-    fn respond(&self, request: Request<Body>) -> impl Future<Output = Response> + Send;
+    fn respond(
+        &self,
+        request: Request<Body>,
+        connection: ConnectionInfo,
+    ) -> impl Future<Output = Response> + Send;
 }
 
 /// The scheme of the client's requests to this listener.
@@ -60,14 +63,14 @@ pub(super) struct ConnectionLimits {
     pub max_head_bytes: usize,
 }
 
-/// A connection's properties, which are added to each of its requests as extensions.
+/// A connection's properties.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct ConnectionExtensions {
+pub struct ConnectionInfo {
     pub peer: SocketAddr,
     pub scheme: Scheme,
 }
 
-/// Tells the connections of a listener that it stops.
+/// Notifies the connections of a listener that the listener stops.
 #[derive(Debug, Clone)]
 pub(super) struct StopSignal {
     /// Wakes connections that are taken apart.
@@ -82,7 +85,7 @@ impl StopSignal {
         Self { token, is_stopping: Arc::default() }
     }
 
-    /// Makes the connections that are in use end with their current request. The token has been cancelled.
+    /// Makes active connections close after their current request. The token must have been cancelled before.
     pub fn mark_stopping(&self) {
         self.is_stopping.store(true, Ordering::Relaxed);
     }
@@ -105,7 +108,7 @@ pub(super) fn serve_connection<S, P, R>(
     stream: S,
     permits: P,
     responder: R,
-    extensions: ConnectionExtensions,
+    info: ConnectionInfo,
     limits: ConnectionLimits,
     stop: StopSignal,
 ) -> impl Future<Output = ()> + use<S, P, R>
@@ -117,7 +120,7 @@ where
     let timeouts =
         HeadTimeouts { idle: limits.idle_timeout, head: limits.head_timeout, release: RELEASE_DELAY };
     let (stream, state) = ObservedStream::new(stream, permits);
-    // Boxed, so that it never moves. hyper's state and this future would each have room for it otherwise.
+    // Boxed, because hyper's state and this future would otherwise each reserve space for the whole stream.
     let stream = Box::new(stream);
     let mut builder = http1::Builder::new();
     builder
@@ -125,16 +128,13 @@ where
         .header_read_timeout(limits.idle_timeout)
         .max_header_size(limits.max_head_bytes);
     let service_state = state.clone();
-    // Extensions are inserted here, because a router layer would cost each request two allocations.
     let service = service_fn(move |request: Request<Incoming>| {
         service_state.start_request();
         let into_body = |body: Incoming| if body.is_end_stream() { Body::empty() } else { Body::new(body) };
-        let mut request = request.map(into_body);
-        request.extensions_mut().insert(ConnectInfo(extensions.peer));
-        request.extensions_mut().insert(extensions.scheme);
+        let request = request.map(into_body);
         let responder = responder.clone();
         // Boxed, because an idle connection would otherwise keep the memory for a request's future.
-        Box::pin(async move { Ok::<_, Infallible>(responder.respond(request).await) })
+        Box::pin(async move { Ok::<_, Infallible>(responder.respond(request, info).await) })
     });
     let mut connection = Box::pin(builder.serve_connection(TokioIo::new(stream), service).with_upgrades());
     async move {
@@ -209,7 +209,7 @@ where
     Some((stream, parts.service))
 }
 
-/// Ends a stream, with the end of its TLS session.
+/// Shuts down a stream; over TLS, this sends `close_notify`.
 async fn close<S: PollReadable, P: Unpin>(mut stream: BoxedStream<S, P>) {
     let _ = tokio::time::timeout(CLOSE_TIMEOUT, stream.shutdown()).await;
 }

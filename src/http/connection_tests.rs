@@ -17,7 +17,7 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
 use super::connection::{
-    ConnectionExtensions, ConnectionLimits, RELEASE_DELAY, Respond, Scheme, StopSignal, serve_connection,
+    ConnectionInfo, ConnectionLimits, RELEASE_DELAY, Respond, Scheme, StopSignal, serve_connection,
 };
 use super::connection_state::PollReadable;
 
@@ -37,7 +37,7 @@ const PAUSE: Duration = RELEASE_DELAY.saturating_mul(5);
 struct Responder;
 
 impl Respond for Responder {
-    async fn respond(&self, request: Request<Body>) -> Response {
+    async fn respond(&self, request: Request<Body>, _: ConnectionInfo) -> Response {
         let body = if request.uri().path() == "/large" { vec![b'x'; LARGE_BYTES] } else { b"ok".to_vec() };
         Response::new(Body::from(body))
     }
@@ -106,9 +106,9 @@ impl ServedConnection {
             CountingStream { stream, releases: releases.clone(), is_released: AtomicBool::new(false) };
         let token = CancellationToken::new();
         let stop = StopSignal::new(token.clone());
-        let extensions = ConnectionExtensions { peer, scheme: Scheme::Http };
+        let info = ConnectionInfo { peer, scheme: Scheme::Http };
         let limits = ConnectionLimits { idle_timeout, head_timeout, max_head_bytes: 32 * 1024 };
-        let task = tokio::spawn(serve_connection(stream, (), Responder, extensions, limits, stop.clone()));
+        let task = tokio::spawn(serve_connection(stream, (), Responder, info, limits, stop.clone()));
         Self { client, releases, token, stop, task }
     }
 

@@ -57,7 +57,7 @@ pub async fn observe<F: Future<Output = Response>>(
     let (method, route) = (method_label(request.method()), route_label(listener, &request));
     let id = request_id::from_headers(request.headers()).map_or_else(request_id::generate, str::to_owned);
     let value = HeaderValue::from_str(&id).unwrap_or_else(|_| HeaderValue::from_static("invalid"));
-    request.headers_mut().insert(request_id::HEADER, value.clone());
+    request.headers_mut().insert(request_id::HEADER_NAME.clone(), value.clone());
     let span = tracing::info_span!(
         "request",
         svc_request_id = %id,
@@ -71,7 +71,7 @@ pub async fn observe<F: Future<Output = Response>>(
         response
     };
     let mut response = request_id::scope(id, work).instrument(span).await;
-    response.headers_mut().insert(request_id::HEADER, value);
+    response.headers_mut().insert(request_id::HEADER_NAME.clone(), value);
     response
 }
 

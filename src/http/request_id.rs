@@ -3,10 +3,12 @@
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use http::HeaderMap;
+use http::{HeaderMap, HeaderName};
 use tracing::Instrument;
 
 pub const HEADER: &str = "x-request-id";
+/// [`HEADER`] as a name. Inserting a header by the text would copy it.
+pub static HEADER_NAME: HeaderName = HeaderName::from_static(HEADER);
 
 tokio::task_local! {
     static CURRENT: String;

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::body::Body;
+use axum::extract::ConnectInfo;
 use axum::response::Response;
 use http::Request;
 use hyper::service::Service;
@@ -20,8 +21,8 @@ use tokio_util::task::TaskTracker;
 
 use super::address_limit::{AddressLimiter, AddressPermit};
 use super::certificate::ACME_ALPN;
-use super::connection::{ConnectionExtensions, ConnectionLimits, StopSignal, serve_connection};
-pub use super::connection::{Respond, Scheme};
+pub use super::connection::{ConnectionInfo, Respond, Scheme};
+use super::connection::{ConnectionLimits, StopSignal, serve_connection};
 use super::networks::Networks;
 use super::passthrough::Passthrough;
 use super::shards::{LoadGuard, Shards};
@@ -77,16 +78,18 @@ fn max_connections() -> usize {
     usize::try_from(memory / 8 / BYTES_PER_CONNECTION).unwrap_or(usize::MAX).clamp(512, 16_384)
 }
 
+/// Each request has the extensions `ConnectInfo<SocketAddr>` and [`Scheme`].
 impl Respond for Router {
-    async fn respond(&self, request: Request<Body>) -> Response {
+    async fn respond(&self, mut request: Request<Body>, connection: ConnectionInfo) -> Response {
+        // A router layer would cost each request two more allocations.
+        request.extensions_mut().insert(ConnectInfo(connection.peer));
+        request.extensions_mut().insert(connection.scheme);
         let Ok(response) = TowerToHyperService::new(self.clone()).call(request).await;
         response
     }
 }
 
 /// Serves until `stop` is cancelled, then waits up to the drain timeout for the requests in flight.
-///
-/// Each request has the extensions `ConnectInfo<SocketAddr>` and [`Scheme`].
 pub async fn serve(
     listener: TcpListener,
     tls: Option<Arc<rustls::ServerConfig>>,
@@ -173,7 +176,7 @@ async fn serve_listener(
         // Small responses are sent without delay. An error means a closed socket, which the first read detects.
         let _ = stream.set_nodelay(true);
         let responder = responder.clone();
-        let extensions = ConnectionExtensions { peer, scheme };
+        let info = ConnectionInfo { peer, scheme };
         let (acceptor, handshake_timeout) = (acceptor.clone(), limits.handshake_timeout);
         let passthrough = passthrough.clone();
         let (stop, tracked) = (stop.clone(), connections.token());
@@ -182,7 +185,7 @@ async fn serve_listener(
             let permits = ConnectionPermits { _connection: permit, _address: address_permit, _load: load };
             match acceptor {
                 None => {
-                    serve_connection(stream, permits, responder, extensions, connection_limits, stop).await;
+                    serve_connection(stream, permits, responder, info, connection_limits, stop).await;
                 }
                 Some(acceptor) => {
                     // Boxed, so that a connection does not keep the memory for its handshake.
@@ -207,7 +210,7 @@ async fn serve_listener(
                         let _ = tokio::time::timeout(handshake_timeout, stream.shutdown()).await;
                         return;
                     }
-                    serve_connection(stream, permits, responder, extensions, connection_limits, stop).await;
+                    serve_connection(stream, permits, responder, info, connection_limits, stop).await;
                 }
             }
         };

@@ -28,7 +28,7 @@ fn seal_name(user: &str, slot: &str) -> String {
 pub enum FilesKeyError {
     #[error(transparent)]
     Key(#[from] KeyError),
-    #[error("cannot check the key of slot {slot} against its repository")]
+    #[error("cannot check the key for slot {slot} against its repository")]
     Repository {
         slot: String,
         #[source]
@@ -42,7 +42,7 @@ pub enum FilesKeyError {
     )]
     Lost(String),
     #[error(
-        "the platform's key of slot {0} does not open its repository: the platform's database has another key, or the \
+        "the platform's key for slot {0} does not open its repository: the platform's database has a different key, or the \
          repository's configuration was replaced. First save the platform's key (`svcctl files key USER`): earlier snapshots \
          may need it. If the object `config` of the repository was replaced, restore it. If the platform's key is wrong, delete \
          the row of the slot from the table file_keys, and run `systemctl restart svc-files` on the machine that has the right key"

@@ -15,13 +15,13 @@ use svc_provider::{BudgetGrant, ObservedBudget, RateBudget};
 pub struct SharedBudget {
     db: Db,
     /// Identifies the provider's project, to which the limit applies: a digest of the API URL and the token.
-    account: String,
+    project: String,
 }
 
 impl SharedBudget {
     pub fn new(db: Db, api: &Url, token: &SecretString) -> Self {
         let digest = Sha256::digest(format!("{api}\n{}", token.expose_secret()));
-        Self { db, account: hex::encode(&digest[..16]) }
+        Self { db, project: hex::encode(&digest[..16]) }
     }
 
     async fn try_reserve(
@@ -31,12 +31,12 @@ impl SharedBudget {
         observed: Option<ObservedBudget>,
     ) -> Result<BudgetGrant, DbError> {
         let session = self.db.session().await?;
-        db::budget::reserve(&session, &self.account, wanted, unused, observed).await
+        db::budget::reserve(&session, &self.project, wanted, unused, observed).await
     }
 
     async fn try_suspend_calls(&self, wait: Duration) -> Result<(), DbError> {
         let session = self.db.session().await?;
-        db::budget::suspend_calls(&session, &self.account, wait).await
+        db::budget::suspend_calls(&session, &self.project, wait).await
     }
 }
 

@@ -88,8 +88,8 @@ svc_base::variables! {
         CUSTOMER_VPS_ENABLED: "flag" = "false";
         /// Bundle version for new machines.
         CUSTOMER_VPS_IMAGE_VERSION: "version" = required;
-        /// Port at which the platform connects to hosts. It is not passed on to hosts, which accept HTTPS only
-        /// on 443: change it only with a simulated provider.
+        /// Port on which the platform connects to hosts. It is not passed on to hosts, which accept HTTPS only on
+        /// 443: change it only with a simulated provider.
         CUSTOMER_VPS_HTTPS_PORT: "port" = "443";
         /// Whether a host's certificate must chain to a trusted root for the host's name, in addition to having the
         /// pinned key. Requires `HOST_DOMAIN`. See [Machine certificates](../operating/certificates.md).
@@ -108,10 +108,10 @@ svc_base::variables! {
         ACME_DIRECTORY_URL: "https URL" = unset;
         /// Address to which the authority sends notices.
         ACME_CONTACT: "e-mail address" = unset;
-        /// The id of your account with the authority, to which the hosts' accounts are bound if the authority requires
-        /// it.
+        /// Key identifier for external account binding (EAB), as issued by the authority. Set it if the authority
+        /// requires the hosts' ACME accounts to be bound to your account.
         ACME_EAB_KEY_ID: "text" = unset;
-        /// Key of that account. Every host gets it.
+        /// HMAC key for external account binding. It is sent to every host.
         ACME_EAB_HMAC_KEY: "base64url" = unset;
         /// Ed25519 keys with which hosts verify bundle manifests: base64 of the raw 32 bytes.
         BUNDLE_PUBLIC_KEYS: "comma-separated list" = unset;

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 
-/// A rate budget that all users of one provider account share.
+/// A rate budget that all users of one provider project share.
 #[async_trait]
 pub trait RateBudget: Send + Sync {
     /// Reserves up to `wanted` calls, releases `unused` reserved calls that were not made, and reports the budget from

@@ -18,7 +18,7 @@ use super::pointer::{MAX_SEQ, MAX_SEQ_AHEAD};
 /// Maximum number of names that [`find_highest_listed`] reads. Under the protocol, at most one entry is ahead of
 /// `latest`.
 const MAX_LISTED_NAMES: usize = 64;
-/// Maximum number of names that [`list_entries`] reads. The log of the files' pointer has a few thousand entries.
+/// Maximum number of names that [`list_entries`] reads. The files pointer's log has a few thousand entries.
 const MAX_LISTED_ENTRIES: usize = 20_000;
 /// Maximum number of non-entry names to skip before the first entry, if the start of the log is unknown.
 const MAX_SKIPPED_NAMES: usize = 10_000;

@@ -1,4 +1,4 @@
-//! Reads whether the bucket protects overwritten and deleted objects: versioning and object lock.
+//! Reads the bucket settings that protect overwritten and deleted objects: versioning and object lock.
 //!
 //! The settings are never changed here: an operator enables them with the returned commands.
 

@@ -14,7 +14,7 @@ use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
 use super::svcctl;
-use crate::platform::stack::{BUCKET, Guest, Process, SECRET, Stack, heartbeat_of, registration};
+use crate::platform::stack::{BUCKET, Process, SECRET, Stack, UserDataSettings, heartbeat_of, registration};
 
 const USER: &str = "user_1";
 const HANDLE: &str = "h-user-1";
@@ -65,14 +65,14 @@ impl Operator {
         loop {
             for server in self.stack.provider.servers() {
                 if server.status == Power::Running {
-                    self.send_heartbeat(&Guest::from_server(&server)).await;
+                    self.send_heartbeat(&UserDataSettings::from_server(&server)).await;
                 }
             }
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
     }
 
-    async fn send_heartbeat(&self, guest: &Guest) {
+    async fn send_heartbeat(&self, guest: &UserDataSettings) {
         let record = self.stack.get(&self.process, &format!("/vps/{}", guest.machine)).await.body;
         if matches!(record["status"].as_str(), Some("provisioning" | "recovering")) {
             self.stack.register(&self.process, guest).await;
@@ -90,12 +90,12 @@ impl Operator {
     }
 
     /// Starts a machine with no host responding at its address.
-    async fn start_machine(&self) -> Guest {
+    async fn start_machine(&self) -> UserDataSettings {
         self.stack.start_machine(&self.process, USER).await
     }
 
     /// Starts a machine whose host responds to every internal call with `status`.
-    async fn start_machine_with_host(&self, status: StatusCode) -> (Guest, FakeHost) {
+    async fn start_machine_with_host(&self, status: StatusCode) -> (UserDataSettings, FakeHost) {
         let provisioned = self.stack.provision(&self.process, USER).await;
         let guest =
             self.stack.wait_for_guest(&self.process, provisioned["machineId"].as_str().unwrap()).await;
@@ -259,7 +259,7 @@ async fn recovery_waits_without_final_backup_and_can_be_abandoned() {
 
 /// Loses a machine's server after an outage session has stored a snapshot newer than the one that the pointer names.
 /// Returns the machine and the newer snapshot's key.
-async fn lose_server_after_outage(operator: &Operator) -> (Guest, String) {
+async fn lose_server_after_outage(operator: &Operator) -> (UserDataSettings, String) {
     let guest = operator.start_machine().await;
     let (old, new) = ("2026-01-02T03:45:03.000Z", "2026-01-02T04:00:15.000Z");
     for taken_at in [new, old] {

@@ -1,5 +1,5 @@
 //! Tests that a disconnect cancels only the client's own statement, and that other requests are served or refused while
-//! a long statement is running.
+//! a slow statement is running.
 
 use std::time::Duration;
 

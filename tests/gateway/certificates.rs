@@ -351,8 +351,8 @@ async fn deactivated_account_is_replaced() -> Result<()> {
     host.machine.write("var/lib/svc/tls/settings.json", &delivered)?;
     let host = host.restart()?;
     host.wait_until("a new account gets a certificate", async || Ok(pebble.issued_count() == 2)).await?;
-    let replaced: Value = serde_json::from_slice(&std::fs::read(&account)?)?;
-    assert_ne!(replaced["credentials"]["id"], stored["credentials"]["id"]);
+    let replacement: Value = serde_json::from_slice(&std::fs::read(&account)?)?;
+    assert_ne!(replacement["credentials"]["id"], stored["credentials"]["id"]);
     Ok(())
 }
 

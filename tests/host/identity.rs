@@ -1,5 +1,6 @@
-//! A substitute for a machine's restored database is reported and not backed up, and a database with rows is never
-//! replaced automatically.
+//! A substitute for a machine's restored database is reported and not backed up, and a database with rows that no
+//! restore created is never replaced automatically. A snapshot that lost tables or rows is held back until the loss is
+//! accepted or confirmed.
 
 use anyhow::{Context, Result};
 use kit::disk::SmallDisk;

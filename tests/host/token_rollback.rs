@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use super::machine::{self, Machine};
 use super::update_fixture::{NEW_VERSION, OLD_VERSION, PublishedRelease, UpdateFixture, signing_key};
-use crate::platform::stack::{BUCKET, Guest, Process, Stack};
+use crate::platform::stack::{BUCKET, Process, Stack, UserDataSettings};
 
 const TOKEN_FILE: &str = "var/lib/svc/upgrade-token.json";
 const OVERLAP: [(&str, &str); 1] = [("UPGRADE_TOKEN_OVERLAP_SECONDS", "1")];
@@ -19,7 +19,7 @@ const OVERLAP: [(&str, &str); 1] = [("UPGRADE_TOKEN_OVERLAP_SECONDS", "1")];
 struct Fixture {
     platform: Stack,
     process: Process,
-    guest: Guest,
+    guest: UserDataSettings,
     host: UpdateFixture,
 }
 

@@ -3,12 +3,12 @@
 use reqwest::Method;
 use serde_json::{Value, json};
 
-use super::stack::{ApiResponse, Guest, Process, Stack};
+use super::stack::{ApiResponse, Process, Stack, UserDataSettings};
 
 async fn post_stage(
     stack: &Stack,
     process: &Process,
-    guest: &Guest,
+    guest: &UserDataSettings,
     token: &str,
     body: &Value,
 ) -> ApiResponse {

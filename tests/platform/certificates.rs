@@ -8,7 +8,7 @@ use kit::pebble::{Options, Pebble};
 use serde_json::{Value, json};
 use svc::http::tls::Identity;
 
-use super::stack::{Guest, Process, Stack, heartbeat_of, registration};
+use super::stack::{Process, Stack, UserDataSettings, heartbeat_of, registration};
 use crate::gateway::host::{Host, Machine};
 
 const UNREACHABLE_DATABASE: &str = "postgres://postgres:x@127.0.0.1:1/svc";
@@ -50,7 +50,12 @@ impl Installation {
 
     /// Provisions a machine, starts its gateway with the host name from its user-data, registers it, and sends a
     /// heartbeat.
-    async fn start_machine(&self, process: &Process, user: &str, roots: &std::path::Path) -> (Guest, Host) {
+    async fn start_machine(
+        &self,
+        process: &Process,
+        user: &str,
+        roots: &std::path::Path,
+    ) -> (UserDataSettings, Host) {
         let stack = &self.stack;
         let provisioned = stack.provision(process, user).await;
         let id = provisioned["machineId"].as_str().unwrap().to_owned();
@@ -84,7 +89,7 @@ impl Installation {
     }
 
     /// Sends a heartbeat with the certificate that the gateway reports. Stores the response as the sync agent does.
-    async fn send_heartbeat(&self, process: &Process, guest: &Guest, host: &Host) -> Value {
+    async fn send_heartbeat(&self, process: &Process, guest: &UserDataSettings, host: &Host) -> Value {
         let mut body = heartbeat_of(guest);
         body["certificate"] = reported_certificate(host);
         let response = self.stack.send_heartbeat(process, guest, &body).await;

@@ -4,7 +4,7 @@ use kit::s3::{Fault, Rule};
 use serde_json::{Value, json};
 
 use super::fake_host::start_host;
-use super::stack::{BUCKET, Guest, Process, Stack, heartbeat_of};
+use super::stack::{BUCKET, Process, Stack, UserDataSettings, heartbeat_of};
 
 const TAKEN_AT: &str = "2026-01-02T03:04:05.678Z";
 
@@ -12,7 +12,7 @@ async fn fetch_copies(stack: &Stack, process: &Process, machine: &str) -> Value 
     stack.get(process, &format!("/vps/{machine}")).await.body["copies"].clone()
 }
 
-fn server_name(guest: &Guest) -> String {
+fn server_name(guest: &UserDataSettings) -> String {
     format!("svc-{}", guest.machine)
 }
 
@@ -27,7 +27,7 @@ async fn wait_for_question(stack: &Stack, process: &Process, operation: &str) ->
 
 /// Starts a machine with a snapshot, and recovers its slot: the successor has served traffic, and the old server is
 /// kept.
-async fn start_recovered_slot(stack: &Stack, process: &Process) -> (Guest, Guest) {
+async fn start_recovered_slot(stack: &Stack, process: &Process) -> (UserDataSettings, UserDataSettings) {
     let old = stack.start_machine(process, "user_1").await;
     stack.store_snapshot("user_1");
     let body = json!({"idpUserId": "user_1", "acceptLoss": true});

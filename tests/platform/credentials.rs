@@ -23,9 +23,9 @@ use svc::store::upload::{PartLayout, Upload};
 use svc::store::{Bucket, pointer_io, snapshot, snapshots};
 
 use super::super::pointer::actors::sidecar;
-use super::stack::{ApiResponse, BUCKET, Guest, Process, SECRET, Stack};
+use super::stack::{ApiResponse, BUCKET, Process, SECRET, Stack, UserDataSettings};
 
-async fn request_credentials(stack: &Stack, process: &Process, guest: &Guest) -> ApiResponse {
+async fn request_credentials(stack: &Stack, process: &Process, guest: &UserDataSettings) -> ApiResponse {
     request_credentials_as(stack, process, &guest.machine, &guest.upgrade_token).await
 }
 
@@ -54,7 +54,7 @@ fn open_with_vars<'a>(vars: impl IntoIterator<Item = (&'a str, &'a str)>) -> Buc
 }
 
 /// Parses the `r2.env` in a server's user-data.
-fn parse_store_env(guest: &Guest) -> BTreeMap<String, String> {
+fn parse_store_env(guest: &UserDataSettings) -> BTreeMap<String, String> {
     let config: Value =
         serde_json::from_str(guest.user_data.strip_prefix("#cloud-config\n").unwrap()).unwrap();
     let files = config["write_files"].as_array().unwrap();

@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use tokio::net::TcpListener;
 
 use super::rollout_order::set_test_slot;
-use super::stack::{BUCKET, DIGEST, Guest, Process, Stack, heartbeat_of};
+use super::stack::{BUCKET, DIGEST, Process, Stack, UserDataSettings, heartbeat_of};
 
 pub const NEXT_VERSION: &str = "v2";
 
@@ -50,7 +50,7 @@ fn publish(stack: &Stack, version: &str, expires_at: &str) {
 pub struct Fleet {
     pub stack: Stack,
     pub process: Process,
-    pub guests: Vec<Guest>,
+    pub guests: Vec<UserDataSettings>,
 }
 
 impl Fleet {

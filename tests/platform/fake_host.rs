@@ -15,7 +15,7 @@ use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
-use super::stack::{Guest, Process, Stack, heartbeat, registration};
+use super::stack::{Process, Stack, UserDataSettings, heartbeat, registration};
 
 const BACKUP: &str = "/_svc/internal/backup";
 
@@ -43,7 +43,7 @@ pub struct FakeHostBehavior {
 pub struct FakeHost {
     /// The claims of the received proofs.
     pub proofs: Arc<Mutex<Vec<Claims>>>,
-    pub guest: Guest,
+    pub guest: UserDataSettings,
     /// The keys that verify proofs; an invalid proof is rejected with 401.
     pub keys: Arc<Mutex<ProofKeys>>,
     pub behavior: Arc<Mutex<FakeHostBehavior>>,

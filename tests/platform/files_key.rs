@@ -15,12 +15,12 @@ use svc::store::key::SlotPrefix;
 use svc_files::save::{SaveOptions, Saver};
 use svc_files::{Cache, Id, Repository, SnapshotOrigin};
 
-use super::stack::{ApiResponse, Guest, Process, Stack};
+use super::stack::{ApiResponse, Process, Stack, UserDataSettings};
 
 async fn request_key(
     stack: &Stack,
     process: &Process,
-    guest: &Guest,
+    guest: &UserDataSettings,
     body: serde_json::Value,
 ) -> ApiResponse {
     let path = format!("/vps/{}/files-key", guest.machine);
@@ -58,7 +58,7 @@ async fn slot_has_one_key_for_all_its_machines() {
     assert_eq!(key.len(), 43, "{key}");
     assert_eq!(extract_key(&request_key(&stack, &process, &old, json!({})).await), key);
     assert_ne!(extract_key(&request_key(&stack, &process, &other_guest, json!({})).await), key);
-    let impostor = Guest { upgrade_token: other_guest.upgrade_token.clone(), ..old.clone() };
+    let impostor = UserDataSettings { upgrade_token: other_guest.upgrade_token.clone(), ..old.clone() };
     request_key(&stack, &process, &impostor, json!({})).await.assert_problem(403, "forbidden");
     let offered = "A".repeat(43);
     assert_eq!(
@@ -114,7 +114,7 @@ async fn key_lost_with_the_database_is_restored_from_the_host() {
 }
 
 /// Requests the slot's key and creates its repository, as a host does before its first save.
-pub async fn create_repository(stack: &Stack, process: &Process, guest: &Guest) {
+pub async fn create_repository(stack: &Stack, process: &Process, guest: &UserDataSettings) {
     let key = extract_key(&request_key(stack, process, guest, json!({})).await).parse().unwrap();
     Repository::open_or_create(open_bucket(stack), slot().files(), &key, Cache::none()).await.unwrap();
 }

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use super::stack::{Guest, Stack, heartbeat_of};
+use super::stack::{Stack, UserDataSettings, heartbeat_of};
 
 fn find_reasons(fleet: &Value, machine: &str) -> Value {
     let row = fleet["attention"].as_array().unwrap().iter().find(|row| row["machineId"] == machine);
@@ -142,7 +142,7 @@ async fn fleet_shows_the_keys_that_hosts_trust() {
         assert!(user_data.contains(line), "{line} is not in the user-data of a new machine");
     }
     let outdated = stack.start_machine(&process, "user_2").await;
-    let beat_with_keys = |guest: &Guest, sequence: u64, ids: Value| {
+    let beat_with_keys = |guest: &UserDataSettings, sequence: u64, ids: Value| {
         let mut beat = heartbeat_of(guest);
         beat["trustedKeys"] = json!({"sequence": sequence, "ids": ids});
         beat
@@ -158,7 +158,7 @@ async fn fleet_shows_the_keys_that_hosts_trust() {
     assert_eq!(stack.send_heartbeat(&process, &trusts_both, &heartbeat_of(&trusts_both)).await.status, 200);
     let silent = stack.start_machine(&process, "user_3").await;
 
-    let handle = async |guest: &Guest| {
+    let handle = async |guest: &UserDataSettings| {
         stack.get(&process, &format!("/vps/{}", guest.machine)).await.body["handle"].clone()
     };
     let (both_handle, outdated_handle, silent_handle) =

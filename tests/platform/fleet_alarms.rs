@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use kit::provider::{Fault, FaultRule};
 use serde_json::{Value, json};
 
-use super::stack::{Guest, Process, Stack, heartbeat_of};
+use super::stack::{Process, Stack, UserDataSettings, heartbeat_of};
 
 async fn fetch_fleet(stack: &Stack, process: &Process) -> Value {
     stack.get(process, "/vps/fleet").await.body
@@ -17,11 +17,11 @@ fn find_alarm<'a>(fleet: &'a Value, name: &str) -> Option<&'a Value> {
     fleet["alarms"].as_array()?.iter().find(|alarm| alarm["alarm"] == name)
 }
 
-fn server_names(guests: &[Guest]) -> Vec<String> {
+fn server_names(guests: &[UserDataSettings]) -> Vec<String> {
     guests.iter().map(|guest| format!("svc-{}", guest.machine)).collect()
 }
 
-async fn start_machines(stack: &Stack, process: &Process, count: usize) -> Vec<Guest> {
+async fn start_machines(stack: &Stack, process: &Process, count: usize) -> Vec<UserDataSettings> {
     let mut guests = Vec::new();
     for n in 0..count {
         guests.push(stack.start_machine(process, &format!("user_{n}")).await);
@@ -29,7 +29,7 @@ async fn start_machines(stack: &Stack, process: &Process, count: usize) -> Vec<G
     guests
 }
 
-async fn assert_all_running(stack: &Stack, process: &Process, guests: &[Guest]) {
+async fn assert_all_running(stack: &Stack, process: &Process, guests: &[UserDataSettings]) {
     for guest in guests {
         assert_eq!(stack.status(process, &guest.machine).await, "running", "{}", stack.log());
     }

@@ -5,7 +5,7 @@ use kit::provider::{Fault, FaultRule, Power};
 use serde_json::{Value, json};
 
 use super::fake_host::start_host;
-use super::stack::{BUCKET, Guest, Process, Stack, heartbeat_of};
+use super::stack::{BUCKET, Process, Stack, UserDataSettings, heartbeat_of};
 
 fn recovery_body() -> Value {
     json!({"idpUserId": "user_1"})
@@ -31,7 +31,7 @@ async fn wait_for_status(stack: &Stack, process: &Process, machine: &str, status
 }
 
 /// Sends heartbeats as a host that adopts the received epoch, until the machine is running.
-async fn send_heartbeats_until_running(stack: &Stack, process: &Process, guest: &Guest) {
+async fn send_heartbeats_until_running(stack: &Stack, process: &Process, guest: &UserDataSettings) {
     let mut body = heartbeat_of(guest);
     for _ in 0..800 {
         let response = stack.send_heartbeat(process, guest, &body).await.body;
@@ -372,7 +372,7 @@ async fn discard_is_refused_until_the_recovery_ends() {
 }
 
 /// Starts a machine that is marked failed with the cause `server_gone`, although its server exists.
-async fn start_machine_wrongly_marked_gone(settings: &[(&str, &str)]) -> (Stack, Process, Guest) {
+async fn start_machine_wrongly_marked_gone(settings: &[(&str, &str)]) -> (Stack, Process, UserDataSettings) {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(settings);
     let old = stack.start_machine(&process, "user_1").await;

@@ -9,7 +9,7 @@ use serde_json::json;
 use svc::platform::operations::{OperationKind, fail_point_names};
 
 use super::deploy::{Fleet, NEXT_VERSION};
-use super::stack::{Guest, SECRET, Stack, heartbeat_of, provision_body};
+use super::stack::{SECRET, Stack, UserDataSettings, heartbeat_of, provision_body};
 
 const MAX_CONCURRENT_RUNS: usize = 3;
 
@@ -245,7 +245,7 @@ async fn resize_survives_a_kill_at_every_fail_point() {
 /// Hosts that install the requested release, and the order in which they installed it.
 struct UpdatingHosts<'a> {
     stack: &'a Stack,
-    guests: &'a [Guest],
+    guests: &'a [UserDataSettings],
     updated: Mutex<Vec<usize>>,
 }
 

@@ -3,7 +3,7 @@
 use kit::provider::Power;
 use serde_json::{Value, json};
 
-use super::stack::{Guest, Process, Stack, heartbeat_of};
+use super::stack::{Process, Stack, UserDataSettings, heartbeat_of};
 
 impl Stack {
     pub async fn fetch_record(&self, process: &Process, machine: &str) -> Value {
@@ -36,7 +36,12 @@ impl Stack {
     }
 
     /// Sends heartbeats with this epoch while the machine's server is on, until the machine is running.
-    pub async fn send_heartbeats_until_running(&self, process: &Process, guest: &Guest, epoch: u64) {
+    pub async fn send_heartbeats_until_running(
+        &self,
+        process: &Process,
+        guest: &UserDataSettings,
+        epoch: u64,
+    ) {
         let mut body = heartbeat_of(guest);
         body["epoch"] = json!(epoch);
         let is_running = || async {
@@ -53,7 +58,7 @@ impl Stack {
     pub async fn wait_until_ended(&self, process: &Process, operation: &str) -> Value {
         let act_as_hosts = || async {
             for server in self.provider.servers().iter().filter(|server| server.status == Power::Running) {
-                let guest = Guest::from_server(server);
+                let guest = UserDataSettings::from_server(server);
                 if self.register(process, &guest).await.status == 200 {
                     self.send_heartbeat(process, &guest, &heartbeat_of(&guest)).await;
                 }
@@ -67,7 +72,7 @@ impl Stack {
     pub async fn wait_until_ended_with_heartbeats(&self, process: &Process, operation: &str) -> Value {
         let send_heartbeats = || async {
             for server in self.provider.servers().iter().filter(|server| server.status == Power::Running) {
-                let guest = Guest::from_server(server);
+                let guest = UserDataSettings::from_server(server);
                 self.send_heartbeat(process, &guest, &heartbeat_of(&guest)).await;
             }
         };

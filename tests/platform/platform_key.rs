@@ -22,7 +22,7 @@ use svc::store::key::SlotPrefix;
 use tokio_postgres::Client;
 
 use super::fake_host::start_host;
-use super::stack::{ApiResponse, BUCKET, Guest, Process, SECRET, Stack, heartbeat_of};
+use super::stack::{ApiResponse, BUCKET, Process, SECRET, Stack, UserDataSettings, heartbeat_of};
 
 /// Each test key repeats one of these bytes.
 const OLD: u8 = 7;
@@ -116,19 +116,24 @@ async fn find_running_process(stack: &Stack, byte: u8) -> String {
     client.query_one(sql, &[&KeyId::from_key(&key(byte)).as_str()]).await.unwrap().get(0)
 }
 
-async fn send_heartbeat(stack: &Stack, process: &Process, guest: &Guest) -> ApiResponse {
+async fn send_heartbeat(stack: &Stack, process: &Process, guest: &UserDataSettings) -> ApiResponse {
     stack.send_heartbeat(process, guest, &heartbeat_of(guest)).await
 }
 
 /// Stores the token from a response, as a host does.
-fn store_next_token(guest: &mut Guest, response: &Value) {
+fn store_next_token(guest: &mut UserDataSettings, response: &Value) {
     if let Some(token) = response["nextToken"].as_str() {
         token.clone_into(&mut guest.upgrade_token);
     }
 }
 
 /// Sends heartbeats until only the new key is needed.
-async fn complete_key_rotation(stack: &Stack, process: &Process, client: &Client, guest: &mut Guest) {
+async fn complete_key_rotation(
+    stack: &Stack,
+    process: &Process,
+    client: &Client,
+    guest: &mut UserDataSettings,
+) {
     let end = std::time::Instant::now() + Duration::from_secs(40);
     while !is_only_new_key_needed(client).await {
         let response = send_heartbeat(stack, process, guest).await;
@@ -434,7 +439,7 @@ async fn host_refused_for_its_token_raises_alarm() {
         secrecy::ExposeSecret::expose_secret(&token).to_owned()
     };
     let report_count = || stack.log().matches("not issued with a current platform key").count();
-    let guest_with = |upgrade_token: String| Guest { upgrade_token, ..guest.clone() };
+    let guest_with = |upgrade_token: String| UserDataSettings { upgrade_token, ..guest.clone() };
     // An outdated token that the platform itself issued is not reported.
     set_token_generation(&stack, 3).await;
     assert_eq!(send_heartbeat(&stack, &process, &guest_with(token(OLD, 2))).await.status, 401);

@@ -7,14 +7,19 @@ use kit::provider::{Fault, FaultRule, Power};
 use serde_json::{Value, json};
 
 use super::resize::{count_actions, fetch_record};
-use super::stack::{ApiResponse, Guest, Process, Stack, heartbeat_of};
+use super::stack::{ApiResponse, Process, Stack, UserDataSettings, heartbeat_of};
 
-async fn request_power(stack: &Stack, process: &Process, guest: &Guest, action: &str) -> ApiResponse {
+async fn request_power(
+    stack: &Stack,
+    process: &Process,
+    guest: &UserDataSettings,
+    action: &str,
+) -> ApiResponse {
     stack.post(process, &format!("/vps/{}/power", guest.machine), &json!({"action": action})).await
 }
 
 /// Requests the action, sends the host's heartbeats until the operation has ended, and returns the operation.
-async fn run_action(stack: &Stack, process: &Process, guest: &Guest, action: &str) -> Value {
+async fn run_action(stack: &Stack, process: &Process, guest: &UserDataSettings, action: &str) -> Value {
     let accepted = request_power(stack, process, guest, action).await;
     assert_eq!((accepted.status, &accepted.body["action"]), (202, &json!(action)), "{accepted:?}");
     stack.wait_until_ended_with_heartbeats(process, accepted.body["operationId"].as_str().unwrap()).await
@@ -25,7 +30,7 @@ fn power_state(stack: &Stack) -> Power {
 }
 
 /// Starts a platform with one running machine, whose host has sent a heartbeat.
-async fn start_with_machine(settings: &[(&str, &str)]) -> (Stack, Process, Guest) {
+async fn start_with_machine(settings: &[(&str, &str)]) -> (Stack, Process, UserDataSettings) {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(settings);
     let guest = stack.start_machine(&process, "user_1").await;

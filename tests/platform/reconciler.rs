@@ -6,9 +6,9 @@ use std::time::Duration;
 use kit::provider::{Fault, FaultRule};
 use serde_json::{Value, json};
 
-use super::stack::{Guest, Process, Stack, provision_body};
+use super::stack::{Process, Stack, UserDataSettings, provision_body};
 
-async fn assert_fails_with(stack: &Stack, process: &Process, guest: &Guest, cause: &str) {
+async fn assert_fails_with(stack: &Stack, process: &Process, guest: &UserDataSettings, cause: &str) {
     let has_failed = || async {
         let record = stack.get(process, &format!("/vps/{}", guest.machine)).await.body;
         (record["status"] == "failed").then_some(record)

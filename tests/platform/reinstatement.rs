@@ -3,9 +3,9 @@
 use kit::provider::{Fault, FaultRule, Power};
 use serde_json::{Value, json};
 
-use super::stack::{Guest, Process, Stack};
+use super::stack::{Process, Stack, UserDataSettings};
 
-async fn recover(stack: &Stack, process: &Process) -> Guest {
+async fn recover(stack: &Stack, process: &Process) -> UserDataSettings {
     let body = json!({"idpUserId": "user_1", "acceptLoss": true});
     let response = stack.post(process, "/vps/recover", &body).await;
     assert_eq!(response.status, 202, "{response:?}");
@@ -14,7 +14,11 @@ async fn recover(stack: &Stack, process: &Process) -> Guest {
 
 /// Prepares a slot whose second machine has lost its server and whose third machine is booting. Returns the first and
 /// the third machine. `second_columns` is SQL that sets further columns in the second machine's row.
-async fn start_third_machine(stack: &Stack, process: &Process, second_columns: &str) -> (Guest, Guest) {
+async fn start_third_machine(
+    stack: &Stack,
+    process: &Process,
+    second_columns: &str,
+) -> (UserDataSettings, UserDataSettings) {
     let first = stack.start_machine(process, "user_1").await;
     stack.store_snapshot("user_1");
     let second = recover(stack, process).await;
@@ -106,7 +110,7 @@ async fn immediate_deletion_keeps_the_predecessors_server() {
 
 /// Deletes a machine with this query while the provider refuses to delete servers. Returns the machine's host and the
 /// operation that removes the server.
-async fn start_stuck_removal(stack: &Stack, process: &Process, query: &str) -> (Guest, Value) {
+async fn start_stuck_removal(stack: &Stack, process: &Process, query: &str) -> (UserDataSettings, Value) {
     let old = stack.start_machine(process, "user_1").await;
     stack.store_snapshot("user_1");
     let locked = Fault::Status { status: 423, code: "locked".to_owned(), reset_in_seconds: None };
@@ -121,7 +125,7 @@ async fn start_stuck_removal(stack: &Stack, process: &Process, query: &str) -> (
 }
 
 /// Deletes a machine and abandons its server's removal.
-async fn abandon_removal(stack: &Stack, process: &Process) -> Guest {
+async fn abandon_removal(stack: &Stack, process: &Process) -> UserDataSettings {
     let (old, removal) = start_stuck_removal(stack, process, "acceptLoss=true&now=true").await;
     let path = format!("/vps/operations/{}/abandon", removal["operationId"].as_str().unwrap());
     assert_eq!(stack.post(process, &path, &json!({})).await.status, 200);

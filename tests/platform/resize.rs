@@ -4,20 +4,20 @@ use kit::provider::{Fault, FaultRule, Power};
 use reqwest::Method;
 use serde_json::{Value, json};
 
-use super::stack::{ApiResponse, Guest, Process, SECRET, Stack, heartbeat_of};
+use super::stack::{ApiResponse, Process, SECRET, Stack, UserDataSettings, heartbeat_of};
 
 pub async fn resize(stack: &Stack, process: &Process, machine: &str, server_type: &str) -> ApiResponse {
     stack.post(process, &format!("/vps/{machine}/resize"), &json!({"serverType": server_type})).await
 }
 
 /// Resizes to `cpx32`, sends heartbeats until the operation ends, and returns the operation.
-pub async fn resize_until_ended(stack: &Stack, process: &Process, guest: &Guest) -> Value {
+pub async fn resize_until_ended(stack: &Stack, process: &Process, guest: &UserDataSettings) -> Value {
     let response = resize(stack, process, &guest.machine, "cpx32").await;
     assert_eq!(response.status, 202, "{response:?}");
     stack.wait_until_ended_with_heartbeats(process, response.body["operationId"].as_str().unwrap()).await
 }
 
-pub async fn fetch_record(stack: &Stack, process: &Process, guest: &Guest) -> Value {
+pub async fn fetch_record(stack: &Stack, process: &Process, guest: &UserDataSettings) -> Value {
     stack.fetch_record(process, &guest.machine).await
 }
 

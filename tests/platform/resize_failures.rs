@@ -5,7 +5,7 @@ use kit::provider::{Fault, FaultRule, Power};
 use serde_json::{Value, json};
 
 use super::resize::{count_actions, fetch_record, resize, resize_until_ended};
-use super::stack::{Guest, Process, Stack, heartbeat_of};
+use super::stack::{Process, Stack, UserDataSettings, heartbeat_of};
 
 fn server_error(status: u16) -> Fault {
     Fault::Status { status, code: "server_error".to_owned(), reset_in_seconds: None }
@@ -17,7 +17,7 @@ fn server_state(stack: &Stack) -> (Power, String) {
 }
 
 /// Asserts that the server type has not changed, and that the machine is running as before.
-async fn assert_reverted(stack: &Stack, process: &Process, guest: &Guest, operation: &Value) {
+async fn assert_reverted(stack: &Stack, process: &Process, guest: &UserDataSettings, operation: &Value) {
     assert_eq!(
         (&operation["state"], &operation["errorCode"]),
         (&json!("failed"), &json!("resize")),
@@ -35,7 +35,7 @@ async fn assert_reverted(stack: &Stack, process: &Process, guest: &Guest, operat
     assert_eq!(stack.provider.creations().len(), 1);
 }
 
-async fn assert_resized(stack: &Stack, process: &Process, guest: &Guest, operation: &Value) {
+async fn assert_resized(stack: &Stack, process: &Process, guest: &UserDataSettings, operation: &Value) {
     assert_eq!(operation["state"], "succeeded", "{operation}\n{}", stack.log());
     let record = fetch_record(stack, process, guest).await;
     assert_eq!((&record["status"], &record["serverType"]), (&json!("running"), &json!("cpx32")));
@@ -44,11 +44,11 @@ async fn assert_resized(stack: &Stack, process: &Process, guest: &Guest, operati
 }
 
 /// Starts a platform with one running machine.
-async fn start_with_machine() -> (Stack, Process, Guest) {
+async fn start_with_machine() -> (Stack, Process, UserDataSettings) {
     start_with_settings(&[]).await
 }
 
-async fn start_with_settings(settings: &[(&str, &str)]) -> (Stack, Process, Guest) {
+async fn start_with_settings(settings: &[(&str, &str)]) -> (Stack, Process, UserDataSettings) {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(settings);
     let guest = stack.start_machine(&process, "user_1").await;
@@ -246,7 +246,7 @@ async fn fail_delete_and_recover_cancel_an_open_resize() {
 }
 
 /// Starts a resize that is stuck after it has powered the server off.
-async fn start_stuck_resize(settings: &[(&str, &str)]) -> (Stack, Process, Guest, String) {
+async fn start_stuck_resize(settings: &[(&str, &str)]) -> (Stack, Process, UserDataSettings, String) {
     let mut settings = settings.to_vec();
     settings.push(("RESIZE_SHUTDOWN_SECONDS", "1"));
     let (stack, process, guest) = start_with_settings(&settings).await;
@@ -263,7 +263,7 @@ async fn start_stuck_resize(settings: &[(&str, &str)]) -> (Stack, Process, Guest
 }
 
 /// Sends the host's heartbeats until the server is on and the machine has no open operation. Returns its operations.
-async fn wait_until_settled(stack: &Stack, process: &Process, guest: &Guest) -> Value {
+async fn wait_until_settled(stack: &Stack, process: &Process, guest: &UserDataSettings) -> Value {
     let is_settled = || async {
         if server_state(stack).0 == Power::Running {
             stack.send_heartbeat(process, guest, &heartbeat_of(guest)).await;

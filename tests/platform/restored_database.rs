@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use tokio_postgres::Client;
 
 use super::fake_host::{FakeHost, start_host};
-use super::stack::{Guest, Process, SECRET, Stack, heartbeat_of, provision_body, registration};
+use super::stack::{Process, SECRET, Stack, UserDataSettings, heartbeat_of, provision_body, registration};
 
 /// A platform whose database can be reset to a saved copy.
 pub(super) struct RestorablePlatform {
@@ -91,7 +91,7 @@ impl RestorablePlatform {
         self.stack.eventually("the fence has the epoch", has_fence).await;
     }
 
-    pub async fn send_heartbeat(&self, guest: &Guest, epoch: u64, registration: Value) -> Value {
+    pub async fn send_heartbeat(&self, guest: &UserDataSettings, epoch: u64, registration: Value) -> Value {
         let mut beat = heartbeat_of(guest);
         beat["epoch"] = json!(epoch);
         if !registration.is_null() {
@@ -100,7 +100,7 @@ impl RestorablePlatform {
         self.stack.send_heartbeat(self.process(), guest, &beat).await.body
     }
 
-    pub async fn send_heartbeats_until_running(&self, guest: &Guest, epoch: u64) {
+    pub async fn send_heartbeats_until_running(&self, guest: &UserDataSettings, epoch: u64) {
         self.stack.send_heartbeats_until_running(self.process(), guest, epoch).await;
     }
 

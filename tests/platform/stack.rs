@@ -205,7 +205,7 @@ impl Stack {
     }
 
     /// Starts a machine and registers it as its host would.
-    pub async fn start_machine(&self, process: &Process, user: &str) -> Guest {
+    pub async fn start_machine(&self, process: &Process, user: &str) -> UserDataSettings {
         let provisioned = self.provision(process, user).await;
         let guest = self
             .wait_for_guest(
@@ -218,14 +218,14 @@ impl Stack {
         guest
     }
 
-    /// Waits until the platform has recorded the machine's server. Returns the server's host.
-    pub async fn wait_for_guest(&self, process: &Process, machine: &str) -> Guest {
+    /// Waits until the platform has recorded the machine's server. Returns its host's settings.
+    pub async fn wait_for_guest(&self, process: &Process, machine: &str) -> UserDataSettings {
         let is_recorded = || async {
             let record = self.get(process, &format!("/vps/{machine}")).await;
             (!record.body["providerServerId"].is_null()).then_some(())
         };
         self.eventually("the server is recorded", is_recorded).await;
-        Guest::from_server(
+        UserDataSettings::from_server(
             &self
                 .provider
                 .server_by_name(&format!("svc-{machine}"))
@@ -233,7 +233,7 @@ impl Stack {
         )
     }
 
-    pub async fn register(&self, process: &Process, guest: &Guest) -> ApiResponse {
+    pub async fn register(&self, process: &Process, guest: &UserDataSettings) -> ApiResponse {
         self.register_as(process, &guest.registration_token, &registration(&guest.machine, 1)).await
     }
 
@@ -242,7 +242,7 @@ impl Stack {
     }
 
     /// Reports a failed boot, at the stage `restore`, as the machine's host would.
-    pub async fn report_boot_failure(&self, process: &Process, guest: &Guest) {
+    pub async fn report_boot_failure(&self, process: &Process, guest: &UserDataSettings) {
         let path = format!("/vps/{}/boot-failure", guest.machine);
         let report = self.request(process, Method::POST, &path).bearer_auth(&guest.registration_token);
         let body = json!({"stage": "restore", "message": "damaged"});
@@ -251,7 +251,12 @@ impl Stack {
     }
 
     /// Sends a heartbeat as the machine's host would.
-    pub async fn send_heartbeat(&self, process: &Process, guest: &Guest, body: &Value) -> ApiResponse {
+    pub async fn send_heartbeat(
+        &self,
+        process: &Process,
+        guest: &UserDataSettings,
+        body: &Value,
+    ) -> ApiResponse {
         let request = self.request(process, Method::POST, &format!("/vps/{}/heartbeat", guest.machine));
         self.send(request.bearer_auth(&guest.upgrade_token).json(body)).await
     }
@@ -259,13 +264,18 @@ impl Stack {
     /// Sends a heartbeat from every running server to a platform that may have been killed.
     pub async fn try_send_heartbeats(&self, base: String) {
         for server in self.provider.servers().iter().filter(|server| server.status == Power::Running) {
-            let guest = Guest::from_server(server);
+            let guest = UserDataSettings::from_server(server);
             self.try_send_heartbeat(&base, &guest, &heartbeat_of(&guest)).await;
         }
     }
 
     /// Sends a heartbeat to a platform that may have been killed. Returns the response, if any.
-    pub async fn try_send_heartbeat(&self, base: &str, guest: &Guest, body: &Value) -> Option<Value> {
+    pub async fn try_send_heartbeat(
+        &self,
+        base: &str,
+        guest: &UserDataSettings,
+        body: &Value,
+    ) -> Option<Value> {
         let request = self.client.post(format!("{base}/vps/{}/heartbeat", guest.machine));
         request.bearer_auth(&guest.upgrade_token).json(body).send().await.ok()?.json().await.ok()
     }
@@ -343,15 +353,15 @@ pub fn heartbeat() -> Value {
 }
 
 /// Returns the body of a healthy host's heartbeat, with the host's own epoch.
-pub fn heartbeat_of(guest: &Guest) -> Value {
+pub fn heartbeat_of(guest: &UserDataSettings) -> Value {
     let mut body = heartbeat();
     body["epoch"] = json!(guest.epoch.parse::<u32>().expect("the epoch must be a number"));
     body
 }
 
-/// The simulated host software on a server, with the settings from its user-data.
+/// The settings that a server's user-data passes to its host.
 #[derive(Debug, Clone)]
-pub struct Guest {
+pub struct UserDataSettings {
     pub machine: String,
     pub registration_token: String,
     pub upgrade_token: String,
@@ -362,7 +372,7 @@ pub struct Guest {
     pub settings: BTreeMap<String, String>,
 }
 
-impl Guest {
+impl UserDataSettings {
     pub fn from_server(server: &ServerView) -> Self {
         let config: Value = serde_json::from_str(
             server.user_data.strip_prefix("#cloud-config\n").expect("the user-data must be cloud-config"),

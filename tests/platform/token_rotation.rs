@@ -4,21 +4,21 @@
 use reqwest::Method;
 use serde_json::{Value, json};
 
-use super::stack::{ApiResponse, Guest, Process, Stack, heartbeat_of};
+use super::stack::{ApiResponse, Process, Stack, UserDataSettings, heartbeat_of};
 
 const SHORT_OVERLAP: [(&str, &str); 1] = [("UPGRADE_TOKEN_OVERLAP_SECONDS", "2")];
 
-async fn send_heartbeat(stack: &Stack, process: &Process, guest: &Guest) -> ApiResponse {
+async fn send_heartbeat(stack: &Stack, process: &Process, guest: &UserDataSettings) -> ApiResponse {
     stack.send_heartbeat(process, guest, &heartbeat_of(guest)).await
 }
 
 /// Returns the guest with the token from the response.
-fn with_next_token(guest: &Guest, response: &ApiResponse) -> Guest {
+fn with_next_token(guest: &UserDataSettings, response: &ApiResponse) -> UserDataSettings {
     let token = response.body["nextToken"].as_str().unwrap_or_else(|| panic!("no token: {response:?}"));
-    Guest { upgrade_token: token.to_owned(), ..guest.clone() }
+    UserDataSettings { upgrade_token: token.to_owned(), ..guest.clone() }
 }
 
-async fn request_rotation(stack: &Stack, process: &Process, guest: &Guest) -> ApiResponse {
+async fn request_rotation(stack: &Stack, process: &Process, guest: &UserDataSettings) -> ApiResponse {
     let path = format!("/vps/{}/rotate-token", guest.machine);
     let response = stack.post(process, &path, &json!({})).await;
     assert_eq!(response.status, 200, "{response:?}");
@@ -26,7 +26,7 @@ async fn request_rotation(stack: &Stack, process: &Process, guest: &Guest) -> Ap
 }
 
 /// Rotates the guest's token. Returns the guest with its new token after the platform has received that token.
-async fn rotate_token(stack: &Stack, process: &Process, guest: &Guest) -> Guest {
+async fn rotate_token(stack: &Stack, process: &Process, guest: &UserDataSettings) -> UserDataSettings {
     request_rotation(stack, process, guest).await;
     let next = with_next_token(guest, &send_heartbeat(stack, process, guest).await);
     let response = send_heartbeat(stack, process, &next).await;
@@ -34,7 +34,7 @@ async fn rotate_token(stack: &Stack, process: &Process, guest: &Guest) -> Guest 
     next
 }
 
-async fn request_credentials_status(stack: &Stack, process: &Process, guest: &Guest) -> u16 {
+async fn request_credentials_status(stack: &Stack, process: &Process, guest: &UserDataSettings) -> u16 {
     let path = format!("/vps/{}/storage-credentials", guest.machine);
     let call = stack.request(process, Method::POST, &path).bearer_auth(&guest.upgrade_token);
     stack.send(call).await.status
@@ -110,7 +110,8 @@ async fn old_tokens_rotate_automatically_and_all_on_request() {
     client.execute(late, &[]).await.unwrap();
     let fleet = stack.get(&process, "/vps/fleet").await.body;
     let listed = fleet["attention"].as_array().unwrap();
-    let find_row = |guest: &Guest| listed.iter().find(|row| row["machineId"] == guest.machine).cloned();
+    let find_row =
+        |guest: &UserDataSettings| listed.iter().find(|row| row["machineId"] == guest.machine).cloned();
     let reasons = find_row(&recent).unwrap()["reasons"].clone();
     assert!(reasons.as_array().unwrap().contains(&json!("token_not_rotated")), "{reasons}");
     assert!(find_row(&aged).is_none_or(|row| !row["reasons"].to_string().contains("token_not_rotated")));
@@ -167,7 +168,7 @@ async fn restored_database_accepts_the_later_token_of_a_host() {
     }
     // A generation without a valid signature is not accepted.
     let forged = third.upgrade_token.replace("_3_", "_9_");
-    let forged = Guest { upgrade_token: forged, ..third.clone() };
+    let forged = UserDataSettings { upgrade_token: forged, ..third.clone() };
     send_heartbeat(&stack, &process, &forged).await.assert_problem(401, "unauthorized");
 }
 

@@ -339,7 +339,7 @@ fn usage_is_exact_after_random_kills() -> Result<()> {
 
 #[test]
 fn usage_is_exact_after_kill_at_each_compaction_step() -> Result<()> {
-    // Enough dispatches for six compactions per step, even if the compacting thread gets little processor time.
+    // Enough dispatches for six compactions per step, even if the compacting thread gets little CPU time.
     let mut test = KillTest::new(8_000)?;
     for point in FAILPOINTS {
         let mut child = test.start(&format!("{point}=5*off->return(kill)"))?;

@@ -145,7 +145,7 @@ async fn every_documented_error_code_is_triggered() -> Result<()> {
     trigger_state_errors(&setup).await;
     trigger_missing_machine(&setup).await?;
     trigger_sign_out_errors(&setup).await;
-    trigger_missing_provider_keys().await?;
+    trigger_missing_idp_keys().await?;
     trigger_database_outage().await?;
     trigger_rate_limit().await?;
     let all: Vec<&'static Operation> = operations().collect();
@@ -229,8 +229,8 @@ async fn trigger_sign_out_errors(setup: &RouterSetup) {
     setup.send(list).await.assert_problem(401, "unauthorized");
 }
 
-/// Sends requests while the provider is down and its keys have never been fetched.
-async fn trigger_missing_provider_keys() -> Result<()> {
+/// Sends requests while the identity provider is down and its keys have never been fetched.
+async fn trigger_missing_idp_keys() -> Result<()> {
     let router = TestRouter::start().await?;
     let token = router.token("user_1");
     router.idp.take_down();

@@ -12,7 +12,7 @@ use http_body_util::{BodyExt, Collected};
 use secrecy::SecretString;
 use serde_json::Value;
 use svc::config::Env;
-use svc::http::server::Respond;
+use svc::http::server::{ConnectionInfo, Respond, Scheme};
 use svc::platform::api;
 use svc::platform::config::PlatformConfig;
 use svc::platform::context::Platform;
@@ -192,7 +192,8 @@ impl Drop for Process {
 }
 
 async fn send(responder: impl Respond, request: Request<Body>) -> ApiResponse {
-    let response = responder.respond(request).await;
+    let connection = ConnectionInfo { peer: ([127, 0, 0, 1], 1).into(), scheme: Scheme::Http };
+    let response = responder.respond(request, connection).await;
     let (parts, body) = response.into_parts();
     let bytes = body.collect().await.map(Collected::to_bytes).unwrap_or_default();
     ApiResponse { status: parts.status.as_u16(), body: serde_json::from_slice(&bytes).unwrap_or_default() }

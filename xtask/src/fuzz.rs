@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn seconds_defaults_to_60_or_with_long_to_600() {
+    fn seconds_defaults_to_60_or_600_with_long() {
         let args = |seconds, long| Args { targets: Vec::new(), seconds, long };
         assert_eq!(args(None, false).seconds(), 60);
         assert_eq!(args(None, true).seconds(), 600);

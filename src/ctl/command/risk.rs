@@ -54,9 +54,12 @@ pub fn provision_risk(args: &Provision) -> Option<String> {
 pub fn deletion_risk(args: &Delete, machine: Option<&MachineDetail>) -> String {
     if machine.is_some_and(|machine| machine.powered_off_at.is_some()) {
         let server = if args.accept_loss {
-            "--accept-loss: changes that are in no snapshot are lost with its server."
+            "--accept-loss: changes that are in no snapshot are lost with its server.".to_owned()
         } else {
-            "Its server is kept, even with --now, until you run `svcctl discard --accept-loss`."
+            format!(
+                "Its server is kept, even with --now, until you run `svcctl discard {} --accept-loss`.",
+                args.machine
+            )
         };
         return format!(
             "This deletes machine {}. It is off, so its host cannot take a final backup; its snapshots stay.\n{server}",

@@ -207,7 +207,7 @@ pub fn restored(view: &View, state: &FileRestore) -> String {
     }
     if state.incomplete > 0 {
         let message = format!(
-            "the mode, times or attributes of {} could not be set",
+            "the owner, mode, times or attributes of {} could not be set",
             pluralize(state.incomplete, "item")
         );
         pairs.push(("incomplete", Cell::colored(Some(Color::Bad), message)));

@@ -68,7 +68,7 @@ fn check_heartbeats(findings: Findings, layout: &Layout) -> Findings {
         );
     };
     let next = if is_refused {
-        "run `svcctl fleet` as an operator: its alarms name the cause, for example that the platform has another key"
+        "run `svcctl fleet` as an operator: its alarms name the cause, for example that the platform has the wrong key"
     } else {
         "run `svcctl doctor platform` on the platform's server, and `journalctl -u svc-sync-agent` here"
     };

@@ -212,7 +212,7 @@ fn print_result(state: &FileRestore) -> Result<(), Failure> {
     }
     if state.incomplete > 0 {
         let items = pluralize(state.incomplete, "item");
-        text.push_str(&format!("the mode, times or attributes of {items} could not be set\n"));
+        text.push_str(&format!("the owner, mode, times or attributes of {items} could not be set\n"));
     }
     if let Some(left_out) = &state.error {
         text.push_str(&format!("{}\n", one_line(left_out)));

@@ -120,7 +120,7 @@ impl ResponseBody {
     ) -> Body {
         let closed = pool.closed.clone();
         tokio::spawn(async move {
-            let UpstreamConnection { sender, connection, permit: _permit } = *upstream;
+            let UpstreamConnection { sender, connection, permit: _permit, .. } = *upstream;
             // The connection is not reused; without a sender, it closes at the end of the response.
             drop(sender);
             tokio::select! {

@@ -21,10 +21,14 @@ static HOP_BY_HOP: [HeaderName; 9] = [
 /// `Connection: upgrade` and one `Upgrade`. Returns whether there is such an upgrade. Idempotent.
 pub fn strip_hop_by_hop(headers: &mut HeaderMap) -> bool {
     // Most messages have at most one of these, and even the removal of an absent header hashes its name.
-    let present: Vec<&'static HeaderName> =
-        headers.keys().filter_map(|name| HOP_BY_HOP.iter().find(|hop_by_hop| *hop_by_hop == name)).collect();
+    let mut present = [false; HOP_BY_HOP.len()];
+    for name in headers.keys() {
+        if let Some(index) = HOP_BY_HOP.iter().position(|hop_by_hop| hop_by_hop == name) {
+            present[index] = true;
+        }
+    }
     let mut upgrade = None;
-    if present.iter().any(|name| **name == CONNECTION) {
+    if present.contains(&true) && headers.contains_key(CONNECTION) {
         let connection_options: Vec<HeaderName> =
             headers.get_all(CONNECTION).iter().flat_map(parse_names).collect();
         if connection_options.contains(&UPGRADE) {
@@ -34,7 +38,7 @@ pub fn strip_hop_by_hop(headers: &mut HeaderMap) -> bool {
             headers.remove(name);
         }
     }
-    for name in present {
+    for (name, _) in HOP_BY_HOP.iter().zip(present).filter(|(_, is_present)| *is_present) {
         headers.remove(name);
     }
     let Some(upgrade) = upgrade else { return false };
@@ -43,8 +47,12 @@ pub fn strip_hop_by_hop(headers: &mut HeaderMap) -> bool {
     true
 }
 
+/// Parses the names of headers in `Connection`, without the options that are not headers or that are removed anyway.
 fn parse_names(value: &HeaderValue) -> impl Iterator<Item = HeaderName> + '_ {
-    value.as_bytes().split(|b| *b == b',').filter_map(|name| HeaderName::from_bytes(name.trim_ascii()).ok())
+    let names = value.as_bytes().split(|b| *b == b',').map(<[u8]>::trim_ascii);
+    let is_other =
+        |name: &&[u8]| !(name.eq_ignore_ascii_case(b"keep-alive") || name.eq_ignore_ascii_case(b"close"));
+    names.filter(is_other).filter_map(|name| HeaderName::from_bytes(name).ok())
 }
 
 /// Returns whether the protocol may be tunneled. HTTP and TLS (RFC 2817) may not: requests in the tunnel would bypass

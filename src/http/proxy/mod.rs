@@ -25,10 +25,11 @@ use axum::body::Body;
 use http::{Method, Request, Response, StatusCode, Uri, Version, request};
 use hyper::body::Incoming;
 use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::time::{Instant, Sleep};
 
 use body::{RequestBody, ResponseBody, Upload};
 pub use headers::strip_hop_by_hop;
-use pool::{Pool, UpstreamConnection};
+use pool::{ClientConnection, Pool, UpstreamConnection};
 pub use stall::end_stalled_body;
 use svc_base::error_chain::format_chain;
 pub use time_limit::TimeLimit;
@@ -209,8 +210,9 @@ impl<'a> Exchange<'a> {
         mut upstream: Box<UpstreamConnection>,
         request: Request<RequestBody>,
     ) -> Result<Response<Body>, Box<FailedExchange<'a>>> {
-        let response = upstream.sender.try_send_request(request);
-        let response = self.receive_head(response, Some(&mut upstream)).await;
+        let UpstreamConnection { sender, connection, timer, .. } = &mut *upstream;
+        let response = sender.try_send_request(request);
+        let response = self.receive_head(response, Some(connection), timer.as_mut()).await;
         let (parts, body) = match response {
             Ok(response) => response.into_parts(),
             Err(error) => return Err(self.into_failed(error)),
@@ -232,7 +234,7 @@ impl<'a> Exchange<'a> {
         upstream: Box<UpstreamConnection>,
         request: Request<RequestBody>,
     ) -> Result<Response<Body>, Box<FailedExchange<'a>>> {
-        let UpstreamConnection { mut sender, connection, permit } = *upstream;
+        let UpstreamConnection { mut sender, connection, mut timer, permit } = *upstream;
         let closed = self.pool.closed.clone();
         tokio::spawn(async move {
             let _permit = permit;
@@ -244,7 +246,7 @@ impl<'a> Exchange<'a> {
             }
         });
         let response = sender.try_send_request(request);
-        let mut response = match self.receive_head(response, None).await {
+        let mut response = match self.receive_head(response, None, timer.as_mut()).await {
             Ok(response) => response,
             Err(error) => return Err(self.into_failed(error)),
         };
@@ -273,18 +275,22 @@ impl<'a> Exchange<'a> {
         response: impl Future<
             Output = Result<Response<Incoming>, hyper::client::conn::TrySendError<Request<RequestBody>>>,
         >,
-        mut upstream: Option<&mut Box<UpstreamConnection>>,
+        mut connection: Option<&mut ClientConnection>,
+        mut timer: Pin<&mut Sleep>,
     ) -> Result<Response<Incoming>, (ProxyError, Option<Request<RequestBody>>)> {
         let mut response = pin!(response);
-        let mut deadline = pin!(tokio::time::sleep(self.pool.limits.head_timeout));
+        let mut deadline = Instant::now() + self.pool.limits.head_timeout;
+        if timer.is_elapsed() || timer.deadline() > deadline {
+            timer.as_mut().reset(deadline);
+        }
         let mut closed = pin!(self.pool.closed.cancelled());
         let mut sent_frames = 0;
         poll_fn(|cx| {
-            if let Some(driven) = &mut upstream
-                && Pin::new(&mut driven.connection).poll(cx).is_ready()
+            if let Some(driven) = &mut connection
+                && Pin::new(driven).poll(cx).is_ready()
             {
                 // The response future returns the connection's error, if any.
-                upstream = None;
+                connection = None;
             }
             if let Poll::Ready(result) = response.as_mut().poll(cx) {
                 return Poll::Ready(result.map_err(|mut failed| {
@@ -295,13 +301,16 @@ impl<'a> Exchange<'a> {
             if closed.as_mut().poll(cx).is_ready() {
                 return Poll::Ready(Err((ProxyError::Closed, None)));
             }
-            while deadline.as_mut().poll(cx).is_ready() {
-                let frames = self.upload.as_ref().map_or(0, |upload| upload.sent_frames());
-                if frames == sent_frames {
-                    return Poll::Ready(Err((ProxyError::HeadTimeout, None)));
+            while timer.as_mut().poll(cx).is_ready() {
+                if timer.deadline() >= deadline {
+                    let frames = self.upload.as_ref().map_or(0, |upload| upload.sent_frames());
+                    if frames == sent_frames {
+                        return Poll::Ready(Err((ProxyError::HeadTimeout, None)));
+                    }
+                    sent_frames = frames;
+                    deadline = Instant::now() + self.pool.limits.head_timeout;
                 }
-                sent_frames = frames;
-                deadline.as_mut().reset(tokio::time::Instant::now() + self.pool.limits.head_timeout);
+                timer.as_mut().reset(deadline);
             }
             Poll::Pending
         })

@@ -10,16 +10,22 @@ use std::time::Instant;
 use hyper::client::conn::http1::{self, SendRequest};
 use hyper_util::rt::TokioIo;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::Sleep;
 use tokio_util::sync::CancellationToken;
 
 use super::body::RequestBody;
 use super::{Dial, Io, ProxyError, ProxyLimits};
 use crate::shards;
 
+pub(super) type ClientConnection = http1::Connection<TokioIo<Box<dyn Io>>, RequestBody>;
+
 /// A connection: the request sender, and the future that drives it.
 pub(super) struct UpstreamConnection {
     pub(super) sender: SendRequest<RequestBody>,
-    pub(super) connection: http1::Connection<TokioIo<Box<dyn Io>>, RequestBody>,
+    pub(super) connection: ClientConnection,
+    /// The timer for response heads. It stays set for the first request's deadline, so that only a request that waits for
+    /// so long sets it again.
+    pub(super) timer: Pin<Box<Sleep>>,
     pub(super) permit: OwnedSemaphorePermit,
 }
 
@@ -91,7 +97,8 @@ impl Pool {
         };
         let io = connected.map_err(|_| ProxyError::ConnectTimeout)?.map_err(ProxyError::Connect)?;
         let (sender, connection) = http1::handshake(TokioIo::new(io)).await.map_err(ProxyError::Exchange)?;
-        Ok(Box::new(UpstreamConnection { sender, connection, permit }))
+        let timer = Box::pin(tokio::time::sleep(self.limits.head_timeout));
+        Ok(Box::new(UpstreamConnection { sender, connection, timer, permit }))
     }
 
     /// Keeps a connection after its response has been read to the end, if it can be reused.

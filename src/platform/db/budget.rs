@@ -11,7 +11,7 @@ use svc_provider::{BudgetGrant, ObservedBudget};
 /// reserves up to `wanted` calls.
 pub async fn reserve(
     client: &impl GenericClient,
-    account: &str,
+    project: &str,
     wanted: u32,
     unused: u32,
     observed: Option<ObservedBudget>,
@@ -22,7 +22,7 @@ pub async fn reserve(
     let capacity = observed.map(|budget| budget.capacity);
     let per_second = observed.and_then(|budget| budget.refill_per_second);
     let age = observed.map(|budget| budget.received_at.elapsed().as_secs_f64());
-    let params: super::Params<'_> = &[&account, &wanted, &unused, &remaining, &capacity, &per_second, &age];
+    let params: super::Params<'_> = &[&project, &wanted, &unused, &remaining, &capacity, &per_second, &age];
     let row = query_opt(client, sql, params).await?;
     let (granted, wait) = row.map_or((0, 0.0), |row| (row.get::<_, i32>(0), row.get::<_, f64>(1)));
     Ok(BudgetGrant {
@@ -34,16 +34,16 @@ pub async fn reserve(
 /// Suspends all calls for `wait`, because the provider has rejected a call.
 pub async fn suspend_calls(
     client: &impl GenericClient,
-    account: &str,
+    project: &str,
     wait: Duration,
 ) -> Result<(), DbError> {
     let sql = "UPDATE provider_budget SET tokens = 0, at = clock_timestamp(), \
                closed_until = greatest(closed_until, clock_timestamp() + make_interval(secs => $2)) \
                WHERE account = $1";
-    execute(client, sql, &[&account, &wait.as_secs_f64()]).await.map(drop)
+    execute(client, sql, &[&project, &wait.as_secs_f64()]).await.map(drop)
 }
 
-/// Estimates how many calls are left in the bucket of the account used last, even while calls are suspended; `None` if
+/// Estimates how many calls are left in the bucket of the project used last, even while calls are suspended; `None` if
 /// the provider has not reported its limit yet.
 pub async fn load_remaining(client: &impl GenericClient) -> Result<Option<f64>, DbError> {
     let sql = "SELECT least(capacity, tokens + greatest(extract(epoch FROM clock_timestamp() - at), 0) * per_second) \

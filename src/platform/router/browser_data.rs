@@ -242,6 +242,7 @@ mod tests {
             host: PublicHost::App,
             authority: "app.example".to_owned(),
             scheme: "https",
+            peer_address: std::net::Ipv4Addr::LOCALHOST.into(),
             client_address: None,
             wants_page: true,
             now: jiff::Timestamp::UNIX_EPOCH,

@@ -1,12 +1,11 @@
 //! Forwards a request to its machine, with a proof of the caller's identity. Limits responses of unknown length and
 //! upgraded connections to the lifetime of the caller's session or app token.
 
-use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::HttpBody;
-use axum::extract::{ConnectInfo, Request};
+use axum::extract::Request;
 use axum::response::{IntoResponse, Response};
 use http::header::CONTENT_LENGTH;
 use jiff::Timestamp;
@@ -24,7 +23,6 @@ use svc_base::metrics::UPSTREAM_FAILURES;
 use svc_http::problem::{Code, Problem, format_chain};
 use svc_http::proof::{LEEWAY_SECONDS, Route};
 use svc_http::proxy::{ProxyError, TimeLimit};
-use svc_http::request_id;
 
 /// The caller for whom a request is forwarded.
 #[derive(Clone, Copy)]
@@ -48,9 +46,7 @@ impl RouterState {
             Caller::App(claims) => (Route::App, Some(claims.app.as_str())),
         };
         let proof = machine.proof(route, app, &self.signing_keys.borrow(), context.now);
-        let peer = request.extensions().get::<ConnectInfo<SocketAddr>>().map(|ConnectInfo(peer)| *peer);
-        let request_id = request_id::current();
-        let values = ForwardHeaders { peer, scheme: context.scheme, proof, request_id: &request_id };
+        let values = ForwardHeaders { peer: context.peer_address, scheme: context.scheme, proof };
         if prepare_headers(request.headers_mut(), values)
             && let Some(limit) = self.create_time_limit(caller, context.now).await
         {

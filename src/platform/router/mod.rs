@@ -62,7 +62,7 @@ use signing_set::SigningSet;
 use svc_http::observe::{self, Listener};
 use svc_http::passthrough::Passthrough;
 use svc_http::rate_limit::RateLimit;
-use svc_http::server::{self, ListenerLimits, Respond, RouterThreads};
+use svc_http::server::{self, ConnectionInfo, ListenerLimits, Respond, RouterThreads};
 use svc_http::shards::Shards;
 use svc_http::{client, jwt};
 use svc_machine::name::IdpUserId;
@@ -128,8 +128,8 @@ impl RouterService {
 pub struct RouterResponder(Arc<RouterState>);
 
 impl Respond for RouterResponder {
-    async fn respond(&self, request: Request) -> Response {
-        observe::observe(Listener::Router, request, |request| self.0.respond(request)).await
+    async fn respond(&self, request: Request, connection: ConnectionInfo) -> Response {
+        observe::observe(Listener::Router, request, |request| self.0.respond(request, connection)).await
     }
 }
 

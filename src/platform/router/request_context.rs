@@ -1,8 +1,8 @@
 //! Reads the properties of a request that do not depend on its caller.
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::IpAddr;
 
-use axum::extract::{ConnectInfo, Request};
+use axum::extract::Request;
 use http::HeaderValue;
 use http::header::HOST;
 use jiff::Timestamp;
@@ -11,7 +11,7 @@ use super::page;
 use crate::config::RouterConfig;
 use crate::public_host::PublicHost;
 use svc_http::problem::{Code, Problem};
-use svc_http::server::Scheme;
+use svc_http::server::ConnectionInfo;
 
 /// The properties of a request, except its caller.
 pub(super) struct RequestContext {
@@ -19,9 +19,11 @@ pub(super) struct RequestContext {
     /// The request's host name and port.
     pub(super) authority: String,
     pub(super) scheme: &'static str,
+    /// The other end of the connection, which may be a proxy.
+    pub(super) peer_address: IpAddr,
     /// The peer's address; `None` behind a proxy, because all of the proxy's clients share one address.
     pub(super) client_address: Option<IpAddr>,
-    /// Whether a browser shows the response to a person.
+    /// Whether the client expects an HTML page: it sent a GET or HEAD request that accepts `text/html`.
     pub(super) wants_page: bool,
     pub(super) now: Timestamp,
 }
@@ -32,7 +34,11 @@ impl RequestContext {
     ///
     /// # Errors
     /// `not_found` if the request does not name one of the router's hosts; `invalid_request` if its target is invalid.
-    pub(super) fn read(config: &RouterConfig, request: &mut Request) -> Result<Self, Problem> {
+    pub(super) fn read(
+        config: &RouterConfig,
+        connection: ConnectionInfo,
+        request: &mut Request,
+    ) -> Result<Self, Problem> {
         if let Some(authority) = request.uri().authority() {
             let host = HeaderValue::from_str(authority.as_str());
             let host =
@@ -43,13 +49,15 @@ impl RequestContext {
         let unknown = || Problem::new(Code::NotFound, "The router does not serve this host.");
         let (Some(host), None) = (hosts.next(), hosts.next()) else { return Err(unknown()) };
         let authority = host.to_str().map_err(|_| unknown())?.to_owned();
-        let scheme = scheme(config, request);
+        let scheme = public_scheme(config, connection);
+        let peer_address = connection.peer.ip();
         let host = config.find_host(&authority, scheme).ok_or_else(unknown)?;
         Ok(Self {
             host,
             authority,
             scheme,
-            client_address: client_address(config, request),
+            peer_address,
+            client_address: client_address(config, peer_address),
             wants_page: page::wants_page(request.method(), request.headers()),
             now: Timestamp::now(),
         })
@@ -57,14 +65,11 @@ impl RequestContext {
 }
 
 /// Returns the scheme that the browser used.
-pub(super) fn scheme(config: &RouterConfig, request: &Request) -> &'static str {
-    let listener = request.extensions().get::<Scheme>().copied().unwrap_or(Scheme::Http);
-    config.public_scheme.unwrap_or(listener.as_str())
+pub(super) fn public_scheme(config: &RouterConfig, connection: ConnectionInfo) -> &'static str {
+    config.public_scheme.unwrap_or(connection.scheme.as_str())
 }
 
-fn client_address(config: &RouterConfig, request: &Request) -> Option<IpAddr> {
-    let ConnectInfo(peer) = request.extensions().get::<ConnectInfo<SocketAddr>>()?;
-    let is_proxy = config.trusted_proxies.contains(peer.ip());
-    let is_behind_proxy = is_proxy || config.public_scheme.is_some();
-    (!is_behind_proxy).then(|| peer.ip())
+fn client_address(config: &RouterConfig, peer: IpAddr) -> Option<IpAddr> {
+    let is_behind_proxy = config.trusted_proxies.contains(peer) || config.public_scheme.is_some();
+    (!is_behind_proxy).then_some(peer)
 }

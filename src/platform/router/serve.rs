@@ -19,23 +19,23 @@ use super::{RouterState, account, app_request, app_token, browser_data, builtin,
 use crate::public_host::PublicHost;
 use crate::signed_lifetimes::SESSION_SECONDS;
 use svc_http::problem::{Code, Problem, format_chain};
-use svc_http::server::Scheme;
+use svc_http::server::{ConnectionInfo, Scheme};
 
 /// Omits `includeSubDomains`, because other hosts on the operator's domain may not support HTTPS.
 const HSTS_ONE_YEAR: &str = "max-age=31536000";
 
 impl RouterState {
-    pub(super) async fn respond(&self, request: Request) -> Response {
-        let scheme = request_context::scheme(&self.config, &request);
-        let mut response = self.serve(request).await.unwrap_or_else(IntoResponse::into_response);
+    pub(super) async fn respond(&self, request: Request, connection: ConnectionInfo) -> Response {
+        let scheme = request_context::public_scheme(&self.config, connection);
+        let mut response = self.serve(request, connection).await.unwrap_or_else(IntoResponse::into_response);
         if scheme == Scheme::Https.as_str() {
             response.headers_mut().insert(STRICT_TRANSPORT_SECURITY, HeaderValue::from_static(HSTS_ONE_YEAR));
         }
         response
     }
 
-    async fn serve(&self, mut request: Request) -> Result<Response, Problem> {
-        let context = RequestContext::read(&self.config, &mut request)?;
+    async fn serve(&self, mut request: Request, connection: ConnectionInfo) -> Result<Response, Problem> {
+        let context = RequestContext::read(&self.config, connection, &mut request)?;
         if request.method() == Method::CONNECT {
             return Err(Problem::new(Code::MethodNotAllowed, "This server is not a forward proxy."));
         }

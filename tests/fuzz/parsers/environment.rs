@@ -48,7 +48,7 @@ fn check_any_file(bytes: &[u8]) -> Result<(), String> {
     if let Some((name, _)) = pairs.iter().find(|(name, _)| name.is_empty() || !is_name(name)) {
         return Err(format!("{name:?} was accepted as a name"));
     }
-    let read = systemd::read_env_file(text);
+    let read = systemd::parse_env_file(text);
     if read != pairs {
         return Err(format!("{pairs:?} was parsed, but systemd reads {read:?}"));
     }

@@ -23,7 +23,7 @@ enum State {
 }
 
 /// Returns a file's assignments, in order. Lines without `=` are ignored.
-pub fn read_env_file(text: &str) -> Vec<(String, String)> {
+pub fn parse_env_file(text: &str) -> Vec<(String, String)> {
     let mut pairs = Vec::new();
     let (mut key, mut value) = (String::new(), String::new());
     // The length of the value without trailing spaces.

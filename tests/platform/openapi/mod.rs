@@ -14,7 +14,7 @@ use svc::wire::operator::Scope;
 
 use super::deploy;
 use super::outages::start_database_server;
-use super::stack::{ApiResponse, BUCKET, DIGEST, Guest, Process, SECRET, Stack};
+use super::stack::{ApiResponse, BUCKET, DIGEST, Process, SECRET, Stack, UserDataSettings};
 use crate::contract::{
     self, ApiUnderTest, Contract, WrongCredential, assert_rejects_invalid_requests, valid_call,
     with_required_query,
@@ -24,8 +24,8 @@ use crate::contract::{
 struct TestPlatform {
     stack: Stack,
     process: Process,
-    running: Guest,
-    booting: Guest,
+    running: UserDataSettings,
+    booting: UserDataSettings,
     operation: String,
     rollout: String,
     /// The tokens of operators with a single scope each.
@@ -73,7 +73,7 @@ impl TestPlatform {
     }
 
     /// Returns the machine whose id belongs in a valid request for the operation.
-    fn guest(&self, operation: &Operation) -> &Guest {
+    fn guest(&self, operation: &Operation) -> &UserDataSettings {
         if accepts_credential(operation, "registration") { &self.booting } else { &self.running }
     }
 

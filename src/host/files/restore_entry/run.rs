@@ -388,7 +388,7 @@ async fn restore_to_staging(
         tracing::warn!(
             entries = restored.incomplete,
             first,
-            "the mode, times or attributes of some files could not be restored"
+            "the owner, mode, times or attributes of some files could not be restored"
         );
     }
     let RestoreReport { files, bytes, incomplete, damaged, .. } = restored;

@@ -28,7 +28,7 @@ const RECHECK_INTERVAL: Duration = Duration::from_millis(100);
 /// Delay before an app with connections tries again to open another one after a failure.
 const REOPEN_DELAY_MS: u64 = 500;
 const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
-/// A busy connection without activity for this long has a long statement in flight. No statement is queued behind it,
+/// A busy connection without activity for this long has a slow statement in flight. No statement is queued behind it,
 /// except on the app's only connection.
 const SLOW_THRESHOLD: Duration = Duration::from_millis(100);
 

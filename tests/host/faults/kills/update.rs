@@ -20,8 +20,8 @@ fn current_version(fixture: &UpdateFixture) -> Result<String> {
     ensure!(release["imageVersion"] == *version, "release.json of {version} is {release}");
     ensure!(fs::read(dir.join("bin/svc"))? == b"#!/bin/sh\n", "{version} has a different program");
     for n in 0..40 {
-        let length = fs::metadata(dir.join(format!("runtime/noise/{n}"))).context("a part is missing")?.len();
-        ensure!(length == 32_000, "part {n} of {version} has {length} bytes");
+        let length = fs::metadata(dir.join(format!("runtime/noise/{n}"))).context("a file is missing")?.len();
+        ensure!(length == 32_000, "file {n} of {version} has {length} bytes");
     }
     Ok(version)
 }
@@ -34,7 +34,7 @@ struct Campaign {
 }
 
 impl Campaign {
-    /// Checks that after a kill, the current release is the previous or the requested one, without parts of any other.
+    /// Checks that after a kill, the current release is the previous or the requested one, without files of any other.
     fn check_state(&self, to: &str) -> Result<()> {
         let current = current_version(&self.fixture)?;
         if current != self.version && current != to {
@@ -118,13 +118,13 @@ async fn updates_survive_200_kills() -> Result<()> {
 async fn incomplete_release_is_detected() -> Result<()> {
     let fixture = UpdateFixture::new().await?;
     assert_eq!(current_version(&fixture)?, OLD_VERSION);
-    let part = fixture.machine.path("opt/svc/current/runtime/noise/7");
-    let complete = fs::read(&part)?;
-    fs::write(&part, &complete[..31_000])?;
-    assert!(current_version(&fixture).is_err(), "a truncated part was not detected");
-    fs::remove_file(&part)?;
-    assert!(current_version(&fixture).is_err(), "a missing part was not detected");
-    fs::write(&part, &complete)?;
+    let file = fixture.machine.path("opt/svc/current/runtime/noise/7");
+    let complete = fs::read(&file)?;
+    fs::write(&file, &complete[..31_000])?;
+    assert!(current_version(&fixture).is_err(), "a truncated file was not detected");
+    fs::remove_file(&file)?;
+    assert!(current_version(&fixture).is_err(), "a missing file was not detected");
+    fs::write(&file, &complete)?;
     fs::write(fixture.machine.path("opt/svc/current/bin/svc"), "")?;
     assert!(current_version(&fixture).is_err(), "a changed program was not detected");
     fs::remove_file(fixture.machine.path("opt/svc/current"))?;

@@ -54,7 +54,7 @@ pub enum Flaw {
     /// `alg: none`, without a signature.
     AlgNone,
     /// `alg: HS256`, with the public key as the secret.
-    HmacOfPublicKey,
+    HmacWithPublicKey,
     /// No signature, although the header names an algorithm.
     NoSignature,
     /// The header names an algorithm other than the key's.
@@ -70,7 +70,7 @@ impl Flaw {
         Self::BadSignature,
         Self::ChangedClaims,
         Self::AlgNone,
-        Self::HmacOfPublicKey,
+        Self::HmacWithPublicKey,
         Self::NoSignature,
         Self::WrongAlg,
         Self::NoKid,
@@ -82,7 +82,7 @@ pub(super) fn mint(keys: &KeySet, issuer: &str, sub: &str, options: &MintOptions
     let key = keys.current(options.alg);
     let alg = match options.flaw {
         Some(Flaw::AlgNone) => "none",
-        Some(Flaw::HmacOfPublicKey) => "HS256",
+        Some(Flaw::HmacWithPublicKey) => "HS256",
         Some(Flaw::WrongAlg) if options.alg == Alg::Es256 => "EdDSA",
         Some(Flaw::WrongAlg) => "ES256",
         _ => options.alg.name(),
@@ -104,7 +104,7 @@ pub(super) fn mint(keys: &KeySet, issuer: &str, sub: &str, options: &MintOptions
             signing_input = format!("{}.{}", encode(&header), encode(&changed));
         }
         Some(Flaw::AlgNone | Flaw::NoSignature) => signature.clear(),
-        Some(Flaw::HmacOfPublicKey) => {
+        Some(Flaw::HmacWithPublicKey) => {
             let secret = hmac::Key::new(hmac::HMAC_SHA256, key.public_bytes());
             signature = hmac::sign(&secret, signing_input.as_bytes()).as_ref().to_vec();
         }
