@@ -15,7 +15,7 @@ use svc::machine::event::RestoreMode;
 use svc::machine::state::Status;
 use svc::platform::db::machine_row::MachineRow;
 use svc::platform::host_settings::{BundleUrl, HostSettings, MAX_EGRESS_NETWORKS};
-use svc::platform::host_store::{HostCredentials, HostStore, SessionGrant};
+use svc::platform::store_access_issuer::{HostCredentials, SessionGrant, StoreAccessIssuer};
 use svc::platform::token_rotation::UpgradeToken;
 use svc::platform::tokens::{Generation, TokenMint};
 use svc::platform::userdata;
@@ -128,7 +128,7 @@ impl UserDataInput {
             session_token: Some(SecretString::from(self.session_token.clone())),
             expires_at: Some(Timestamp::UNIX_EPOCH),
         });
-        let store = HostStore::new(&store, &HostCredentials::Static)?;
+        let store = StoreAccessIssuer::new(&store, &HostCredentials::Static)?;
         let store = store.with_host_endpoint(hosts.store_endpoint.as_ref());
         let machine = self.machine()?;
         let access = store.grant_access(&machine, SessionGrant::Working).await?;

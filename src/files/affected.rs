@@ -51,7 +51,7 @@ pub async fn find_affected_files(
     repository: &Repository,
     damaged: &HashSet<Id>,
 ) -> Result<AffectedFiles, FilesError> {
-    let (snapshots, _) = repository.list_sound_snapshots().await?;
+    let (snapshots, _) = repository.list_intact_snapshots().await?;
     let locations = repository.load_tree_locations().await?;
     let mut search = Search::new(repository, &locations, damaged);
     let mut affected = AffectedFiles::default();

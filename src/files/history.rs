@@ -160,7 +160,7 @@ pub struct VersionQuery {
 /// Reads earlier states from a repository.
 pub struct History {
     repository: Repository,
-    /// All sound snapshots, newest first, or only the latest one. They were read before the index, so the index
+    /// All intact snapshots, newest first, or only the latest one. They were read before the index, so the index
     /// contains their blobs.
     snapshots: Vec<(Id, Snapshot)>,
     damaged_snapshots: u64,
@@ -187,7 +187,7 @@ impl History {
     /// If the store fails; [`FilesError::Corrupt`] if the index is damaged; [`FilesError::IndexChanging`] if the index
     /// changed during every attempt to read it.
     pub async fn open(repository: Repository) -> Result<Self, FilesError> {
-        let snapshots = repository.list_sound_snapshots().await?;
+        let snapshots = repository.list_intact_snapshots().await?;
         let locations = repository.load_tree_locations().await?;
         Ok(Self::new(repository, snapshots, locations, false))
     }
@@ -466,7 +466,7 @@ impl History {
     }
 }
 
-/// Sound snapshots, newest first, and the ids of the damaged ones.
+/// Intact snapshots, newest first, and the ids of the damaged ones.
 type ListedSnapshots = (Vec<(Id, Snapshot)>, Vec<Id>);
 
 /// Reads the snapshot `latest`; all snapshots if `latest` is `None`, missing or damaged.
@@ -479,7 +479,7 @@ async fn read_latest(repository: &Repository, latest: Option<Id>) -> Result<List
             Err(error) => return Err(error),
         }
     }
-    repository.list_sound_snapshots().await
+    repository.list_intact_snapshots().await
 }
 
 impl VersionPage {

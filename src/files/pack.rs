@@ -321,9 +321,9 @@ mod tests {
         let pack = writer.finish().unwrap().unwrap();
         let blob = pack.blobs[0];
         let sealed = &pack.bytes[..blob.length as usize];
-        for (uncompressed_length, is_sound) in [(999, false), (1000, true), (1001, false), (2000, false)] {
+        for (uncompressed_length, is_valid) in [(999, false), (1000, true), (1001, false), (2000, false)] {
             let opened = open_blob(&key, &PackedBlob { uncompressed_length, ..blob }, sealed);
-            assert_eq!(opened.is_ok(), is_sound, "{uncompressed_length}");
+            assert_eq!(opened.is_ok(), is_valid, "{uncompressed_length}");
         }
     }
 }

@@ -164,7 +164,7 @@ impl Repository {
     /// Checks that this repository's key opens one of the first 20 key files, which is as many as `restic` tries.
     ///
     /// # Errors
-    /// If the store fails; [`FilesError::Corrupt`] if there is no sound key file.
+    /// If the store fails; [`FilesError::Corrupt`] if there is no valid key file.
     pub async fn check_key_file(&self) -> Result<(), FilesError> {
         let key_files = list_objects(&self.bucket, &self.root.clone().join("keys")).await?;
         for meta in key_files.into_iter().take(MAX_KEY_FILES) {
@@ -174,12 +174,13 @@ impl Repository {
                 content => content?,
             };
             let name = meta.location.filename().and_then(|name| name.parse::<Id>().ok());
-            let is_sound = |text: &[u8]| name == Some(Id::of(text)) && self.repository_key.can_open(text);
-            if content.is_some_and(|content| is_sound(&content.value)) {
+            let is_valid = |text: &[u8]| name == Some(Id::of(text)) && self.repository_key.can_open(text);
+            if content.is_some_and(|content| is_valid(&content.value)) {
                 return Ok(());
             }
         }
-        Err(FilesError::corrupt("key file", &"there is no sound one, so `restic` cannot open the repository"))
+        let reason = "no valid key file was found, so `restic` cannot open the repository";
+        Err(FilesError::corrupt("key file", &reason))
     }
 
     pub(crate) fn path(&self, kind: ObjectKind, id: Id) -> Path {
@@ -346,9 +347,9 @@ impl Repository {
         Ok(snapshots.into_iter().map(|(id, snapshot, _)| (id, snapshot)).collect())
     }
 
-    /// Reads all sound snapshots, newest first, and returns the ids of the damaged ones. Also removes snapshots that no
-    /// longer exist from the cache.
-    pub(crate) async fn list_sound_snapshots(&self) -> Result<(Vec<(Id, Snapshot)>, Vec<Id>), FilesError> {
+    /// Reads all intact snapshots, newest first, and returns the ids of the damaged ones. Also removes snapshots that
+    /// no longer exist from the cache.
+    pub(crate) async fn list_intact_snapshots(&self) -> Result<(Vec<(Id, Snapshot)>, Vec<Id>), FilesError> {
         let ids = self.list(ObjectKind::Snapshot).await?;
         let present: HashSet<Id> = ids.iter().copied().collect();
         self.cache.retain(ObjectKind::Snapshot.dir(), |id| present.contains(&id));

@@ -86,7 +86,7 @@ impl<'a> TreeReader<'a> {
         run_blocking_if_large(length, move || repository.open_blob(&blob, &sealed)).await
     }
 
-    /// Reads an encrypted tree. If the pack is damaged, reads only the tree's range: it may be in the sound part of a
+    /// Reads an encrypted tree. If the pack is damaged, reads only the tree's range: it may be in the intact part of a
     /// truncated pack.
     async fn read_sealed(&mut self, location: BlobLocation) -> Result<Bytes, FilesError> {
         let pack = match self.read_pack(location).await {

@@ -1,7 +1,7 @@
 //! Checks the content of packs against the index. Packs that are marked for deletion are skipped.
 //!
-//! A blob that is damaged in one pack is not lost if another pack has a sound copy. [`crate::affected`] finds the files
-//! that need lost blobs, and a save writes these blobs again if the machine still has the content.
+//! A blob that is damaged in one pack is not lost if another pack has an intact copy. [`crate::affected`] finds the
+//! files that need lost blobs, and a save writes these blobs again if the machine still has the content.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -43,9 +43,9 @@ impl PackShare {
 pub struct VerifyReport {
     pub packs: u64,
     pub bytes: u64,
-    /// Packs with damaged blobs of which no other pack has a sound copy. They can belong to other shares.
+    /// Packs with damaged blobs of which no other pack has an intact copy. They can belong to other shares.
     pub damaged: Vec<DamagedPack>,
-    /// Damaged packs whose content can be read: each blob is sound there, or has a sound copy in another pack.
+    /// Damaged packs whose content can be read: each blob is intact there, or has an intact copy in another pack.
     pub recoverable: Vec<DamagedPack>,
 }
 
@@ -53,7 +53,7 @@ pub struct VerifyReport {
 pub struct DamagedPack {
     pub pack: Id,
     pub reason: String,
-    /// The blobs of which neither this pack nor another one has a sound copy.
+    /// The blobs of which neither this pack nor another one has an intact copy.
     pub blobs: Vec<Id>,
 }
 
@@ -114,7 +114,7 @@ pub async fn find_unusable_snapshot(
     uncached: &Repository,
 ) -> Result<Option<FilesError>, FilesError> {
     // Snapshots are listed first, so that the index, which is read later, contains their trees.
-    let (snapshots, damaged) = uncached.list_sound_snapshots().await?;
+    let (snapshots, damaged) = uncached.list_intact_snapshots().await?;
     if let Some(first) = damaged.first() {
         let others = match damaged.len() - 1 {
             0 => String::new(),
@@ -203,7 +203,7 @@ impl BlobCopies {
         Self(copies)
     }
 
-    /// Returns the packs other than `damaged_pack` whose copies of the blob are damaged; `None` if one has a sound
+    /// Returns the packs other than `damaged_pack` whose copies of the blob are damaged; `None` if one has an intact
     /// copy.
     async fn find_damaged_copies(
         &self,

@@ -23,7 +23,9 @@ use hyper_util::rt::TokioIo;
 use tokio::io::AsyncWriteExt;
 use tokio_util::sync::CancellationToken;
 
-use super::connection_state::{HeadTimeouts, ObservedStream, PollReadable, TimerEvent, WaitObserver};
+use super::connection_state::{
+    HeadTimeouts, LINE_BREAKS, ObservedStream, PollReadable, TimerEvent, WaitObserver,
+};
 use svc_base::error_chain::format_chain;
 
 /// Idle time after which a connection releases its buffers. It is shorter than a person's pauses between pages, and
@@ -98,7 +100,6 @@ impl StopSignal {
 enum Outcome {
     Ended(hyper::Result<()>),
     Event(TimerEvent),
-    Stopped,
 }
 
 /// Serves a connection to its end or, once `stop` has been sent, to the end of the current request. This is not an
@@ -152,15 +153,21 @@ where
                     if let Poll::Ready(result) = connection.as_mut().poll(cx) {
                         return Poll::Ready(Outcome::Ended(result));
                     }
-                    if state.has_partial_head() && stopped.as_mut().poll(cx).is_ready() {
-                        return Poll::Ready(Outcome::Stopped);
+                    // The rest of the head may be slow, so the connection is woken. Its previous response may not have
+                    // been flushed yet, and the head of a first request is still served, so hyper decides when it ends.
+                    if !is_shutting_down && state.has_partial_head() && stopped.as_mut().poll(cx).is_ready() {
+                        is_shutting_down = true;
+                        connection.as_mut().graceful_shutdown();
+                        if let Poll::Ready(result) = connection.as_mut().poll(cx) {
+                            return Poll::Ready(Outcome::Ended(result));
+                        }
                     }
                     state.poll_event(timeouts, timer.as_mut(), cx).map(Outcome::Event)
                 })
                 .await
             };
             match outcome {
-                Outcome::Ended(Ok(())) | Outcome::Stopped => return,
+                Outcome::Ended(Ok(())) => return,
                 Outcome::Ended(Err(error)) => {
                     tracing::debug!(error = %format_chain(&error), "connection ended");
                     return;
@@ -193,8 +200,7 @@ where
 type BoxedStream<S, P> = Box<ObservedStream<S, P>>;
 type HyperConnection<S, P, H> = UpgradeableConnection<TokioIo<BoxedStream<S, P>>, H>;
 
-/// Takes a connection from hyper, without its buffers. Bytes that hyper has read of the next head are put back. Line
-/// breaks before a head are not part of it (RFC 9112, section 2.2).
+/// Takes a connection from hyper, without its buffers. Bytes that hyper has read of the next head are put back.
 fn take_apart<S, P, H>(connection: Pin<Box<HyperConnection<S, P, H>>>) -> Option<(BoxedStream<S, P>, H)>
 where
     S: PollReadable,
@@ -203,7 +209,7 @@ where
 {
     let parts = Pin::into_inner(connection).into_parts()?;
     let mut stream = parts.io.into_inner();
-    if let Some(start) = parts.read_buf.iter().position(|byte| !b"\r\n".contains(byte)) {
+    if let Some(start) = parts.read_buf.iter().position(|byte| !LINE_BREAKS.contains(byte)) {
         stream.prepend(&parts.read_buf[start..]);
     }
     Some((stream, parts.service))

@@ -19,6 +19,9 @@ use tokio::net::TcpStream;
 use tokio::time::{Instant, Sleep};
 use tokio_rustls::server::TlsStream;
 
+/// The bytes that a client may send between a request and the next head.
+pub const LINE_BREAKS: &[u8] = b"\r\n";
+
 /// Timeouts while a connection waits for a request head.
 #[derive(Debug, Clone, Copy)]
 pub struct HeadTimeouts {
@@ -127,21 +130,35 @@ impl ConnectionState {
         }
     }
 
-    fn record_read(&self) {
-        if self.is_idle() {
+    /// Records bytes that were read. Line breaks before a head are not part of it (RFC 9112, section 2.2).
+    fn record_read(&self, bytes: &[u8]) {
+        if self.is_idle() && bytes.iter().any(|byte| !LINE_BREAKS.contains(byte)) {
             self.first_byte.set_to_now(self.opened);
         }
     }
 
-    /// Returns the next event of a waiting connection; `None` while a request is in flight.
+    /// Records a complete flush. If hyper waits for a head already, its deadlines start now.
+    fn record_flush(&self) {
+        if !self.is_flushed.swap(true, Ordering::Relaxed) && self.waiting_since.is_some() {
+            self.waiting_since.set_to_now(self.opened);
+            if self.first_byte.is_some() {
+                self.first_byte.set_to_now(self.opened);
+            }
+        }
+    }
+
+    /// Returns the next event of a waiting connection; `None` while a request is in flight, or its response is not flushed.
     fn next_event(&self, timeouts: HeadTimeouts) -> Option<(Instant, TimerEvent)> {
         let waiting_since = self.waiting_since.get(self.opened)?;
+        if !self.is_flushed.load(Ordering::Relaxed) {
+            return None;
+        }
         if let Some(first_byte) = self.first_byte.get(self.opened) {
             return Some((first_byte + timeouts.head, TimerEvent::TimedOut));
         }
-        let is_empty =
-            self.is_read_drained.load(Ordering::Relaxed) && self.is_flushed.load(Ordering::Relaxed);
-        if is_empty && let Some(served_since) = self.served_since.get(self.opened) {
+        if self.is_read_drained.load(Ordering::Relaxed)
+            && let Some(served_since) = self.served_since.get(self.opened)
+        {
             return Some((waiting_since.max(served_since) + timeouts.release, TimerEvent::ReleaseBuffers));
         }
         Some((waiting_since + timeouts.idle, TimerEvent::TimedOut))
@@ -222,7 +239,7 @@ impl<S: PollReadable, P> ObservedStream<S, P> {
     /// Puts back bytes of a head that were read too early. They are copied, because they are a part of hyper's buffer.
     pub fn prepend(&mut self, bytes: &[u8]) {
         self.prefix = Bytes::copy_from_slice(bytes);
-        self.state.record_read();
+        self.state.record_read(bytes);
     }
 
     pub fn poll_readable(&self, cx: &mut Context<'_>) -> Poll<()> {
@@ -247,9 +264,7 @@ impl<S: PollReadable, P: Unpin> AsyncRead for ObservedStream<S, P> {
         }
         let before = into.filled().len();
         let read = Pin::new(&mut self.stream).poll_read(cx, into);
-        if into.filled().len() > before {
-            self.state.record_read();
-        }
+        self.state.record_read(&into.filled()[before..]);
         self.state.is_read_drained.store(read.is_pending() && self.stream.is_drained(), Ordering::Relaxed);
         read
     }
@@ -264,7 +279,9 @@ impl<S: PollReadable, P: Unpin> AsyncWrite for ObservedStream<S, P> {
     /// hyper flushes the stream in each poll in which it writes, once its own buffer is empty.
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let flushed = ready!(Pin::new(&mut self.stream).poll_flush(cx));
-        self.state.is_flushed.store(flushed.is_ok(), Ordering::Relaxed);
+        if flushed.is_ok() {
+            self.state.record_flush();
+        }
         Poll::Ready(flushed)
     }
 

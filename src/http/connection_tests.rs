@@ -116,6 +116,11 @@ impl ServedConnection {
         Self::start(Duration::from_secs(30), Duration::from_secs(10)).await
     }
 
+    fn stop(&self) {
+        self.token.cancel();
+        self.stop.mark_stopping();
+    }
+
     fn releases(&self) -> usize {
         self.releases.load(Ordering::Relaxed)
     }
@@ -222,7 +227,7 @@ async fn stop_ends_released_connection() {
     connection.send(REQUEST).await;
     connection.read_response(2).await;
     tokio::time::sleep(PAUSE).await;
-    connection.token.cancel();
+    connection.stop();
     connection.wait_for_end().await;
 }
 
@@ -231,31 +236,64 @@ async fn stop_ends_connection_after_current_request() {
     let mut connection = ServedConnection::start_with_default_timeouts().await;
     connection.send(LARGE_REQUEST).await;
     tokio::time::sleep(PAUSE).await;
-    connection.token.cancel();
-    connection.stop.mark_stopping();
+    connection.stop();
     connection.read_response(LARGE_BYTES).await;
     connection.wait_for_end().await;
 }
 
 #[tokio::test]
-async fn stop_ends_connection_with_partial_head() {
+async fn stop_serves_head_that_has_started() {
     let mut connection = ServedConnection::start_with_default_timeouts().await;
-    connection.send(&[REQUEST, &REQUEST[..10]].concat()).await;
-    connection.read_response(2).await;
+    let (start, rest) = REQUEST.split_at(10);
+    connection.send(start).await;
     tokio::time::sleep(PAUSE).await;
-    connection.stop.mark_stopping();
-    connection.token.cancel();
+    connection.stop();
+    tokio::time::sleep(PAUSE).await;
+    connection.send(rest).await;
+    connection.read_response(2).await;
+    connection.wait_for_end().await;
+}
+
+#[tokio::test]
+async fn stop_flushes_response_before_partial_head() {
+    let mut connection = ServedConnection::start_with_default_timeouts().await;
+    connection.send(LARGE_UNREAD_REQUEST).await;
+    tokio::time::sleep(PAUSE).await;
+    connection.send(&REQUEST[..10]).await;
+    tokio::time::sleep(PAUSE).await;
+    connection.stop();
+    tokio::time::sleep(PAUSE).await;
+    connection.read_response(LARGE_BYTES).await;
+    connection.wait_for_end().await;
+}
+
+#[tokio::test]
+async fn unflushed_response_has_no_head_timeout() {
+    let mut connection =
+        ServedConnection::start(Duration::from_millis(100), Duration::from_millis(100)).await;
+    connection.send(LARGE_UNREAD_REQUEST).await;
+    tokio::time::sleep(PAUSE).await;
+    connection.read_response(LARGE_BYTES).await;
     connection.wait_for_end().await;
 }
 
 #[tokio::test]
 async fn line_break_after_a_request_does_not_start_a_head() {
-    let mut connection = ServedConnection::start(Duration::from_secs(30), Duration::from_millis(100)).await;
-    connection.send(&[REQUEST, b"\r\n"].concat()).await;
-    connection.read_response(2).await;
-    // Longer than the head timeout.
-    tokio::time::sleep(PAUSE).await;
-    assert_eq!(connection.releases(), 1);
-    connection.send(REQUEST).await;
-    connection.read_response(2).await;
+    for in_own_packet in [false, true] {
+        let mut connection =
+            ServedConnection::start(Duration::from_secs(30), Duration::from_millis(100)).await;
+        if in_own_packet {
+            connection.send(REQUEST).await;
+            connection.read_response(2).await;
+            connection.send(b"\r\n").await;
+        } else {
+            connection.send(&[REQUEST, b"\r\n"].concat()).await;
+            connection.read_response(2).await;
+        }
+        // Longer than the head timeout.
+        tokio::time::sleep(PAUSE).await;
+        assert_eq!(connection.releases(), 1, "{in_own_packet}");
+        connection.send(REQUEST).await;
+        connection.read_response(2).await;
+    }
 }

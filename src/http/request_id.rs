@@ -7,7 +7,7 @@ use http::{HeaderMap, HeaderName};
 use tracing::Instrument;
 
 pub const HEADER: &str = "x-request-id";
-/// [`HEADER`] as a name. Inserting a header by the text would copy it.
+/// [`HEADER`] as a [`HeaderName`]. Inserting a header under the `&str` would copy the string each time.
 pub static HEADER_NAME: HeaderName = HeaderName::from_static(HEADER);
 
 tokio::task_local! {

@@ -78,12 +78,11 @@ fn max_connections() -> usize {
     usize::try_from(memory / 8 / BYTES_PER_CONNECTION).unwrap_or(usize::MAX).clamp(512, 16_384)
 }
 
-/// Each request has the extensions `ConnectInfo<SocketAddr>` and [`Scheme`].
+/// Each request has the extension `ConnectInfo<SocketAddr>`.
 impl Respond for Router {
     async fn respond(&self, mut request: Request<Body>, connection: ConnectionInfo) -> Response {
         // A router layer would cost each request two more allocations.
         request.extensions_mut().insert(ConnectInfo(connection.peer));
-        request.extensions_mut().insert(connection.scheme);
         let Ok(response) = TowerToHyperService::new(self.clone()).call(request).await;
         response
     }

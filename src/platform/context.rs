@@ -9,13 +9,13 @@ use uuid::Uuid;
 use super::config::PlatformConfig;
 use super::db::Db;
 use super::db::platform_keys::ProcessKeys;
-use super::host_store::HostStore;
 use super::keys::Seal;
 use super::process_clock::ProcessClock;
 use super::quote_cache::QuoteCache;
 use super::rate_limits::ApiRateLimits;
 use super::readiness::ReadinessProbe;
 use super::server_lookup_limiter::ServerLookupLimiter;
+use super::store_access_issuer::StoreAccessIssuer;
 use super::tokens::TokenMint;
 use svc_provider::Provider;
 use svc_router::route_freshness::RouteFreshness;
@@ -34,7 +34,7 @@ pub struct Platform {
     pub clock: Arc<ProcessClock>,
     pub bucket: Bucket,
     /// Issues the object store access that hosts receive.
-    pub host_store: HostStore,
+    pub store_access: StoreAccessIssuer,
     pub provider: Arc<dyn Provider>,
     pub mint: TokenMint,
     /// Seals the keys of file backups.

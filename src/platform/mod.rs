@@ -18,7 +18,6 @@ pub mod fleet;
 pub mod fleet_metrics;
 pub mod former_machines;
 pub mod host_settings;
-pub mod host_store;
 pub mod key_rotation;
 pub mod keys;
 pub mod lifecycle;
@@ -39,6 +38,7 @@ pub mod rollout_plan;
 pub mod rollouts;
 mod server_cost;
 pub mod server_lookup_limiter;
+pub mod store_access_issuer;
 pub mod token_rotation;
 pub mod tokens;
 pub mod userdata;
@@ -61,7 +61,6 @@ use self::config::{ListenerConfig, PlatformConfig};
 use self::context::Platform;
 use self::db::platform_keys::ProcessKeys;
 use self::db::{Db, DbError};
-use self::host_store::HostStore;
 use self::keys::{KeyError, Seal};
 use self::platform_key_rotation::admission::AdmissionError;
 use self::platform_key_rotation::marker::{self, MarkerError};
@@ -71,6 +70,7 @@ use self::rate_budget::SharedBudget;
 use self::rate_limits::ApiRateLimits;
 use self::readiness::ReadinessProbe;
 use self::server_lookup_limiter::ServerLookupLimiter;
+use self::store_access_issuer::StoreAccessIssuer;
 use self::tokens::TokenMint;
 use svc_base::applet::{self, Exit, Failure, OrExit};
 use svc_base::config::{Env, platform_env_file};
@@ -140,9 +140,10 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
 
 async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     let metrics_handle = metrics::install().or_exit(Exit::Internal)?;
-    let host_store = HostStore::new(&config.store, &config.host_credentials).or_exit(Exit::Config)?;
-    let host_store = host_store.with_host_endpoint(config.hosts.store_endpoint.as_ref());
-    if host_store.shares_platform_credentials() {
+    let store_access =
+        StoreAccessIssuer::new(&config.store, &config.host_credentials).or_exit(Exit::Config)?;
+    let store_access = store_access.with_host_endpoint(config.hosts.store_endpoint.as_ref());
+    if store_access.shares_platform_credentials() {
         tracing::warn!(
             "STORE_HOST_CREDENTIALS=static: every host gets the platform's own object store credentials"
         );
@@ -196,7 +197,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     let platform = Arc::new(Platform {
         provider: Arc::new(provider.or_exit(Exit::Config)?),
         bucket,
-        host_store,
+        store_access,
         mint,
         seal: file_seal,
         process,
@@ -241,7 +242,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     let limits = ListenerLimits { trusted_proxies, ..ListenerLimits::default() };
     let shards = Shards::start().or_exit(Exit::Internal)?;
     tasks.spawn(router.serve(shards, public.listener, public.tls, limits, stop.clone()));
-    // Without systemd, this fails, which does not matter.
+    // Without systemd, this does nothing. An error is not a reason to stop.
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
 
     tokio::select! {

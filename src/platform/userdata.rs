@@ -9,7 +9,7 @@ use serde_json::json;
 
 use super::db::machine_row::MachineRow;
 use super::host_settings::HostSettings;
-use super::host_store::StoreAccess;
+use super::store_access_issuer::StoreAccess;
 use super::tokens::{Purpose, TokenMint};
 use svc_base::config::{format_env_line, parse_env_file};
 use svc_http::networks::Networks;

@@ -75,7 +75,7 @@ pub struct FileBackupReport {
     /// Why the last save failed.
     #[schemars(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
-    /// When a share of the backup was last verified.
+    /// When part of the backup was last verified.
     #[schemars(skip_serializing_if = "Option::is_none")]
     pub verified_at: Option<Time>,
     /// When a sample was last restored and compared with the current files.

@@ -12,7 +12,7 @@ use url::form_urlencoded;
 use super::probe::{bodies_with_unknown_fields, is_valid, probes, sample_strings, valid_value, variants};
 use super::{Contract, Exchange};
 
-/// A response, already checked against the document.
+/// A response that has already been checked against the OpenAPI document.
 #[derive(Debug)]
 pub struct Reply {
     pub status: u16,

@@ -5,7 +5,7 @@ use std::time::Duration;
 use kit::stores::StoreKind;
 use svc::config::Env;
 use svc::platform::doctor;
-use svc::platform::host_store::HostCredentials;
+use svc::platform::store_access_issuer::HostCredentials;
 use svc::store::capabilities::{CapabilityNeed, ProbeResult, REPLACE_IN_PARALLEL, RaceLimits, Support};
 use svc::store::config::StoreConfig;
 

@@ -16,7 +16,6 @@ use svc::http::server::{ConnectionInfo, Respond, Scheme};
 use svc::platform::api;
 use svc::platform::config::PlatformConfig;
 use svc::platform::context::Platform;
-use svc::platform::host_store::HostStore;
 use svc::platform::keys::Seal;
 use svc::platform::operations::{reconcile, runner};
 use svc::platform::process_clock::ProcessClock;
@@ -24,6 +23,7 @@ use svc::platform::quote_cache::QuoteCache;
 use svc::platform::rate_limits::ApiRateLimits;
 use svc::platform::readiness::ReadinessProbe;
 use svc::platform::server_lookup_limiter::ServerLookupLimiter;
+use svc::platform::store_access_issuer::StoreAccessIssuer;
 use svc::platform::tokens::TokenMint;
 use svc::provider::Provider;
 use svc::router::route_freshness::RouteFreshness;
@@ -113,8 +113,8 @@ impl Process {
         let platform = Arc::new(Platform {
             provider: Arc::new(ProcessProvider { provider, switch: Arc::clone(&switch) }),
             bucket: Bucket::new(Arc::new(connection)),
-            host_store: HostStore::new(&config.store, &config.host_credentials)
-                .expect("the host store's settings are valid"),
+            store_access: StoreAccessIssuer::new(&config.store, &config.host_credentials)
+                .expect("the store access settings are valid"),
             mint: TokenMint::new(&config.keys.current),
             seal: Seal::from_keys(&config.keys),
             process: svc::platform::platform_key_rotation::create_process_keys(

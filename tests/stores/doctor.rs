@@ -9,7 +9,7 @@ use kit::scenario::{BUCKET, HostBackend, RouterTransport, Stack};
 use kit::stores::StoreKind;
 use svc::config::Env;
 use svc::platform::doctor;
-use svc::platform::host_store::HostCredentials;
+use svc::platform::store_access_issuer::HostCredentials;
 use svc::store::capabilities::{RaceLimits, Support};
 use svc::store::config::StoreConfig;
 

@@ -119,6 +119,9 @@ pub fn build() -> Result<PathBuf> {
     fs::write(dir.join("svc.cdx.json"), kit::deb::sbom::generate(&cargo::root(), &svc)?)?;
     let mib = fs::metadata(&svc)?.len() as f64 / f64::from(1 << 20);
     println!("dist: {}, {mib:.1} MiB, statically linked, sha256 {sha256}", svc.display());
+    if let Some(changes) = profile::describe_changes() {
+        println!("dist: changes in src since the profile was recorded (`cargo xtask profile`): {changes}");
+    }
     Ok(svc)
 }
 

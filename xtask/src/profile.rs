@@ -5,7 +5,7 @@
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
+use std::process::{Command, ExitCode};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -32,6 +32,7 @@ const LLVM_PROFDATA: DebTool = DebTool {
     ],
 };
 const MERGE_TIMEOUT: Duration = Duration::from_secs(120);
+const GIT_TIMEOUT: Duration = Duration::from_secs(20);
 /// Compresses the profile to an eighth of its size.
 const COMPRESSION_LEVEL: i32 = 19;
 
@@ -89,6 +90,19 @@ pub fn unpack() -> Result<Option<PathBuf>> {
         staged.persist(&unpacked)?;
     }
     Ok(Some(unpacked))
+}
+
+/// Describes what has changed in `src` since the commit that recorded the profile; `None` if nothing has, or if git cannot
+/// tell.
+pub fn describe_changes() -> Option<String> {
+    let git = |args: &[&str]| {
+        let mut git = Command::new("git");
+        git.args(args).current_dir(cargo::root());
+        let output = child::run(git, GIT_TIMEOUT).ok()?;
+        Some(output.trim().to_owned()).filter(|text| !text.is_empty())
+    };
+    let recorded = git(&["log", "-1", "--format=%H", "--", PROFILE_PATH])?;
+    git(&["diff", "--shortstat", &recorded, "--", "src"])
 }
 
 /// Merges the counts of all processes. Functions that were never executed are kept in the profile: otherwise, the

@@ -171,7 +171,7 @@ families! {
         "Estimated size of the unsaved changes that are older than a minute; 0 if there are none, or if \
          their size is unknown.";
     FILES_CHECK_OK: Gauges<1> = "svc_files_check_last_success", ["check"], on Host,
-        "1 if the last check of the file backup found everything intact, else 0. verify: rereads a share of the \
+        "1 if the last check of the file backup found everything intact, else 0. verify: rereads part of the \
          backup. drill: restores a sample and compares it with the files on the machine.";
     FILES_CHECK_AT: Gauges<1> = "svc_files_check_last_timestamp_seconds", ["check"], on Host,
         "Unix time of the last check of the file backup, by check.";

@@ -274,7 +274,7 @@ Example: svcctl files restore ada projects/app --time 2026-11-27T18:00:00Z"
         #[arg(long)]
         no_wait: bool,
     },
-    /// Verify a share of a machine's file backup now, instead of with the next daily run
+    /// Verify part of a machine's file backup now, instead of with the next daily run
     #[command(
         after_help = "The host rereads the share that was verified longest ago, and all shares with damaged packs. The `files` \
 row of `svcctl status` shows the result.\n\nExample: svcctl files verify ada"

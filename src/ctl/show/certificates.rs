@@ -73,8 +73,11 @@ pub fn machine_cell(certificate: &HostCertificate) -> Cell {
     match &certificate.error {
         Some(error) => Cell::colored(Some(Color::Bad), format!("{line}; last attempt: {error}")),
         None if certificate.source.as_str() == "self_signed" && certificate.next_attempt_at.is_none() => {
-            format!("{line}; neither an authority (ACME_DIRECTORY_URL) nor GATEWAY_TLS_CERT_FILE is set")
-                .into()
+            format!(
+                "{line}; neither a certificate authority (ACME_DIRECTORY_URL) nor a certificate file \
+                 (GATEWAY_TLS_CERT_FILE) is configured"
+            )
+            .into()
         }
         None => line.into(),
     }

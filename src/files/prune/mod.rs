@@ -143,7 +143,7 @@ pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pr
     Ok(report)
 }
 
-/// Unmarks packs that have the only sound copy of a blob that a snapshot needs. The index lists another copy of the
+/// Unmarks packs that have the only intact copy of a blob that a snapshot needs. The index lists another copy of the
 /// blob, but machines write the index, so the other copy is read before the marked pack is deleted. If this run marks
 /// the pack with the other copy, a later run checks that pack in the same way before it deletes it.
 async fn keep_needed_packs(
@@ -222,7 +222,7 @@ async fn keep_needed_packs(
         }
     }
     for pack in needed.into_values().flatten() {
-        tracing::error!(%pack, "no other pack has a sound copy of a needed blob; keeping the marked pack");
+        tracing::error!(%pack, "no other pack has an intact copy of a needed blob; keeping the marked pack");
         plan.deleted.remove(&pack);
         plan.unmarked.insert(pack);
     }
@@ -288,8 +288,8 @@ async fn rewrite_packs(
             }
             let range = blob.offset as usize..(blob.offset as usize).saturating_add(blob.length as usize);
             let sealed = bytes.get(range).unwrap_or_default();
-            // A damaged blob must not be copied: the new pack would match its hash and appear to be sound. The old pack
-            // is kept.
+            // A damaged blob must not be copied: the new pack would match its hash and appear to be intact. The old
+            // pack is kept.
             if let Err(error) = repository.open_blob(blob, sealed) {
                 keep_damaged_pack(plan, pack.id, &error);
                 break;

@@ -64,7 +64,7 @@ pub(super) async fn write_contents(
                 Err(error) if error.is_damage() => {
                     let mut written = 0;
                     for placements in read.placements.chunk_by(|a, b| a.location == b.location) {
-                        match write_first_sound_copy(locations, placements, &fetch_and_write, &error).await {
+                        match write_first_intact_copy(locations, placements, &fetch_and_write, &error).await {
                             Err(error) if should_skip_damaged && error.is_damage() => {
                                 tracing::warn!(%error, "a chunk is damaged; leaving out the files that contain it");
                                 damaged.extend(placements.iter().map(|placement| placement.file));
@@ -89,9 +89,9 @@ pub(super) async fn write_contents(
     Ok(batch)
 }
 
-/// Writes a chunk from its first copy that is sound and has the planned length, on which the offsets of the file's
+/// Writes a chunk from its first copy that is intact and has the planned length, on which the offsets of the file's
 /// other chunks depend. `error` is the error of the read that contained the chunk.
-async fn write_first_sound_copy(
+async fn write_first_intact_copy(
     locations: &BlobLocations,
     placements: &[ChunkPlacement],
     fetch_and_write: &impl AsyncFn(Arc<RangeRead>) -> Result<u64, FilesError>,

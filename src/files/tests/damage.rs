@@ -78,7 +78,7 @@ async fn snapshot_whose_root_directory_is_lost_is_found() {
     let id = repository.write_json(ObjectKind::Snapshot, &lost).await.unwrap();
     let error = find_unusable_snapshot(&repository, &repository).await.unwrap().unwrap().to_string();
     assert!(error.contains(&id.to_string()) && error.contains("restic forget"), "{error}");
-    repository.read_snapshot(saved.id).await.expect("the latest snapshot is sound");
+    repository.read_snapshot(saved.id).await.expect("the latest snapshot is intact");
     let history = History::open(repository.clone()).await.unwrap();
     assert_eq!(history.find_snapshot(None).unwrap().0, id);
     assert_eq!(
@@ -128,7 +128,7 @@ async fn lost_key_file_and_index_are_detected_and_rewritten() {
 #[tokio::test]
 async fn replacement_of_lost_snapshot_keeps_unreadable_entries() {
     let mut fixture = Fixture::new().await;
-    fixture.write("dir/sound", "content");
+    fixture.write("dir/readable", "content");
     let unreadable = fixture.write("dir/unreadable", "earlier content");
     let saved = fixture.save().await;
     if File::options().write(true).open(&unreadable).unwrap().set_len(2 << 40).is_err() {
@@ -197,7 +197,7 @@ async fn prune_names_the_snapshot_with_a_lost_directory() {
     let mut fixture = Fixture::new().await;
     fixture.write("projects/app/main.rs", "lost");
     let earlier = fixture.save().await;
-    fixture.write("projects/app/main.rs", "sound");
+    fixture.write("projects/app/main.rs", "intact");
     fixture.save().await;
     let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
     let history = History::open(repository.clone()).await.unwrap();
@@ -259,7 +259,7 @@ async fn index_is_checked_by_full_saves_and_after_the_interval() {
 #[tokio::test]
 async fn directory_with_long_link_targets_is_unreadable() {
     let mut fixture = Fixture::new().await;
-    fixture.write("sound", "content");
+    fixture.write("readable", "content");
     fs::create_dir(fixture.home().join("links")).unwrap();
     for number in 0..1950 {
         symlink("x".repeat(4000), fixture.home().join(format!("links/{number}"))).unwrap();

@@ -25,7 +25,7 @@ fn git(repository: &Path, arguments: &[&str]) -> Output {
     Command::new("git").arg("-C").arg(repository).args(arguments).output().unwrap()
 }
 
-async fn assert_sound(fixture: &Fixture, saved: &SaveResult) {
+async fn assert_intact(fixture: &Fixture, saved: &SaveResult) {
     let (restored, _) = fixture.restore(&saved.snapshot).await;
     let repository = restored.path().join("repository");
     let checked = git(&repository, &["fsck", "--full", "--no-dangling"]);
@@ -34,14 +34,14 @@ async fn assert_sound(fixture: &Fixture, saved: &SaveResult) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn repository_is_sound_in_each_save_during_commits() {
+async fn repository_is_intact_in_each_save_during_commits() {
     let mut fixture = Fixture::new().await;
     let path = fixture.home().join("repository");
     fs::create_dir(&path).unwrap();
     let writer = WriterProcess::start(Command::new("sh").args(["-c", WRITER, "writer"]).arg(&path));
     for _ in 0..6 {
         let saved = fixture.save().await;
-        assert_sound(&fixture, &saved).await;
+        assert_intact(&fixture, &saved).await;
     }
     drop(writer);
 }

@@ -194,7 +194,7 @@ async fn partly_used_pack_is_rewritten() {
     assert_same(&describe(target.path()), &describe(&fixture.home()));
 }
 
-/// The new copy is sound even if its pack is rewritten in the same run.
+/// The new copy is intact even if its pack is rewritten in the same run.
 #[tokio::test]
 async fn marked_pack_is_deleted_while_its_copy_is_rewritten() {
     let mut fixture = Fixture::new().await;
@@ -222,8 +222,8 @@ async fn marked_pack_is_deleted_while_its_copy_is_rewritten() {
 async fn damaged_pack_is_reported_with_its_blobs() {
     let fixture = fixture_with_history(Fixture::new().await).await;
     let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
-    let sound = verify(&repository, PackShare::ALL).await.unwrap();
-    assert!(sound.damaged.is_empty() && sound.packs >= 10, "{sound:?}");
+    let intact = verify(&repository, PackShare::ALL).await.unwrap();
+    assert!(intact.damaged.is_empty() && intact.packs >= 10, "{intact:?}");
     let shares = async |count: u16| {
         let mut packs = 0;
         for index in 0..count {
@@ -231,7 +231,7 @@ async fn damaged_pack_is_reported_with_its_blobs() {
         }
         packs
     };
-    assert_eq!(shares(7).await, sound.packs, "the shares cover every pack");
+    assert_eq!(shares(7).await, intact.packs, "the shares cover every pack");
 
     let (first, second) = {
         let mut packs = repository.list_packs().await.unwrap().into_iter().map(|(id, _)| id);
@@ -286,7 +286,7 @@ async fn damage_is_traced_to_files_and_repaired() {
     for saved in [&first, &second, &repaired] {
         fixture.restore(&saved.snapshot).await;
     }
-    // Pruning succeeds and keeps the sound copy, even though the damaged pack has the blob as well.
+    // Pruning succeeds and keeps the intact copy, even though the damaged pack has the blob as well.
     for days in [4, 8, 12] {
         run_prune(&fixture, &prune_options_after(days)).await;
         let index = repository.load_index().await.unwrap();
@@ -298,7 +298,7 @@ async fn damage_is_traced_to_files_and_repaired() {
     fixture.restore(&repaired.snapshot).await;
 }
 
-/// If a blob is lost, a save must not mistake the damaged copy in a pack of another share for a sound one.
+/// If a blob is lost, a save must not mistake the damaged copy in a pack of another share for an intact one.
 #[tokio::test]
 async fn lost_blob_is_reported_for_packs_of_all_shares() {
     let mut fixture = Fixture::new().await;
@@ -322,7 +322,7 @@ async fn lost_blob_is_reported_for_packs_of_all_shares() {
     let [high, low, ..] = first.as_bytes();
     let share = PackShare { index: u16::from_be_bytes([*high, *low]) % 997, count: 997 };
     let report = verify(&repository, share).await.unwrap();
-    assert!(report.damaged.is_empty(), "the third pack has a sound copy: {report:?}");
+    assert!(report.damaged.is_empty(), "the third pack has an intact copy: {report:?}");
 
     let index = repository.load_index().await.unwrap();
     let packs = index.into_iter().flat_map(|(_, file)| file.packs);
@@ -347,7 +347,7 @@ async fn truncated_pack_is_damaged() {
     let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
     let index = repository.load_index().await.unwrap();
     let packs: Vec<IndexedPack> = index.into_iter().flat_map(|(_, file)| file.packs).collect();
-    // Trees in the sound part of a truncated pack can be read.
+    // Trees in the intact part of a truncated pack can be read.
     let trees = packs.iter().find(|pack| pack.blobs[0].blob_type == BlobType::Tree).unwrap();
     let first = trees.blobs.iter().min_by_key(|blob| blob.offset).unwrap();
     let bytes = repository.read_whole_pack(trees.id).await.unwrap().unwrap();

@@ -54,8 +54,8 @@ pub struct FileChecks {
     /// When this damage was last recorded.
     #[serde(with = "clock::wire_option")]
     latest_damaged_at: Option<Timestamp>,
-    /// The damaged packs, and how many of their blobs have no sound copy in another pack. The blobs are not named: many
-    /// programs read this file often, and millions of blobs can be damaged.
+    /// The damaged packs, and how many of their blobs have no intact copy in another pack. The blobs are not named:
+    /// many programs read this file often, and millions of blobs can be damaged.
     #[serde(deserialize_with = "read_damaged")]
     pub damaged: BTreeMap<String, u64>,
     /// When a run last found damage that was not recorded yet: a damaged pack, more damaged blobs in one, or a damaged

@@ -104,7 +104,7 @@ pub async fn run(layout: Layout, should_retry: bool, should_skip_damaged: bool) 
         // There was a snapshot then: an empty store must not count as success.
         Some(error) if error != SKIPPED => ExpectedSnapshot::Certain,
         None if settings.layout.restore_complete().exists() => ExpectedSnapshot::Unknown,
-        None if has_expected_files(&settings.layout)? => ExpectedSnapshot::Certain,
+        None if should_expect_files(&settings.layout)? => ExpectedSnapshot::Certain,
         Some(_) | None => ExpectedSnapshot::IfAnyExists,
     };
     match restore_files(&settings, &progress, expected, should_skip_damaged).await {
@@ -191,7 +191,7 @@ fn is_restore_requested(layout: &Layout) -> Result<bool, Failure> {
 }
 
 /// Whether an earlier machine had saved files when the platform created this one.
-fn has_expected_files(layout: &Layout) -> Result<bool, Failure> {
+fn should_expect_files(layout: &Layout) -> Result<bool, Failure> {
     read_flag(layout, &vars::SVC_EXPECT_FILES)
 }
 
@@ -215,7 +215,7 @@ fn is_done(layout: &Layout, should_retry: bool) -> Result<bool, Failure> {
         Some(RestoreOutcome { error: Some(error), .. }) if !should_retry => {
             tracing::warn!(
                 error,
-                "an earlier restore failed; as root, run `svc-sync-agent restore-home --retry` to repeat it"
+                "an earlier restore failed; as root, run `svc-sync-agent restore-home --retry` to retry it"
             );
             return Ok(true);
         }

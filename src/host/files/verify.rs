@@ -1,5 +1,5 @@
-//! `svc-sync-agent verify`: rereads a share of the file backup, so that damage is found before a recovery needs the
-//! data. Once a week, it also restores a sample of files and compares them with those on the machine.
+//! `svc-sync-agent verify`: rereads part of the file backup, so that damage is found before a recovery needs the data.
+//! Once a week, it also restores a sample of files and compares them with those on the machine.
 //!
 //! The damage report names the affected files and snapshots. The run also requests a save, in which `svc-files` writes
 //! the damaged content again if the machine still has it.

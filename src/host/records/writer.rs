@@ -1,7 +1,7 @@
 //! Writes the records of the gateway and of the audit watcher. Callers append lines to queues in memory; one thread
 //! writes them to disk, and another syncs the files.
 //!
-//! Each log file's accepted lines are written in order, at most [`FLUSH_INTERVAL`] later unless the disk fails. A crash
+//! Each log file's accepted lines are written in order, at most [`WRITE_INTERVAL`] later unless the disk fails. A crash
 //! of the process loses only lines that have not been written; a crash of the machine also loses lines that have not
 //! been synced, or whose sync failed. The queues are bounded: a line that does not fit is rejected and counted, and a
 //! gap line in its log file reports the number. Files are opened by name for each write (`host::records::jsonl`), so
@@ -34,7 +34,7 @@ use svc_base::clock;
 use svc_base::error_chain::format_chain;
 
 /// Maximum delay before an accepted line is written, unless the disk fails.
-pub const FLUSH_INTERVAL: Duration = Duration::from_millis(50);
+pub const WRITE_INTERVAL: Duration = Duration::from_millis(50);
 /// Number of intervals without lines after which the writing thread sleeps until woken. It does not sleep earlier,
 /// because waking it takes longer than accepting a line.
 const MAX_IDLE_INTERVALS: u32 = 20;
@@ -292,7 +292,7 @@ impl Shared {
         loop {
             queues.thread = ThreadState::Polling;
             // Limits the age of lines that were accepted since the last interval.
-            let end = Instant::now() + FLUSH_INTERVAL;
+            let end = Instant::now() + WRITE_INTERVAL;
             while !queues.has_full_batch() && !queues.has_request() {
                 let remaining = end.saturating_duration_since(Instant::now());
                 if remaining.is_zero() {

@@ -23,15 +23,15 @@ pub(super) type ClientConnection = http1::Connection<TokioIo<Box<dyn Io>>, Reque
 pub(super) struct UpstreamConnection {
     pub(super) sender: SendRequest<RequestBody>,
     pub(super) connection: ClientConnection,
-    /// The timer for response heads. It stays set for the first request's deadline, so that only a request that waits for
-    /// so long sets it again.
+    /// The timer for response heads. It stays set between requests, and is set again only when it has fired, so that most
+    /// requests do not set it.
     pub(super) timer: Pin<Box<Sleep>>,
     pub(super) permit: OwnedSemaphorePermit,
 }
 
 impl UpstreamConnection {
     /// Polls the connection once, and returns whether it can take another request. Later events on the connection
-    /// wake no task.
+    /// wake no task; its timer may wake the task of its last request.
     fn is_reusable(&mut self) -> bool {
         let mut cx = Context::from_waker(Waker::noop());
         Pin::new(&mut self.connection).poll(&mut cx).is_pending() && self.sender.is_ready()

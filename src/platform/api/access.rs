@@ -97,7 +97,10 @@ async fn authenticate(platform: &Platform, method: &Method, token: &str) -> Resu
             return Err(Problem::new(Code::Unauthorized, detail));
         }
         TokenState::Revoked => {
-            let detail = format!("Operator {name} has been revoked: use another operator's token.");
+            let detail = format!(
+                "Operator {name} has been revoked: ask an operator with the scope `admin` to add a new operator with \
+                 `svcctl operator add`."
+            );
             return Err(Problem::new(Code::Unauthorized, detail));
         }
     }

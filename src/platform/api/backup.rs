@@ -1,7 +1,6 @@
 //! POST `/vps/:id/backup`, `/vps/:id/drill`, `/vps/:id/backup-accept` and `/vps/:id/files/verify`: sends a machine's
 //! host a request to take a backup, to run a test restore of the latest snapshot, to accept a held-back snapshot as
-//! the latest, or to verify a share of the file backup. The host's next heartbeats and `/vps/:id/backups` show the
-//! result.
+//! the latest, or to verify part of the file backup. The host's next heartbeats and `/vps/:id/backups` show the result.
 
 use std::sync::Arc;
 

@@ -13,7 +13,7 @@ use super::call::ApiCall;
 use super::endpoint::{Access, Endpoint, HOST, MACHINE_ID, documented_json};
 use super::host_access::{SlotAccess, authenticate_machine, check_slot_access};
 use crate::context::Platform;
-use crate::host_store::SessionGrant;
+use crate::store_access_issuer::SessionGrant;
 use axum::routing::post;
 use http::Method;
 use svc_http::openapi::{Operation, schema_of};
@@ -35,7 +35,7 @@ pub async fn handle(
         SlotAccess::Current => SessionGrant::WithOutage,
         SlotAccess::FinalBackup => SessionGrant::Working,
     };
-    let access = platform.host_store.grant_access(&machine, grant).await.map_err(|error| {
+    let access = platform.store_access.grant_access(&machine, grant).await.map_err(|error| {
         tracing::warn!(machine = %id, error = %format_chain(&error), "cannot issue storage credentials");
         svc_store::problem::unavailable()
     })?;

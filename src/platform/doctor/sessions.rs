@@ -11,7 +11,7 @@ use svc_store::config::{S3Config, StoreConfig};
 use svc_store::credentials::TemporaryCredentials;
 use svc_store::key::SlotPrefix;
 
-use crate::host_store::{HostCredentials, HostStore};
+use crate::store_access_issuer::{HostCredentials, StoreAccessIssuer};
 use object_store::ObjectStoreExt;
 
 pub const SESSIONS: Capability = Capability {
@@ -41,7 +41,7 @@ pub async fn probe_store(
     races: RaceLimits,
 ) -> Vec<ProbeResult> {
     let mut results = capabilities::probe_all(store, races).await;
-    let session = match HostStore::new(store, credentials) {
+    let session = match StoreAccessIssuer::new(store, credentials) {
         Ok(hosts) => hosts.probe_session().await.map(|session| session.map_err(|error| format_chain(&error))),
         Err(error) => Some(Err(format!("{error:#}"))),
     };
@@ -105,7 +105,7 @@ impl SessionStores {
             Err(unknown) => return unknown,
         };
         let name = || format!("{}.json", uuid::Uuid::new_v4());
-        let own_key = HostStore::probe_slot().root().clone().join(name());
+        let own_key = StoreAccessIssuer::probe_slot().root().clone().join(name());
         let other_key = other_slot().root().clone().join(name());
         let probe = async {
             host.put(&own_key, &b"own"[..]).await?;
@@ -135,7 +135,7 @@ impl SessionStores {
             Ok(stores) => stores,
             Err(unknown) => return unknown,
         };
-        let key = HostStore::probe_slot().snapshots().join(format!("{}.dump", uuid::Uuid::new_v4()));
+        let key = StoreAccessIssuer::probe_slot().snapshots().join(format!("{}.dump", uuid::Uuid::new_v4()));
         let probe = async {
             match host.put_if(&key, &b"probe"[..], Condition::Absent).await {
                 Ok(()) => {}

@@ -9,7 +9,7 @@ use object_store::path::Path;
 
 use super::sessions;
 use crate::config::PlatformConfig;
-use crate::host_store::HostStore;
+use crate::store_access_issuer::StoreAccessIssuer;
 use svc_base::diagnosis::Findings;
 use svc_base::error_chain::format_chain;
 use svc_base::quantity::pluralize;
@@ -160,7 +160,7 @@ pub async fn check_protection(config: &PlatformConfig) -> Findings {
 
 pub async fn check_host_credentials(config: &PlatformConfig) -> Findings {
     let findings = Findings::new("host-credentials");
-    let hosts = match HostStore::new(&config.store, &config.host_credentials) {
+    let hosts = match StoreAccessIssuer::new(&config.store, &config.host_credentials) {
         Ok(hosts) => hosts,
         Err(error) => return findings.problem(format!("{error:#}"), "check STS_ENDPOINT"),
     };
@@ -204,7 +204,7 @@ async fn check_slot_isolation(findings: Findings, stores: &sessions::SessionStor
 
 /// Checks that hosts get an outage session. Without one, a host cannot store snapshots while the platform is
 /// unreachable, and nothing else reports this.
-async fn check_outage_session(findings: Findings, hosts: &HostStore) -> Findings {
+async fn check_outage_session(findings: Findings, hosts: &StoreAccessIssuer) -> Findings {
     match hosts.probe_outage_session().await {
         Some(Err(error)) => findings.warning(
             format!("STS does not issue a session that lasts STS_DURATION_SECONDS: {}", format_chain(&error)),
@@ -219,7 +219,7 @@ async fn check_outage_session(findings: Findings, hosts: &HostStore) -> Findings
 async fn check_write_once(
     findings: Findings,
     config: &PlatformConfig,
-    hosts: &HostStore,
+    hosts: &StoreAccessIssuer,
     stores: &sessions::SessionStores,
 ) -> Findings {
     let (StoreConfig::S3(s3), Some(writes)) = (&config.store, hosts.snapshot_writes()) else {

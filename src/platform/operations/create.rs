@@ -17,7 +17,7 @@ use crate::alarms;
 use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
 use crate::db::{self, machine_server};
-use crate::host_store::SessionGrant;
+use crate::store_access_issuer::SessionGrant;
 use crate::userdata;
 use svc_http::problem::format_chain;
 use svc_http::proof::ProofKeys;
@@ -203,7 +203,7 @@ async fn build_order(
 ) -> Result<ServerOrder, StepError> {
     let platform = leased.platform;
     let config = &platform.config;
-    let store = platform.host_store.grant_access(machine, SessionGrant::Working).await;
+    let store = platform.store_access.grant_access(machine, SessionGrant::Working).await;
     let store =
         store.map_err(|error| StepError::transient("cannot get store credentials for the host", error))?;
     let has_saved_files = async {

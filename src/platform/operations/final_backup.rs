@@ -228,7 +228,7 @@ async fn attempt_backup(
 ) -> Result<AttemptOutcome, HostCallError> {
     progress.progress_at.get_or_insert(now);
     progress.started_at.get_or_insert(now);
-    if !progress.has_stopped_writers {
+    if !progress.is_quiesce_done {
         let can_take_snapshot = stop_writers(leased, machine, progress, now).await?;
         // The host has responded, even if the next call fails.
         progress.unreachable_since = None;
@@ -304,22 +304,22 @@ async fn stop_writers(
 ) -> Result<bool, HostCallError> {
     match host_call::quiesce(leased.platform, machine, leased.operation.id).await {
         Ok(quiesced) => {
-            progress.has_stopped_writers = quiesced.quiesced_at.is_some();
+            progress.is_quiesce_done = quiesced.quiesced_at.is_some();
             progress.quiesced_at = quiesced.quiesced_at;
-            if !progress.has_stopped_writers {
+            if !progress.is_quiesce_done {
                 progress.record_running_dispatches(quiesced.running_dispatches, now);
             }
         }
         Err(HostCallError::Refused(status)) if is_unsupported(status) => {
             tracing::warn!(machine = %machine.id, "the host's release cannot stop its writers before the final backup");
-            progress.has_stopped_writers = true;
+            progress.is_quiesce_done = true;
         }
         Err(error) => return Err(error),
     }
-    if progress.has_stopped_writers {
+    if progress.is_quiesce_done {
         progress.progress_at = Some(now);
     }
-    Ok(progress.has_stopped_writers)
+    Ok(progress.is_quiesce_done)
 }
 
 async fn fetch_host_report(

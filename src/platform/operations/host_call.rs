@@ -78,7 +78,7 @@ pub async fn request_drill(
     send_request(platform, machine, &HostRequest::post(DRILL_PATH, None)).await
 }
 
-/// Requests a verification of a share of the file backup; the host's heartbeats report the outcome.
+/// Requests a verification of part of the file backup; the host's heartbeats report the outcome.
 pub async fn request_files_verification(
     platform: &Platform,
     machine: &MachineRow,

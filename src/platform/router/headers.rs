@@ -58,7 +58,11 @@ pub(super) fn prepare_headers(headers: &mut HeaderMap, values: ForwardHeaders) -
     headers.insert(FORWARDED_PROTO.clone(), HeaderValue::from_static(values.scheme));
     // The new values share one buffer, which saves each of them two allocations: its own, and one when it is copied.
     let mut text = String::with_capacity(128);
-    if !headers.get(&TRACEPARENT).is_some_and(is_traceparent) {
+    let has_traceparent = {
+        let mut sent = headers.get_all(&TRACEPARENT).iter();
+        sent.next().is_some_and(is_traceparent) && sent.next().is_none()
+    };
+    if !has_traceparent {
         headers.remove(&TRACESTATE);
         push_traceparent(&mut text, request_id.as_ref().and_then(|id| id.to_str().ok()).unwrap_or_default());
     }
@@ -106,8 +110,10 @@ fn is_traceparent(value: &HeaderValue) -> bool {
 /// the request in logs and in traces.
 fn push_traceparent(text: &mut String, request_id: &str) {
     let is_hex = request_id.len() == 32 && request_id.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
+    // The second half becomes the parent id. Neither id may be all zeros.
+    let is_usable = is_hex && request_id[16..].bytes().any(|b| b != b'0');
     let generated;
-    let trace_id = if is_hex {
+    let trace_id = if is_usable {
         request_id
     } else {
         generated = request_id::generate();

@@ -50,7 +50,7 @@ impl RequestContext {
         let (Some(host), None) = (hosts.next(), hosts.next()) else { return Err(unknown()) };
         let authority = host.to_str().map_err(|_| unknown())?.to_owned();
         let scheme = public_scheme(config, connection);
-        let peer_address = connection.peer.ip();
+        let peer_address = connection.peer.ip().to_canonical();
         let host = config.find_host(&authority, scheme).ok_or_else(unknown)?;
         Ok(Self {
             host,

@@ -73,7 +73,7 @@ struct DispatchState {
     reservation: Option<Reservation>,
 }
 
-/// A dispatch.
+/// A prompt for an agent, from acceptance to result, with its event log.
 pub struct Dispatch {
     /// The dispatch as it was accepted, without its start and its end.
     pub accepted: JournalEntry,

@@ -47,7 +47,7 @@ const SAVE_RESERVE: Duration = Duration::from_millis(10);
 )]
 struct Args {
     #[command(subcommand)]
-    command: Command,
+    command: Option<Command>,
 }
 
 #[derive(clap::Subcommand)]
@@ -86,8 +86,12 @@ fn run_command(args: Vec<OsString>) -> ExitCode {
         Ok(args) => args,
         Err(code) => return code,
     };
+    let Some(command) = args.command else {
+        run_hook(String::new());
+        return ExitCode::SUCCESS;
+    };
     let layout = Layout::from_process();
-    let result = match args.command {
+    let result = match command {
         Command::Install(args) => {
             install::install(&args.home.unwrap_or_else(|| layout.user_home()), &layout.link("bin"))
         }

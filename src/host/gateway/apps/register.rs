@@ -42,7 +42,7 @@ impl RegisterError {
 }
 
 /// Whether the SQLSTATE has a transient class: connection exception (08), transaction rollback (40), insufficient
-/// resources (53), object not in the required state (55) or operator intervention (57).
+/// resources (53), object not in prerequisite state (55) or operator intervention (57).
 fn is_transient_state(state: &SqlState) -> bool {
     matches!(state.code().get(..2), Some("08" | "40" | "53" | "55" | "57"))
 }

@@ -38,7 +38,7 @@ pub async fn request_drill(State(layout): State<Layout>) -> Result<Response, Pro
     write_request(&layout, "drill").await
 }
 
-/// `POST /_svc/internal/files-verify`: requests a verification of a share of the file backup.
+/// `POST /_svc/internal/files-verify`: requests a verification of part of the file backup.
 pub async fn request_files_verification(State(layout): State<Layout>) -> Result<Response, Problem> {
     write_request(&layout, verify::REQUEST).await
 }
@@ -117,7 +117,7 @@ pub static ACCEPT: Endpoint = Endpoint {
         id: "acceptBackup",
         method: Method::POST,
         path: "/_svc/internal/backup-accept",
-        summary: "Requests that the snapshot that was held back because the database has shrunk become the latest.",
+        summary: "Accepts as the latest the snapshot that was held back because the database shrank.",
         credentials: &[PLATFORM],
         parameters: &[],
         body: None,
@@ -151,7 +151,7 @@ pub static VERIFY_FILES: Endpoint = Endpoint {
         id: "requestFilesVerification",
         method: Method::POST,
         path: "/_svc/internal/files-verify",
-        summary: "Requests a verification of a share of the file backup.",
+        summary: "Requests a verification of part of the file backup.",
         credentials: &[PLATFORM],
         parameters: &[],
         body: None,

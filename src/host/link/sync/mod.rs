@@ -225,7 +225,7 @@ async fn send_heartbeats() -> Result<(), Failure> {
     let heartbeats = HeartbeatClient::new(&config).or_exit(Exit::Config)?;
     let mut term = signal(SignalKind::terminate()).or_exit(Exit::Internal)?;
     let mut int = signal(SignalKind::interrupt()).or_exit(Exit::Internal)?;
-    // Outside systemd, this does nothing. An error is not a reason to stop.
+    // Without systemd, this does nothing. An error is not a reason to stop.
     let _ = sd_notify::notify(&[NotifyState::Ready]);
     tokio::select! {
         superseded = run_heartbeats(&config, &heartbeats) => {

@@ -33,8 +33,9 @@ pub struct FinalBackupProgress {
     /// When the host became unreachable: every call since then has failed.
     #[serde(with = "clock::wire_option")]
     pub unreachable_since: Option<Timestamp>,
+    /// The writers have stopped, or the host's release cannot stop them.
     #[serde(rename = "hasStopped")]
-    pub has_stopped_writers: bool,
+    pub is_quiesce_done: bool,
     /// When the host first reported that it was stopping its writers.
     #[serde(with = "clock::wire_option")]
     stopping_since: Option<Timestamp>,

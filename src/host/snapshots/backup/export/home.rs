@@ -63,7 +63,7 @@ fn send_entry(home: &Path, entry: HomeEntry, to: &mut impl Write) -> io::Result<
 fn open_file(path: &Path) -> io::Result<File> {
     let flags = OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK;
     let file = File::options().read(true).custom_flags(flags.bits()).open(path)?;
-    if file.metadata()?.is_file() { Ok(file) } else { Err(io::Error::other("no longer a file")) }
+    if file.metadata()?.is_file() { Ok(file) } else { Err(io::Error::other("no longer a regular file")) }
 }
 
 fn send_content(mut file: File, to: &mut impl Write) -> io::Result<()> {

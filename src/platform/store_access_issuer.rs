@@ -129,7 +129,7 @@ pub enum SessionGrant {
 }
 
 /// Grants hosts access to the object store.
-pub struct HostStore {
+pub struct StoreAccessIssuer {
     store: StoreConfig,
     sts: Option<SessionIssuer>,
 }
@@ -201,7 +201,7 @@ impl SessionIssuer {
     }
 }
 
-impl HostStore {
+impl StoreAccessIssuer {
     /// Prepares the kind of access selected by `credentials`.
     ///
     /// # Errors
