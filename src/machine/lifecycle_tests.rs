@@ -42,6 +42,7 @@ fn deleted(previous: State) -> State {
     State::Deleted { previous: Box::new(previous) }
 }
 
+/// Returns at least one state of each kind. The `match` in [`state_index`] does not compile if a kind is missing.
 fn every_state() -> Vec<State> {
     let mut states = vec![
         State::Provisioning,
@@ -55,7 +56,24 @@ fn every_state() -> Vec<State> {
     let inactive: Vec<State> =
         states.iter().flat_map(|state| [retired(state.clone()), deleted(state.clone())]).collect();
     states.extend(inactive);
+    let mut kinds = [false; 7];
+    for state in &states {
+        kinds[state_index(state)] = true;
+    }
+    assert_eq!(kinds, [true; 7], "a state kind is missing");
     states
+}
+
+fn state_index(state: &State) -> usize {
+    match state {
+        State::Provisioning => 0,
+        State::Recovering => 1,
+        State::Running { .. } => 2,
+        State::Resizing { .. } => 3,
+        State::Failed { .. } => 4,
+        State::Retired { .. } => 5,
+        State::Deleted { .. } => 6,
+    }
 }
 
 /// Returns at least one event of each kind. The `match` in [`kind_index`] does not compile if a kind is missing.

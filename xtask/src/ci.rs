@@ -61,7 +61,7 @@ const PRODUCT_ARGS: &[&str] = &[
     "--exclude=xtask",
 ];
 
-/// Clippy and the unit tests cover only the product's packages, so that neither the other tools nor the integration
+/// Clippy and the unit tests cover only the product's packages, so that neither the bench and the lab nor the integration
 /// tests are compiled. These two checks run in parallel, because each waits for a single compiler process most of the
 /// time.
 const QUICK_CHECKS: [&[Check]; 3] = [

@@ -293,7 +293,7 @@ fn advice(reason: &str) -> &'static str {
             "run `svcctl discard HANDLE` to delete its server after all, or `svcctl undelete HANDLE` to restore a deleted \
              machine"
         }
-        "failed" => "run `svcctl status HANDLE` to see why, then recover the slot",
+        "failed" => "run `svcctl status HANDLE` to see why, and what to do",
         "heartbeat_silent" => "check that its host is reachable; if it is lost, recover the slot",
         "pointer_unusable" => {
             "run `svcctl pointer show USER_SLOT` to see what is wrong and what a rebuild would choose; then run `svcctl \

@@ -113,8 +113,8 @@ pub struct AuditEntry {
     pub dispatch_id: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tool: Option<String>,
-    /// Any of the agents listed in `actor` and `agent_name` may have made the change. If they list only one agent, it
-    /// was killed during a call that writes this file, and may not have written it.
+    /// It is not certain who made the change: several agents or dispatches were running commands, or an agent was killed
+    /// during a call that writes this file. `agent_name` lists the agents.
     #[serde(default, skip_serializing_if = "is_false")]
     pub ambiguous: bool,
 }

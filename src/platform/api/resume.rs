@@ -88,7 +88,7 @@ async fn check_server_and_host(
     if !is_live || !machine.is_healthy() {
         return Err(invalid_state(&format!(
             "The machine's host has sent no healthy heartbeat in the last two minutes: use `svcctl power on {0}` if its \
-             server is off, `svcctl power reboot {0}` if its host has hung, or recover the slot.",
+             server is off, `svcctl power off {0}` and then `svcctl power on {0}` if its host has hung, or recover the slot.",
             machine.id
         )));
     }

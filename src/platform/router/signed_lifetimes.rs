@@ -16,6 +16,7 @@ pub(crate) const MAX_APP_TOKEN_LIFETIME: Duration =
 
 /// Maximum lifetime of app tokens and session cookies, which are signed with the same key.
 pub const MAX_SIGNED_LIFETIME: Duration = Duration::from_secs(SESSION_SECONDS);
+const _: () = assert!(APP_TOKEN_SECONDS as u64 <= SESSION_SECONDS, "an app token must not outlive its key");
 
 /// How long a sign-out is stored: longer than any app token that it revokes would be accepted.
 pub const SIGN_OUT_TTL: Duration = MAX_APP_TOKEN_LIFETIME.saturating_mul(2);
