@@ -241,17 +241,24 @@ async fn stop_ends_connection_after_current_request() {
     connection.wait_for_end().await;
 }
 
+/// A listener cancels the token first, and marks its connections as stopping a moment later.
 #[tokio::test]
 async fn stop_serves_head_that_has_started() {
-    let mut connection = ServedConnection::start_with_default_timeouts().await;
-    let (start, rest) = REQUEST.split_at(10);
-    connection.send(start).await;
-    tokio::time::sleep(PAUSE).await;
-    connection.stop();
-    tokio::time::sleep(PAUSE).await;
-    connection.send(rest).await;
-    connection.read_response(2).await;
-    connection.wait_for_end().await;
+    for is_only_cancelled in [false, true] {
+        let mut connection = ServedConnection::start_with_default_timeouts().await;
+        let (start, rest) = REQUEST.split_at(10);
+        connection.send(start).await;
+        tokio::time::sleep(PAUSE).await;
+        if is_only_cancelled {
+            connection.token.cancel();
+        } else {
+            connection.stop.mark_stopping();
+        }
+        tokio::time::sleep(PAUSE).await;
+        connection.send(rest).await;
+        connection.read_response(2).await;
+        connection.wait_for_end().await;
+    }
 }
 
 #[tokio::test]
