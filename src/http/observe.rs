@@ -8,10 +8,10 @@ use std::time::Instant;
 use axum::extract::{MatchedPath, Request, State};
 use axum::middleware::Next;
 use axum::response::Response;
-use http::{HeaderValue, Method};
+use http::Method;
 use tracing::Instrument;
 
-use super::request_id;
+use super::request_id::{self, RequestId};
 use svc_base::metrics::{HTTP_DURATION, HTTP_REQUESTS, intern_label};
 
 /// The listener, for logs and metrics.
@@ -42,25 +42,28 @@ impl Listener {
 
 /// [`observe`] as a router layer.
 pub async fn layer(State(listener): State<Listener>, request: Request, next: Next) -> Response {
-    observe(listener, request, |request| next.run(request)).await
+    let route = request.extensions().get::<MatchedPath>().map(|matched| intern_label(matched.as_str()));
+    observe(listener, route, request, |request| next.run(request)).await
 }
 
-/// Responds to a request within a log span. The request is logged and counted, even if it ends without a response. Uses
-/// the inbound request id if it is well formed, or generates one, and adds it to the request, the span and the
-/// response.
+/// Responds to a request within a log span. The request is logged and counted, even if it ends without a response.
+/// `route` is the template of the matched route. Uses the inbound request id if it is well formed, or generates one, and
+/// adds it to the request, the span and the response.
 pub async fn observe<F: Future<Output = Response>>(
     listener: Listener,
+    route: Option<&'static str>,
     mut request: Request,
     respond: impl FnOnce(Request) -> F,
 ) -> Response {
     let start = Instant::now();
-    let (method, route) = (method_label(request.method()), route_label(listener, &request));
-    let id = request_id::from_headers(request.headers()).map_or_else(request_id::generate, str::to_owned);
-    let value = HeaderValue::from_str(&id).unwrap_or_else(|_| HeaderValue::from_static("invalid"));
+    let method = method_label(request.method());
+    let route = route.unwrap_or_else(|| unmatched_label(listener, request.uri().path()));
+    let id = RequestId::from_headers_or_new(request.headers());
+    let value = id.header_value();
     request.headers_mut().insert(request_id::HEADER_NAME.clone(), value.clone());
     let span = tracing::info_span!(
         "request",
-        svc_request_id = %id,
+        svc_request_id = %id.as_str(),
         method = %request.method(),
         path = %redact_token(request.uri().path()),
     );
@@ -126,12 +129,8 @@ fn status_class(status: u16) -> &'static str {
     }
 }
 
-/// Returns the route's template or, for a request without a matching route, a fixed label.
-fn route_label(listener: Listener, request: &Request) -> &'static str {
-    if let Some(matched) = request.extensions().get::<MatchedPath>() {
-        return intern_label(matched.as_str());
-    }
-    let path = request.uri().path();
+/// Returns the label for a request without a matching route.
+fn unmatched_label(listener: Listener, path: &str) -> &'static str {
     let is_below = |prefix: &str| path.starts_with(prefix);
     match listener {
         Listener::Api => "none",
@@ -173,13 +172,10 @@ mod tests {
 
     #[test]
     fn metric_labels_are_bounded() {
-        let label_of = |listener, path: &str| {
-            route_label(listener, &Request::builder().uri(path).body(axum::body::Body::empty()).unwrap())
-        };
-        assert_eq!(label_of(Listener::Api, "/wp-login.php"), "none");
-        assert_eq!(label_of(Listener::Router, "/apps/notes/~t/x"), "apps");
-        assert_eq!(label_of(Listener::Router, "/anything"), "page");
-        assert_eq!(label_of(Listener::Gateway, "/anything"), "upstream");
+        assert_eq!(unmatched_label(Listener::Api, "/wp-login.php"), "none");
+        assert_eq!(unmatched_label(Listener::Router, "/apps/notes/~t/x"), "apps");
+        assert_eq!(unmatched_label(Listener::Router, "/anything"), "page");
+        assert_eq!(unmatched_label(Listener::Gateway, "/anything"), "upstream");
         assert_eq!(method_label(&Method::from_bytes(b"BREW").unwrap()), "other");
     }
 }

@@ -15,8 +15,13 @@ impl<S: Send + Sync, T: DeserializeOwned + Send> FromRequestParts<S> for PathPar
     async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Problem> {
         let Path(parameters) = Path::from_request_parts(parts, state).await.map_err(|error| {
             tracing::debug!(%error, "invalid path parameters");
-            Problem::field("", "the path must be valid percent-encoded UTF-8")
+            invalid_path()
         })?;
         Ok(Self(parameters))
     }
+}
+
+/// The problem for a path that cannot be decoded.
+pub fn invalid_path() -> Problem {
+    Problem::field("", "the path must be valid percent-encoded UTF-8")
 }

@@ -3,7 +3,8 @@
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use http::{HeaderMap, HeaderName};
+use bytes::Bytes;
+use http::{HeaderMap, HeaderName, HeaderValue};
 use tracing::Instrument;
 
 pub const HEADER: &str = "x-request-id";
@@ -11,16 +12,45 @@ pub const HEADER: &str = "x-request-id";
 pub static HEADER_NAME: HeaderName = HeaderName::from_static(HEADER);
 
 tokio::task_local! {
-    static CURRENT: String;
+    static CURRENT: RequestId;
+}
+
+/// The id of a request, stored as the value of [`HEADER`]: most requests arrive with an id and leave with it, and a
+/// header value is cheap to clone.
+#[derive(Debug, Clone)]
+pub struct RequestId(HeaderValue);
+
+impl RequestId {
+    /// Returns the client's request id if it is well formed, or a new one.
+    pub fn from_headers_or_new(headers: &HeaderMap) -> Self {
+        let id = headers.get(&HEADER_NAME).filter(|value| value.to_str().is_ok_and(is_well_formed));
+        id.map_or_else(|| Self::from(generate()), |id| Self(id.clone()))
+    }
+
+    pub fn as_str(&self) -> &str {
+        self.0.to_str().unwrap_or_default()
+    }
+
+    pub fn header_value(&self) -> HeaderValue {
+        self.0.clone()
+    }
+}
+
+/// Text that cannot be a header value becomes an empty id.
+impl From<String> for RequestId {
+    fn from(id: String) -> Self {
+        let value = HeaderValue::from_maybe_shared(Bytes::from(id));
+        Self(value.unwrap_or_else(|_| HeaderValue::from_static("")))
+    }
 }
 
 /// Returns the id of the request that this task is serving; empty outside a request.
 pub fn current() -> String {
-    CURRENT.try_with(String::clone).unwrap_or_default()
+    CURRENT.try_with(|id| id.as_str().to_owned()).unwrap_or_default()
 }
 
 /// Runs `work` with this id as its request id.
-pub async fn scope<T>(id: String, work: impl Future<Output = T>) -> T {
+pub async fn scope<T>(id: RequestId, work: impl Future<Output = T>) -> T {
     CURRENT.scope(id, work).await
 }
 
@@ -32,7 +62,7 @@ pub async fn run_with_new_id<T>(work: impl Future<Output = T>) -> T {
 /// Runs a request's deferred work under that request's id.
 pub async fn run_with_id<T>(id: String, work: impl Future<Output = T>) -> T {
     let span = tracing::info_span!("run", svc_request_id = %id);
-    scope(id, work).instrument(span).await
+    scope(id.into(), work).instrument(span).await
 }
 
 /// Generates an id; ids sort by time. An id must be unique but may be predictable: it contains per-process random bytes
@@ -55,11 +85,6 @@ pub fn generate() -> String {
 pub fn attach(call: reqwest::RequestBuilder) -> reqwest::RequestBuilder {
     let current = current();
     call.header(HEADER, if current.is_empty() { generate() } else { current })
-}
-
-/// Returns the client's request id, if it is well formed.
-pub fn from_headers(headers: &HeaderMap) -> Option<&str> {
-    headers.get(HEADER).and_then(|value| value.to_str().ok()).filter(|id| is_well_formed(id))
 }
 
 /// Returns whether a string is a well-formed id.

@@ -92,11 +92,11 @@ impl Respond for Router {
 pub async fn serve(
     listener: TcpListener,
     tls: Option<Arc<rustls::ServerConfig>>,
-    router: Router,
+    responder: impl Respond,
     limits: ListenerLimits,
     stop: CancellationToken,
 ) {
-    serve_listener(listener, tls, router, limits, stop, None).await;
+    serve_listener(listener, tls, responder, limits, stop, None).await;
 }
 
 /// Like [`serve`], but runs each connection on one of `threads`, and passes ACME validations through if configured.

@@ -241,7 +241,7 @@ mod tests {
             ("src/host/snapshots/backup/mod.rs", "// use crate::agents;\nconst A: &str = \"crate::agents\";"),
             ("src/host/mod.rs", "pub mod snapshots; pub mod update;"),
             ("src/host/gateway/mod.rs", "use self::state::Services;"),
-            ("src/host/gateway/router.rs", "use super::state::Gateway;"),
+            ("src/host/gateway/route_table.rs", "use super::state::RequestState;"),
         ] {
             assert!(!is_forbidden(path, text), "{path}: {text}");
         }

@@ -18,7 +18,8 @@ mod events;
 mod identify;
 mod name;
 mod proxy;
-mod router;
+mod responder;
+mod route_table;
 pub mod routes;
 mod state;
 mod superseded_watch;
@@ -29,7 +30,6 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use anyhow::{Context, anyhow};
-use axum::Extension;
 use clap::Parser;
 use sd_notify::NotifyState;
 use tokio::net::TcpListener;
@@ -37,12 +37,13 @@ use tokio::net::TcpListener;
 #[cfg(feature = "fuzzing")]
 pub use self::bridge::fuzzing as bridge_fuzzing;
 pub use self::endpoint::Endpoint;
-pub use self::router::{endpoints, openapi_document};
+pub use self::route_table::{endpoints, openapi_document};
 
 use self::auth::Ingress;
 use self::certificate::{CertificateManager, CertificateManagerConfig};
 use self::config::Config;
-use self::state::{Gateway, Services};
+use self::responder::Responder;
+use self::state::Services;
 use svc_base::applet::{self, Exit, Failure, OrExit};
 use svc_base::metrics;
 use svc_host::system::config::init_log;
@@ -138,7 +139,7 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     let stop = server::stop_on_signal().context("cannot handle signals").or_exit(Exit::Internal)?;
     let metrics_handle = metrics::install()?;
     metrics_handle.spawn_upkeep(stop.clone());
-    let services = Arc::new(Services::new(&config, event_id_secret)?);
+    let services = Arc::new(Services::new(&config, event_id_secret, metrics_handle)?);
     let Services { apps, database, quotas, changes, kernel, dispatcher, writers, .. } = &*services;
 
     let release =
@@ -164,11 +165,10 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     tokio::spawn(superseded_watch::watch_superseded(layout.superseded(), stop.clone()));
     tokio::spawn(certificate_manager.run(stop.clone()));
     tokio::spawn(systemd::feed_watchdog(stop.clone(), async || true));
-    let gateway = Gateway(services.clone());
-    let trusted_routes = router::router(&gateway, Ingress::Trusted).layer(Extension(metrics_handle));
-    let trusted_task = tokio::spawn(unix_socket::serve(trusted_socket, trusted_routes, stop.clone()));
-    let agents_task =
-        tokio::spawn(unix_socket::serve(agent_socket, router::bridge_router(&gateway), stop.clone()));
+    let [public, trusted, agents] = [Ingress::Public, Ingress::Trusted, Ingress::Agents]
+        .map(|ingress| Responder::new(services.clone(), ingress));
+    let trusted_task = tokio::spawn(unix_socket::serve(trusted_socket, trusted.into_router(), stop.clone()));
+    let agents_task = tokio::spawn(unix_socket::serve(agent_socket, agents.into_router(), stop.clone()));
     let stopping = stop.clone();
     tokio::spawn(async move {
         stopping.cancelled().await;
@@ -179,7 +179,6 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     tracing::info!(%address, "listening");
     let status = format!("listening on {address}");
     systemd::notify(&[NotifyState::Ready, NotifyState::Status(&status)]);
-    let routes = router::router(&gateway, Ingress::Public);
     let closing_dispatcher = dispatcher.clone();
     let stopping = stop.clone();
     let dispatcher_task = tokio::spawn(async move {
@@ -189,7 +188,7 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     // The platform's router processes are the clients, and may all share one address.
     let limits = ListenerLimits::default();
     let limits = ListenerLimits { max_connections_per_address: limits.max_connections / 4 * 3, ..limits };
-    server::serve(public_listener, Some(Arc::new(tls)), routes, limits, stop).await;
+    server::serve(public_listener, Some(Arc::new(tls)), public, limits, stop).await;
     // The public port has been drained, or the drain timeout has passed. Requests on the Unix sockets are not awaited.
     supervisor_task.abort();
     trusted_task.abort();

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use axum::extract::{Request, State};
+use axum::extract::Request;
 use axum::response::{Html, IntoResponse, Response};
 use http::{HeaderMap, HeaderValue, StatusCode, header};
 use tokio::net::UnixStream;
@@ -69,7 +69,7 @@ impl Dial for UnixDialer {
 }
 
 /// Proxies the requests that no gateway route handles.
-pub async fn proxy_to_shell(State(upstreams): State<Arc<Upstreams>>, request: Request) -> Response {
+pub async fn proxy_to_shell(upstreams: &Upstreams, request: Request) -> Response {
     forward(&upstreams.shell, "The shell", request).await
 }
 

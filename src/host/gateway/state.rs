@@ -2,24 +2,30 @@
 
 use std::sync::Arc;
 
-use axum::extract::FromRef;
+use axum::extract::{FromRef, FromRequestParts};
+use http::request::Parts;
 
 use super::apps::{AppFiles, Quotas, Registry};
-use super::auth::PrincipalResolver;
+use super::auth::{AuthFailure, Caller, Ingress, PrincipalResolver};
 use super::bridge::{Bridge, ChangeFeed, EventIdSecret, StreamLimits};
 use super::config::Config;
 use super::database::Database;
 use super::proxy::Upstreams;
 use super::writers::Writers;
+use svc_base::metrics::MetricsHandle;
 use svc_host::agents::bridge_tokens::BridgeTokens;
 use svc_host::agents::dispatch::Dispatcher;
 use svc_host::agents::kernel::Kernel;
 use svc_host::system::layout::Layout;
+use svc_http::files::percent_decode;
+use svc_http::path_params;
+use svc_http::problem::Problem;
 use svc_http::server::ListenerLimits;
 
 /// The services of a running gateway.
 pub struct Services {
     pub layout: Layout,
+    pub metrics: MetricsHandle,
     pub principal_resolver: Arc<PrincipalResolver>,
     pub database: Arc<Database>,
     pub apps: Arc<Registry>,
@@ -37,7 +43,11 @@ impl Services {
     /// # Errors
     /// The HTTP client for the identity provider's keys, or a thread, cannot be created; or the writers' state cannot
     /// be read.
-    pub fn new(config: &Config, event_id_secret: EventIdSecret) -> anyhow::Result<Self> {
+    pub fn new(
+        config: &Config,
+        event_id_secret: EventIdSecret,
+        metrics: MetricsHandle,
+    ) -> anyhow::Result<Self> {
         let layout = config.layout.clone();
         let kernel = Arc::new(Kernel::new(&layout)?);
         let bridge_tokens = Arc::<BridgeTokens>::default();
@@ -65,6 +75,7 @@ impl Services {
             app_files: Arc::new(AppFiles::new(apps.clone(), layout.home())),
             upstreams: Arc::new(Upstreams::new(&layout)),
             layout,
+            metrics,
             database,
             apps,
             quotas,
@@ -77,15 +88,49 @@ impl Services {
     }
 }
 
-/// The router state. Cloning it increments one reference count, regardless of the number of services.
+/// What a handler can extract: the services, and what is known about the request.
 #[derive(Clone)]
-pub struct Gateway(pub Arc<Services>);
+pub struct RequestState {
+    pub services: Arc<Services>,
+    pub ingress: Ingress,
+    /// `None` on a route without authentication.
+    pub caller: Option<Caller>,
+    /// The value of the path's first parameter, percent-encoded.
+    pub path_parameter: Option<Box<str>>,
+}
+
+impl FromRequestParts<RequestState> for Caller {
+    type Rejection = AuthFailure;
+
+    async fn from_request_parts(_: &mut Parts, state: &RequestState) -> Result<Self, AuthFailure> {
+        state.caller.clone().ok_or(AuthFailure::Missing)
+    }
+}
+
+/// The decoded value of the path's first parameter.
+pub struct PathParameter(pub String);
+
+impl FromRequestParts<RequestState> for PathParameter {
+    type Rejection = Problem;
+
+    async fn from_request_parts(_: &mut Parts, state: &RequestState) -> Result<Self, Problem> {
+        percent_decode(state.path_parameter.as_deref().unwrap_or_default())
+            .map(Self)
+            .ok_or_else(path_params::invalid_path)
+    }
+}
+
+impl FromRef<RequestState> for Ingress {
+    fn from_ref(state: &RequestState) -> Self {
+        state.ingress
+    }
+}
 
 macro_rules! extract {
     ($($field:ident: $service:ty),+ $(,)?) => {$(
-        impl FromRef<Gateway> for $service {
-            fn from_ref(gateway: &Gateway) -> Self {
-                gateway.0.$field.clone()
+        impl FromRef<RequestState> for $service {
+            fn from_ref(state: &RequestState) -> Self {
+                state.services.$field.clone()
             }
         }
     )+};
@@ -93,6 +138,7 @@ macro_rules! extract {
 
 extract! {
     layout: Layout,
+    metrics: MetricsHandle,
     principal_resolver: Arc<PrincipalResolver>,
     database: Arc<Database>,
     apps: Arc<Registry>,

@@ -115,7 +115,7 @@ async fn drive_with_request_id(platform: &Platform, operation: OperationRow, own
         svc_operation_id = %operation.id,
         kind = operation.kind,
     );
-    request_id::scope(id, drive(platform, operation, owner)).instrument(span).await;
+    request_id::scope(id.into(), drive(platform, operation, owner)).instrument(span).await;
 }
 
 /// Runs the steps of one operation while they are due and in the lane of the first one.

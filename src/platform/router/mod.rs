@@ -129,7 +129,7 @@ pub struct RouterResponder(Arc<RouterState>);
 
 impl Respond for RouterResponder {
     async fn respond(&self, request: Request, connection: ConnectionInfo) -> Response {
-        observe::observe(Listener::Router, request, |request| self.0.respond(request, connection)).await
+        observe::observe(Listener::Router, None, request, |request| self.0.respond(request, connection)).await
     }
 }
 

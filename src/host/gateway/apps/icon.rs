@@ -10,15 +10,15 @@ use http::{HeaderValue, header};
 use sha2::{Digest, Sha256};
 
 use super::pages::AppFiles;
+use crate::state::PathParameter;
 use svc_base::beneath::DirFd;
 use svc_http::files::{Caching, StaticFile, media_type, respond};
-use svc_http::path_params::PathParams;
 
 const MAX_ICON_BYTES: u64 = 1024 * 1024;
 
 pub async fn serve_icon(
     State(files): State<Arc<AppFiles>>,
-    PathParams(slug): PathParams<String>,
+    PathParameter(slug): PathParameter,
     request: Request,
 ) -> Response {
     let snapshot = files.registry.snapshot();

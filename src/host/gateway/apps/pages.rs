@@ -2,13 +2,12 @@
 //!
 //! Each document runs in an opaque origin: apps share a host with the owner's session and must not run in that origin.
 
-use std::collections::BTreeMap;
 use std::fs::{File, Metadata};
 use std::io;
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
-use axum::extract::{Extension, Request, State};
+use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Redirect, Response};
 use flate2::Compression;
 use http::request::Parts;
@@ -20,7 +19,7 @@ use super::registry::Registry;
 use crate::auth::{Caller, Principal};
 use svc_base::beneath::DirFd;
 use svc_http::files::{Caching, StaticFile, percent_decode, respond};
-use svc_http::path_params::PathParams;
+use svc_http::path_params;
 use svc_http::problem::{Code, Problem};
 
 /// Content-Security-Policy directives that sandbox documents in an opaque origin, without plug-ins.
@@ -72,14 +71,11 @@ impl GzipCache {
     }
 }
 
-pub async fn serve_page(
-    State(files): State<Arc<AppFiles>>,
-    Extension(caller): Extension<Caller>,
-    // Rejects a path that is not UTF-8; the whole path is parsed below.
-    _: PathParams<BTreeMap<String, String>>,
-    request: Request,
-) -> Response {
+pub async fn serve_page(State(files): State<Arc<AppFiles>>, caller: Caller, request: Request) -> Response {
     let (request, _) = request.into_parts();
+    if percent_decode(request.uri.path()).is_none() {
+        return path_params::invalid_path().into_response();
+    }
     match find_page(&files, &caller.0, &request.uri).await {
         Ok(PageTarget::Redirect(to)) => Redirect::permanent(&to).into_response(),
         Ok(PageTarget::File(file, policy)) => serve(&request, *file, policy),

@@ -1,38 +1,35 @@
 //! Admits a request if its credential is one that its route accepts.
 
-use axum::extract::Request;
-use axum::middleware::Next;
+use std::sync::Arc;
+
 use axum::response::{IntoResponse, Response};
 
 use super::{AuthFailure, Authentication, Principal};
-use crate::body;
 use svc_http::openapi::Credential;
 use svc_http::problem::{Code, Problem};
 
-/// The authenticated principal, for handlers behind [`admit`].
+/// The authenticated principal, for handlers.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Caller(pub Principal);
+pub struct Caller(pub Arc<Principal>);
 
-/// Admits a request whose principal has one of these credentials.
-pub async fn admit(credentials: &[Credential], mut request: Request, next: Next) -> Response {
-    let outcome = request.extensions().get::<Result<Authentication, AuthFailure>>().cloned();
-    let refusal = match outcome.unwrap_or(Err(AuthFailure::Missing)) {
-        Ok(authentication) if credentials.contains(&authentication.principal.credential()) => {
-            request.extensions_mut().insert(Caller(authentication.principal));
-            return next.run(request).await;
-        }
-        Ok(authentication) => {
-            let (credential, accepted) =
-                (authentication.principal.credential().name, join_names(credentials));
-            let detail =
-                format!("This route does not accept the credential `{credential}`; it requires {accepted}.");
-            Problem::new(Code::Forbidden, detail).into_response()
-        }
-        Err(failure) => failure.into_response(),
-    };
-    // Drain the body: otherwise, a client that is still sending may not receive the response.
-    body::LIMITS.drain(request.into_body()).await;
-    refusal
+/// Admits a principal that has one of these credentials.
+///
+/// # Errors
+/// The response to a caller without such a credential.
+#[expect(clippy::result_large_err, reason = "the error is returned to the client at once")]
+pub fn admit(
+    credentials: &[Credential],
+    outcome: Result<Authentication, AuthFailure>,
+) -> Result<Caller, Response> {
+    let principal = outcome.map_err(IntoResponse::into_response)?.principal;
+    let credential = principal.credential();
+    if credentials.contains(&credential) {
+        return Ok(Caller(Arc::new(principal)));
+    }
+    let accepted = join_names(credentials);
+    let detail =
+        format!("This route does not accept the credential `{}`; it requires {accepted}.", credential.name);
+    Err(Problem::new(Code::Forbidden, detail).into_response())
 }
 
 fn join_names(credentials: &[Credential]) -> String {

@@ -48,7 +48,7 @@ enum Owner {
 #[derive(Default)]
 struct VerifiedProofs {
     generation: u64,
-    claims: HashMap<String, Claims>,
+    claims: HashMap<String, Arc<Claims>>,
 }
 
 impl PrincipalResolver {
@@ -147,7 +147,7 @@ impl PrincipalResolver {
         }
         let route = claims.route;
         let principal = match (route, claims.app.as_deref()) {
-            (Route::Shell | Route::Code, None) => Principal::Owner { sub: claims.sub },
+            (Route::Shell | Route::Code, None) => Principal::Owner { sub: claims.sub.clone() },
             (Route::App, Some(app)) if app.parse::<Slug>().is_ok() => Principal::App { slug: app.to_owned() },
             (Route::Internal, None) => {
                 self.consume_proof(&claims, head, now)?;
@@ -164,7 +164,7 @@ impl PrincipalResolver {
         identity: &Identity,
         keyring: &Keyring,
         now: Timestamp,
-    ) -> Result<Claims, AuthFailure> {
+    ) -> Result<Arc<Claims>, AuthFailure> {
         let (keys, generation) = keyring.current();
         if let Some(claims) = self.cached_claims(token, generation, now) {
             return Ok(claims);
@@ -173,13 +173,14 @@ impl PrincipalResolver {
             tracing::debug!(%error, "proof rejected");
             AuthFailure::InvalidCredential
         })?;
+        let claims = Arc::new(claims);
         if claims.route != Route::Internal {
-            self.cache_claims(token, generation, &claims);
+            self.cache_claims(token, generation, claims.clone());
         }
         Ok(claims)
     }
 
-    fn cached_claims(&self, token: &str, generation: u64, now: Timestamp) -> Option<Claims> {
+    fn cached_claims(&self, token: &str, generation: u64, now: Timestamp) -> Option<Arc<Claims>> {
         let mut verified = self.verified_proofs.lock().unwrap_or_else(PoisonError::into_inner);
         if verified.generation != generation {
             verified.claims.clear();
@@ -188,13 +189,13 @@ impl PrincipalResolver {
         verified.claims.get(token).filter(|claims| now.as_second() <= claims.exp + LEEWAY_SECONDS).cloned()
     }
 
-    fn cache_claims(&self, token: &str, generation: u64, claims: &Claims) {
+    fn cache_claims(&self, token: &str, generation: u64, claims: Arc<Claims>) {
         let mut verified = self.verified_proofs.lock().unwrap_or_else(PoisonError::into_inner);
         if verified.claims.len() >= MAX_VERIFIED_PROOFS {
             verified.claims.clear();
         }
         if verified.generation == generation {
-            verified.claims.insert(token.to_owned(), claims.clone());
+            verified.claims.insert(token.to_owned(), claims);
         }
     }
 

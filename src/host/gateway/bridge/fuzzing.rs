@@ -78,7 +78,7 @@ pub fn read_request(body: &[u8]) -> Result<AcceptedRequest, String> {
     let mut statements = Vec::new();
     for call in calls {
         if let Ok(plan) = plan(&schema, &TABLE, &call.operation) {
-            statements.extend(plan.statements().into_iter().map(Statement::from_sql));
+            statements.extend(plan.statements().map(Statement::from_sql));
         }
     }
     Ok(AcceptedRequest { action: request.action.name(), operation_count: calls.len(), statements })

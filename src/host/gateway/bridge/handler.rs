@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use axum::body::Body;
-use axum::extract::{Extension, Request as HttpRequest, State};
+use axum::extract::{Request as HttpRequest, State};
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use http::{HeaderMap, StatusCode};
@@ -22,11 +22,7 @@ use svc_base::metrics::BRIDGE_ACTIONS;
 use svc_http::problem::{Code, Problem};
 
 /// `POST /api/bridge/query`.
-pub async fn query(
-    State(bridge): State<Arc<Bridge>>,
-    Extension(caller): Extension<Caller>,
-    request: HttpRequest,
-) -> Response {
+pub async fn query(State(bridge): State<Arc<Bridge>>, caller: Caller, request: HttpRequest) -> Response {
     let (head, body) = request.into_parts();
     let mut action = "unreadable";
     let result = handle_query(&bridge, &caller.0, &head.headers, body, &mut action).await;
@@ -35,10 +31,7 @@ pub async fn query(
 }
 
 /// `GET /api/bridge/schemas`.
-pub async fn list_schemas(
-    State(bridge): State<Arc<Bridge>>,
-    Extension(caller): Extension<Caller>,
-) -> Response {
+pub async fn list_schemas(State(bridge): State<Arc<Bridge>>, caller: Caller) -> Response {
     schemas_response(&bridge, &caller.0, None).unwrap_or_else(IntoResponse::into_response)
 }
 

@@ -93,17 +93,18 @@ pub enum MutationTarget {
 
 impl Plan<'_> {
     /// The statements in execution order.
-    pub fn statements(&self) -> Vec<&Sql> {
-        match self {
-            Self::Insert(query) | Self::Get(query) => vec![&query.sql],
-            Self::Count(sql) => vec![sql],
-            Self::InsertMany(groups) => groups.iter().map(|group| &group.query.sql).collect(),
+    pub fn statements(&self) -> impl Iterator<Item = &Sql> {
+        let (first, second, groups): (Option<&Sql>, Option<&Sql>, &[InsertGroup<'_>]) = match self {
+            Self::Insert(query) | Self::Get(query) => (Some(&query.sql), None, &[]),
+            Self::Count(sql) => (Some(sql), None, &[]),
+            Self::InsertMany(groups) => (None, None, groups),
             Self::Upsert { write, fallback } => {
-                std::iter::once(write).chain(fallback).map(|query| &query.sql).collect()
+                (Some(&write.sql), fallback.as_ref().map(|query| &query.sql), &[])
             }
-            Self::Find(page) => std::iter::once(&page.rows).chain(&page.count).collect(),
-            Self::Mutation(mutation) => vec![&mutation.sql],
-        }
+            Self::Find(page) => (Some(&page.rows), page.count.as_ref(), &[]),
+            Self::Mutation(mutation) => (Some(&mutation.sql), None, &[]),
+        };
+        first.into_iter().chain(second).chain(groups.iter().map(|group| &group.query.sql))
     }
 
     pub fn is_write(&self) -> bool {

@@ -3,11 +3,12 @@
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use axum::response::{IntoResponse, Response};
+use axum::body::Body;
+use axum::response::Response;
 use bytes::Bytes;
 use futures_util::future::{join_all, try_join};
 use futures_util::{TryStreamExt, future};
-use http::{HeaderValue, StatusCode, header};
+use http::{HeaderMap, HeaderValue, StatusCode, header};
 use tokio_postgres::{Row, RowStream, Statement};
 
 use super::cursor::{Cursor, key_text};
@@ -437,7 +438,8 @@ impl Executor<'_> {
 
     /// Returns `{"data":…}` with one row.
     fn row_data(self, row: &Row, format: RowFormat<'_>) -> Result<Vec<u8>, Problem> {
-        let mut data = b"{\"data\":".to_vec();
+        let mut data = Vec::with_capacity(512);
+        data.extend_from_slice(b"{\"data\":");
         self.write_row(row, format, &mut data)?;
         data.push(b'}');
         Ok(data)
@@ -476,9 +478,11 @@ fn put_json_array<'a>(body: &mut Vec<u8>, items: impl Iterator<Item = &'a [u8]>)
 }
 
 pub fn json_response(status: StatusCode, body: Bytes) -> Response {
-    let mut response = (status, body).into_response();
-    let headers = response.headers_mut();
+    let mut headers = HeaderMap::with_capacity(4);
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
     headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    let mut response = Response::new(Body::from(body));
+    *response.status_mut() = status;
+    *response.headers_mut() = headers;
     response
 }

@@ -9,6 +9,9 @@ use crate::name::SqlIdentifier;
 /// Maximum size of a row: of its JSON when it is read, and of its values when a write returns it.
 pub const MAX_ROW_BYTES: usize = 8 * 1024 * 1024;
 
+/// The initial capacity of a statement's text, which most statements do not exceed.
+const TYPICAL_TEXT_BYTES: usize = 1024;
+
 /// A statement under construction.
 #[derive(Debug, Default, Clone, PartialEq)]
 pub struct Sql {
@@ -18,7 +21,9 @@ pub struct Sql {
 
 impl Sql {
     pub fn new(text: &'static str) -> Self {
-        Self { text: text.to_owned(), params: Vec::new() }
+        let mut sql = Self { text: String::with_capacity(TYPICAL_TEXT_BYTES), params: Vec::with_capacity(8) };
+        sql.push(text);
+        sql
     }
 
     pub fn push(&mut self, text: &'static str) -> &mut Self {
@@ -27,7 +32,9 @@ impl Sql {
     }
 
     pub fn push_name(&mut self, name: &SqlIdentifier) -> &mut Self {
-        write!(self.text, "{}", name.quoted()).expect("writing to a String cannot fail");
+        self.text.push('"');
+        self.text.push_str(name.as_str());
+        self.text.push('"');
         self
     }
 
@@ -185,7 +192,7 @@ impl Sql {
         let has_size = |column: &&&Column| {
             matches!(column.kind, ColumnType::Text | ColumnType::Bytea | ColumnType::Jsonb)
         };
-        let mut size = Self::default();
+        let mut size = Self::new("");
         size.push_list(columns.iter().filter(has_size), " + ", |sql, column| {
             sql.push("coalesce(octet_length(");
             push_value(sql, column);

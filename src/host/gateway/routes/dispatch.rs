@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use axum::Json;
 use axum::body::Body;
-use axum::extract::{Extension, State};
+use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use futures_util::{StreamExt, stream};
@@ -18,6 +18,7 @@ use crate::auth::{Caller, OWNER_OR_ADMIN, PrincipalResolver};
 use crate::body;
 use crate::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
 use crate::events::{self, HEARTBEAT_INTERVAL, MAX_STREAM_DURATION, RETRY_DELAY_MS};
+use crate::state::PathParameter;
 use svc_host::agents::adapters::settings::{MAX_AGENT_NAME_CHARS, MAX_DEADLINE_SECONDS};
 use svc_host::agents::dispatch::event_log::EventLog;
 use svc_host::agents::dispatch::request::{
@@ -31,7 +32,6 @@ use svc_http::openapi::{
     Content, DocumentedResponse, Operation, Parameter, ParameterLocation, array, boolean, nullable, object,
     one_of, request_object, schema_ref, text, text_matching, text_up_to, time,
 };
-use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
 
 /// Maximum number of dispatches in a list response.
@@ -42,7 +42,7 @@ pub async fn submit(
     State(dispatcher): State<Arc<Dispatcher>>,
     State(kernel): State<Arc<Kernel>>,
     State(resolver): State<Arc<PrincipalResolver>>,
-    Extension(Caller(caller)): Extension<Caller>,
+    Caller(caller): Caller,
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, Problem> {
@@ -83,7 +83,7 @@ pub async fn list(State(dispatcher): State<Arc<Dispatcher>>) -> Result<Json<Valu
 /// `GET /api/dispatch/{id}`.
 pub async fn show(
     State(dispatcher): State<Arc<Dispatcher>>,
-    PathParams(id): PathParams<String>,
+    PathParameter(id): PathParameter,
 ) -> Result<Json<Value>, Problem> {
     let target = find_dispatch(&dispatcher, &id).await?;
     Ok(Json(dispatch_json(&dispatcher, &target)))
@@ -92,7 +92,7 @@ pub async fn show(
 /// `GET /api/dispatch/{id}/events`: streams the events, after `Last-Event-ID` if given.
 pub async fn follow(
     State(dispatcher): State<Arc<Dispatcher>>,
-    PathParams(id): PathParams<String>,
+    PathParameter(id): PathParameter,
     headers: HeaderMap,
 ) -> Result<Response, Problem> {
     let last_event_id = headers.get("last-event-id").filter(|value| !value.is_empty());
@@ -120,7 +120,7 @@ pub async fn follow(
 /// `DELETE /api/dispatch/{id}`.
 pub async fn cancel(
     State(dispatcher): State<Arc<Dispatcher>>,
-    PathParams(id): PathParams<String>,
+    PathParameter(id): PathParameter,
 ) -> Result<Response, Problem> {
     let target = find_dispatch(&dispatcher, &id).await?;
     dispatcher.cancel(&target).await;

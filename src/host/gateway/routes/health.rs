@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use axum::Extension;
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use http::{HeaderValue, Method, StatusCode, header};
@@ -24,7 +23,7 @@ pub async fn report_liveness() -> Response {
 pub async fn report_readiness(
     State(database): State<Arc<Database>>,
     State(apps): State<Arc<Registry>>,
-    Extension(ingress): Extension<Ingress>,
+    State(ingress): State<Ingress>,
 ) -> Response {
     let server_address = database.fetch_server_address().await;
     if let Err(error) = &server_address {

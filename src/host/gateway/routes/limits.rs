@@ -4,7 +4,7 @@ use std::sync::{Arc, PoisonError};
 
 use axum::Json;
 use axum::body::Body;
-use axum::extract::{Extension, RawQuery, State};
+use axum::extract::{RawQuery, State};
 use http::{HeaderMap, Method};
 use jiff::Timestamp;
 use serde_json::{Map, Value, json};
@@ -40,7 +40,7 @@ const MAX_ZONE_CHARS: usize = 64;
 pub async fn show(
     State(kernel): State<Arc<Kernel>>,
     State(resolver): State<Arc<PrincipalResolver>>,
-    Extension(Caller(caller)): Extension<Caller>,
+    Caller(caller): Caller,
     RawQuery(query): RawQuery,
 ) -> Result<Json<Value>, Problem> {
     let mut query = Fields::from_query(&query.unwrap_or_default());
@@ -108,7 +108,7 @@ pub async fn set(
     State(resolver): State<Arc<PrincipalResolver>>,
     State(layout): State<Layout>,
     State(writers): State<Arc<Writers>>,
-    Extension(Caller(caller)): Extension<Caller>,
+    Caller(caller): Caller,
     headers: HeaderMap,
     body: Body,
 ) -> Result<Json<Value>, Problem> {

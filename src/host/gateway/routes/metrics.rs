@@ -4,7 +4,6 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use axum::Extension;
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use http::header;
@@ -35,7 +34,7 @@ pub async fn render_metrics(
     State(changes): State<Arc<ChangeFeed>>,
     State(kernel): State<Arc<Kernel>>,
     State(layout): State<Layout>,
-    Extension(metrics): Extension<MetricsHandle>,
+    State(metrics): State<MetricsHandle>,
 ) -> Response {
     let apps = registry.snapshot();
     APPS.set([], apps.apps.len() as f64);

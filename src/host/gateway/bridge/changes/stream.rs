@@ -6,7 +6,7 @@ use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::extract::{Extension, RawQuery, State};
+use axum::extract::{RawQuery, State};
 use axum::response::Response;
 use bytes::Bytes;
 use futures_util::stream;
@@ -40,7 +40,7 @@ const DATABASE_TIMEOUT: Duration = Duration::from_secs(15);
 /// the database is unreachable or too many streams are open.
 pub async fn stream_changes(
     State(bridge): State<Arc<Bridge>>,
-    Extension(caller): Extension<Caller>,
+    caller: Caller,
     headers: HeaderMap,
     RawQuery(query): RawQuery,
 ) -> Result<Response, Problem> {
@@ -55,7 +55,7 @@ pub async fn stream_changes(
     let scope = resolve_scope(&bridge, &principal, app)?;
     // An agent's stream counts as its app's. Plain ids reveal the write volume of all apps, so apps and agents do not
     // get them.
-    let client_app = app.filter(|_| matches!(principal, Principal::App { .. } | Principal::Agent { .. }));
+    let client_app = app.filter(|_| matches!(*principal, Principal::App { .. } | Principal::Agent { .. }));
     let ids =
         client_app.map_or(EventIdFormat::Plain, |app| EventIdFormat::for_app(&bridge.event_id_secret, app));
     let last_event_id = parse_last_event_id(&headers, &ids, bridge.epoch)?;
@@ -101,7 +101,7 @@ fn parse_last_event_id(
 /// The state of one change stream.
 struct ChangeListener {
     bridge: Arc<Bridge>,
-    principal: Principal,
+    principal: Arc<Principal>,
     stream: ChangeStream,
     scope: Scope,
     ids: EventIdFormat,
@@ -122,7 +122,7 @@ struct ChangeListener {
 impl ChangeListener {
     async fn open(
         bridge: Arc<Bridge>,
-        principal: Principal,
+        principal: Arc<Principal>,
         app: Option<&str>,
         scope: Scope,
         ids: EventIdFormat,
@@ -211,7 +211,7 @@ impl ChangeListener {
     /// Whether the stream belongs to an agent whose token was revoked because its dispatch has ended. The stream's
     /// client may still be running.
     fn has_agent_ended(&self) -> bool {
-        let Principal::Agent { dispatch, .. } = &self.principal else { return false };
+        let Principal::Agent { dispatch, .. } = &*self.principal else { return false };
         !self.bridge.bridge_tokens.has_token_for(dispatch)
     }
 

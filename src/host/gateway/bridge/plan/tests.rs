@@ -34,7 +34,7 @@ fn plan_statements(table: &Table, request: &Value) -> Result<Vec<Sql>, String> {
     let mut statements = Vec::new();
     for call in calls {
         let planned = plan(&schema, table, &call.operation).map_err(join_errors)?;
-        statements.extend(planned.statements().into_iter().cloned());
+        statements.extend(planned.statements().cloned());
     }
     Ok(statements)
 }

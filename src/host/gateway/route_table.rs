@@ -1,0 +1,184 @@
+//! The table of the gateway's routes. [`Responder`](super::responder::Responder) and the OpenAPI document are built from
+//! it. Invariant: which callers a route accepts, and its maximum body size, are taken from its description.
+
+use std::pin::Pin;
+
+use axum::Json;
+use axum::extract::Request;
+use axum::handler::Handler;
+use axum::response::Response;
+use http::Method;
+use serde_json::{Value, json};
+
+use super::auth::ALL_EXCEPT_PLATFORM;
+use super::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
+use super::routes::{
+    backup_progress, dispatch, files, health, internal, limits, metrics, quiesce, records, side_database,
+    usage,
+};
+use super::state::RequestState;
+use super::{apps, bridge};
+use svc_http::openapi::{self, Api, Credential, Operation};
+use svc_http::problem::Code;
+
+/// A route's description and its handler.
+pub struct Route {
+    pub endpoint: &'static Endpoint,
+    pub handler: fn(Request, RequestState) -> ResponseFuture,
+}
+
+type ResponseFuture = Pin<Box<dyn Future<Output = Response> + Send>>;
+
+impl Route {
+    /// The credentials that the route accepts.
+    pub fn credentials(&self) -> &'static [Credential] {
+        self.endpoint.operation.credentials
+    }
+
+    /// Whether the route needs no authentication.
+    pub fn is_public(&self) -> bool {
+        self.credentials().is_empty()
+    }
+}
+
+macro_rules! route {
+    ($endpoint:path, $handler:path) => {
+        Route { endpoint: &$endpoint, handler: |request, state| Handler::call($handler, request, state) }
+    };
+}
+
+/// All gateway routes except `/metrics`, in the order of the OpenAPI document. A path that matches none of them, and is
+/// not under `/api` or `/_svc/internal`, is proxied to the shell.
+pub static ROUTES: [Route; 48] = [
+    route!(bridge::QUERY, bridge::query),
+    route!(bridge::SCHEMAS, bridge::list_schemas),
+    route!(bridge::CHANGES, bridge::stream_changes),
+    route!(DESCRIPTION, describe),
+    route!(apps::LIST, apps::list_apps),
+    route!(apps::ICON, apps::serve_icon),
+    route!(apps::FRONT_PAGE, apps::serve_page),
+    route!(apps::FRONT_PAGE_REDIRECT, apps::serve_page),
+    route!(apps::PAGE, apps::serve_page),
+    route!(records::BACKUPS, records::list_backups),
+    route!(records::FOLLOW_BACKUPS, records::follow_backups),
+    route!(side_database::SHOW, side_database::show),
+    route!(side_database::OPEN, side_database::open),
+    route!(side_database::COPY, side_database::copy),
+    route!(side_database::CLOSE, side_database::close),
+    route!(files::STATUS, files::show_status),
+    route!(files::KEY, files::show_key),
+    route!(files::VERSIONS, files::forward),
+    route!(files::LIST, files::forward),
+    route!(files::DOWNLOAD, files::download),
+    route!(files::SHOW_RESTORE, files::show_restore),
+    route!(files::RESTORE, files::restore),
+    route!(dispatch::DISPATCH, dispatch::submit),
+    route!(dispatch::LIST, dispatch::list),
+    route!(dispatch::SHOW, dispatch::show),
+    route!(dispatch::FOLLOW, dispatch::follow),
+    route!(dispatch::CANCEL, dispatch::cancel),
+    route!(records::INTERACTIONS, records::list_interactions),
+    route!(records::FOLLOW_INTERACTIONS, records::follow_interactions),
+    route!(records::AUDIT, records::list_audit),
+    route!(records::FOLLOW_AUDIT, records::follow_audit),
+    route!(records::ACTIVITY, records::list_activity),
+    route!(records::FOLLOW_ACTIVITY, records::follow_activity),
+    route!(records::STORAGE, records::list_storage),
+    route!(records::FOLLOW_STORAGE, records::follow_storage),
+    route!(usage::USAGE, usage::report_usage),
+    route!(limits::SHOW_LIMITS, limits::show),
+    route!(limits::SET_LIMITS, limits::set),
+    route!(internal::BACKUP, internal::request_backup),
+    route!(backup_progress::BACKUP_PROGRESS, backup_progress::show),
+    route!(internal::ACCEPT, internal::request_backup_acceptance),
+    route!(internal::DRILL, internal::request_drill),
+    route!(internal::VERIFY_FILES, internal::request_files_verification),
+    route!(internal::UPDATE, internal::request_update),
+    route!(quiesce::QUIESCE, quiesce::quiesce),
+    route!(quiesce::RESUME, quiesce::resume),
+    route!(health::LIVE, health::report_liveness),
+    route!(health::READY, health::report_readiness),
+];
+
+/// The descriptions of all routes, in the order of the OpenAPI document.
+pub fn endpoints() -> impl Iterator<Item = &'static Endpoint> {
+    ROUTES.iter().map(|route| route.endpoint)
+}
+
+const API: Api = Api {
+    title: "svc gateway",
+    description: "A machine's API: for its owner, for its apps through the bridge, and for the platform.",
+    version: env!("CARGO_PKG_VERSION"),
+    schemas: &[
+        ("App", apps::app_schema_json),
+        ("AppSchema", bridge::app_schema),
+        ("ActivityLine", records::activity_schema),
+        ("AuditEntry", records::audit_schema),
+        ("Backup", records::backup_schema),
+        ("Dispatch", dispatch::dispatch_schema),
+        ("Interaction", records::interaction_schema),
+        ("StorageDay", records::storage_schema),
+        ("Limits", limits::limits_schema),
+        ("SideDatabase", side_database::side_database_schema),
+    ],
+};
+
+/// Builds the OpenAPI document for all routes.
+pub fn openapi_document() -> Value {
+    openapi::generate_document(&API, endpoints().map(|endpoint| &endpoint.operation))
+}
+
+static DESCRIPTION: Endpoint = Endpoint {
+    operation: Operation {
+        id: "describe",
+        method: Method::GET,
+        path: "/api/bridge/openapi.json",
+        summary: "This document.",
+        credentials: ALL_EXCEPT_PLATFORM,
+        parameters: &[],
+        body: None,
+        responses: &[documented_json(200, "OpenAPI 3.1.", || json!({ "type": "object" }))],
+        problems: &[Code::Forbidden, Code::Unavailable],
+    },
+    max_body_bytes: DEFAULT_MAX_BODY_BYTES,
+};
+
+/// `/metrics`, which is not in the OpenAPI document.
+pub static METRICS: Route = route!(METRICS_ENDPOINT, metrics::render_metrics);
+
+static METRICS_ENDPOINT: Endpoint = Endpoint {
+    operation: Operation {
+        id: "metrics",
+        method: Method::GET,
+        path: "/metrics",
+        summary: "The metrics, in Prometheus's text format.",
+        credentials: &[],
+        parameters: &[],
+        body: None,
+        responses: &[],
+        problems: &[],
+    },
+    max_body_bytes: DEFAULT_MAX_BODY_BYTES,
+};
+
+async fn describe() -> Json<Value> {
+    Json(openapi_document())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn request_too_large_remedy_names_limit_of_every_route() {
+        let remedy = Code::RequestTooLarge.remedy();
+        for Endpoint { operation, max_body_bytes } in endpoints() {
+            let limit = match (operation.path, max_body_bytes >> 10) {
+                ("/api/bridge/query", kib) => format!("{} MiB to the bridge", kib >> 10),
+                (path, kib @ 1024..) => format!("{} MiB to `{path}`", kib >> 10),
+                (_, kib) => format!("{kib} KiB to other routes"),
+            };
+            assert!(remedy.contains(&limit), "{}: {limit}", operation.path);
+        }
+    }
+}
