@@ -44,6 +44,11 @@ fn modules_in_a_package_have_no_cycle() {
 }
 
 #[test]
+fn gateway_uses_no_extractors_of_axums_router() {
+    assert_no_violations(&load_files().iter().flat_map(rules::router_extractors).collect::<Vec<_>>());
+}
+
+#[test]
 fn no_unwrap_outside_tests() {
     assert_no_violations(&rules::find_unwraps(&load_files()));
 }

@@ -37,7 +37,8 @@ const APPLETS: [&[&str]; 12] = [
     &["update"],
 ];
 
-/// The module with all the gateway's services; only the gateway's startup code and its router may import it.
+/// The module with all the gateway's services; only the gateway's startup code, responder and route table may import
+/// it.
 const GATEWAY_STATE: [&str; 2] = ["gateway", "state"];
 
 /// Modules that the updater shares with the programs that request an update or report its progress.
@@ -127,9 +128,12 @@ fn host_reason(from: &[String], to: &[String]) -> Option<&'static str> {
     if foreign.is_some() && !is_shared && !is_declared {
         return Some("an applet's directory must not be imported from outside it");
     }
-    let is_wiring = from == ["gateway"] || from == ["gateway", "router"] || is_in(from, &GATEWAY_STATE);
+    let is_wiring = from == ["gateway"]
+        || from == ["gateway", "responder"]
+        || from == ["gateway", "route_table"]
+        || is_in(from, &GATEWAY_STATE);
     (is_in(to, &GATEWAY_STATE) && !is_wiring)
-        .then_some("only the gateway's startup code and router may import its state")
+        .then_some("only the gateway's startup code, responder and route table may import its state")
 }
 
 pub fn forbidden_imports(files: &[ProjectFile]) -> Vec<String> {

@@ -45,6 +45,26 @@ pub fn todo_markers(file: &ProjectFile) -> Vec<String> {
     violations
 }
 
+/// Returns extractors in the gateway that read what only axum's router sets: with the gateway's own route table, they
+/// would reject every request.
+pub fn router_extractors(file: &ProjectFile) -> Vec<String> {
+    if !file.path.starts_with("src/host/gateway/") || !is_rust(&file.path) {
+        return Vec::new();
+    }
+    let tokens = source::tokenize(&source::blank_comments_and_literals(&file.text));
+    let extractors = ["Extension", "MatchedPath", "OriginalUri", "PathParams"];
+    let found = tokens.iter().filter(|token| extractors.contains(&token.text.as_str()));
+    found
+        .map(|token| {
+            format_violation(
+                &file.path,
+                token.line,
+                "reads what axum's router sets; use `Caller` or `PathParameter`",
+            )
+        })
+        .collect()
+}
+
 pub fn missing_header(file: &ProjectFile) -> Option<String> {
     let has_header = file.text.starts_with("//! ") || file.text.lines().count() <= 1;
     (is_project_source(&file.path) && !has_header).then(|| {
@@ -224,6 +244,15 @@ mod tests {
         assert!(
             todo_markers(&ProjectFile::sample("src/a.rs", "// methodology\nfn mastodon() {}")).is_empty()
         );
+    }
+
+    #[test]
+    fn router_extractor_is_detected_in_gateway() {
+        let count = |path: &str, text: &str| router_extractors(&ProjectFile::sample(path, text)).len();
+        assert_eq!(count("src/host/gateway/a.rs", "fn a(Extension(b): Extension<B>) {}"), 2);
+        assert_eq!(count("src/host/gateway/a.rs", "fn a(PathParams(id): PathParams<String>) {}"), 2);
+        assert_eq!(count("src/host/gateway/a.rs", "// Extension\nfn a(caller: Caller) {}"), 0);
+        assert_eq!(count("src/platform/api/a.rs", "use svc_http::path_params::PathParams;"), 0);
     }
 
     #[test]

@@ -334,7 +334,9 @@ async fn check_writers(gateway: &TestGateway) {
 async fn check_names(gateway: &TestGateway) {
     for operation in operations().filter(|operation| operation.path.contains("{slug}")) {
         let request = |slug: &str| gateway.authorized_request(operation, &gateway.path_of(operation, slug));
-        gateway.send(request("%ff")).await.assert_problem(400, "invalid_request");
+        for malformed in ["%ff", "%zz"] {
+            gateway.send(request(malformed)).await.assert_problem(400, "invalid_request");
+        }
         if operation.id == "getIcon" {
             let response = gateway.send(request("unknown")).await;
             assert_eq!(response.status, 200, "an icon must be generated for any name");

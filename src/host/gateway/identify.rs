@@ -4,20 +4,20 @@ use http::request::Parts;
 use jiff::Timestamp;
 
 use super::apps::Registry;
-use super::auth::{AuthFailure, Authentication, Ingress, Principal};
-use super::state::Services;
+use super::auth::{AuthFailure, Authentication, Ingress, Principal, PrincipalResolver};
 
 /// Resolves the principal of a request.
 ///
 /// # Errors
 /// See [`AuthFailure`].
 pub async fn identify(
-    services: &Services,
+    resolver: &PrincipalResolver,
+    apps: &Registry,
     head: &Parts,
     ingress: Ingress,
 ) -> Result<Authentication, AuthFailure> {
-    let authentication = services.principal_resolver.resolve(head, ingress, Timestamp::now()).await?;
-    require_installed_app(&services.apps, authentication)
+    let authentication = resolver.resolve(head, ingress, Timestamp::now()).await?;
+    require_installed_app(apps, authentication)
 }
 
 /// Rejects the token of a removed app: the token stays valid for up to an hour, but must no longer grant access.

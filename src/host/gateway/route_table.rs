@@ -1,16 +1,17 @@
 //! The table of the gateway's routes. [`Responder`](super::responder::Responder) and the OpenAPI document are built from
 //! it. Invariant: which callers a route accepts, and its maximum body size, are taken from its description.
 
+use std::collections::BTreeMap;
 use std::pin::Pin;
 
 use axum::Json;
 use axum::extract::Request;
 use axum::handler::Handler;
 use axum::response::Response;
-use http::Method;
+use http::{HeaderValue, Method};
 use serde_json::{Value, json};
 
-use super::auth::ALL_EXCEPT_PLATFORM;
+use super::auth::{AGENT, ALL_EXCEPT_PLATFORM, Ingress};
 use super::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
 use super::routes::{
     backup_progress, dispatch, files, health, internal, limits, metrics, quiesce, records, side_database,
@@ -49,7 +50,7 @@ macro_rules! route {
 
 /// All gateway routes except `/metrics`, in the order of the OpenAPI document. A path that matches none of them, and is
 /// not under `/api` or `/_svc/internal`, is proxied to the shell.
-pub static ROUTES: [Route; 48] = [
+static ROUTES: [Route; 48] = [
     route!(bridge::QUERY, bridge::query),
     route!(bridge::SCHEMAS, bridge::list_schemas),
     route!(bridge::CHANGES, bridge::stream_changes),
@@ -100,6 +101,100 @@ pub static ROUTES: [Route; 48] = [
     route!(health::READY, health::report_readiness),
 ];
 
+/// Paths that are never proxied to the shell, although not all of them have a route.
+const RESERVED_PATHS: [&str; 2] = ["/_svc/internal/{*path}", "/api/{*path}"];
+
+/// The routes of one listener, by path.
+pub struct RouteTable {
+    ingress: Ingress,
+    paths: matchit::Router<PathRoutes>,
+}
+
+/// The routes of one path; none for a reserved path.
+pub struct PathRoutes {
+    template: &'static str,
+    routes: Vec<&'static Route>,
+    /// The value of the `Allow` header.
+    pub allowed_methods: HeaderValue,
+}
+
+/// What a request's path and method select.
+pub enum Target<'t> {
+    /// `path_parameter` is the value of the path's first parameter, percent-encoded.
+    Route {
+        route: &'static Route,
+        path_parameter: Option<Box<str>>,
+    },
+    MethodNotAllowed(&'t PathRoutes),
+    UnknownRoute,
+    Shell,
+}
+
+impl RouteTable {
+    /// The agents' socket has only the routes that accept an agent's token, which are the bridge's. The other listeners
+    /// have all routes, and the socket of the machine's own users also `/metrics`.
+    pub fn new(ingress: Ingress) -> Self {
+        let is_served = |route: &&'static Route| match ingress {
+            Ingress::Public | Ingress::Trusted => true,
+            Ingress::Agents => route.credentials().contains(&AGENT),
+        };
+        let metrics = (ingress == Ingress::Trusted).then_some(&METRICS);
+        let mut by_path: BTreeMap<&str, Vec<&Route>> = BTreeMap::new();
+        for route in ROUTES.iter().filter(is_served).chain(metrics) {
+            by_path.entry(route.endpoint.operation.path).or_default().push(route);
+        }
+        by_path.extend(RESERVED_PATHS.map(|template| (template, Vec::new())));
+        let mut paths = matchit::Router::new();
+        for (template, routes) in by_path {
+            let path = PathRoutes { template, allowed_methods: list_methods(&routes), routes };
+            paths.insert(template, path).expect("the templates do not conflict");
+        }
+        Self { ingress, paths }
+    }
+
+    /// Returns the template of the path, if it has one, and what the path and method select.
+    pub fn find(&self, method: &Method, path: &str) -> (Option<&'static str>, Target<'_>) {
+        let Ok(matched) = self.paths.at(path) else {
+            let is_for_agents = self.ingress == Ingress::Agents;
+            return (None, if is_for_agents { Target::UnknownRoute } else { Target::Shell });
+        };
+        let path = matched.value;
+        let target = match path.find_route(method) {
+            Some(route) => {
+                let path_parameter = matched.params.iter().next().map(|(_, value)| value.into());
+                Target::Route { route, path_parameter }
+            }
+            None if path.routes.is_empty() => Target::UnknownRoute,
+            None => Target::MethodNotAllowed(path),
+        };
+        (Some(path.template), target)
+    }
+}
+
+impl PathRoutes {
+    /// A HEAD request selects the GET route; hyper does not send the body of its response.
+    fn find_route(&self, method: &Method) -> Option<&'static Route> {
+        let method = if method == Method::HEAD { &Method::GET } else { method };
+        self.routes.iter().find(|route| route.endpoint.operation.method == *method).copied()
+    }
+
+    /// Whether none of the routes needs authentication.
+    pub fn is_public(&self) -> bool {
+        !self.routes.is_empty() && self.routes.iter().all(|route| route.is_public())
+    }
+}
+
+fn list_methods(routes: &[&Route]) -> HeaderValue {
+    let mut methods: Vec<&str> = Vec::new();
+    for route in routes {
+        match route.endpoint.operation.method.as_str() {
+            "GET" => methods.extend(["GET", "HEAD"]),
+            method => methods.push(method),
+        }
+    }
+    HeaderValue::try_from(methods.join(",")).expect("the names of methods are valid in a header")
+}
+
 /// The descriptions of all routes, in the order of the OpenAPI document.
 pub fn endpoints() -> impl Iterator<Item = &'static Endpoint> {
     ROUTES.iter().map(|route| route.endpoint)
@@ -144,7 +239,7 @@ static DESCRIPTION: Endpoint = Endpoint {
 };
 
 /// `/metrics`, which is not in the OpenAPI document.
-pub static METRICS: Route = route!(METRICS_ENDPOINT, metrics::render_metrics);
+static METRICS: Route = route!(METRICS_ENDPOINT, metrics::render_metrics);
 
 static METRICS_ENDPOINT: Endpoint = Endpoint {
     operation: Operation {
@@ -168,6 +263,57 @@ async fn describe() -> Json<Value> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// What a request selects, in a form that can be compared.
+    fn describe_target(ingress: Ingress, method: &Method, path: &str) -> String {
+        match RouteTable::new(ingress).find(method, path).1 {
+            Target::Route { route, path_parameter: None } => route.endpoint.operation.id.to_owned(),
+            Target::Route { route, path_parameter: Some(value) } => {
+                format!("{} {value}", route.endpoint.operation.id)
+            }
+            Target::MethodNotAllowed(path) => path.allowed_methods.to_str().unwrap().to_owned(),
+            Target::UnknownRoute => "unknown".to_owned(),
+            Target::Shell => "shell".to_owned(),
+        }
+    }
+
+    #[test]
+    fn find_selects_route_by_listener_method_and_path() {
+        use Ingress::{Agents, Public, Trusted};
+        for (ingress, method, path, selected) in [
+            (Public, Method::POST, "/api/bridge/query", "query"),
+            (Agents, Method::POST, "/api/bridge/query", "query"),
+            (Public, Method::GET, "/api/bridge/query", "POST"),
+            (Public, Method::GET, "/api/dispatch/a%20b", "showDispatch a%20b"),
+            (Public, Method::HEAD, "/api/dispatch/a", "showDispatch a"),
+            (Public, Method::OPTIONS, "/api/dispatch/a", "GET,HEAD,DELETE"),
+            (Agents, Method::GET, "/api/dispatch/a", "unknown"),
+            (Public, Method::GET, "/api/nothing", "unknown"),
+            (Public, Method::POST, "/_svc/internal/nothing", "unknown"),
+            (Public, Method::GET, "/api", "shell"),
+            (Public, Method::GET, "/api/", "shell"),
+            (Public, Method::GET, "/livez", "live"),
+            (Trusted, Method::POST, "/livez", "GET,HEAD"),
+            (Agents, Method::GET, "/livez", "unknown"),
+            (Public, Method::GET, "/metrics", "shell"),
+            (Trusted, Method::GET, "/metrics", "metrics"),
+            (Trusted, Method::POST, "/metrics", "GET,HEAD"),
+            (Agents, Method::GET, "/metrics", "unknown"),
+            (Public, Method::GET, "/", "shell"),
+            (Public, Method::CONNECT, "", "shell"),
+            (Agents, Method::GET, "/", "unknown"),
+        ] {
+            let found = describe_target(ingress, &method, path);
+            assert_eq!(found, selected, "{ingress:?} {method} {path}");
+        }
+    }
+
+    #[test]
+    fn only_health_routes_and_metrics_are_public() {
+        let public = ROUTES.iter().chain([&METRICS]).filter(|route| route.is_public());
+        let public: Vec<_> = public.map(|route| route.endpoint.operation.path).collect();
+        assert_eq!(public, ["/livez", "/readyz", "/metrics"]);
+    }
 
     #[test]
     fn request_too_large_remedy_names_limit_of_every_route() {

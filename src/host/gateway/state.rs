@@ -10,6 +10,7 @@ use super::auth::{AuthFailure, Caller, Ingress, PrincipalResolver};
 use super::bridge::{Bridge, ChangeFeed, EventIdSecret, StreamLimits};
 use super::config::Config;
 use super::database::Database;
+use super::endpoint::PathParameter;
 use super::proxy::Upstreams;
 use super::writers::Writers;
 use svc_base::metrics::MetricsHandle;
@@ -107,16 +108,14 @@ impl FromRequestParts<RequestState> for Caller {
     }
 }
 
-/// The decoded value of the path's first parameter.
-pub struct PathParameter(pub String);
-
 impl FromRequestParts<RequestState> for PathParameter {
     type Rejection = Problem;
 
     async fn from_request_parts(_: &mut Parts, state: &RequestState) -> Result<Self, Problem> {
-        percent_decode(state.path_parameter.as_deref().unwrap_or_default())
-            .map(Self)
-            .ok_or_else(path_params::invalid_path)
+        let value = state.path_parameter.as_deref();
+        let value = value
+            .ok_or_else(|| Problem::internal(&std::io::Error::other("the route has no path parameter")))?;
+        percent_decode(value).map(Self).ok_or_else(path_params::invalid_path)
     }
 }
 

@@ -10,7 +10,7 @@ use http::{HeaderValue, header};
 use sha2::{Digest, Sha256};
 
 use super::pages::AppFiles;
-use crate::state::PathParameter;
+use crate::endpoint::PathParameter;
 use svc_base::beneath::DirFd;
 use svc_http::files::{Caching, StaticFile, media_type, respond};
 

@@ -21,7 +21,7 @@ pub struct Sql {
 
 impl Sql {
     pub fn new(text: &'static str) -> Self {
-        let mut sql = Self { text: String::with_capacity(TYPICAL_TEXT_BYTES), params: Vec::with_capacity(8) };
+        let mut sql = Self { text: String::with_capacity(TYPICAL_TEXT_BYTES), params: Vec::new() };
         sql.push(text);
         sql
     }

@@ -16,9 +16,8 @@ use tokio::time::Instant;
 use super::limits::default_sender_id;
 use crate::auth::{Caller, OWNER_OR_ADMIN, PrincipalResolver};
 use crate::body;
-use crate::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
+use crate::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, PathParameter, documented_json};
 use crate::events::{self, HEARTBEAT_INTERVAL, MAX_STREAM_DURATION, RETRY_DELAY_MS};
-use crate::state::PathParameter;
 use svc_host::agents::adapters::settings::{MAX_AGENT_NAME_CHARS, MAX_DEADLINE_SECONDS};
 use svc_host::agents::dispatch::event_log::EventLog;
 use svc_host::agents::dispatch::request::{
