@@ -45,7 +45,7 @@ async fn demo_leaks_no_secret() {
 
 async fn check_for_leaks(stack: &Stack, watch: &ProcessWatch) -> Result<()> {
     let mut detector = Detector::default();
-    let mut responses = trigger_refusals(stack, &mut detector).await?;
+    let mut responses = trigger_error_responses(stack, &mut detector).await?;
     let databases = register_stack_secrets(stack, &mut detector)?;
     check_request_id(stack).await?;
 
@@ -91,9 +91,9 @@ fn scan_all(
     Ok(leaks)
 }
 
-/// Uses every kind of credential, correctly and incorrectly, and returns all refusals.
-async fn trigger_refusals(stack: &Stack, detector: &mut Detector) -> Result<Vec<String>> {
-    let mut refusals = Vec::new();
+/// Uses every kind of credential, correctly and incorrectly, and returns all error responses.
+async fn trigger_error_responses(stack: &Stack, detector: &mut Detector) -> Result<Vec<String>> {
+    let mut error_responses = Vec::new();
     let client = reqwest::Client::builder().timeout(Duration::from_secs(20)).no_proxy().build()?;
     let owner = stack.owner_token();
     detector.register("session JWT", &owner);
@@ -114,7 +114,7 @@ async fn trigger_refusals(stack: &Stack, detector: &mut Detector) -> Result<Vec<
     {
         let request =
             stack.web.request(Method::GET, &path).header("cookie", format!("svc_session={session}"));
-        refusals.extend(send_for_refusal(request).await?);
+        error_responses.extend(fetch_error_response(request).await?);
     }
     let other_app = json!({"action": "find", "app": "other", "table": "notes"});
     let invalid_data = json!({"title": 7, "rank": ROW_VALUE});
@@ -129,12 +129,12 @@ async fn trigger_refusals(stack: &Stack, detector: &mut Detector) -> Result<Vec<
     }
     for (bearer, body) in [(&token, &other_app), (&owner, &invalid_row), (&token, &invalid_row)] {
         let request = stack.web.request(Method::POST, "/api/bridge/query").bearer_auth(bearer).json(body);
-        refusals.extend(send_for_refusal(request).await?);
+        error_responses.extend(fetch_error_response(request).await?);
     }
     for bearer in [format!("{owner}x"), format!("{token}x"), session.clone(), stack.secret.clone()] {
         for path in ["/api/apps", "/_svc/app-token", "/"] {
-            refusals
-                .extend(send_for_refusal(stack.web.request(Method::GET, path).bearer_auth(&bearer)).await?);
+            let request = stack.web.request(Method::GET, path).bearer_auth(&bearer);
+            error_responses.extend(fetch_error_response(request).await?);
         }
     }
 
@@ -142,27 +142,26 @@ async fn trigger_refusals(stack: &Stack, detector: &mut Detector) -> Result<Vec<
     let api = |method: Method, path: &str| client.request(method, format!("{}{path}", stack.api));
     for bearer in [owner.clone(), token.clone(), ADMIN_TOKEN.to_owned(), format!("{}x", stack.secret)] {
         for path in ["/vps", "/vps/fleet", "/metrics", "/vps/none/heartbeat"] {
-            refusals.extend(send_for_refusal(api(Method::GET, path).bearer_auth(&bearer)).await?);
+            let request = api(Method::GET, path).bearer_auth(&bearer);
+            error_responses.extend(fetch_error_response(request).await?);
         }
         let body = json!({"idpUserId": "user_demo", "registrationToken": owner, "secret": stack.secret});
         let request = api(Method::POST, "/vps/provision").bearer_auth(&stack.secret).json(&body);
-        // The refusal quotes the name of an unknown field, but not its value.
-        refusals.extend(send_for_refusal(request).await?);
-        refusals.extend(
-            send_for_refusal(api(Method::POST, "/vps/register").bearer_auth(&bearer).json(&json!({})))
-                .await?,
-        );
+        // The error response quotes the name of an unknown field, but not its value.
+        error_responses.extend(fetch_error_response(request).await?);
+        let request = api(Method::POST, "/vps/register").bearer_auth(&bearer).json(&json!({}));
+        error_responses.extend(fetch_error_response(request).await?);
     }
     stack.store.take_down();
     let readiness = api(Method::GET, "/readyz").bearer_auth(&stack.secret);
-    refusals.extend(send_for_refusal(readiness).await?);
+    error_responses.extend(fetch_error_response(readiness).await?);
     stack.store.bring_up()?;
-    ensure!(refusals.len() >= 20, "too few refusals: {}", refusals.len());
-    Ok(refusals)
+    ensure!(error_responses.len() >= 20, "too few error responses: {}", error_responses.len());
+    Ok(error_responses)
 }
 
-/// Sends a request; returns the response's head and body if it is a refusal.
-async fn send_for_refusal(request: reqwest::RequestBuilder) -> Result<Option<String>> {
+/// Sends a request; returns the response's status, headers and body if it is an error response.
+async fn fetch_error_response(request: reqwest::RequestBuilder) -> Result<Option<String>> {
     let response = request.send().await?;
     let (status, head) = (response.status(), format!("{:?}", response.headers()));
     let body = response.text().await?;

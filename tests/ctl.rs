@@ -272,7 +272,7 @@ async fn handle_resolves_to_its_active_machine() {
 }
 
 #[tokio::test]
-async fn json_failure_is_one_line() {
+async fn json_failure_is_a_single_object() {
     let platform =
         FakePlatform::start([Reply::Json(409, problem(409, "handle_taken", "The handle is taken."))]).await;
     let output = platform.svcctl(&["--json", "provision", "user_1", "--handle", "ada"]).await;
@@ -367,7 +367,7 @@ async fn deploy_without_id_uses_open_or_newest_rollout() {
 }
 
 #[tokio::test]
-async fn completions_for_every_shell_need_no_configuration() {
+async fn completions_need_no_configuration() {
     for (shell, marker) in
         [("bash", "complete -F"), ("zsh", "#compdef svcctl"), ("fish", "complete -c svcctl")]
     {
@@ -428,7 +428,7 @@ async fn command_that_prompts_requires_yes_without_a_terminal() {
 }
 
 #[tokio::test]
-async fn refusal_shows_reason_and_next_step_and_sets_exit_code() {
+async fn error_response_sets_exit_code_and_shows_next_step() {
     for (status, code, exit_code) in [
         (401, "unauthorized", 77),
         (402, "subscription_required", 65),

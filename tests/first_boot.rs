@@ -148,7 +148,7 @@ impl Machine {
         self.requests.lock().unwrap().clone()
     }
 
-    /// Returns the bodies of the requests to a route with the registration token.
+    /// Returns the bodies of the requests that were sent to a route with the registration token.
     fn request_bodies(&self, route: &str) -> Vec<String> {
         let prefix = format!("POST /vps/{MACHINE}/{route} svcr_ ");
         self.requests().iter().filter_map(|line| line.strip_prefix(&prefix).map(str::to_owned)).collect()

@@ -53,7 +53,7 @@ fn add_old_log_files(machine: &Machine, now: Timestamp) -> Result<()> {
     write_log_file(machine, now, &format!("interactions-{}.jsonl", date_days_ago(now, 30)?), 30)
 }
 
-/// Asserts the result of a daily check, which must be the same after an interruption.
+/// Asserts the result of a day's first run, which must be the same after an interruption.
 fn assert_rotated(machine: &Machine, now: Timestamp) -> Result<()> {
     let files = read_files(&machine.path(LOGS))?;
     let (two, one, thirty) = (date_days_ago(now, 2)?, date_days_ago(now, 1)?, date_days_ago(now, 30)?);
@@ -70,7 +70,7 @@ fn assert_rotated(machine: &Machine, now: Timestamp) -> Result<()> {
 }
 
 #[tokio::test]
-async fn daily_check_rotates_expires_and_measures_once() -> Result<()> {
+async fn run_rotates_expires_and_measures_once_a_day() -> Result<()> {
     let machine = Machine::in_use(&start_store()?, 1).await?;
     let now = Timestamp::now();
     add_old_log_files(&machine, now)?;
@@ -105,7 +105,7 @@ async fn daily_check_rotates_expires_and_measures_once() -> Result<()> {
 }
 
 #[tokio::test]
-async fn killed_check_is_completed_by_the_next_run() -> Result<()> {
+async fn killed_run_is_completed_by_the_next_run() -> Result<()> {
     let machine = Machine::in_use(&start_store()?, 1).await?;
     let now = Timestamp::now();
     for point in svc::host::retention::FAILPOINTS {
@@ -136,7 +136,7 @@ async fn log_files_rotate_without_a_database() -> Result<()> {
 }
 
 #[tokio::test]
-async fn concurrent_check_exits_with_75() -> Result<()> {
+async fn concurrent_run_exits_with_75() -> Result<()> {
     let machine = Machine::in_use(&start_store()?, 1).await?;
     let now = Timestamp::now();
     add_old_log_files(&machine, now)?;
@@ -149,7 +149,8 @@ async fn concurrent_check_exits_with_75() -> Result<()> {
     assert_rotated(&machine, now)
 }
 
-/// Log files with a different owner are rotated; a directory in place of one does not prevent the rotation of others.
+/// Log files with a different owner are rotated; a directory in place of an expired one does not prevent the deletion
+/// of others.
 #[tokio::test]
 async fn log_file_with_different_owner_is_rotated() -> Result<()> {
     let machine = Machine::in_use(&start_store()?, 1).await?;

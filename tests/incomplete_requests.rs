@@ -16,7 +16,8 @@ const CONNECTIONS: usize = 1000;
 const HEAD_BYTES: usize = 31 * 1024;
 /// The memory per connection that `http::server` assumes for the connection limit.
 const MAX_BYTES_PER_CONNECTION: u64 = 128 * 1024;
-/// The memory of a TLS session, its socket and its task. hyper's buffers alone are as large.
+/// Enough for a TLS session, its socket and its task. hyper's buffers would exceed it, so an idle connection must
+/// release them.
 const MAX_IDLE_BYTES_PER_CONNECTION: u64 = 16 * 1024;
 
 /// Bytes of memory per connection.
@@ -25,7 +26,7 @@ struct ConnectionMemory {
     with_incomplete_head: u64,
 }
 
-/// Measures the memory per connection while all of them are idle, and while all heads are incomplete.
+/// Measures the memory per connection while all connections are idle, and after all have sent an incomplete head.
 fn measure_connection_memory(pid: u32, address: SocketAddr, identity: &Identity) -> Result<ConnectionMemory> {
     let config = Arc::new(pinned_client_config(identity.pin()?, ChainCheck::PinOnly)?);
     // One-time allocations of the first connections do not count.

@@ -44,7 +44,7 @@ const EXPOSURE_LIMITS: [(&str, u32); 24] = [
 /// The platform's only unit, from its package.
 const PLATFORM_UNIT: &str = "packaging/platform/usr/lib/systemd/system/svc-platform.service";
 
-/// Programs in a machine's units that are not part of systemd.
+/// Programs that a machine's units run, but that belong to neither systemd nor the product.
 const PROGRAMS: [&str; 2] = ["usr/bin/podman", "bin/sh"];
 
 fn systemd_dir() -> PathBuf {
@@ -100,7 +100,7 @@ fn platform_unit() -> Unit {
     Unit::read(Path::new(env!("CARGO_MANIFEST_DIR")).join(PLATFORM_UNIT))
 }
 
-/// Returns all of the product's services: the machine's and the platform's.
+/// Returns the services in `systemd/system`, and the platform's service.
 fn services() -> Vec<Unit> {
     units().into_iter().filter(Unit::is_service).chain([platform_unit()]).collect()
 }
@@ -109,7 +109,8 @@ fn output_text(output: &Output) -> String {
     format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
 }
 
-/// Creates a root directory with the given units, the system's own units, and a file for every named program.
+/// Creates a root directory with the given units, this system's own units, and an empty file for each program that the
+/// given units run.
 fn build_root(units: &[Unit]) -> tempfile::TempDir {
     let root = tempfile::tempdir().unwrap();
     let unit_dir = root.path().join("etc/systemd/system");

@@ -64,8 +64,8 @@ impl UserDataInput {
         }
     }
 
-    /// Uses names of maximum length, URLs as long as browsers accept, and a session token twice as long as any seen
-    /// from AWS.
+    /// Uses names of maximum length, URLs of over 2,000 characters, and a session token twice as long as any seen from
+    /// AWS.
     fn with_maximum_lengths() -> Self {
         let url = |host: &str| format!("https://{host}.example/{}", "p".repeat(2000));
         Self {
@@ -183,11 +183,11 @@ impl UserDataInput {
             replaced_by: None,
             retired_at: None,
             deleted_at: None,
-            create_ordered_at: None,
+            create_requested_at: None,
             server_deleted_at: None,
             power_on_requested_at: None,
             backup_taken_at: None,
-            power_off_ordered_at: None,
+            power_off_requested_at: None,
             proven_at: None,
             final_backup_at: None,
             unsaved_since: None,
@@ -284,7 +284,8 @@ async fn hosts_get_their_own_store_endpoint() {
 }
 
 /// Power may fail after cloud-init has recorded that it wrote the files, but before all of them are on disk. Until the
-/// first-boot script has confirmed that all files exist, the `bootcmd` command removes that record.
+/// first-boot script has confirmed that all files exist, the `bootcmd` command removes cloud-init's records of writing
+/// the files and starting the script.
 #[tokio::test]
 async fn files_are_rewritten_until_the_script_confirms_them() {
     let document = parse_user_data(&UserDataInput::typical().render().await);

@@ -13,8 +13,8 @@ use std::sync::OnceLock;
 use crate::error_chain::format_chain;
 use crate::manual;
 
-/// The program's version and commit. Only the binary crate embeds the commit, so that a new commit recompiles only
-/// that crate.
+/// The program's version and commit. Only the binary's package embeds the commit, so that a new commit does not
+/// recompile the packages that it depends on.
 #[derive(Debug, Clone, Copy)]
 pub struct Build {
     /// `0.1.0 (commit 0123456789ab, 2026-11-21)`.

@@ -39,8 +39,8 @@ impl DirFd {
         Self::new(open(path, flags, Mode::empty())?)
     }
 
-    /// Expects files to belong to this user instead of the directory's owner, for a root-owned directory that this user
-    /// writes to.
+    /// Expects files to belong to this user instead of the directory's owner, for a root-owned directory that contains
+    /// this user's files.
     pub fn with_owner(self, owner: u32) -> Self {
         Self { owner, ..self }
     }
@@ -61,8 +61,8 @@ impl DirFd {
     ///
     /// # Errors
     /// `NotFound` if a component does not exist; `NotADirectory` if one above the file is not a directory;
-    /// `InvalidInput` if it is not a regular file, if a component is a link, or if the path is not below this
-    /// directory; `PermissionDenied` if this process may not read it, or if the rule above forbids it; other file
+    /// `InvalidInput` if it is a directory, a FIFO or a device, if a component is a link, or if the path is not below
+    /// this directory; `PermissionDenied` if this process may not read it, or if the rule above forbids it; other file
     /// system errors.
     pub fn open_file(&self, path: &Path) -> io::Result<File> {
         let file = File::from(self.resolve(path, OFlag::O_NONBLOCK | OFlag::O_NOCTTY)?);

@@ -106,12 +106,12 @@ impl Env {
         self
     }
 
-    /// Records that a variable's value is invalid.
+    /// Records an error about a variable.
     pub fn add_error(&mut self, variable: &Variable, reason: impl Display) {
         self.errors.push(format!("{}: {reason}", variable.name));
     }
 
-    /// Records that the value of a command-line option is invalid.
+    /// Records an error about a command-line option.
     pub fn add_option_error(&mut self, option: &str, reason: impl Display) {
         self.errors.push(format!("{option}: {reason}"));
     }
@@ -249,8 +249,8 @@ impl Flag {
 /// Parses an env file like systemd's `EnvironmentFile=`, but requires each assignment to be on one line.
 ///
 /// # Errors
-/// Returns the number of the first line that is not an assignment, contains NUL or a carriage return before its end,
-/// has an unclosed quote, or ends with a continuation backslash.
+/// Returns the number of the first line that is neither an assignment nor a comment nor blank, contains NUL or a
+/// carriage return before its end, has an unclosed quote, or ends with a continuation backslash.
 pub fn parse_env_file(text: &str) -> Result<Vec<(String, String)>, usize> {
     let mut pairs = Vec::new();
     for (index, line) in text.split_terminator('\n').enumerate() {

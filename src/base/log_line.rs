@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn color_is_used_only_for_terminals() {
+    fn colors_are_used_only_if_enabled() {
         assert!(!render_line(TimeFormat::Full, false).contains('\x1b'));
         assert!(render_line(TimeFormat::Short, true).contains("\x1b[33m WARN\x1b[0m"));
     }

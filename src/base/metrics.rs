@@ -39,7 +39,7 @@ impl<H: Clone, const N: usize> Family<H, N> {
         Self { name, help, labels, handles: RwLock::new(BTreeMap::new()) }
     }
 
-    fn with(
+    fn with_handle(
         &self,
         values: [&'static str; N],
         make: impl FnOnce(&Self, Vec<Label>) -> H,
@@ -73,7 +73,7 @@ impl<const N: usize> Counters<N> {
             metrics::describe_counter!(family.name, family.help);
             metrics::counter!(family.name, labels)
         };
-        self.0.with(values, make, |counter| counter.increment(count));
+        self.0.with_handle(values, make, |counter| counter.increment(count));
     }
 }
 
@@ -90,7 +90,7 @@ impl<const N: usize> Gauges<N> {
             metrics::describe_gauge!(family.name, family.help);
             metrics::gauge!(family.name, labels)
         };
-        self.0.with(values, make, |gauge| gauge.set(value));
+        self.0.with_handle(values, make, |gauge| gauge.set(value));
     }
 
     /// Sets the gauge to the current Unix time.
@@ -112,7 +112,7 @@ impl<const N: usize> Durations<N> {
             metrics::describe_histogram!(family.name, family.help);
             metrics::histogram!(family.name, labels)
         };
-        self.0.with(values, make, |histogram| histogram.record(duration.as_secs_f64()));
+        self.0.with_handle(values, make, |histogram| histogram.record(duration.as_secs_f64()));
     }
 }
 

@@ -165,7 +165,7 @@ impl ApiClient {
         url
     }
 
-    /// Returns the error for a call that got no response.
+    /// Returns the error for a call that got no complete response.
     fn no_response_error(&self, error: reqwest::Error) -> CallError {
         let base = self.base.clone();
         if error.is_timeout() && !error.is_connect() {

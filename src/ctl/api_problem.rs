@@ -21,7 +21,7 @@ pub struct ApiProblem {
     pub code: Option<String>,
     pub detail: String,
     pub request_id: Option<String>,
-    /// The body if it is problem+json, for `--json`.
+    /// The body, if it is problem+json.
     body: Option<Box<Value>>,
     pub retry_after: Option<Duration>,
 }
@@ -100,7 +100,7 @@ impl ApiProblem {
         match code {
             // The detail names the command.
             "invalid_state" if self.detail.contains("`svcctl ") => None,
-            "invalid_state" => body.and_then(state_advice).or_else(|| advice(code)),
+            "invalid_state" => body.and_then(state_advice).or_else(|| default_advice(code)),
             "snapshot_unusable" if self.detail.contains("svcctl backup now") => Some(BACKUP_FIRST_ADVICE),
             "snapshot_unusable" if self.detail.contains("pointer") || self.detail.contains("/latest ") => {
                 Some(UNUSABLE_POINTER_ADVICE)
@@ -113,7 +113,7 @@ impl ApiProblem {
             "server_limit_reached" if self.detail.contains("PROVIDER_SERVER_LIMIT") => {
                 Some(CONFIGURED_SERVER_LIMIT_ADVICE)
             }
-            _ => advice(code),
+            _ => default_advice(code),
         }
     }
 }
@@ -241,7 +241,8 @@ pub fn failure_json(failure: &Failure) -> Value {
     body
 }
 
-fn advice(code: &str) -> Option<&'static str> {
+/// Returns the advice for a code, regardless of the rest of the problem.
+fn default_advice(code: &str) -> Option<&'static str> {
     Some(match code {
         "invalid_request" => {
             "correct the fields that the message names; `svcctl <command> --help` explains them"
@@ -385,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn refusal_shows_detail_request_id_and_advice() {
+    fn message_shows_detail_request_id_and_advice() {
         let message = api_problem(404, "bundle_not_found").to_string();
         for part in ["Because.", "bundle_not_found", "request r-1", "svcctl bundle publish"] {
             assert!(message.contains(part), "{message}");
@@ -393,14 +394,14 @@ mod tests {
     }
 
     #[test]
-    fn refusal_replaces_control_characters() {
+    fn message_replaces_control_characters() {
         let text = r#"{"code":"c\u001b[2J","detail":"d\u001b[2J","requestId":"r\u001b[2J\nnext: x"}"#;
         let message = ApiProblem::parse(StatusCode::CONFLICT, text, None).to_string();
         assert!(!message.contains(char::is_control), "{message:?}");
     }
 
     #[test]
-    fn refusal_names_invalid_fields_and_states() {
+    fn message_names_invalid_fields_and_states() {
         let message_of = |text: &str| ApiProblem::parse(StatusCode::BAD_REQUEST, text, None).to_string();
         let message = message_of(
             r#"{"code":"invalid_request","detail":"Wrong.","errors":[{"pointer":"/slot","detail":"too long"}]}"#,
@@ -488,7 +489,7 @@ mod tests {
     }
 
     #[test]
-    fn only_transient_refusals_are_retried() {
+    fn is_transient_depends_on_status_and_code() {
         assert!(api_problem(503, "store_unavailable").is_transient());
         assert!(!api_problem(503, "disabled").is_transient());
         assert!(!api_problem(502, "provisioning_error").is_transient());

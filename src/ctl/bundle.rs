@@ -207,8 +207,8 @@ pub async fn list(bucket: &Bucket) -> Result<Vec<PublishedBundle>, PublishError>
     Ok(bundles)
 }
 
-/// Publishes the bundle in `dir`. Publishing the same content again only adds a missing manifest and signature, or
-/// replaces them with ones that are valid for longer.
+/// Publishes the bundle in `dir`. Publishing the same content again adds a missing manifest and signature, or replaces
+/// them with ones that are valid for longer; the archive is uploaded again only if the stored one differs.
 pub async fn publish(
     bucket: &Bucket,
     dir: &FilePath,

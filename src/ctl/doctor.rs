@@ -179,7 +179,7 @@ async fn check_operator(api: &ApiClient) -> Findings {
     }
 }
 
-/// The router's part of `/readyz`.
+/// The response to `/readyz`.
 #[derive(serde::Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct RouterReadiness {

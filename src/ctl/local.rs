@@ -28,6 +28,6 @@ pub struct LocalChecks {
 /// The findings about a platform, except those that come from calls to its API.
 pub struct PlatformReport {
     pub findings: Vec<Finding>,
-    /// The API's URL and the platform's secret; `None` if either is not set.
+    /// The API's URL and the platform's secret; `None` if either is not set, or if the URL is invalid.
     pub api_access: Option<(Url, SecretString)>,
 }

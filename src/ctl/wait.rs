@@ -24,8 +24,8 @@ const LAST_POLL_MARGIN: Duration = Duration::from_secs(1);
 /// The condition for a successful wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Goal {
-    /// The operation, if one is followed, succeeds, and the machine is then running, unless the operation deletes it or
-    /// changes its power state.
+    /// The operation, if one is followed, succeeds, and the machine is then running, unless the operation deletes it,
+    /// removes its server or changes its power state.
     Success,
     /// The machine is running, regardless of how the operation ends.
     MachineRunning,
@@ -178,7 +178,7 @@ fn is_settled(machine: &MachineDetail, operation: Option<&Operation>) -> bool {
 /// Describes a machine's activity during an operation, or else its state.
 fn describe_activity(machine: &MachineDetail, operation: Option<&Operation>) -> String {
     let in_progress = operation.filter(|operation| operation.is_in_progress());
-    let is_being_reinstated = machine.failure.as_ref().is_some_and(failure::awaits_first_heartbeat)
+    let is_being_reinstated = machine.failure.as_ref().is_some_and(failure::is_reinstating)
         && machine.display_state() == "failed"
         && operation.is_none_or(Operation::is_in_progress);
     match in_progress.map(|operation| operation.kind.as_str()) {
@@ -271,7 +271,7 @@ impl SlotHolder {
         let id = &self.machine.machine_id;
         match (self.machine.display_state(), self.machine.failure.as_ref()) {
             ("running", _) => format!("machine {id} is now serving the slot"),
-            (_, Some(failure)) if failure::awaits_first_heartbeat(failure) => {
+            (_, Some(failure)) if failure::is_reinstating(failure) => {
                 format!("machine {id} has the slot; its server is being powered on")
             }
             (_, Some(failure)) => {
@@ -295,9 +295,10 @@ struct ProgressReporter {
     state: String,
     /// The highest sequence number of the log lines seen so far.
     last_seq: u64,
-    printed_stages: usize,
-    /// The last printed boot progress, in tens of percent.
-    printed_tens: u64,
+    /// Number of boot stages seen so far.
+    seen_stages: usize,
+    /// The boot progress in the last report, in tens of percent.
+    last_tens: u64,
     has_reported_error: bool,
 }
 
@@ -307,8 +308,8 @@ impl ProgressReporter {
             progress: Progress::start(),
             state: String::new(),
             last_seq: 0,
-            printed_stages: 0,
-            printed_tens: 0,
+            seen_stages: 0,
+            last_tens: 0,
             has_reported_error: false,
         }
     }
@@ -328,14 +329,14 @@ impl ProgressReporter {
         // The stages of a boot before the operation are not part of its progress: a machine that is resized has already
         // booted.
         let is_earlier = |at: &str| operation.is_some_and(|operation| at < operation.created_at.as_str());
-        for stage in stages.iter().skip(self.printed_stages).filter(|stage| !is_earlier(&stage.at)) {
+        for stage in stages.iter().skip(self.seen_stages).filter(|stage| !is_earlier(&stage.at)) {
             let at = operation.map_or_else(
                 || stage.at.to_string(),
                 |operation| operation::format_offset(operation, &stage.at),
             );
             lines.push((&stage.at, format!("{at}  boot: {}", stage.stage)));
         }
-        self.printed_stages = stages.len();
+        self.seen_stages = stages.len();
         // All times have the same format, so their strings sort by time.
         lines.sort_by_key(|(at, _)| *at);
         let is_first = self.state.is_empty();
@@ -355,7 +356,7 @@ impl ProgressReporter {
         };
         let progress = machine.boot_progress.as_ref().filter(is_current);
         let tens = progress.and_then(boot::percent).unwrap_or_default() / 10;
-        if let Some(progress) = progress.filter(|_| tens > self.printed_tens) {
+        if let Some(progress) = progress.filter(|_| tens > self.last_tens) {
             self.progress.print_line(&format!(
                 "{:>9}  boot: {} {}",
                 "",
@@ -363,7 +364,7 @@ impl ProgressReporter {
                 boot::progress_line(progress)
             ));
         }
-        self.printed_tens = tens;
+        self.last_tens = tens;
         let step = operation.map_or(machine.display_state(), |operation| &operation.step);
         let boot = machine.boot.as_ref().filter(|_| step == "await_registration");
         let progress =

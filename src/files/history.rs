@@ -38,7 +38,7 @@ pub enum EntryKind {
     Directory,
     /// A symbolic link.
     Symlink,
-    /// A device, FIFO or socket, which is not saved.
+    /// A device, FIFO or socket, which only other programs save.
     Special,
 }
 

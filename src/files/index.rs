@@ -380,8 +380,8 @@ impl BlobLocations {
         self.of_type(blob_type).find_others(id).iter().map(|(_, location)| *location)
     }
 
-    /// Whether a pack that is not marked for deletion has one of the blob's other locations.
-    pub(crate) fn has_other_unmarked(&self, blob_type: BlobType, id: Id) -> bool {
+    /// Whether a copy of the blob other than the first is in a pack that is not marked for deletion.
+    pub(crate) fn has_other_unmarked_copy(&self, blob_type: BlobType, id: Id) -> bool {
         let others = self.of_type(blob_type).find_others(id);
         others.iter().any(|(_, location)| !self.pack(*location).is_marked)
     }

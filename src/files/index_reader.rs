@@ -77,7 +77,7 @@ impl Repository {
         let mut content = T::default();
         let mut listed = ListedPacks::default();
         let mut unread = files.iter().copied();
-        // Each read is a task, because parsing a large file would delay the other reads until they time out. Machines
+        // Each read is a task, because reads that are not polled while a large file is added could time out. Machines
         // write the files, so any of them may be large: only one at a time is in memory in parsed form.
         let parsing = Arc::new(Semaphore::new(1));
         let mut reads = JoinSet::new();

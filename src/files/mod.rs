@@ -1,5 +1,5 @@
 //! Backups of an owner's files in the object store, in the restic repository format, version 2
-//! (<https://restic.readthedocs.io/en/v0.14.0/100_references.html>). Stock `restic` lists, checks and restores them.
+//! (<https://restic.readthedocs.io/en/v0.14.0/100_references.html>). Stock `restic` can list, check and restore them.
 //!
 //! A directory's state is a tree of hashes, so unchanged directories and chunks are stored only once. Chunks and trees
 //! are encrypted blobs in packs, and the index records which pack each blob is in. Objects never change, and all except

@@ -160,8 +160,8 @@ fn encode_header(blobs: &[PackedBlob]) -> Vec<u8> {
 /// Decrypts, decompresses and verifies a blob.
 ///
 /// # Errors
-/// [`FilesError::Corrupt`] if the blob cannot be decrypted or decompressed, does not have the recorded length before
-/// compression, is longer than `MAX_BLOB_BYTES`, or does not match its id.
+/// [`FilesError::Corrupt`] if the blob cannot be decrypted or decompressed, if its recorded length before compression
+/// is wrong or greater than `MAX_BLOB_BYTES`, or if its content does not match its id.
 pub(crate) fn open_blob(
     key: &EncryptionKey,
     blob: &PackedBlob,

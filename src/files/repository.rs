@@ -42,7 +42,7 @@ const COMPRESSED: u8 = 2;
 pub(crate) const MAX_JSON_BYTES: usize = if cfg!(test) { 16 << 20 } else { 128 << 20 };
 /// Maximum number of snapshots or packs read, or objects deleted, concurrently.
 pub(crate) const MAX_CONCURRENT_REQUESTS: usize = 16;
-/// Timeout for one ranged read, one HEAD request, one deletion, and the next entry of a listing.
+/// Timeout for one ranged read, one deletion, and the next entry of a listing.
 pub(crate) const REQUEST_TIMEOUT: Duration = Duration::from_secs(120);
 
 #[derive(Serialize, Deserialize)]
@@ -307,7 +307,7 @@ impl Repository {
     /// Reads a tree from the cache; `None` if it is not there, or if its copy there is damaged.
     ///
     /// # Errors
-    /// [`FilesError::Corrupt`] if the object with this id is not a valid tree.
+    /// [`FilesError::Corrupt`] if the blob with this id is not a valid tree.
     pub(crate) fn read_cached_tree(&self, id: Id) -> Result<Option<Tree>, FilesError> {
         let Some(compressed) = self.cache.read_unverified("trees", id) else { return Ok(None) };
         let json = decompress(&compressed, MAX_JSON_BYTES).ok().filter(|json| Id::of(json) == id);
@@ -338,7 +338,7 @@ impl Repository {
         self.read_json(ObjectKind::Snapshot, id).await
     }
 
-    /// Reads all snapshots, newest first, without paths, host and user names, and tags except the machine's.
+    /// Reads all snapshots, newest first. Omits their paths, host and user names, and all tags except the machine's.
     ///
     /// # Errors
     /// If the store fails; [`FilesError::Corrupt`] if a snapshot is damaged.

@@ -15,7 +15,7 @@ const MAX_MACHINE_TAG_BYTES: usize = MACHINE_TAG.len() + 36;
 /// A snapshot, as `restic` stores it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Snapshot {
-    /// When the save began: the snapshot contains everything that was written before this time.
+    /// When the save began to read the directory: the snapshot contains everything that was written before this time.
     pub time: Timestamp,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent: Option<Id>,
@@ -30,7 +30,7 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
-    /// Returns the tag of the machine that took the snapshot; `None` if another program did.
+    /// Returns the tag of the machine that took the snapshot; `None` if another program took it.
     pub fn machine_tag(&self) -> Option<&str> {
         let is_machine = |tag: &&str| tag.starts_with(MACHINE_TAG) && tag.len() <= MAX_MACHINE_TAG_BYTES;
         self.tags.iter().map(String::as_str).find(is_machine)

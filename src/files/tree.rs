@@ -134,7 +134,7 @@ impl ExtendedAttribute {
         }
     }
 
-    /// Returns the name; `None` if it is not valid base64.
+    /// Returns the bytes of the name; `None` if `name_raw` is not valid base64.
     pub fn raw_name(&self) -> Option<Vec<u8>> {
         match &self.name_raw {
             Some(raw) => BASE64_STANDARD.decode(raw).ok(),
@@ -237,7 +237,7 @@ impl Node {
         string_bytes + attributes.sum::<usize>()
     }
 
-    /// The lowest twelve bits of a Unix mode.
+    /// The lowest twelve bits of the Unix mode.
     pub fn unix_mode(&self) -> u32 {
         let bit = |go, unix| if self.mode & go != 0 { unix } else { 0 };
         self.mode & 0o777

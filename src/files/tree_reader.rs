@@ -16,8 +16,8 @@ use crate::tree_references::TreeReferences;
 /// Maximum number of packs kept in memory. The trees of one save are in a few packs, but not in the order of the walk.
 const MAX_CACHED_PACKS: usize = 4;
 
-/// Larger trees are opened and parsed outside the async threads: a pack of a few KB can hold a tree that decompresses
-/// to 128 MiB.
+/// Larger trees are decrypted and parsed on a blocking thread: a pack of a few KB can hold a tree that decompresses to
+/// 128 MiB.
 const MAX_INLINE_BYTES: usize = 256 << 10;
 
 pub(crate) struct TreeReader<'a> {

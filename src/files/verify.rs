@@ -57,9 +57,9 @@ pub struct DamagedPack {
     pub blobs: Vec<Id>,
 }
 
-/// Finds a tree or chunk of the snapshot `latest` that the index lacks. Does not read the chunks. Skips trees that
-/// cannot be read: [`verify`] finds the damage to their packs. `uncached` is the same repository, opened without a
-/// cache, which would hide damage to the index.
+/// Finds a tree or chunk of the snapshot `latest` that the index lacks, and returns an error that describes it. Does
+/// not read the chunks. Skips trees that cannot be read: [`verify`] finds the damage to their packs. `uncached` is the
+/// same repository, opened without a cache, which would hide damage to the index.
 ///
 /// # Errors
 /// If the store fails; [`FilesError::Corrupt`] if an index file is damaged; [`FilesError::IndexChanging`] if the index
@@ -104,8 +104,8 @@ pub async fn find_unindexed_blob(
 }
 
 /// Finds a snapshot that cannot be restored, because it is damaged or the index lacks its root directory. Until it is
-/// removed, the repository cannot be pruned. Other snapshots are not affected. `uncached` is the same repository,
-/// opened without a cache, which would hide damage.
+/// repaired or removed, the repository cannot be pruned. Other snapshots are not affected. `uncached` is the same
+/// repository, opened without a cache, which would hide damage.
 ///
 /// # Errors
 /// See [`find_unindexed_blob`].

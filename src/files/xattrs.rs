@@ -9,8 +9,8 @@ use rustix::io::Errno;
 
 use crate::tree::ExtendedAttribute;
 
-/// The namespaces that are saved. `security.` and `trusted.` belong to the system, not to the owner.
-const NAMESPACES: [&str; 2] = ["user.", "system.posix_acl_"];
+/// The prefixes of the names that are saved. `security.` and `trusted.` belong to the system, not to the owner.
+const SAVED_PREFIXES: [&str; 2] = ["user.", "system.posix_acl_"];
 /// The kernel's limit for a file's list of attribute names, and for one value.
 const MAX_XATTR_BYTES: usize = 65_536;
 
@@ -49,7 +49,7 @@ pub(crate) fn read_xattrs(file: &impl AsFd) -> io::Result<Vec<ExtendedAttribute>
 }
 
 fn is_saved(name: &[u8]) -> bool {
-    NAMESPACES.iter().any(|namespace| name.starts_with(namespace.as_bytes()))
+    SAVED_PREFIXES.iter().any(|prefix| name.starts_with(prefix.as_bytes()))
 }
 
 fn read_value(file: &impl AsFd, name: &[u8]) -> io::Result<Option<Vec<u8>>> {
@@ -77,7 +77,7 @@ pub(crate) fn write_xattrs(file: &impl AsFd, attributes: &[ExtendedAttribute]) -
     result
 }
 
-/// Replaces the attributes of `to` with those of `from`, in the namespaces that a backup contains.
+/// Replaces the user attributes and access control lists of `to` with those of `from`.
 ///
 /// # Errors
 /// If they cannot be read, removed or set. If one cannot be set, the others still are.

@@ -15,7 +15,7 @@ pub struct AddressLimiter {
     counts: Mutex<HashMap<IpAddr, usize>>,
 }
 
-/// A permit for one connection. If the connection is counted, the permit is released on drop.
+/// A permit for one connection. If the connection is counted, dropping the permit decrements the count.
 #[derive(Debug)]
 pub struct AddressPermit {
     /// `None` for an exempt address, which is not counted.

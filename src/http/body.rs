@@ -14,7 +14,7 @@ pub struct BodyLimits {
     /// Timeout for reading a whole request body.
     pub read_timeout: Duration,
     /// Maximum number of bytes of a rejected body to read and discard: a client that is still sending when the
-    /// connection closes would not read the response.
+    /// connection closes may not receive the response.
     pub max_drained_bytes: usize,
     /// Timeout for reading and discarding a rejected body.
     pub drain_timeout: Duration,
@@ -90,7 +90,7 @@ pub enum ResponseBodyError {
 /// Appends the rest of a response to `body`, up to a total of `max_bytes`.
 ///
 /// # Errors
-/// See [`ResponseBodyError`]; `body` holds the bytes read before the error.
+/// See [`ResponseBodyError`]; `body` holds what was appended before the error.
 pub async fn read_response(
     response: &mut reqwest::Response,
     max_bytes: usize,

@@ -200,7 +200,8 @@ impl CertificateResolver {
     }
 }
 
-/// Dropping it ends the response to the challenge, even if a later call has replaced that response.
+/// Dropping the guard ends the response to the challenge, even if a later call of
+/// [`CertificateResolver::respond_to_challenge`] has replaced that response.
 pub struct ChallengeGuard(Arc<CertificateResolver>);
 
 impl Drop for ChallengeGuard {

@@ -23,8 +23,8 @@ use super::connection_state::PollReadable;
 
 const REQUEST: &[u8] = b"GET / HTTP/1.1\r\nhost: h\r\n\r\n";
 const LARGE_REQUEST: &[u8] = b"GET /large HTTP/1.1\r\nhost: h\r\n\r\n";
-/// A request whose body the responder does not read. hyper reads the rest of it when it has written the response, and
-/// then waits for the next head although the response has not been flushed.
+/// A request whose body the responder does not read. hyper reads the rest of the body once it has written the response,
+/// and then waits for the next head although the response has not been flushed.
 const LARGE_UNREAD_REQUEST: &[u8] =
     b"POST /large HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n\r\n";
 /// More than the socket's buffers hold.
@@ -129,7 +129,7 @@ impl ServedConnection {
         self.client.write_all(bytes).await.unwrap();
     }
 
-    /// Reads one response with a body of `bytes`.
+    /// Reads one response with a body of `bytes` bytes.
     async fn read_response(&mut self, bytes: usize) {
         let mut response = Vec::new();
         let mut part = vec![0; 1 << 16];
@@ -243,7 +243,7 @@ async fn stop_ends_connection_after_current_request() {
 
 /// A listener cancels the token first, and marks its connections as stopping a moment later.
 #[tokio::test]
-async fn stop_serves_head_that_has_started() {
+async fn stop_serves_request_with_partial_head() {
     for is_only_cancelled in [false, true] {
         let mut connection = ServedConnection::start_with_default_timeouts().await;
         let (start, rest) = REQUEST.split_at(10);

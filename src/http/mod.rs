@@ -1,4 +1,4 @@
-//! HTTP code shared by host and platform: problems, the server loop, clients, TLS and pins, and proofs.
+//! HTTP code shared by the other crates: problems, the server loop, clients, TLS and pins, and proofs.
 
 pub mod address_limit;
 pub mod body;

@@ -63,7 +63,7 @@ pub struct Passthrough {
 }
 
 impl Passthrough {
-    /// `find_machine` receives names in lower case, and returns only live machines.
+    /// `find_machine` receives names in lower case, and returns an address only for a routable machine.
     pub fn new(find_machine: impl Fn(&str) -> Option<SocketAddr> + Send + Sync + 'static) -> Self {
         Self {
             find_machine: Box::new(find_machine),

@@ -1,5 +1,5 @@
 //! The platform's proof: a short-lived EdDSA JWT (RFC 7519, RFC 8037) in the `x-svc-proof` header. It names the user,
-//! route and machine of a forwarded request.
+//! route and machine of a request that the platform forwards or makes.
 //!
 //! The platform signs it; the host verifies it with the keys from provisioning and heartbeats. The algorithm is fixed:
 //! a different `alg` in the header is rejected.
@@ -21,13 +21,14 @@ pub const MAX_LIFETIME_SECONDS: i64 = 60;
 /// Tolerated difference between the clocks of the platform and the host.
 pub const LEEWAY_SECONDS: i64 = 30;
 
-/// The route through which the platform forwarded a request.
+/// The route through which a request reaches the host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Route {
     Shell,
     Code,
     App,
+    /// The platform's own requests, for example for a backup.
     Internal,
 }
 

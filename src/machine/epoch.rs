@@ -26,7 +26,7 @@ impl Epoch {
         Self(self.0.saturating_add(1))
     }
 
-    /// Returns the highest plausible epoch for a slot whose highest epoch in the database is this one.
+    /// Returns the highest plausible epoch for a slot whose highest known epoch is this one.
     #[must_use]
     pub fn max_plausible(self) -> Self {
         Self(self.0.saturating_add(MAX_EPOCHS_AHEAD)).min(MAX_EPOCH)

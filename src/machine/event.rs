@@ -98,7 +98,7 @@ pub enum Event {
     ResizeReverted,
     /// The server did not return to service after a resize.
     ResizeFailed,
-    /// The current operation exceeded its time limit.
+    /// The current operation made no progress for too long, or exceeded its time limit.
     OperationHung,
     /// An operator abandoned the operation that was creating this machine.
     OperationAbandoned,
@@ -126,7 +126,8 @@ pub enum Event {
 /// An effect of a transition, applied in the same transaction as the new state.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Effect {
-    /// Replace this machine with a new one in the same slot, with this status and epoch.
+    /// Replace this machine with a new one in the same slot, with this status and at least this epoch: the new epoch
+    /// must also be above every epoch in the object store.
     ///
     /// The new machine's operation takes a final backup, writes the fence and powers the predecessor off. The
     /// reconciler deletes the predecessor's server once the new machine is healthy.
@@ -146,7 +147,8 @@ pub enum Effect {
     Reinstate { epoch: Epoch },
     /// Start the operation that changes the server's type.
     ChangeType { to: ServerType },
-    /// Start the operation that powers the server on, because a resize may have left it off.
+    /// Start the operation that powers the server on, which may be off, for example because of a resize. Has no effect
+    /// if an operator powered the server off.
     PowerOn,
     /// Fail the current operation with this cause.
     FailOperation { cause: FailureCause },

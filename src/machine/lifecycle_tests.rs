@@ -76,7 +76,7 @@ fn state_index(state: &State) -> usize {
     }
 }
 
-/// Returns at least one event of each kind. The `match` in [`kind_index`] does not compile if a kind is missing.
+/// Returns at least one event of each kind. The `match` in [`event_index`] does not compile if a kind is missing.
 fn every_event() -> Vec<Event> {
     let mut events = vec![
         Event::Registered { server_type: small() },
@@ -108,13 +108,13 @@ fn every_event() -> Vec<Event> {
     events.extend(CreationFailure::ALL.iter().map(|&failure| Event::CreationFailed { failure }));
     let mut kinds = [false; 20];
     for event in &events {
-        kinds[kind_index(event)] = true;
+        kinds[event_index(event)] = true;
     }
     assert_eq!(kinds, [true; 20], "an event kind is missing");
     events
 }
 
-fn kind_index(event: &Event) -> usize {
+fn event_index(event: &Event) -> usize {
     match event {
         Event::Registered { .. } => 0,
         Event::BootFailureReported => 1,

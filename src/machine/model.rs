@@ -40,7 +40,7 @@ pub struct Rules {
     pub respects_snapshots: bool,
     /// Whether a replaced server is kept if its successor's server is lost.
     pub keeps_if_successor_lost: bool,
-    /// Whether a missing server is looked up again before it is deleted.
+    /// Whether a missing server is looked up again before its final backup is skipped and before it is deleted.
     pub rechecks_missing_servers: bool,
 }
 

@@ -62,7 +62,7 @@ pub enum FailureCause {
     ServerGone,
     /// A resize failed; the server may be off.
     Resize,
-    /// The machine's operation exceeded its time limit.
+    /// The machine's operation made no progress for too long, or exceeded its time limit.
     OperationHung,
     /// An operator marked the machine as failed.
     Operator,
@@ -106,7 +106,7 @@ pub enum State {
     Failed {
         cause: FailureCause,
     },
-    /// Replaced by a later machine in its slot.
+    /// Left its slot because it was replaced, or because its predecessor was reinstated.
     Retired {
         previous: Box<State>,
     },

@@ -22,7 +22,7 @@ pub enum Refusal {
     /// The machine was deleted; for operators, it no longer exists.
     #[error("the machine is deleted")]
     Gone,
-    /// A later machine took the slot.
+    /// The machine left its slot because it was replaced, or because its predecessor was reinstated.
     #[error("the machine has been replaced")]
     Superseded,
 }
@@ -124,10 +124,9 @@ pub fn transition(machine: &Machine, event: &Event) -> Result<Outcome, Refusal> 
     }
 }
 
-/// Returns the result for a machine that was replaced or deleted. Late reports from the platform and healthy heartbeats
-/// have no effect, and requests from operators or the host are rejected. However, a machine can be reinstated, its
-/// server can be found again, a replaced machine can be deleted with its successor, and a repeated deletion has no
-/// effect.
+/// Returns the result for a machine that has left its slot. Late reports from the platform and healthy heartbeats have
+/// no effect, and requests from operators or the host are rejected. However, a machine can be reinstated, its server
+/// can be found again, a replaced machine can be deleted with its successor, and a repeated deletion has no effect.
 fn transition_ended(previous: &State, event: &Event, refusal: Refusal) -> Result<Outcome, Refusal> {
     match event {
         Event::Reinstated { epoch, power } => apply_reinstatement(previous, *epoch, *power, refusal),

@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use super::config::Timing;
 use super::context::Platform;
 use super::db::alarms::{self, AlarmLifetime, AlarmRow, RaiseOutcome};
-use super::db::unknown_servers::UnknownServers;
+use super::db::unknown_servers::UnknownServerCounts;
 use super::db::{self, DbError};
 use super::listing_interval::listing_interval;
 use svc_http::problem::format_chain;
@@ -272,14 +272,15 @@ pub async fn release(client: &impl GenericClient, alarm: Alarm) -> Result<Option
     alarms::release(client, alarm.as_str(), RELEASE_TTL).await
 }
 
-/// Returns how many servers may be missing before the alarm blocks work: 2% of the live machines, but at least 4.
+/// Returns how many servers may be missing, including those lost in the last hour, before the alarm blocks work: 2% of
+/// the live machines, but at least 4.
 pub fn max_missing_servers(live: usize) -> usize {
     const MIN: usize = 4;
     (live / 50).max(MIN)
 }
 
 /// Converts the alarm to the format that the API returns.
-pub fn to_wire_alarm(row: &AlarmRow, unknown: &UnknownServers) -> wire::Alarm {
+pub fn to_wire_alarm(row: &AlarmRow, unknown: &UnknownServerCounts) -> wire::Alarm {
     let supported: Option<Alarm> = row.alarm.parse().ok();
     let released_until = match supported {
         Some(Alarm::UnknownServers) => unknown.released_until(),
@@ -298,7 +299,7 @@ pub fn to_wire_alarm(row: &AlarmRow, unknown: &UnknownServers) -> wire::Alarm {
 }
 
 /// Returns the recommended action for an active alarm, or what its release has allowed.
-fn next_step(alarm: Alarm, released_until: Option<Timestamp>, unknown: &UnknownServers) -> String {
+fn next_step(alarm: Alarm, released_until: Option<Timestamp>, unknown: &UnknownServerCounts) -> String {
     let format_time = |at: Timestamp| format!("{at:.0}");
     match (alarm, released_until) {
         (Alarm::UnknownServers, Some(last)) => format!(

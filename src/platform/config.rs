@@ -38,7 +38,7 @@ pub struct PlatformConfig {
     pub router: ListenerConfig,
     pub routing: RouterConfig,
     pub database: tokio_postgres::Config,
-    /// The root keys. Host tokens are derived from them, and so is the key that seals all keys in the database.
+    /// The root keys. Host and operator tokens, and the key that seals all keys in the database, are derived from them.
     pub keys: PlatformKeys,
     /// The bearer token that has every scope.
     pub secret: SecretString,
@@ -111,8 +111,8 @@ pub struct Timing {
     pub final_backup_stall_timeout: Duration,
     /// Total time after which a final backup waits for an operator.
     pub final_backup_limit: Duration,
-    /// How long powering off a replaced server is retried after the shutdown timeout. After that, the replacement
-    /// continues, because the fence protects the data.
+    /// How long powering off a replaced or deleted machine's server is retried after the shutdown timeout. After that,
+    /// the operation continues: in a replacement, the fence protects the data.
     pub power_off_retry_timeout: Duration,
     /// Retention period for a replaced server after its successor's first healthy heartbeat.
     pub predecessor_retention: Duration,
@@ -129,12 +129,13 @@ pub struct Timing {
     /// Interval between passes of the reconciler.
     pub reconcile_interval: Duration,
     /// Timeout for a host's shutdown, after which its power is cut.
-    pub resize_shutdown_timeout: Duration,
+    pub shutdown_timeout: Duration,
     /// Timeout for cutting the power and changing the server type after the shutdown. When it expires, the change is
     /// abandoned.
     pub server_type_change_timeout: Duration,
-    /// Timeout for powering on a resized server; the same timeout applies to its first healthy heartbeat.
-    pub resize_health_timeout: Duration,
+    /// Timeout for powering on a resized server, for restarting a server, and for the host's first healthy heartbeat
+    /// after its server was powered on.
+    pub host_return_timeout: Duration,
     /// Time without progress after which an operation fails, unless it is a deletion, is waiting for an operator, or is
     /// blocked because the provider's account does not currently allow the call.
     pub operation_stall_timeout: Duration,
@@ -234,9 +235,9 @@ impl PlatformConfig {
             poll_interval: Duration::from_millis(env.or_default::<u64>(&vars::PLATFORM_POLL_MS).max(10)),
             lease_ttl: read_seconds(env, &vars::PLATFORM_LEASE_SECONDS).max(Duration::from_secs(1)),
             reconcile_interval: read_seconds(env, &vars::RECONCILE_SECONDS).max(Duration::from_secs(1)),
-            resize_shutdown_timeout: read_seconds(env, &vars::RESIZE_SHUTDOWN_SECONDS),
+            shutdown_timeout: read_seconds(env, &vars::RESIZE_SHUTDOWN_SECONDS),
             server_type_change_timeout: read_seconds(env, &vars::RESIZE_CHANGE_SECONDS),
-            resize_health_timeout: read_seconds(env, &vars::RESIZE_HEALTH_SECONDS),
+            host_return_timeout: read_seconds(env, &vars::RESIZE_HEALTH_SECONDS),
             operation_stall_timeout: read_seconds(env, &vars::OPERATION_DEADLINE_SECONDS),
             operation_limit: read_seconds(env, &vars::OPERATION_LIMIT_SECONDS),
             server_check_interval: read_seconds(env, &vars::SERVER_CHECK_SECONDS),

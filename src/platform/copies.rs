@@ -26,10 +26,10 @@ use svc_store::snapshot::{self, Sidecar, SnapshotUnusable};
 use svc_wire::copies::{self as wire, KeptReason, SnapshotSource, UnsavedData};
 use svc_wire::text::WireString;
 
-/// Timeout for finding the newest snapshot in the store.
+/// Timeout for finding snapshots in the store.
 const STORE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The copies of a slot that the database records.
+/// The copies of a slot's data that the database records.
 pub struct Copies {
     user: IdpUserId,
     slot: Slot,

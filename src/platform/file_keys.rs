@@ -129,7 +129,7 @@ async fn store(
     Ok(stored.ok_or(KeyError::Corrupt { kid: name })?)
 }
 
-/// Returns the slot's key; `None` if no host has requested it yet.
+/// Returns the slot's key; `None` if the database has none, because no host has requested it yet or the key was lost.
 ///
 /// # Errors
 /// [`KeyError`]; `CannotOpen` for a key that neither platform key opens, `Corrupt` if the opened key is invalid.

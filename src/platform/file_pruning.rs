@@ -28,8 +28,8 @@ use crate::db::{self, DbError};
 use crate::file_keys;
 use crate::keys::KeyError;
 
-/// How long a pack that no snapshot needs is kept after it is marked: longer than any restore, and much longer than a
-/// save may take without checking the index again (`MAX_UNCHECKED_DURATION` in `src/files/save/mod.rs`).
+/// How long a pack that no snapshot needs is kept after it is marked: longer than any restore, and one day longer than
+/// a save may take without checking the index again (`MAX_UNCHECKED_DURATION` in `src/files/save/mod.rs`).
 const GRACE_PERIOD: SignedDuration = SignedDuration::from_hours(72);
 /// How long after its start a dry run that found damage may still search for a damaged snapshot. It is shorter than the
 /// dry run's timeout.

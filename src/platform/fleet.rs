@@ -22,8 +22,8 @@ const OPERATION_STUCK_ATTEMPTS: i32 = 8;
 const BOOT_SLOW_SECONDS: f64 = 600.0;
 /// A machine that has been off for longer than this may have been forgotten.
 const POWERED_OFF_LONG_SECONDS: f64 = 3600.0;
-/// A token counts as not rotated once its rotation has been due for this long. A host normally adopts its next token
-/// with the first heartbeat after the rotation is due.
+/// A token counts as not rotated once its rotation has been due for this long. A host normally receives its next token
+/// in the response to the first heartbeat after the rotation is due.
 const TOKEN_OVERDUE_SECONDS: f64 = 7.0 * 86_400.0;
 /// Maximum number of machines listed as needing attention; the total counts all.
 pub const MAX_LISTED_MACHINES: usize = 1000;

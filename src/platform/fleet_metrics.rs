@@ -60,7 +60,7 @@ async fn collect_fleet_metrics(db: &Db, token_rotation: Duration, trust: &HostTr
     // All queries run before any gauge is set: a failure must not mix new values with old ones.
     let session = db.session().await?;
     let rows = db::fleet::list_active_machines(&session).await?;
-    let ended = db::former_machines::list_needing_attention(&session).await?;
+    let former = db::former_machines::list_needing_attention(&session).await?;
     let failed_prunes = db::file_keys::count_failed_prunes(&session).await?;
     let in_progress = db::operations::count_running_by_kind(&session).await?;
     let (_, overdue) = db::operations::list_long_running(&session, OVERDUE_AGE, 1).await?;
@@ -69,7 +69,7 @@ async fn collect_fleet_metrics(db: &Db, token_rotation: Duration, trust: &HostTr
     let remaining_budget = db::budget::load_remaining(&session).await?;
 
     let mut summary = fleet::summarize(&rows, token_rotation, trust);
-    former_machines::add_to_attention(&mut summary, &ended);
+    former_machines::add_to_attention(&mut summary, &former);
     if let Some(certificates) = certificates::summarize(&rows, trust) {
         MACHINES_BY_CERTIFICATE.set(["trusted"], certificates.trusted as f64);
         MACHINES_BY_CERTIFICATE.set(["expiring"], certificates.expiring as f64);

@@ -7,9 +7,9 @@ use svc_wire::text::WireString;
 
 /// Puts the former machines before the active ones in the attention list, because each of them holds unsaved data, is
 /// waiting for a decision, or has an abandoned removal.
-pub fn add_to_attention(summary: &mut FleetSummary, ended: &[FormerMachineRow]) {
-    summary.attention_total += ended.len() as u64;
-    summary.attention.splice(0..0, ended.iter().map(attention_entry));
+pub fn add_to_attention(summary: &mut FleetSummary, former: &[FormerMachineRow]) {
+    summary.attention_total += former.len() as u64;
+    summary.attention.splice(0..0, former.iter().map(attention_entry));
     summary.attention.truncate(MAX_LISTED_MACHINES);
 }
 

@@ -1,8 +1,9 @@
 //! Changes machine states. All changes go through this module: it applies the pure transition, then writes the new
 //! state and the effects in one transaction.
 //!
-//! The transition makes the decisions, except which predecessor is reinstated or deleted. Invariant: the row is written
-//! only if it has not changed since it was read, and it is written together with all effects or not at all.
+//! The transition makes the decisions, except which predecessor is reinstated or deleted. Invariant: the new state is
+//! written only if the machine's status, its epoch, and whether it holds its slot have not changed since its row was
+//! read, and it is written together with all effects or not at all.
 
 use std::time::Duration;
 
@@ -241,7 +242,7 @@ async fn reinstate_predecessor(
     machine_changes::leave_slot(tx, before.id, predecessor.id).await?;
     let highest = db::machines::find_highest_epoch(tx, &before.user, &before.slot).await?;
     let event = Event::Reinstated { epoch: highest.next(), power: predecessor.server_power() };
-    // A machine that had failed before it was replaced stays failed for the same reason.
+    // A failure that no heartbeat clears keeps its reason.
     let previous_failure =
         predecessor.failure.as_ref().filter(|failure| !failure.cause.is_cleared_by_heartbeat());
     let failure =

@@ -300,7 +300,7 @@ async fn admit(
 /// unavailable, the process starts, and repeats the check while it is running ([`marker::write_until_stopped`]).
 fn handle_marker_result(result: Result<(), MarkerError>) -> Result<bool, Failure> {
     match result {
-        Err(error) if error.is_refusal() => Err(Failure::new(Exit::Config, error)),
+        Err(error) if error.is_fatal() => Err(Failure::new(Exit::Config, error)),
         Err(error) => {
             tracing::warn!(error = %svc_base::error_chain::format_chain(&error), "cannot check or write the marker of the current platform key");
             Ok(false)
@@ -337,7 +337,8 @@ async fn warn_about_missing_certificates(db: &Db, trust: &HostTrust) {
     }
 }
 
-/// Logs the process's id and keys, so that an operator can find a process that `svcctl doctor platform` names.
+/// Logs the process's id and the fingerprints of its keys, so that an operator can find a process that
+/// `svcctl doctor platform` names.
 fn log_start(process: &ProcessKeys, api: &str) {
     let ProcessKeys { process, ids, .. } = process;
     let previous = ids.previous.as_ref().map(tracing::field::display);

@@ -1,5 +1,5 @@
-//! Compares this process's clock with the database's: leases and deadlines use the database's clock; tokens, proofs
-//! and the provider's rate limit use this process's clock.
+//! Compares this process's clock with the database's: leases and deadlines use the database's clock; tokens and proofs
+//! use this process's clock.
 //!
 //! This module does not correct any clock. The result is logged, exported as a metric, and used in the readiness check.
 

@@ -27,8 +27,8 @@ const CREDENTIALS_BURST: u32 = 20;
 const BURST_SECONDS: u32 = 10;
 /// Minimum average interval between reported rejections of host tokens: short enough to keep the alarm raised, and long
 /// enough to limit the log's volume.
-const REFUSAL_REPORT_INTERVAL: Duration = Duration::from_secs(5);
-const REFUSAL_REPORT_BURST: u32 = 20;
+const REJECTION_REPORT_INTERVAL: Duration = Duration::from_secs(5);
+const REJECTION_REPORT_BURST: u32 = 20;
 const ACCEPTED_TOKEN_TTL: Duration = Duration::from_secs(600);
 /// Maximum number of remembered tokens. If all of them are recent, they are forgotten, and each counts against the
 /// limit once more.
@@ -67,8 +67,9 @@ pub struct ApiRateLimits {
     hosts: RateLimit<MachineId>,
     credentials: RateLimit<MachineId>,
     addresses: RateLimit<IpAddr>,
-    refusal_reports: RateLimit<()>,
+    rejection_reports: RateLimit<()>,
     trusted_proxies: Networks,
+    /// The hashes of accepted tokens, and when each stops counting as recent.
     accepted: Mutex<HashMap<Vec<u8>, Instant>>,
 }
 
@@ -83,7 +84,7 @@ impl ApiRateLimits {
             credentials,
             operators: RateLimit::new(config.operator_rate, BURST_SECONDS),
             addresses: RateLimit::new(config.unverified_token_rate, BURST_SECONDS),
-            refusal_reports: RateLimit::every(REFUSAL_REPORT_INTERVAL, REFUSAL_REPORT_BURST),
+            rejection_reports: RateLimit::every(REJECTION_REPORT_INTERVAL, REJECTION_REPORT_BURST),
             trusted_proxies: config.trusted_proxies.clone(),
             accepted: Mutex::default(),
         }
@@ -156,8 +157,8 @@ impl ApiRateLimits {
     }
 
     /// Counts a report of a rejected host token, and returns whether it may be sent.
-    pub fn admit_refusal_report(&self) -> bool {
-        self.refusal_reports.check(&()).is_ok()
+    pub fn admit_rejection_report(&self) -> bool {
+        self.rejection_reports.check(&()).is_ok()
     }
 
     fn lock_accepted(&self) -> MutexGuard<'_, HashMap<Vec<u8>, Instant>> {

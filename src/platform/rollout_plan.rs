@@ -25,7 +25,7 @@ pub struct Member {
     pub is_updated: bool,
     /// Why the update failed, as reported by the host since the request.
     pub failure: Option<String>,
-    /// Whether a timeout has expired: the host has been silent, or updating, for too long.
+    /// Whether a timeout has expired: the host's last report of an update in progress, or the request, is too old.
     pub is_overdue: bool,
 }
 

@@ -22,7 +22,7 @@ use svc_machine::name::Slot;
 use svc_store::config::{S3Config, StoreConfig};
 use svc_store::credentials::TemporaryCredentials;
 use svc_store::key::SlotPrefix;
-use svc_store::policy::{self, SnapshotWrites};
+use svc_store::policy::{self, Overwrites};
 use svc_store::sts::{Sts, StsError};
 use svc_store::vars::{
     AWS_ACCESS_KEY_ID, AWS_CREDENTIAL_EXPIRATION, AWS_REGION, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN,
@@ -56,7 +56,7 @@ pub struct StsConfig {
     /// How long hosts can store snapshots while the platform is unreachable.
     pub outage_ttl: Duration,
     /// The setting `STORE_WRITE_ONCE`.
-    pub writes: SnapshotWrites,
+    pub overwrites: Overwrites,
 }
 
 impl HostCredentials {
@@ -93,12 +93,12 @@ impl HostCredentials {
             env.add_error(variable, "sts requires an s3:// store");
             return None;
         };
-        let writes = match env.flag(&vars::STORE_WRITE_ONCE) {
-            Flag::On => SnapshotWrites::CreateOnly,
-            Flag::Off => SnapshotWrites::Overwritable,
+        let overwrites = match env.flag(&vars::STORE_WRITE_ONCE) {
+            Flag::On => Overwrites::Denied,
+            Flag::Off => Overwrites::Allowed,
         };
         let endpoint = read_sts_endpoint(env, s3);
-        Some(Self::Sts(StsConfig { endpoint: endpoint?, role_arn: role_arn?, outage_ttl, writes }))
+        Some(Self::Sts(StsConfig { endpoint: endpoint?, role_arn: role_arn?, outage_ttl, overwrites }))
     }
 }
 
@@ -138,7 +138,7 @@ struct SessionIssuer {
     sts: Sts,
     outage_ttl: Duration,
     partition: String,
-    writes: SnapshotWrites,
+    overwrites: Overwrites,
 }
 
 impl SessionIssuer {
@@ -147,7 +147,7 @@ impl SessionIssuer {
         let ttl = SignedDuration::try_from(self.outage_ttl).unwrap_or(SignedDuration::MAX);
         let window =
             policy::SessionWindow { from, until: from.saturating_add(ttl).unwrap_or(Timestamp::MAX) };
-        policy::outage_policy(&self.partition, bucket, (slot, epoch), window, self.writes)
+        policy::outage_policy(&self.partition, bucket, (slot, epoch), window, self.overwrites)
     }
 
     /// Requests a session that can store snapshots for the machine's epoch. Returns `None` if it would last no longer
@@ -186,7 +186,7 @@ impl SessionIssuer {
         ttl: Duration,
     ) -> Result<TemporaryCredentials, StsError> {
         match self.sts.assume_role(session_name, policy, ttl).await {
-            Err(StsError::Refused { code, message, .. })
+            Err(StsError::ErrorResponse { code, message, .. })
                 if ttl > FALLBACK_SESSION_TTL && code == "ValidationError" =>
             {
                 tracing::warn!(
@@ -215,7 +215,12 @@ impl StoreAccessIssuer {
                     role.split(':').nth(1).filter(|name| name.starts_with("aws")).unwrap_or("aws");
                 let partition = partition.to_owned();
                 let sts = Sts::new(&config.endpoint, s3.region.clone(), role, s3.credential())?;
-                Some(SessionIssuer { sts, outage_ttl: config.outage_ttl, partition, writes: config.writes })
+                Some(SessionIssuer {
+                    sts,
+                    outage_ttl: config.outage_ttl,
+                    partition,
+                    overwrites: config.overwrites,
+                })
             }
             _ => None,
         };
@@ -236,12 +241,12 @@ impl StoreAccessIssuer {
         self.sts.is_none() && matches!(self.store, StoreConfig::S3(_))
     }
 
-    /// Returns whether host sessions may overwrite snapshots; `None` without sessions.
-    pub fn snapshot_writes(&self) -> Option<SnapshotWrites> {
-        self.sts.as_ref().map(|issuer| issuer.writes)
+    /// Returns whether host sessions may overwrite objects that hosts write only once; `None` without sessions.
+    pub fn overwrites(&self) -> Option<Overwrites> {
+        self.sts.as_ref().map(|issuer| issuer.overwrites)
     }
 
-    /// Returns an unused slot, for which [`Self::probe_session`] requests a session.
+    /// Returns the unused slot for which the doctor's probes request sessions.
     pub fn probe_slot() -> SlotPrefix {
         SlotPrefix::new(&"svc-doctor".parse().expect("the user's id is valid"), &Slot::primary())
     }
@@ -249,7 +254,8 @@ impl StoreAccessIssuer {
     /// Requests a working session for the unused slot; `None` if hosts receive no sessions.
     pub async fn probe_session(&self) -> Option<Result<TemporaryCredentials, StsError>> {
         let (StoreConfig::S3(s3), Some(issuer)) = (&self.store, &self.sts) else { return None };
-        let policy = policy::slot_policy(&issuer.partition, &s3.bucket, &Self::probe_slot(), issuer.writes);
+        let policy =
+            policy::slot_policy(&issuer.partition, &s3.bucket, &Self::probe_slot(), issuer.overwrites);
         Some(issuer.sts.assume_role("svc-doctor", &policy, WORKING_SESSION_TTL).await)
     }
 
@@ -275,7 +281,7 @@ impl StoreAccessIssuer {
         let prefix = SlotPrefix::new(&machine.user, &machine.slot);
         let (mut session, mut outage) = (None, None);
         if let (StoreConfig::S3(s3), Some(issuer)) = (&self.store, &self.sts) {
-            let policy = policy::slot_policy(&issuer.partition, &s3.bucket, &prefix, issuer.writes);
+            let policy = policy::slot_policy(&issuer.partition, &s3.bucket, &prefix, issuer.overwrites);
             let name = format!("svc-{}", machine.id);
             let working = issuer.request_session(&name, &policy, WORKING_SESSION_TTL);
             let outage_session = async {

@@ -196,8 +196,8 @@ fn boot_env(machine: &MachineRow, mint: &TokenMint, expects_files: bool) -> Stri
     text
 }
 
-/// The settings that root's programs read. Unlike the other env files, this one stays owned by root, so that no other
-/// user can change it.
+/// Renders `update.env`, the settings for programs that run as root. Unlike the other env files, this one stays owned
+/// by root, so that no other user can change it.
 fn update_env(machine: &MachineRow, hosts: &HostSettings) -> String {
     let bundle_url = hosts.bundle_url.for_version(&machine.image_version);
     let mut text = env_lines(&[

@@ -29,7 +29,7 @@ impl ErrorKind {
     }
 }
 
-/// A provider call that failed after all retries.
+/// A provider call that failed, after any retries that were safe.
 #[derive(Debug, thiserror::Error)]
 #[error("the provider call `{call}` failed ({kind:?})")]
 pub struct ProviderError {

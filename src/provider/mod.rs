@@ -63,7 +63,8 @@ pub trait Provider: Send + Sync {
     /// Looks up a server type; `None` if the provider does not offer it.
     async fn get_server_type(&self, name: &ServerType) -> Result<Option<ServerTypeInfo>, ProviderError>;
 
-    /// Looks up the prices for servers of this type; empty if the provider does not sell it.
+    /// Looks up the prices of servers of this type, and of a public IPv4 address. `servers` is empty if the provider
+    /// does not sell the type.
     async fn get_prices(&self, name: &ServerType) -> Result<ServerPrices, ProviderError>;
 
     /// Counts the servers in the account's project, including other installations' servers.

@@ -31,7 +31,7 @@ pub struct ObservedBudget {
     pub received_at: Instant,
 }
 
-/// The number of granted calls. If it is 0, `wait` is the delay before the next request.
+/// The outcome of a reservation. If no calls were granted, `wait` is the delay before the next attempt.
 #[derive(Debug, Clone, Copy)]
 pub struct BudgetGrant {
     pub calls: u32,

@@ -16,7 +16,7 @@ use serde::de::DeserializeOwned;
 
 use super::credentials::is_withdrawn;
 use super::key::{POINTER_LOG_DIR, POINTER_SUFFIX};
-use super::multipart::{MultipartUploads, OpenUpload};
+use super::multipart::{MultipartBackend, OpenUpload};
 use super::pointer;
 use svc_base::metrics::{STORE_CALLS, STORE_DURATION};
 use svc_base::untrusted_text::truncate_printable;
@@ -173,7 +173,7 @@ impl Condition {
 #[derive(Debug, Clone)]
 pub struct Bucket {
     inner: Arc<dyn ObjectStore>,
-    multipart: Option<MultipartUploads>,
+    multipart: Option<MultipartBackend>,
     /// Timeout for one call, including its retries; with `None`, only the underlying store's timeouts apply.
     call_timeout: Option<Duration>,
 }
@@ -186,7 +186,7 @@ impl Bucket {
     /// Returns the same bucket, with ids for its multipart uploads, so that another process can abort them.
     #[must_use]
     pub fn with_upload_ids(self, store: Arc<dyn MultipartStore>) -> Self {
-        Self { multipart: Some(MultipartUploads(store)), ..self }
+        Self { multipart: Some(MultipartBackend(store)), ..self }
     }
 
     /// Returns the same bucket with a timeout for each head, get and put, including retries. Calls through
@@ -222,7 +222,7 @@ impl Bucket {
         }
     }
 
-    /// Begins an upload, and returns its id if the store supports ids.
+    /// Starts an upload. Also returns its key and id if the store supports ids.
     pub(super) async fn start_upload(
         &self,
         key: &Path,
@@ -284,7 +284,7 @@ impl Bucket {
     }
 
     /// Whether a key that could not be read is absent. S3 returns 403 instead of 404 if the credentials may list only
-    /// a part of the bucket, so the key is looked up in a listing of that part. `false` if the listing fails.
+    /// a part of the bucket, so the key is looked up in a listing of its directory. `false` if the listing fails.
     async fn is_absent(&self, key: &Path) -> bool {
         let Some((dir, name)) = key.as_ref().rsplit_once('/') else { return false };
         let mut offset = name.to_owned();

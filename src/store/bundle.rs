@@ -15,7 +15,7 @@ use super::bucket::{Bucket, StoreError};
 use super::key::{self, BUNDLE_FILE};
 use svc_machine::name::ImageVersion;
 
-pub use keys::{KeySet, KeySetError, KeysError, MAX_KEYS, TrustedKeys, max_sequence_after};
+pub use keys::{KeyListError, KeySet, KeySetError, MAX_KEYS, TrustedKeys, max_sequence_after};
 
 /// Maximum size of a manifest or signature file.
 pub const MAX_COMPANION_BYTES: u64 = 64 << 10;

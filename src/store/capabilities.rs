@@ -41,7 +41,7 @@ pub struct Capability {
 }
 
 impl Capability {
-    /// Whether the capability cannot be probed on a directory, which has neither requests nor credentials.
+    /// Whether the capability is reported as unknown on a directory, which receives no requests and has no credentials.
     pub fn applies_only_to_servers(&self) -> bool {
         [CHECKSUMS, SIGNATURES].contains(self)
     }

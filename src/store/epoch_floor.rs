@@ -15,9 +15,9 @@ use svc_machine::epoch::Epoch;
 const FLOOR_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Reads the highest of four epochs: the pointer's fence and its snapshot's epoch, the epoch in `system/vps-meta.json`,
-/// and the highest epoch in a snapshot key. A host can write all of them, so values far above `recorded`, the highest
-/// epoch in the platform's database, are implausible. Implausible epochs in metadata and keys are ignored, and so is an
-/// implausible fence, because the platform's fence replaces it.
+/// and the highest epoch in a snapshot key. A host can write all of them, so values far above `recorded`, the slot's
+/// highest epoch in the platform's database, are implausible. Implausible epochs in metadata and keys are ignored, and
+/// so is an implausible fence, because the platform's fence replaces it.
 ///
 /// # Errors
 /// [`StoreError`]; `Corrupt` if the pointer is unreadable and its fence therefore unknown, or if its snapshot's epoch

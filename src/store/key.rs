@@ -12,7 +12,7 @@ pub const BUNDLE_FILE: &str = "svc-host-bundle.tar.gz";
 /// Number of digits in a pointer-log entry's name, enough for the highest `seq`.
 const SEQ_DIGITS: usize = 16;
 
-/// A substring of every snapshot and sidecar key.
+/// A substring of the full key, with the slot's prefix, of every snapshot and sidecar.
 pub const SNAPSHOTS_DIR: &str = "/system/db/snapshots/";
 
 /// The suffix of the key of every database pointer.

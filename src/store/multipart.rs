@@ -24,15 +24,15 @@ pub struct OpenUpload {
 
 /// A store whose uploads have ids.
 #[derive(Clone)]
-pub(super) struct MultipartUploads(pub(super) Arc<dyn MultipartStore>);
+pub(super) struct MultipartBackend(pub(super) Arc<dyn MultipartStore>);
 
-impl fmt::Debug for MultipartUploads {
+impl fmt::Debug for MultipartBackend {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("MultipartUploads")
+        f.write_str("MultipartBackend")
     }
 }
 
-impl MultipartUploads {
+impl MultipartBackend {
     pub(super) async fn start_upload(&self, key: &Path) -> Result<(Box<dyn MultipartUpload>, OpenUpload)> {
         let id = self.0.create_multipart(key).await?;
         let open = OpenUpload { key: key.to_string(), upload_id: id.clone() };
@@ -58,7 +58,7 @@ impl MultipartUploads {
 /// Numbers the parts of an upload in progress, and collects their ids.
 #[derive(Debug)]
 struct UploadInProgress {
-    store: MultipartUploads,
+    store: MultipartBackend,
     key: Path,
     id: MultipartId,
     started_parts: usize,

@@ -21,7 +21,7 @@ const MAX_SIDECARS: usize = 8;
 /// Finds the newest complete snapshot of this machine and epoch that is newer than `current`, the pointer's snapshot;
 /// `None` if there is none within the limits, or if `current` has an invalid key. Snapshots of other machines are
 /// ignored, because a replaced machine's credentials can still add some. Lists only the keys after the pointer's
-/// snapshot; usually there are none.
+/// snapshot: usually just its sidecar.
 ///
 /// # Errors
 /// [`StoreError`] if the store cannot be read, so that it is unknown whether there is such a snapshot.

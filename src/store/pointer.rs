@@ -17,7 +17,7 @@ use svc_machine::id::MachineId;
 /// An object with another version counts as corrupt, and this release replaces a corrupt `files/latest`. A later format
 /// of that pointer therefore needs other object names.
 pub const FORMAT_VERSION: u32 = 1;
-/// Upper bound on `seq`: every JSON parser represents smaller integers exactly.
+/// Exclusive upper bound on `seq`: every JSON parser represents smaller integers exactly.
 pub const MAX_SEQ: u64 = 1 << 53;
 /// Maximum distance between a log entry and `latest`. The protocol leaves at most one entry ahead, but a `latest` that
 /// was restored from an old version must still be repaired.

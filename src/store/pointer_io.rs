@@ -3,12 +3,12 @@
 //! Each `seq` is claimed by creating the object `pointer-log/<seq>.json`, which contains the whole pointer and must not
 //! already exist. `latest` is written after it. Two writers therefore never both succeed, even on a store whose
 //! `If-Match` is not atomic; the store needs to guarantee only that an object is created at most once. The highest
-//! entry is authoritative (for the files' pointer, the highest valid one); the next writer repairs a stale `latest`
-//! and, for the files' pointer, a corrupt or implausible one. A corrupt `latest` of the database's pointer must be
+//! entry is authoritative (for the files pointer, the highest valid one); the next writer repairs a stale `latest`
+//! and, for the files pointer, a corrupt or implausible one. A corrupt `latest` of the database's pointer must be
 //! repaired by an operator (`pointer_repair`), because it may be wrong to restore from the log.
 //!
 //! Invariant: a `seq` is claimed only if `latest` has the previous one, so that a crash leaves at most one entry
-//! ahead of `latest`. Entries are never deleted, except old ones of the files' pointer (`files_pointer::trim_log`).
+//! ahead of `latest`. Entries are never deleted, except old ones of the files pointer (`files_pointer::trim_log`).
 
 use std::time::Duration;
 
@@ -50,8 +50,8 @@ pub struct PointerRead<S = SnapshotRef> {
 struct LatestObject {
     /// `None` if the object is corrupt or implausible.
     seq: Option<u64>,
-    /// Whether `latest` equals the log entry with the same `seq`; also true if that entry does not exist or was not
-    /// read.
+    /// Whether `latest` equals the log entry with the same `seq`; also true if that entry is absent or corrupt, or was
+    /// not read.
     matches_log: bool,
     version: Version,
 }
@@ -170,7 +170,7 @@ async fn read_log_far_below<S: PointedSnapshot>(
     Ok(read.filter(|read| read.value.seq < latest.value.seq && is_far(read)))
 }
 
-/// Reads the newest log entry, if `latest` is absent or corrupt.
+/// Reads the newest log entry. Used if `latest` is absent, corrupt or implausible.
 async fn read_log<S: PointedSnapshot>(
     bucket: &Bucket,
     paths: &PointerPaths,
@@ -197,7 +197,7 @@ async fn read_entry_or_skip<S: PointedSnapshot>(
     // More than one valid entry may be ahead of `latest`, for example if `latest` was restored from an old version.
     let first = latest.map_or(0, |latest| latest.seq.saturating_add(1));
     let seqs = list_entries(bucket, paths, first..seq).await?;
-    // In a log that is too long to list, only the entries just below are tried.
+    // In a log that is too long to list, only the entries just below `seq` are tried.
     let seqs =
         seqs.unwrap_or_else(|| (seq.saturating_sub(MAX_SKIPPED_ENTRIES as u64).max(first)..seq).collect());
     let is_truncated = seqs.len() > MAX_SKIPPED_ENTRIES;

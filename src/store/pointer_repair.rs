@@ -92,7 +92,7 @@ pub enum RebuildTarget<'a> {
 #[derive(Debug, Clone)]
 pub struct Inspection {
     pub found: PointerState,
-    /// Number of snapshots with a sidecar.
+    /// Number of snapshots with a sidecar, except those with an implausible epoch in the key.
     pub snapshots: usize,
     /// Number of unchecked snapshots if none of the checked ones is complete, otherwise 0.
     pub unchecked: usize,

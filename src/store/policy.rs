@@ -22,19 +22,19 @@ const MAX_DAYS: usize = 9;
 /// Whether a session may overwrite objects that hosts write only once: snapshots, pointer-log entries, and the objects
 /// of the file backup.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum SnapshotWrites {
+pub enum Overwrites {
     /// The store allows it. Hosts never overwrite these objects, but stolen credentials could be used to do so.
-    Overwritable,
+    Allowed,
     /// The store rejects it: these objects can only be created with `If-None-Match`. `s3:if-none-match` and
     /// `s3:ObjectCreationOperation` are AWS condition keys that other stores may not support.
-    CreateOnly,
+    Denied,
 }
 
 /// Returns the policy for a slot. Below the slot's prefix, it allows getting, putting and listing objects, and aborting
 /// uploads.
 ///
 /// `partition` is `aws`, except in other AWS partitions, such as `aws-us-gov`.
-pub fn slot_policy(partition: &str, bucket: &str, slot: &SlotPrefix, writes: SnapshotWrites) -> String {
+pub fn slot_policy(partition: &str, bucket: &str, slot: &SlotPrefix, overwrites: Overwrites) -> String {
     // Users and slots are validated names, so they contain no wildcards or policy variables.
     let (bucket, slot) = (format!("arn:{partition}:s3:::{bucket}"), slot.root());
     let mut statements = vec![
@@ -52,7 +52,7 @@ pub fn slot_policy(partition: &str, bucket: &str, slot: &SlotPrefix, writes: Sna
             "Condition": {"StringLike": {"s3:prefix": format!("{slot}/*")}},
         }),
     ];
-    if writes == SnapshotWrites::CreateOnly {
+    if overwrites == Overwrites::Denied {
         // Only the `latest` pointers and `system/vps-meta.json` are overwritten.
         let write_once = ["system/db/*/*", "files/*/*", "files/config"];
         let write_once = write_once.map(|objects| format!("{bucket}/{slot}/{objects}"));
@@ -106,15 +106,15 @@ pub fn outage_policy(
     bucket: &str,
     (slot, epoch): (&SlotPrefix, Epoch),
     window: SessionWindow,
-    writes: SnapshotWrites,
+    overwrites: Overwrites,
 ) -> String {
     let (bucket, db) = (format!("arn:{partition}:s3:::{bucket}"), format!("{}/system/db", slot.root()));
     let prefixes = window.day_prefixes();
-    let exact = render_outage_policy(&bucket, &db, epoch, &prefixes, writes);
+    let exact = render_outage_policy(&bucket, &db, epoch, &prefixes, overwrites);
     if exact.len() <= MAX_POLICY_CHARS {
         return exact;
     }
-    render_outage_policy(&bucket, &db, epoch, &[common_prefix(&prefixes)], writes)
+    render_outage_policy(&bucket, &db, epoch, &[common_prefix(&prefixes)], overwrites)
 }
 
 fn render_outage_policy(
@@ -122,7 +122,7 @@ fn render_outage_policy(
     db: &str,
     epoch: Epoch,
     prefixes: &[String],
-    writes: SnapshotWrites,
+    overwrites: Overwrites,
 ) -> String {
     // A sidecar's name ends in `.dump.json`.
     let writable: Vec<String> =
@@ -145,7 +145,7 @@ fn render_outage_policy(
             "Condition": {"StringLike": {"s3:prefix": format!("{db}/*")}},
         }),
     ];
-    if writes == SnapshotWrites::CreateOnly {
+    if overwrites == Overwrites::Denied {
         statements.push(deny_overwrites(&[format!("{bucket}/{db}/snapshots/*")]));
     }
     render_document(&statements)
@@ -178,7 +178,7 @@ mod tests {
     fn slot_policy_allows_one_slot_and_no_delete() {
         let user = format!("auth0|{}", "x".repeat(122)).parse().unwrap();
         let slot = SlotPrefix::new(&user, &"a".repeat(32).parse::<Slot>().unwrap());
-        let policy = slot_policy("aws", &"b".repeat(63), &slot, SnapshotWrites::CreateOnly);
+        let policy = slot_policy("aws", &"b".repeat(63), &slot, Overwrites::Denied);
         assert!(policy.len() <= 2048, "too long for STS: {}", policy.len());
         assert!(!policy.contains("Delete") && !policy.contains("s3:*"), "{policy}");
         assert!(policy.contains(&format!("{}/*", slot.root())), "{policy}");
@@ -206,7 +206,7 @@ mod tests {
                 &"b".repeat(63),
                 slot_and_epoch,
                 window(from, hours),
-                SnapshotWrites::CreateOnly,
+                Overwrites::Denied,
             );
             assert!(policy.len() <= 2048, "too long for STS: {}", policy.len());
             assert!(!policy.contains("Delete") && !policy.contains("s3:*"), "{policy}");
@@ -218,13 +218,8 @@ mod tests {
     fn outage_policy_allows_each_day_of_the_session() {
         let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
         let days = |from, hours| {
-            let policy = outage_policy(
-                "aws",
-                "fleet",
-                (&slot, Epoch(7)),
-                window(from, hours),
-                SnapshotWrites::Overwritable,
-            );
+            let policy =
+                outage_policy("aws", "fleet", (&slot, Epoch(7)), window(from, hours), Overwrites::Allowed);
             let policy: Value = serde_json::from_str(&policy).unwrap();
             let writable = policy["Statement"][0]["Resource"].as_array().unwrap().clone();
             let name = |resource: &Value| resource.as_str().unwrap().rsplit('/').next().unwrap().to_owned();

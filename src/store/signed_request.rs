@@ -27,7 +27,7 @@ pub(super) struct StoreResponse {
     pub(super) text: String,
 }
 
-/// Sends signed requests with the credentials in the settings.
+/// Sends requests signed with the configured credentials.
 pub(super) struct SignedClient<'a> {
     client: HttpClient,
     s3: &'a S3Config,

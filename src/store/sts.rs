@@ -35,7 +35,7 @@ pub enum StsError {
     /// STS returned an error. Unless the error is transient, the role, its trust policy, the session policy or the
     /// caller's credentials are wrong, and an operator must fix them.
     #[error("STS refused AssumeRole with {status}: {code}: {message}")]
-    Refused { status: StatusCode, code: String, message: String },
+    ErrorResponse { status: StatusCode, code: String, message: String },
     #[error("STS did not respond to AssumeRole: {0}")]
     NoResponse(String),
     #[error("cannot parse the STS response to AssumeRole: {0}")]
@@ -48,7 +48,7 @@ impl StsError {
     fn is_transient(&self) -> bool {
         match self {
             Self::NoResponse(_) => true,
-            Self::Refused { status, code, .. } => {
+            Self::ErrorResponse { status, code, .. } => {
                 status.is_server_error() || *status == StatusCode::TOO_MANY_REQUESTS || code == "Throttling"
             }
             Self::Unreadable(_) | Self::Sign(_) => false,
@@ -185,7 +185,7 @@ fn parse_response(status: StatusCode, text: &str) -> Result<TemporaryCredentials
         let detail = detail.or_else(|_| quick_xml::de::from_str(text));
         let detail =
             detail.unwrap_or_else(|_| ErrorDetail { code: "unknown".to_owned(), message: String::new() });
-        return Err(StsError::Refused { status, code: detail.code, message: detail.message });
+        return Err(StsError::ErrorResponse { status, code: detail.code, message: detail.message });
     }
     // An unexpected response may contain the secret, so only the parser's error is reported.
     let response: AssumeRoleResponse =

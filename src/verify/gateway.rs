@@ -29,8 +29,8 @@ pub async fn check_health(host: &HostClient) -> Findings {
     findings.problem(what, JOURNAL_HINT)
 }
 
-/// Fetches the address of the database server to which the gateway is connected; `None` if the request fails, or if the
-/// gateway does not report the address, which it does only on the trusted socket.
+/// Fetches the address of the database server to which the gateway is connected. The gateway reports it only on the
+/// trusted socket. `None` if the request fails or the response lacks the address.
 pub async fn fetch_database_server(host: &HostClient) -> Option<String> {
     let response = host.get(&host.url("/readyz"), "application/json").await.ok()?;
     response.json::<Readiness>().ok()?.server

@@ -1,5 +1,6 @@
 //! Checks a release on a running host (specification, part 9): the shell that it serves, and the gateway's own routes.
-//! `svcctl verify-rollout` runs the checks on a host or through the router, and the platform on a rollout's canaries.
+//! `svcctl verify-rollout` runs the checks on a host or through the router; the platform runs them on a rollout's
+//! canaries.
 
 mod gateway;
 mod host_client;

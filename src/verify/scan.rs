@@ -68,9 +68,9 @@ fn find_placeholder_in_text(text: &str) -> Option<&str> {
         // A label before `placeholder`, as in `clerk.placeholder.dev`, belongs to the host.
         let start = if previous.is_some_and(is_host_char) { host_start } else { word_start };
         let host_follows_slashes = text[..start].ends_with("//");
-        let limit = text.floor_char_boundary(word_start + MAX_HOST_BYTES);
-        let length = text[word_start..limit].find(|c: char| !is_host_char(c));
-        let end = length.map_or(limit, |length| word_start + length);
+        let window_end = text.floor_char_boundary(word_start + MAX_HOST_BYTES);
+        let length = text[word_start..window_end].find(|c: char| !is_host_char(c));
+        let end = length.map_or(window_end, |length| word_start + length);
         let host = text[start..end].trim_end_matches('.');
         let dots = host.matches('.').count();
         let is_in_url = word_starts_host || host_follows_slashes;

@@ -134,8 +134,8 @@ fn queue_files(
     for name in names {
         let uses_referrer = name.starts_with('.') || name.starts_with('/') || name.contains("://");
         // Vite names lazily loaded chunks relative to the site's root, without a leading slash.
-        let root = if uses_referrer { referrer } else { base };
-        if let Ok(url) = root.join(name)
+        let relative_to = if uses_referrer { referrer } else { base };
+        if let Ok(url) = relative_to.join(name)
             && url.origin() == base.origin()
             && !seen.contains(&url)
         {

@@ -99,7 +99,7 @@ pub struct NewestSnapshot {
     pub source: WireString<SnapshotSource>,
 }
 
-/// A complete snapshot that the pointer does not name.
+/// A complete snapshot that is newer than the pointer's or, in a recovery, than the one to restore.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]

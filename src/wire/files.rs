@@ -183,7 +183,7 @@ pub enum FileKind {
     #[serde(rename = "link")]
     #[strum(serialize = "link")]
     Symlink,
-    /// A device, FIFO or socket, which is not saved.
+    /// A device, FIFO or socket, which only other programs save.
     Special,
     /// A kind from a newer host that this release does not know.
     #[serde(other)]
@@ -238,7 +238,7 @@ pub struct FileVersions {
     pub versions: Vec<FileVersion>,
     /// The `before` parameter for the next page, which may begin with an earlier part of the last version on this page.
     pub next_before: Option<Time>,
-    /// Number of damaged snapshots, which were not searched.
+    /// Number of snapshots that could not be searched, because they are damaged.
     #[serde(default)]
     pub damaged_snapshots: u64,
 }
@@ -285,7 +285,7 @@ impl FileRestoreStatus {
 /// A host's response with its current or last restore.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct FileRestoreResponse {
-    /// The pending restore, or else the last one; `None` if there was none.
+    /// The current restore, or else the last one; `None` if there was none.
     pub restore: Option<FileRestore>,
 }
 

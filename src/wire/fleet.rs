@@ -170,7 +170,7 @@ pub struct Certificates {
     pub missing: u64,
     #[serde(default)]
     pub missing_handles: Vec<WireString<Handle>>,
-    /// Number of machines without a trusted certificate that `CUSTOMER_VPS_TLS_VERIFY_EXCEPT` exempts.
+    /// How many of the `missing` machines `CUSTOMER_VPS_TLS_VERIFY_EXCEPT` exempts.
     #[serde(default)]
     pub exempt: u64,
 }
@@ -188,6 +188,7 @@ pub struct BundleKeys {
     /// `BUNDLE_KEYS_SEQUENCE`. Older platforms omit this field and the following ones.
     #[serde(default)]
     pub sequence: u64,
+    /// The highest sequence that a host reports, if it is higher than `sequence`.
     pub highest_sequence: Option<u64>,
     /// Number of hosts whose key set has a sequence higher than `sequence`.
     #[serde(default)]

@@ -29,7 +29,8 @@ pub const FILES_NOT_RESTORED: &str = "files_not_restored";
 pub const FILES_UNSAVED: &str = "files_unsaved";
 /// The attention code of a host that cannot read, and therefore cannot save, some of the owner's files.
 pub const FILES_UNREADABLE: &str = "files_unreadable";
-/// The attention code of a host whose file backup lacks content, or could not be checked for a long time.
+/// The attention code of a host whose file backup is damaged, cannot be opened with the platform's key, or could not be
+/// checked for a long time.
 pub const FILES_DAMAGED: &str = "files_damaged";
 
 /// A host's report. Optional fields may be `null` or absent. If the last backup, the last update, the checks or the
@@ -107,7 +108,8 @@ pub struct TrustedKeyIds {
     pub ids: Vec<String>,
 }
 
-/// The desired state of a host. A host treats an absent field as no change.
+/// The desired state of a host. A host treats an absent field as no change, except that it resumes its writers if
+/// `quiesce` does not name the operation that stopped them.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", default)]
 #[schemars(inline)]
@@ -118,7 +120,7 @@ pub struct HeartbeatResponse {
     /// The current epoch of the host's machine.
     #[schemars(with = "u64")]
     pub epoch: Option<Epoch>,
-    /// Whether another machine has replaced this one. If so, the host must stop.
+    /// Whether the machine has been replaced or deleted. If so, the host must stop.
     pub superseded: bool,
     /// The keys whose proofs the host must accept.
     #[schemars(with = "ProofKeys")]

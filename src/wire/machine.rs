@@ -135,7 +135,7 @@ pub struct MachinePage {
     pub next_cursor: Option<String>,
 }
 
-/// A machine whose server is being discarded, and the operation that deletes it.
+/// A machine whose server is being discarded, and the operation that deletes the server.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
@@ -144,7 +144,7 @@ pub struct DiscardedMachine {
     pub machine: Machine,
     /// `null` until the platform has created the operation.
     pub operation_id: Option<WireString<OperationId>>,
-    /// Whether the deletion had already been requested.
+    /// Whether the server's deletion had already been requested or started.
     #[serde(default)]
     pub already_ordered: bool,
 }

@@ -84,6 +84,6 @@ pub struct WhoAmI {
     pub name: String,
     #[serde(default)]
     pub scopes: Vec<WireString<Scope>>,
-    /// Expiry of the newest token; `null` for PLATFORM_SECRET.
+    /// Expiry of the newest token; `null` for `PLATFORM_SECRET`.
     pub expires_at: Option<Time>,
 }

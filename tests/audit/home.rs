@@ -266,7 +266,7 @@ impl AuditedHome {
         Ok(duration)
     }
 
-    #[expect(clippy::needless_pass_by_value, reason = "callers always build it in place")]
+    #[expect(clippy::needless_pass_by_value, reason = "most callers build it in place")]
     pub fn run_hook_event(&self, agent: Agent, event: &str, call: &str, fields: Value) -> Result<Duration> {
         let mut message = json!({
             "session_id": format!("session-{}", agent.0), "transcript_path": "/h/.claude/projects/p/s.jsonl",

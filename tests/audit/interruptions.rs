@@ -68,7 +68,7 @@ fn watcher_killed_during_a_call_records_a_gap_and_resumes() -> Result<()> {
     Ok(())
 }
 
-/// Wherever the watcher is killed, a call is recorded or covered by a gap, and the next call is recorded.
+/// Wherever the watcher is killed, the call's change is recorded or covered by a gap, and the next call is recorded.
 #[test]
 fn watcher_killed_at_any_point_records_the_change_or_a_gap() -> Result<()> {
     for point in svc::host::audit::watcher::FAILPOINTS {

@@ -166,7 +166,7 @@ fn audit_log_matches_random_scripts() -> Result<()> {
 }
 
 #[test]
-fn audit_log_matches_random_scripts_without_file_events() -> Result<()> {
+fn audit_log_matches_random_scripts_with_full_scans() -> Result<()> {
     run_scripts(seed()?, 12, "watch.check=return(error)").map(drop)
 }
 

@@ -54,7 +54,7 @@ pub fn dump_tables(pg: &PgBinaries, url: &str) -> Result<String> {
     kit::child::run(dump, Duration::from_secs(60))
 }
 
-/// Records the command lines of all descendants of this process.
+/// Records the command lines of this process and all its descendants.
 pub struct ProcessWatch {
     command_lines: Arc<Mutex<BTreeSet<String>>>,
     stop: CancellationToken,

@@ -22,6 +22,7 @@ pub struct Detector {
 /// A secret that was found.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Leak {
+    /// The secret's name, or the kind of text that looks like a secret.
     pub secret: String,
     pub location: String,
     /// Surrounding text, with the secret removed.

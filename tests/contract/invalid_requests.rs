@@ -14,7 +14,7 @@ use super::{Contract, Exchange};
 
 /// A response that has already been checked against the OpenAPI document.
 #[derive(Debug)]
-pub struct Reply {
+pub struct CheckedResponse {
     pub status: u16,
     pub headers: HeaderMap,
     pub body: Value,
@@ -46,7 +46,7 @@ pub trait ApiUnderTest {
     fn wrong_credentials(&self, operation: &Operation) -> Vec<WrongCredential>;
     /// Returns the value of a field or parameter that needs a specific one, null for a field to omit, or `None` if any
     /// valid sample value will do.
-    fn required_value(&self, operation: &Operation, name: &str) -> Option<Value>;
+    fn override_value(&self, operation: &Operation, name: &str) -> Option<Value>;
     /// Whether the query may contain unknown parameters, as on a route to which another site redirects the browser.
     fn allows_unknown_query(&self, _: &Operation) -> bool {
         false
@@ -55,7 +55,7 @@ pub trait ApiUnderTest {
     const SCHEMA_IS_COMPLETE: bool = true;
 }
 
-impl Reply {
+impl CheckedResponse {
     #[track_caller]
     pub fn assert_problem(&self, status: u16, code: &str) {
         assert_eq!((self.status, self.body["code"].as_str()), (status, Some(code)), "{self:?}");
@@ -84,7 +84,7 @@ impl Reply {
 
 impl Contract {
     /// Sends a request and checks the response.
-    pub async fn send(&self, request: RequestBuilder) -> anyhow::Result<Reply> {
+    pub async fn send(&self, request: RequestBuilder) -> anyhow::Result<CheckedResponse> {
         let (client, request) = request.build_split();
         let request = request?;
         let (method, path) = (request.method().clone(), request.url().path().to_owned());
@@ -105,11 +105,11 @@ impl Contract {
             response_body: &response_body,
         });
         let body = serde_json::from_str(&response_body).unwrap_or_default();
-        Ok(Reply { status, headers, body })
+        Ok(CheckedResponse { status, headers, body })
     }
 }
 
-async fn send(api: &impl ApiUnderTest, request: RequestBuilder) -> Reply {
+async fn send(api: &impl ApiUnderTest, request: RequestBuilder) -> CheckedResponse {
     api.contract().send(request).await.unwrap_or_else(|error| panic!("{error:#}"))
 }
 
@@ -120,7 +120,7 @@ pub fn with_required_query(api: &impl ApiUnderTest, operation: &Operation, path:
         .iter()
         .filter(|parameter| parameter.location == ParameterLocation::RequiredQuery);
     let pairs = required
-        .filter_map(|parameter| Some((parameter.name, api.required_value(operation, parameter.name)?)));
+        .filter_map(|parameter| Some((parameter.name, api.override_value(operation, parameter.name)?)));
     let text = |value: Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
     let query = form_urlencoded::Serializer::new(String::new())
         .extend_pairs(pairs.map(|(name, value)| (name, text(value))))
@@ -139,7 +139,7 @@ pub fn valid_call(api: &impl ApiUnderTest, operation: &Operation) -> RequestBuil
 }
 
 pub fn valid_body(api: &impl ApiUnderTest, operation: &Operation, schema: &Value) -> Value {
-    let mut body = valid_value(api.contract(), schema, &|name| api.required_value(operation, name));
+    let mut body = valid_value(api.contract(), schema, &|name| api.override_value(operation, name));
     // Keep only the first of mutually exclusive fields.
     for alternative in schema["oneOf"].as_array().into_iter().flatten().skip(1) {
         for name in alternative["required"].as_array().into_iter().flatten() {

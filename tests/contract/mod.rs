@@ -17,7 +17,7 @@ use serde_json::Value;
 use svc::http::openapi::Operation;
 
 pub use invalid_requests::{
-    ApiUnderTest, Reply, WrongCredential, assert_rejects_invalid_requests, valid_body, valid_call,
+    ApiUnderTest, CheckedResponse, WrongCredential, assert_rejects_invalid_requests, valid_body, valid_call,
     with_required_query,
 };
 pub use probe::variants;
@@ -221,13 +221,12 @@ impl Contract {
         validator.clone()
     }
 
-    /// Lists the codes that these operations declare but that no test has triggered, and exceptions that are no longer
-    /// needed. `excused` lists the exceptions by operation (or `*`) and code; `rare` lists codes that only some runs
-    /// trigger.
+    /// Lists the codes that these operations declare but that no test has triggered, and the `exceptions` (operation or
+    /// `*`, and code) that are no longer needed. `rare` lists codes that only some runs trigger.
     pub fn list_untriggered_codes(
         &self,
         operations: &[&'static Operation],
-        excused: &[(&str, &str)],
+        exceptions: &[(&str, &str)],
         rare: &[(&str, &str)],
     ) -> Vec<String> {
         let triggered_codes = self.triggered_codes.lock().unwrap();
@@ -235,15 +234,15 @@ impl Contract {
         for operation in operations {
             for code in operation.codes() {
                 let (id, code) = (operation.id, code.as_str());
-                let is_excused = excused
+                let is_exception = exceptions
                     .iter()
-                    .any(|(for_id, excused)| (*for_id == "*" || *for_id == id) && *excused == code);
+                    .any(|(for_id, exempt)| (*for_id == "*" || *for_id == id) && *exempt == code);
                 if rare.contains(&(id, code)) {
                     continue;
                 }
-                match (triggered_codes.contains(&(id, code.to_owned())), is_excused) {
+                match (triggered_codes.contains(&(id, code.to_owned())), is_exception) {
                     (false, false) => findings.push(format!("{id}: no test has triggered {code}")),
-                    (true, true) if excused.contains(&(id, code)) => {
+                    (true, true) if exceptions.contains(&(id, code)) => {
                         findings.push(format!(
                             "{id}: a test has triggered {code}: remove it from the exceptions"
                         ));

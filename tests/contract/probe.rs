@@ -1,4 +1,4 @@
-//! Request bodies derived from a schema: a valid body, and variants in which one value is replaced by a valid or
+//! Request bodies derived from a schema: a valid body, and copies of it in which one value is replaced by a valid or
 //! invalid one, or an unknown field is added.
 
 use std::collections::BTreeSet;

@@ -20,8 +20,8 @@ const HOST_MODULES: [(&str, &[&str]); 12] = [
     ("update", &["snapshots", "system"]),
 ];
 
-/// Directories under `src/host`, each of which is an applet. No module outside the directory may import it, except a
-/// parent module that declares it; [`SHARED_UPDATE_MODULES`] may be imported anywhere.
+/// Directories under `src/host` with the code of applets, and `doctor`, which serves `svcctl doctor`. No module outside
+/// such a directory may import it, except a parent module that declares it. [`SHARED_UPDATE_MODULES`] are exempt.
 const APPLETS: [&[&str]; 12] = [
     &["agents", "runner"],
     &["audit", "hook"],

@@ -1,5 +1,5 @@
-//! Links between pages: each relative link must name an existing file, and its anchor, if any, a heading in that file.
-//! Source paths that a page mentions must exist, too.
+//! Links between pages: each relative link must name an existing file or directory, and its anchor, if any, a heading
+//! in that file. Repository paths that a page mentions in backticks must exist, too.
 
 use std::path::{Component, Path, PathBuf};
 

@@ -141,13 +141,13 @@ pub fn product_dependencies(file: &ProjectFile) -> Vec<String> {
         let key = line.split(['=', '.']).next().unwrap_or_default().trim().trim_matches('"');
         is_product(key) || line.contains("package = \"svc")
     };
-    let is_dependency_table = |line: &str| {
-        let names_table = line.contains("dependencies.svc]") || line.contains("dependencies.svc-");
-        line.trim_start().starts_with('[') && names_table
+    let is_product_table = |line: &str| {
+        let has_product_key = line.contains("dependencies.svc]") || line.contains("dependencies.svc-");
+        line.trim_start().starts_with('[') && has_product_key
     };
     let lines = file.text.lines().enumerate();
     lines
-        .filter(|(_, line)| names_product(line) || is_dependency_table(line))
+        .filter(|(_, line)| names_product(line) || is_product_table(line))
         .map(|(number, _)| {
             format_violation(
                 &file.path,

@@ -215,7 +215,8 @@ const ITEMS: [&str; 199] = [
 const UNTESTABLE: [&str; 4] =
     ["1.5 other exclusions", "9.2", "Not restored / process state", "1.3 integrations"];
 
-/// Finds rows without code or a test, rows of `UNTESTABLE` items without a reason, and items without exactly one row.
+/// Returns rows without code or a test, rows of `UNTESTABLE` items without a reason, items without exactly one row, and
+/// rows for unknown items.
 pub fn untraced_items(files: &[ProjectFile], exists: impl Fn(&str) -> bool) -> Vec<String> {
     let page = files.iter().find(|file| file.path == PAGE).map_or("", |file| &file.text);
     let mut violations = Vec::new();

@@ -99,7 +99,7 @@ async fn provision_without_terminal_requires_each_option() {
 }
 
 #[tokio::test]
-async fn confirmed_cost_is_accepted_up_to_its_limit() {
+async fn cost_is_accepted_up_to_the_confirmed_limit() {
     let mut two_locations = quote();
     let mut ash = two_locations["costs"][0].clone();
     ash["location"] = json!("ash");

@@ -78,7 +78,7 @@ async fn damage_is_located_and_repaired() -> Result<()> {
 
 /// The machine caches index files and snapshots; the cached copies must not hide that the store's copies are damaged.
 #[tokio::test(flavor = "multi_thread")]
-async fn damaged_index_is_detected_despite_the_cache() -> Result<()> {
+async fn damaged_index_or_snapshot_is_detected_despite_cache() -> Result<()> {
     let store = start_store()?;
     let platform = FilesPlatform::start().await?;
     let host = create_host(&store, &platform)?;
@@ -194,7 +194,7 @@ async fn unreadable_latest_snapshot_is_replaced() -> Result<()> {
                 tokio::time::sleep(Duration::from_millis(50)).await;
             }
         }
-        // Damaged earlier snapshots are still reported.
+        // Earlier snapshots that cannot be restored are still reported.
         let exit_code = if ["damaged", "lost index"].contains(&case) { 69 } else { 0 };
         host.machine.run(&["svc-sync-agent", "verify"])?.expect(exit_code);
         let checks = read_checks(&host)?;

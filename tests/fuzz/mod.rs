@@ -129,7 +129,7 @@ fuzzed! {
     mutated_pointer_stays_in_its_slot, long_mutated_pointer_stays_in_its_slot, "pointer";
     mutated_sidecar_must_match_its_dump, long_mutated_sidecar_must_match_its_dump, "sidecar";
     mutated_manifest_is_rejected, long_mutated_manifest_is_rejected, "manifest";
-    mutated_signature_is_rejected, long_mutated_signature_is_rejected, "signature";
+    mutated_signatures_need_the_publishers_own, long_mutated_signatures_need_the_publishers_own, "signature";
     mutated_archive_stays_in_its_directory, long_mutated_archive_stays_in_its_directory, "archive";
     tar_entries_of_mutated_archives_keep_limits, long_tar_entries_of_mutated_archives_keep_limits, "tar-entries";
     mutated_env_file_parses_back, long_mutated_env_file_parses_back, "env-file";
@@ -144,9 +144,9 @@ fuzzed! {
     mutated_hook_input_sends_no_content, long_mutated_hook_input_sends_no_content, "hook-input";
     mutated_agent_frames_parse_back, long_mutated_agent_frames_parse_back, "agent-frames";
     mutated_agent_output_yields_bounded_texts, long_mutated_agent_output_yields_bounded_texts, "agent-output";
-    mutated_event_id_is_rejected, long_mutated_event_id_is_rejected, "event-id";
+    mutated_event_id_resumes_at_most_one_app, long_mutated_event_id_resumes_at_most_one_app, "event-id";
     mutated_listing_loads_no_forbidden_entry, long_mutated_listing_loads_no_forbidden_entry, "import-listing";
-    mutated_import_manifest_is_rejected, long_mutated_import_manifest_is_rejected, "import-manifest";
+    mutated_import_manifest_matches_archive, long_mutated_import_manifest_matches_archive, "import-manifest";
     mutated_keys_keep_their_purpose, long_mutated_keys_keep_their_purpose, "jwks";
     mutated_owner_config_keeps_bounds, long_mutated_owner_config_keeps_bounds, "owner-config";
     mutated_usage_report_is_safe_to_print, long_mutated_usage_report_is_safe_to_print, "usage-report";

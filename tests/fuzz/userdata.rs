@@ -61,10 +61,10 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
 
 fn check_valid(bytes: &[u8]) -> Result<(), String> {
     let input: UserDataInput = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
-    let is_single_line = |text: &String| !text.chars().any(char::is_control);
+    let is_storable = |text: &String| !text.chars().any(char::is_control);
     let values = [&input.session_token, &input.issuer, &input.bundle_sha256];
-    let are_single_lines = values.into_iter().all(is_single_line);
-    match (are_single_lines, render(&input)) {
+    let are_storable = values.into_iter().all(is_storable);
+    match (are_storable, render(&input)) {
         (true, Ok(_)) | (false, Err(_)) => Ok(()),
         (true, Err(error)) => Err(format!("rejected: {error}")),
         (false, Ok(_)) => Err("a value with a control character was accepted".to_owned()),

@@ -79,8 +79,8 @@ struct BackgroundProcesses {
     _model: ModelStub,
 }
 
-/// Prepares a machine with the watcher, its hooks, and a model stub. `build_agent` builds the agent's configuration
-/// from the stub's address and the machine.
+/// Prepares a machine with the watcher, the agents' hooks, and a stub model. `build_agent` builds the agent's
+/// configuration from the stub's address and the machine.
 fn prepare_machine(
     script: fn(&Path) -> Value,
     build_agent: impl FnOnce(&str, &Machine) -> Result<Value>,
@@ -141,7 +141,7 @@ async fn long_records_match_claude_code_actions() -> Result<()> {
         tool_outcomes(&recorded),
         [("Write", "success"), ("Edit", "success"), ("Bash", "success"), ("Bash", "error")]
     );
-    // Five responses from the stub, each with 1000 + 3000 + 5000 input tokens; four have 200 output tokens, the last
+    // The stub sends five responses with 1000 + 3000 + 5000 input tokens each. Four have 200 output tokens; the last
     // has 77.
     assert_eq!((&recorded["tokensIn"], &recorded["tokensOut"]), (&json!(45_000), &json!(877)));
     let cost = recorded["cost"].as_f64().context("no cost")?;
@@ -287,7 +287,7 @@ async fn long_records_match_codex_actions() -> Result<()> {
     Ok(())
 }
 
-/// Input and output tokens for each call to the stub model.
+/// Input and output tokens of each call from Codex to the stub model.
 const TOKENS_PER_CALL: (u64, u64) = (6000, 200);
 
 async fn run_codex(host: &Host, body: Value) -> Result<Value> {

@@ -8,8 +8,8 @@ use svc::http::proof::Route;
 
 use super::host::{Host, Machine, send_json, unique_name};
 
-/// Returns a table with one column of every type.
-fn columns_of_every_type() -> Value {
+/// Returns the definition of a table with one column of every type.
+fn table_with_every_type() -> Value {
     json!({ "things": {
         "columns": {
             "title": "text", "done": "boolean", "size": "integer", "big": "bigint", "price": "numeric",
@@ -35,7 +35,7 @@ impl TestApp {
         let (database, slug) = (test_database().await?, unique_name("things"));
         let mut machine = Machine::new(&database.url())?;
         machine.env.extend(env.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())));
-        machine.add_app(&slug, &columns_of_every_type())?;
+        machine.add_app(&slug, &table_with_every_type())?;
         let host = machine.start()?;
         host.wait_until_registered(&slug).await?;
         Ok(Self { host, slug, database })

@@ -25,10 +25,10 @@ async fn app_with_slow_inserts() -> Result<TestApp> {
     Ok(app)
 }
 
-/// Returns the number of the app's sessions in the given state.
-async fn count_sessions(app: &TestApp, admin: &tokio_postgres::Client, state: &str) -> Result<i64> {
+/// Returns the number of the app's sessions whose state matches a `LIKE` pattern.
+async fn count_sessions(app: &TestApp, admin: &tokio_postgres::Client, pattern: &str) -> Result<i64> {
     let sql = "SELECT count(*) FROM pg_stat_activity WHERE usename = $1 AND state LIKE $2";
-    Ok(admin.query_one(sql, &[&app.schema(), &state]).await?.get(0))
+    Ok(admin.query_one(sql, &[&app.schema(), &pattern]).await?.get(0))
 }
 
 /// Sends a request, waits until it is running, and disconnects.
@@ -171,7 +171,8 @@ async fn exhausted_pool_returns_503_with_retry_after() -> Result<()> {
     let app = app_with_slow_inserts().await?;
     let body = app.body("insert", json!({ "data": { "size": -1 } }));
     let send = || tokio::spawn(app.host.owner_request(Method::POST, "/api/bridge/query").json(&body).send());
-    // The pool's 16 connections accept 8 pipelined statements each, 128 in total, so the other requests must wait.
+    // The pool's 16 connections accept at most 8 pipelined statements each, 128 in total, so the other requests must
+    // wait.
     let mut requests: Vec<_> = (0..140).map(|_| send()).collect();
     app.host
         .wait_until("a request is refused", async || {

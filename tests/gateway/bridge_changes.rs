@@ -229,18 +229,18 @@ async fn expired_position_is_rejected_as_gone() -> Result<()> {
 async fn cleanup_keeps_events_after_a_recent_one() -> Result<()> {
     let app = TestApp::with_env(&[("BRIDGE_CHANGES_KEEP_SECONDS", "1")]).await?;
     let admin = app.database.connect().await?;
-    // The row `late` comes from a transaction that was open for a long time.
+    // The transaction of the row `recent` wrote long after it got its id, so the row `old` has a higher id.
     let insert = "INSERT INTO svc.changes (xid, at, schema_name, table_name, action) VALUES
                       ('4', now() - interval '1 hour', 'app', 'expired', 'insert'),
                       ('5', now() + interval '1 hour', 'app', 'recent', 'insert'),
-                      ('6', now() - interval '1 hour', 'app', 'late', 'insert')";
+                      ('6', now() - interval '1 hour', 'app', 'old', 'insert')";
     admin.execute(insert, &[]).await?;
     let list_tables = async || -> Result<Vec<String>> {
         let rows = admin.query("SELECT table_name FROM svc.changes ORDER BY xid", &[]).await?;
         Ok(rows.iter().map(|row| row.get(0)).collect())
     };
     app.host.wait_until("expired events are deleted", async || Ok(list_tables().await?.len() < 3)).await?;
-    assert_eq!(list_tables().await?, ["recent", "late"]);
+    assert_eq!(list_tables().await?, ["recent", "old"]);
     Ok(())
 }
 
@@ -383,8 +383,8 @@ async fn app_receives_only_its_own_changes_even_to_new_tables() -> Result<()> {
 
     let tables = json!({ "t": { "columns": { "a": "text" } }, "late": { "columns": { "a": "text" } } });
     app.host.machine.add_app(&other, &tables)?;
-    let is_registered = async || Ok(app.host.query(&insert("late")).await?.0.is_success());
-    app.host.wait_until("the new table is registered", is_registered).await?;
+    let insert_succeeds = async || Ok(app.host.query(&insert("late")).await?.0.is_success());
+    app.host.wait_until("the new table is registered", insert_succeeds).await?;
     assert_eq!(app_events.next_entries().await?, ["late insert 1"]);
     assert_eq!(all.next_entries().await?, ["late insert 1"]);
     Ok(())

@@ -316,7 +316,7 @@ async fn no_agent_process_outlives_its_dispatch() -> Result<()> {
     let streamed = stream_dispatch(&host, json!({ "prompt": "flood", "id": "l2" })).await?;
     assert_eq!(streamed.last().context("no result event")?.1["text"], "flooded");
     assert!(!is_alive(wait_for_pid(&host, "flood.pid").await?));
-    // The agent is cancelled, but ignores the signal.
+    // The agent is cancelled and exits on SIGINT, but leaves a process running in another session.
     request_dispatch(&host, json!({ "prompt": "sleep", "id": "s1" })).await?;
     let pid = wait_for_pid(&host, "sleeping.pid").await?;
     let (status, _) = send_json(host.owner_request(Method::DELETE, "/api/dispatch/s1")).await?;

@@ -121,13 +121,13 @@ async fn repeated_request_runs_once_and_abandoned_ones_finish() -> Result<()> {
         async || Ok(host.get("/api/dispatch").await?.0 == StatusCode::OK),
     )
     .await?;
-    // Eight concurrent requests with the same id.
+    // Eight concurrent requests have the same id.
     let body = || json!({ "prompt": "ok", "id": "same" });
     for response in futures_util::future::join_all((0..8).map(|_| request_dispatch(&host, body()))).await {
         assert_eq!(response?.0, StatusCode::ACCEPTED);
     }
     wait_until_finished(&host, "same").await?;
-    // Callers that disconnect without waiting for the response.
+    // These callers disconnect without waiting for the response.
     for n in 0..20 {
         let body = json!({ "prompt": "ok", "id": format!("gone-{n}") }).to_string();
         let head = "POST /api/dispatch HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n";

@@ -26,7 +26,7 @@ use crate::contract::{self, Exchange};
 pub const USER: &str = "user_owner";
 const WAIT_TIMEOUT: Duration = Duration::from_secs(40);
 
-/// A machine before its gateway is started.
+/// A machine's directory, its identity, and the environment of its gateway, which need not be running.
 pub struct Machine {
     root: TempDir,
     pub id: MachineId,
@@ -287,6 +287,8 @@ impl Host {
     }
 }
 
+/// Sends a request and checks the exchange against the gateway's OpenAPI document. Returns a body that is not JSON as a
+/// string.
 pub async fn send_json(request: RequestBuilder) -> Result<(StatusCode, Value)> {
     let (client, request) = request.build_split();
     let request = request?;

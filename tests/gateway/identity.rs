@@ -208,13 +208,13 @@ async fn trusted_socket_is_limited_to_its_user_and_group() -> Result<()> {
     let socket = host.socket();
     let dir = socket.parent().expect("the socket has a parent directory");
     assert_eq!((mode(&socket)?, mode(dir)?), (0o660, 0o750));
-    let other_users_proof = format!("x-svc-proof: {}\n", {
+    let proof_header = format!("x-svc-proof: {}\n", {
         let mut claims = host.machine.claims(Route::Shell);
         claims.sub = "user_other".parse()?;
         host.machine.signer.sign(&claims)
     });
     let response = host.send_over_socket(&format!(
-        "GET /api/backups HTTP/1.1\nhost: h\nconnection: close\n{other_users_proof}\n"
+        "GET /api/backups HTTP/1.1\nhost: h\nconnection: close\n{proof_header}\n"
     ))?;
     assert!(response.starts_with("HTTP/1.1 403"), "{response}");
     Ok(())

@@ -1,4 +1,4 @@
-//! Tests the gateway's startup and shutdown, and the services to which it forwards requests.
+//! Tests the gateway's startup and shutdown, and how it forwards requests to other services.
 
 use std::io::{Read, Write};
 
@@ -210,7 +210,7 @@ async fn database_that_differs_from_the_marker_is_not_served() -> Result<()> {
     let (database, slug) = (kit::pg::test_database().await?, super::host::unique_name("notes"));
     let machine = Machine::new(&database.url())?;
     machine.add_app(&slug, &json!({ "notes": { "columns": { "title": "text" } } }))?;
-    // A marker from an earlier release has no identifier, so the gateway adopts the database.
+    // A marker from an earlier release names no database, so the gateway adopts this one.
     machine.write("opt/svc/restore-complete", "{\"version\":1}")?;
     let host = machine.start()?;
     host.wait_until_registered(&slug).await?;

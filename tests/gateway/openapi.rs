@@ -17,8 +17,8 @@ use svc::machine::id::MachineId;
 
 use super::host::{Host, Machine, USER, signer, unique_name};
 use crate::contract::{
-    self, ApiUnderTest, Contract, Reply, WrongCredential, assert_rejects_invalid_requests, valid_body,
-    valid_call, variants,
+    self, ApiUnderTest, CheckedResponse, Contract, WrongCredential, assert_rejects_invalid_requests,
+    valid_body, valid_call, variants,
 };
 use crate::files::history::HistoryFixture;
 
@@ -30,7 +30,7 @@ const EXAMPLE_ID: &str = "0192d1f0-0000-7000-8000-000000000000";
 const UNREACHABLE_CODES: [(&str, &str); 2] = [
     // An internal error that no request can cause.
     ("*", "internal"),
-    // Returned only by a machine that has never saved files, because its repository is empty.
+    // Returned only by a machine that has never saved files and therefore has no repository.
     ("listFileVersions", "not_found"),
 ];
 
@@ -57,7 +57,7 @@ impl TestGateway {
             contract::gateway().register_secret(secret);
         }
         let gateway = Self { host, slug, idp, history: None };
-        // Creates a finished dispatch, whose id the paths contain.
+        // Creates a dispatch, which fails because there is no runner. The paths contain its id.
         let dispatched = gateway.dispatch(&json!({ "id": EXAMPLE_ID, "prompt": "do it" })).await;
         assert_eq!(dispatched.status, 202, "{dispatched:?}");
         gateway
@@ -79,7 +79,7 @@ impl TestGateway {
         self.host.machine.path("run/svc/files/history.sock")
     }
 
-    async fn send(&self, request: RequestBuilder) -> Reply {
+    async fn send(&self, request: RequestBuilder) -> CheckedResponse {
         contract::gateway().send(request).await.unwrap()
     }
 
@@ -125,7 +125,7 @@ impl TestGateway {
         if credential == "admin" { request.bearer_auth(ADMIN_TOKEN) } else { request }
     }
 
-    async fn dispatch(&self, body: &Value) -> Reply {
+    async fn dispatch(&self, body: &Value) -> CheckedResponse {
         let request =
             self.request_as("owner", &Method::POST, "/api/dispatch").header("accept", "application/json");
         self.send(request.json(body)).await
@@ -218,7 +218,7 @@ impl ApiUnderTest for TestGateway {
         all
     }
 
-    fn required_value(&self, operation: &Operation, name: &str) -> Option<Value> {
+    fn override_value(&self, operation: &Operation, name: &str) -> Option<Value> {
         Some(match name {
             // A new id each time, because a repeated id refers to the earlier dispatch.
             "id" if operation.id == "dispatch" => json!(uuid::Uuid::now_v7()),
@@ -334,9 +334,8 @@ async fn check_writers(gateway: &TestGateway) {
 async fn check_names(gateway: &TestGateway) {
     for operation in operations().filter(|operation| operation.path.contains("{slug}")) {
         let request = |slug: &str| gateway.authorized_request(operation, &gateway.path_of(operation, slug));
-        for malformed in ["%ff", "%zz"] {
-            gateway.send(request(malformed)).await.assert_problem(400, "invalid_request");
-        }
+        gateway.send(request("%ff")).await.assert_problem(400, "invalid_request");
+        gateway.send(request("%zz")).await.assert_problem(400, "invalid_request");
         if operation.id == "getIcon" {
             let response = gateway.send(request("unknown")).await;
             assert_eq!(response.status, 200, "an icon must be generated for any name");

@@ -1,4 +1,4 @@
-//! Access to the machine's Unix sockets depends only on a process's user and token.
+//! Tests what each user's processes, and an agent with its token, can do over the machine's Unix sockets.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt, chown};
@@ -13,11 +13,11 @@ use serde_json::{Value, json};
 use super::dispatch::{CONFIG, UNREACHABLE_DATABASE, request_dispatch, start_runner, wait_until_finished};
 use super::host::{Host, Machine, host_with_app, unique_name};
 
-/// The user id that the machine's sysusers configuration assigns to the owner's user.
+/// The user id, which is also the group id, that the machine's sysusers configuration assigns to the owner.
 const OWNER_UID: u32 = 1940;
 const OTHER_UID: u32 = 1941;
 
-/// Starts a gateway whose socket a second user can open. Returns `None` if the test cannot run processes as that user.
+/// Starts a gateway whose socket the owner's group can open. Returns `None` unless the test runs as root.
 fn host_with_two_users() -> Result<Option<Host>> {
     if !nix::unistd::geteuid().is_root() {
         kit::skip::record("only root can run processes as two users");
@@ -117,7 +117,6 @@ async fn agent_can_use_bridge_for_its_apps_only_while_running() -> Result<()> {
         &json!({ "action": "insert", "app": notes, "table": "things", "data": { "title": "from notes" } }),
     )
     .await?;
-    // The settings are checked every second.
     host.wait_until("the dispatch is accepted", async || {
         let (_, accepted) =
             request_dispatch(&host, json!({ "id": "d1", "prompt": "x", "agentName": "coder" })).await?;

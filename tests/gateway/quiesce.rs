@@ -42,7 +42,7 @@ async fn resume(host: &Host, operation: OperationId) -> Result<StatusCode> {
     Ok(send_as_platform(host, Method::POST, path, json!({ "operationId": operation })).await?.0)
 }
 
-async fn wait_until_quiesced(host: &Host, operation: OperationId) -> Result<()> {
+async fn quiesce_and_wait(host: &Host, operation: OperationId) -> Result<()> {
     host.wait_until(
         "no writer remains",
         async || Ok(!quiesce(host, operation).await?["quiescedAt"].is_null()),
@@ -60,7 +60,7 @@ async fn inserts_are_refused_until_writers_resume() -> Result<()> {
     let host =
         host_with_app(&database, &slug, &json!({ "notes": { "columns": { "title": "text" } } })).await?;
     let operation = OperationId::new();
-    wait_until_quiesced(&host, operation).await?;
+    quiesce_and_wait(&host, operation).await?;
     let refused =
         host.owner_request(Method::POST, "/api/bridge/query").json(&insert_body(&slug)).send().await?;
     assert_eq!(refused.status(), StatusCode::SERVICE_UNAVAILABLE);
@@ -123,7 +123,7 @@ async fn quiesce_waits_for_statements_that_are_still_running() -> Result<()> {
     let (inserted, quiesced) = tokio::join!(inserting, quiescing);
     quiesced?;
     assert_eq!(inserted?.0, StatusCode::CREATED, "an admitted insert must complete");
-    wait_until_quiesced(&host, operation).await
+    quiesce_and_wait(&host, operation).await
 }
 
 #[tokio::test]
@@ -144,7 +144,7 @@ async fn quiesce_waits_while_the_database_refuses_connections() -> Result<()> {
         "the machine must not be quiesced while statements may be running"
     );
     admin.batch_execute(&allow(true)).await?;
-    wait_until_quiesced(&host, operation).await
+    quiesce_and_wait(&host, operation).await
 }
 
 #[tokio::test]
@@ -161,7 +161,7 @@ async fn quiesce_ends_and_records_running_dispatches() -> Result<()> {
     let operation = OperationId::new();
     let first = quiesce(&host, operation).await?;
     assert_eq!((&first["quiescedAt"], &first["runningDispatches"]), (&Value::Null, &json!(1)));
-    wait_until_quiesced(&host, operation).await?;
+    quiesce_and_wait(&host, operation).await?;
     let ended = wait_until_finished(&host, &id).await?;
     assert_eq!(ended["status"], "error");
     let (_, page) = host.get("/api/interactions").await?;
@@ -197,7 +197,7 @@ async fn queued_dispatches_stay_queued_until_writers_resume() -> Result<()> {
     host.wait_until("the dispatch is running", async || Ok(status(&host, "runs").await? == "running"))
         .await?;
     let operation = OperationId::new();
-    wait_until_quiesced(&host, operation).await?;
+    quiesce_and_wait(&host, operation).await?;
     assert_eq!(wait_until_recorded(&host, "runs").await?["error"]["name"], "Interrupted");
     let host = host.restart()?;
     host.wait_until("the queued dispatch is restored", async || {
@@ -239,7 +239,7 @@ async fn writers_resume_when_the_file_is_removed() -> Result<()> {
     let (machine, _runner) = machine_with_runner(&json!({}))?;
     let host = machine.start()?;
     let operation = OperationId::new();
-    wait_until_quiesced(&host, operation).await?;
+    quiesce_and_wait(&host, operation).await?;
     assert_eq!(request_dispatch(&host, json!({ "prompt": "ok" })).await?.0, StatusCode::SERVICE_UNAVAILABLE);
     let layout = svc::host::system::layout::Layout::new(host.machine.path(""));
     assert!(

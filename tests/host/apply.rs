@@ -58,7 +58,7 @@ async fn signed_release_is_installed_and_becomes_current() -> Result<()> {
     assert!(repeated.stdout.contains("is current"), "{}", repeated.stdout);
     assert_eq!(fixture.source.requests().len(), request_count, "the current release was requested again");
 
-    // Rolls back to the previous release, without an automatic update afterwards.
+    // A rollback quarantines the release, so a later update to it is refused.
     fixture.run(&["rollback"], None).await?.expect(0);
     fixture.assert_running(OLD_VERSION)?;
     let refused = fixture.apply(NEW_VERSION).await?.expect(65);
@@ -316,7 +316,7 @@ async fn release_without_a_required_part_never_becomes_current() -> Result<()> {
         fixture.assert_untouched()?;
         fs::remove_dir(&part_dir)?;
     }
-    // code-server is optional.
+    // Any other part may be missing, unless the current `release.json` lists it.
     fs::create_dir_all(current.join("runtime/code-server"))?;
     fixture.apply(NEW_VERSION).await?.expect(0);
     fixture.assert_running(NEW_VERSION)

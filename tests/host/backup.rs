@@ -165,7 +165,7 @@ async fn backup_without_store_or_database_exits_with_69() -> Result<()> {
     store.heal();
     machine.postgres().stop().await?;
     machine.run(&["svc-db-backup"])?.expect(69);
-    // The backup claimed its `seq` before the write to `latest` failed, so the claim is final.
+    // The second failed backup had claimed its `seq` before its write to `latest` failed, and a claim is final.
     let moved = machine::read_pointer(&store).await?.context("there is no pointer")?;
     assert_eq!(Some(moved.seq), good.map(|good| good.seq + 1));
     assert_pointer_valid(&store).await?;

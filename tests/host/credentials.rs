@@ -1,5 +1,5 @@
-//! A machine whose store credentials expire requests new ones from the platform, even with a wrong clock, and stops if
-//! the platform refuses.
+//! A machine whose store credentials expire requests new ones from the platform, even with a wrong clock, and stops
+//! once it has been replaced.
 
 use std::os::unix::fs::PermissionsExt;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -23,7 +23,7 @@ use svc::host::system::store_credentials::{OutagePolicy, RenewingCredentials};
 use svc::host::system::upgrade_token::UpgradeToken;
 use svc::machine::epoch::Epoch;
 use svc::store::credentials::{CredentialError, CredentialSource, TemporaryCredentials};
-use svc::store::policy::{self, SessionWindow, SnapshotWrites};
+use svc::store::policy::{self, Overwrites, SessionWindow};
 use svc::store::sts::Sts;
 
 use super::machine::{self, BUCKET, Machine, USER, slot, wait_until};
@@ -94,11 +94,7 @@ impl CredentialPlatform {
         Ok(self
             .service
             .sts
-            .assume_role(
-                "svc-host",
-                &policy::slot_policy("aws", BUCKET, &slot(), SnapshotWrites::CreateOnly),
-                HOUR,
-            )
+            .assume_role("svc-host", &policy::slot_policy("aws", BUCKET, &slot(), Overwrites::Denied), HOUR)
             .await?)
     }
 
@@ -142,7 +138,7 @@ async fn respond(State(service): State<Arc<CredentialService>>, uri: Uri, header
         CredentialResponse::Unavailable => return problem(503, "store_unavailable"),
         CredentialResponse::Unauthorized => return problem(401, "unauthorized"),
     }
-    let policy = policy::slot_policy("aws", BUCKET, &slot(), SnapshotWrites::CreateOnly);
+    let policy = policy::slot_policy("aws", BUCKET, &slot(), Overwrites::Denied);
     match service.sts.assume_role("svc-host", &policy, HOUR).await {
         Ok(session) => {
             let mut response = session_json(&session);
@@ -171,8 +167,7 @@ fn session_json(session: &TemporaryCredentials) -> Value {
 async fn issue_outage_session(sts: &Sts) -> Option<TemporaryCredentials> {
     let (from, lifetime) = (Timestamp::now(), HOUR * 12);
     let window = SessionWindow { from, until: from.checked_add(lifetime).ok()? };
-    let policy =
-        policy::outage_policy("aws", BUCKET, (&slot(), Epoch(1)), window, SnapshotWrites::CreateOnly);
+    let policy = policy::outage_policy("aws", BUCKET, (&slot(), Epoch(1)), window, Overwrites::Denied);
     sts.assume_role("svc-outage", &policy, lifetime).await.ok()
 }
 
@@ -184,7 +179,7 @@ async fn sts_client_works_with_moto() -> Result<()> {
     let caller = AwsCredential { key_id: key(), secret_key: key(), token: None };
     let role = "arn:aws:iam::123456789012:role/svc-host".to_owned();
     let sts = Sts::new(&moto.s3().endpoint().parse()?, "us-east-1".to_owned(), role, caller)?;
-    let policy = policy::slot_policy("aws", BUCKET, &slot(), SnapshotWrites::CreateOnly);
+    let policy = policy::slot_policy("aws", BUCKET, &slot(), Overwrites::Denied);
     let session = sts.assume_role("svc-host", &policy, Duration::from_secs(900)).await?;
     let remaining = session.expires_at.duration_since(Timestamp::now());
     assert!((600..=960).contains(&remaining.as_secs()), "{remaining}");
@@ -338,7 +333,7 @@ async fn platform_outage_matters_only_after_expiry() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn agent_renews_many_sessions() -> Result<()> {
+async fn sync_agent_renews_many_sessions() -> Result<()> {
     let store = machine::start_store()?;
     let platform = CredentialPlatform::start(&store).await?;
     let machine = create_machine_with_credentials(&store, &platform, SignedDuration::from_secs(-1)).await?;

@@ -307,7 +307,7 @@ async fn confirmed_absence_opens_the_gate_only_if_permitted() -> Result<()> {
     Ok(())
 }
 
-/// As on a real machine, root's directory contains only a link to the marker in another directory.
+/// As on a real machine, where `/opt/svc` belongs to root, the marker's path is a link to a file in `/var/lib/svc`.
 #[tokio::test]
 async fn marker_is_written_through_its_link() -> Result<()> {
     let store = machine::start_store()?;

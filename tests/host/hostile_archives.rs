@@ -140,7 +140,7 @@ async fn import_runs_archive_sql_without_privileges() -> Result<()> {
         "CREATE FUNCTION app_notes.e() RETURNS event_trigger LANGUAGE plpgsql AS 'BEGIN END'; \
          CREATE EVENT TRIGGER planted ON ddl_command_start EXECUTE FUNCTION app_notes.e()"
             .to_owned(),
-        // Statements that the role may run, whose effects must be removed before the superuser connects.
+        // Statements that the role may run, but that create objects or privileges that the import must refuse.
         format!("{definer} CREATE INDEX ON app_notes.notes (app_notes.f(body))"),
         format!("{definer} ALTER TABLE app_notes.notes ADD CHECK (app_notes.f(body) <> '')"),
         "ALTER TABLE app_notes.notes ALTER body SET DEFAULT pg_catalog.pg_read_file('/etc/passwd')"
@@ -173,7 +173,7 @@ async fn import_runs_archive_sql_without_privileges() -> Result<()> {
     Ok(())
 }
 
-/// Settings for all database sessions are dropped; owners and privileges are those that an import sets.
+/// No setting in the archive is imported; owners and privileges are those that an import sets.
 #[tokio::test]
 async fn import_drops_settings_and_owners_from_the_archive() -> Result<()> {
     let store = machine::start_store()?;

@@ -93,7 +93,7 @@ async fn replace_restores_a_lost_database_and_keeps_the_substitute() -> Result<(
     Ok(())
 }
 
-/// A marker from a release without database ids identifies no database, so the first backup adopts the current one.
+/// A marker from an old release names no database, so the first backup adopts the current one.
 #[tokio::test]
 async fn database_with_marker_from_old_release_is_adopted_once() -> Result<()> {
     let store = machine::start_store()?;

@@ -70,7 +70,7 @@ pub async fn read_pointer(store: &S3Server) -> Result<Option<Pointer>> {
     Ok(pointer_io::read(&bucket(store)?, &slot()).await?.map(|read| read.value))
 }
 
-/// The result of a run.
+/// The exit status and the output of a run.
 #[derive(Debug)]
 pub struct RunResult {
     /// `None` if killed by a signal.

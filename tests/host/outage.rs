@@ -1,5 +1,5 @@
-//! The backup of a machine whose platform is unreachable stores snapshots with the outage session, which grants nothing
-//! else.
+//! While the platform is unreachable, a backup stores snapshots with the outage session, which cannot move the pointer
+//! or change any other object.
 
 use anyhow::{Context, Result};
 use jiff::{SignedDuration, Timestamp};
@@ -148,7 +148,7 @@ async fn outage_session_reads_and_changes_nothing_else() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn agent_renews_the_outage_session() -> Result<()> {
+async fn sync_agent_renews_the_outage_session() -> Result<()> {
     let store = machine::start_store()?;
     let platform = CredentialPlatform::start(&store).await?;
     let machine = create_machine_with_credentials(&store, &platform, SignedDuration::from_hours(1)).await?;
@@ -163,7 +163,7 @@ async fn agent_renews_the_outage_session() -> Result<()> {
     assert!(credentials["outage"]["sessionToken"].is_string(), "there must be an outage session");
     credentials["renewedAt"] =
         json!(rfc3339_ms(Timestamp::now().checked_sub(SignedDuration::from_mins(51))?));
-    // Simulates a later renewal by another applet.
+    // The agent loads the stored sessions only if they expire later than its own, as after another applet's renewal.
     credentials["expiresAt"] =
         json!(rfc3339_ms(Timestamp::now().checked_add(SignedDuration::from_hours(2))?));
     svc::fsx::write_atomic(&credentials_path, &serde_json::to_vec(&credentials)?, 0o600)?;

@@ -92,7 +92,7 @@ async fn respond(
     }
 }
 
-/// Starts a gateway with its own certificate in place of the machine's. It serves `/readyz`.
+/// Starts a gateway that serves `/readyz`, with a new certificate that replaces the machine's stored one.
 pub async fn start_gateway(machine: &Machine) -> Result<SocketAddr> {
     start_gateway_with_routes(machine, Router::new().route("/readyz", get(|| async { "ok" }))).await
 }

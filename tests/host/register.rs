@@ -20,8 +20,8 @@ async fn register(machine: &Machine, args: &[&str], extra_env: RunEnv<'_>) -> Re
     tokio::task::spawn_blocking(move || running.wait()).await?
 }
 
-/// Creates a machine with an installed release. The digest is stored next to the release, because the service's user
-/// cannot read `update.env`.
+/// Creates a machine with an installed release. The release's directory contains the bundle's digest, because the
+/// service's user cannot read `update.env`.
 async fn machine_with_release(platform: &Platform) -> Result<(Machine, String)> {
     let machine = Machine::bare(1)?;
     machine.set_current_release("1.0.0", DIGEST)?;

@@ -127,8 +127,8 @@ async fn restored_database_equals_the_backed_up_one() -> Result<()> {
     Ok(())
 }
 
-/// Settings that would make the load or the row counts fail if they applied to the session, and a list-valued setting
-/// that no session may change.
+/// Settings that would make the load or the row counts fail if they applied to the session, and a list of names, one of
+/// which needs quotes.
 const RESTRICTIVE_SETTINGS: &str = "
     CREATE ROLE team NOLOGIN; CREATE ROLE reader NOLOGIN;
     ALTER ROLE reader IN DATABASE svc SET default_transaction_read_only = on;

@@ -275,7 +275,7 @@ async fn metadata_is_written_only_when_it_changes() -> Result<()> {
     let platform = Platform::start(accepted_heartbeat()).await?;
     let machine = Machine::in_use(&store, 3).await?;
     platform.configure(&machine)?;
-    // Hetzner's data source stores no address.
+    // Hetzner's data source stores no address, so the metadata contains the gateway's listen address.
     let data = json!({ "v1": { "instance_id": "4711" },
         "ds": { "meta_data": { "instance-id": 4711, "local-hostname": "svc-1", "public-keys": [] } } });
     let path = machine.path("run/cloud-init/instance-data.json");

@@ -119,7 +119,7 @@ async fn bundle_that_changes_during_download_is_refused() -> Result<()> {
 }
 
 #[tokio::test]
-async fn wrong_digest_does_not_switch_releases() -> Result<()> {
+async fn invalid_bundle_does_not_switch_releases() -> Result<()> {
     let (source, _) = start_source().await?;
     let wrong_digest_machine = create_machine(source.addr, &"ab".repeat(32))?;
     let result = boot(&wrong_digest_machine, &[]).await?.expect(70);

@@ -203,10 +203,10 @@ async fn adoption_killed_at_any_step_is_finished_by_the_next_run() -> Result<()>
         let kill = format!("{point}=return(kill)");
         fixture.run(&["apply", "--request"], Some(&kill)).await?.expect_killed();
         let is_adopted = KEY_FAILPOINTS[1..].contains(&point) || point == "update.outcome_recorded";
-        let current = if is_adopted { expected_keys("1", &[new]) } else { expected_keys("", &[old]) };
+        let expected = if is_adopted { expected_keys("1", &[new]) } else { expected_keys("", &[old]) };
         assert_eq!(
             read_trusted_keys(&fixture)?,
-            current,
+            expected,
             "{point}: keys must be adopted only with a healthy release, and completely"
         );
         // One run completes the killed update, adopts the new key and verifies the next release with it.

@@ -1,4 +1,4 @@
-//! An update creates a snapshot before it switches releases; until it has one, it waits. The tests use the real
+//! An update takes a snapshot before it switches releases, and waits until it has one. The tests use the real
 //! `svc-db-backup`, a real PostgreSQL and a real S3 server.
 
 use std::fs;

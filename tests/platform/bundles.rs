@@ -42,7 +42,7 @@ async fn bundle_is_served_in_full_and_in_ranges() {
         assert_eq!(response.status, 304, "if-none-match: {validator}");
     }
 
-    // A HEAD request ignores the Range header.
+    // The Range header of a HEAD request is ignored.
     let head = stack.request(&process, Method::HEAD, PATH).bearer_auth(SECRET).header("range", "bytes=4-");
     let head = stack.send(head).await;
     assert_eq!(

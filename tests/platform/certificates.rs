@@ -1,5 +1,5 @@
-//! Tests machine certificates from provisioning to verification, with a real gateway and a real certificate authority
-//! that validates the gateway's name through the router.
+//! Tests machine certificates from provisioning to verification, with a real gateway and Pebble, an ACME server that
+//! validates the gateway's name through the router.
 
 use http::StatusCode;
 use kit::ca::Ca;

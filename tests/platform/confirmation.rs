@@ -1,5 +1,5 @@
-//! Tests the confirmation of the quoted cost and of the customer's consent before a customer is added. It is required
-//! only if `PROVISION_CONFIRMATION` is set.
+//! Tests the confirmation of the quoted cost and of the customer's consent. If `PROVISION_CONFIRMATION` is set, a new
+//! customer requires both, and a replacement with another server type requires confirmation of the cost.
 
 use futures_util::future::join_all;
 use kit::provider::{Fault, FaultRule};
@@ -10,7 +10,7 @@ use super::stack::{ApiResponse, Process, SECRET, Stack, provision_body};
 
 const QUOTE: &str = "/vps/provision/quote";
 const PROVISION: &str = "/vps/provision";
-/// The cost of a cpx22 with a public IPv4 address in one of the simulator's European locations, including tax.
+/// The monthly cost of a cpx22 with a public IPv4 address in one of the simulator's European locations, including tax.
 const COST: &str = "10.1031 EUR";
 
 fn confirmed_body(user: &str, cost: &str) -> Value {

@@ -41,7 +41,7 @@ pub struct FakeHostBehavior {
 }
 
 pub struct FakeHost {
-    /// The claims of the received proofs.
+    /// The claims of the accepted proofs, in the order of the calls.
     pub proofs: Arc<Mutex<Vec<Claims>>>,
     pub guest: UserDataSettings,
     /// The keys that verify proofs; an invalid proof is rejected with 401.

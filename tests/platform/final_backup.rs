@@ -1,5 +1,5 @@
 //! Before a host is replaced, its writers stop, and the operation waits for a later snapshot while the final backup
-//! makes progress. If no backup can be made, an operator decides.
+//! makes progress. If a reachable host cannot take a backup, an operator decides.
 
 use std::time::Duration;
 

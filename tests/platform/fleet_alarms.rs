@@ -216,7 +216,8 @@ async fn time_without_capacity_does_not_count_toward_the_deadline() {
         client.query_opt(sql, &[]).await.unwrap()
     };
     stack.eventually("the operation is waiting for capacity", find_blocked).await;
-    // The waiting operation is older than all deadlines, and one more failure would exhaust its retries.
+    // The waiting operation becomes older than all deadlines. If the attempts while the account was blocked counted,
+    // the next failure would be the fifth, which is the minimum before a machine fails.
     let age = "WITH lines AS (UPDATE operation_log SET at = at - interval '25 hours') \
                UPDATE operations SET created_at = created_at - interval '25 hours', \
                progress_at = progress_at - interval '25 hours', attempts = greatest(attempts, 4)";

@@ -83,7 +83,8 @@ async fn responses_are_sanitized_and_requests_audited() {
     let restores = list_audit(&stack, &process, "files.restore").await;
     let outcomes: Vec<_> = restores.iter().map(|row| &row["after"]["outcome"]).collect();
     assert_eq!(outcomes, ["accepted", "requested", "host_answer_invalid", "requested"]);
-    // Only the host detects this reuse of an idempotency key, as if the platform had not stored its first response.
+    // The host reports a reused idempotency key that the platform could not detect, for example because it had stopped
+    // before it stored the first response.
     set_files_response(&host, 422, &json!({"detail": "The key was used for another restore."}));
     send(Method::POST, "restore", Some(&body)).await.assert_problem(422, "idempotency_mismatch");
     send(Method::GET, "at", None).await.assert_problem(502, "host_refused");

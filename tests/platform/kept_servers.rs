@@ -203,7 +203,7 @@ async fn server_of_unreachable_host_is_kept_until_loss_accepted() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn refused_power_off_or_delete_does_not_delay_a_recovery() {
+async fn refused_power_off_or_delete_does_not_block_a_recovery() {
     let stack = Stack::start().await;
     let process =
         stack.start_platform_with(&[("RESIZE_SHUTDOWN_SECONDS", "0"), ("POWER_OFF_RETRY_SECONDS", "2")]);

@@ -41,8 +41,8 @@ async fn keys_rotate_without_refused_proofs() {
     let deadline = Instant::now() + Duration::from_secs(40);
     let mut requests = 0;
     let mut next_heartbeat = Instant::now();
-    // Repeat until three rotations have happened and the first key is retired. The host receives a key long after the
-    // platform has created it.
+    // Repeat until three rotations have happened and the first key is retired. The host receives a new key only with
+    // its next heartbeat.
     while received_kids.len() < 4 || kids(&host.keys.lock().unwrap()).contains(&first) {
         assert!(Instant::now() < deadline, "{received_kids:?}\n{}", stack.log());
         let process = if requests % 2 == 0 { &processes.0 } else { &processes.1 };

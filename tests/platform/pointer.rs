@@ -1,5 +1,5 @@
 //! GET `/vps/slots/pointer` shows a slot's pointer. POST `/vps/slots/pointer/rebuild` rewrites an unusable pointer from
-//! the existing snapshots; neither its fence nor its sequence number decreases.
+//! the existing snapshots; neither its fence nor its sequence number decreases, unless the old value is implausible.
 
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;

@@ -1,4 +1,4 @@
-//! Tests which provisioning requests are permitted and rejected, their responses, and a new server's user-data.
+//! Tests which provisioning requests are accepted or rejected, their responses, and a new server's user-data.
 
 use std::collections::BTreeMap;
 

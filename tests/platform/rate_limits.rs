@@ -101,7 +101,7 @@ async fn host_rate_limit_does_not_affect_others() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn host_credential_requests_are_rate_limited() {
+async fn storage_credential_requests_are_rate_limited() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;

@@ -241,7 +241,7 @@ async fn delete_machine_without_retention(stack: &Stack, process: &Process) {
 
 async fn wait_for_server_deletion(stack: &Stack) {
     let is_deleted = || async { stack.provider.servers().is_empty().then_some(()) };
-    stack.eventually("the server is deleted after its retention", is_deleted).await;
+    stack.eventually("the server is deleted", is_deleted).await;
 }
 
 /// No kept server is deleted while machines may be missing from the database.

@@ -183,7 +183,7 @@ async fn without_files_option_reaches_the_new_machine() {
     assert_eq!((again.status, &again.body), (202, &accepted.body), "{again:?}");
 }
 
-/// The machine has data that is not saved anywhere else, so a start without a snapshot is rejected.
+/// Only the machine's server has the slot's data, so the problem advises a backup, not a start without a snapshot.
 #[tokio::test(flavor = "multi_thread")]
 async fn recovery_of_a_machine_without_backup_is_rejected() {
     let stack = Stack::start().await;

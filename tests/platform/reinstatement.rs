@@ -108,8 +108,8 @@ async fn immediate_deletion_keeps_the_predecessors_server() {
     assert_eq!(undeleted.status, 202, "{undeleted:?}");
 }
 
-/// Deletes a machine with this query while the provider refuses to delete servers. Returns the machine's host and the
-/// operation that removes the server.
+/// Deletes a machine, with these query parameters, while the provider refuses to delete servers. Returns the settings
+/// of the machine's host, and the operation that removes its server.
 async fn start_stuck_removal(stack: &Stack, process: &Process, query: &str) -> (UserDataSettings, Value) {
     let old = stack.start_machine(process, "user_1").await;
     stack.store_snapshot("user_1");

@@ -111,7 +111,7 @@ async fn failed_change_keeps_the_old_type_running() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn resize_fails_when_the_provider_never_completes() {
+async fn resize_is_reverted_if_provider_errors_persist() {
     for step in ["poweroff", "change_type"] {
         let settings = [("RESIZE_SHUTDOWN_SECONDS", "1"), ("RESIZE_CHANGE_SECONDS", "2")];
         let (stack, process, guest) = start_with_settings(&settings).await;
@@ -132,7 +132,7 @@ async fn machine_with_server_off_stays_failed_until_healthy_heartbeat() {
     assert_eq!((&record["status"], &record["failure"]["cause"]), (&json!("failed"), &json!("resize")));
     assert_eq!(record["failure"]["stage"], "power_on");
 
-    // A heartbeat that was in flight when the power was cut does not return the machine to service.
+    // A heartbeat that was in flight when the server was powered off does not return the machine to service.
     stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
     assert_eq!(fetch_record(&stack, &process, &guest).await["status"], "failed");
     stack.provider.clear_faults();
@@ -158,7 +158,7 @@ async fn machine_with_server_off_stays_failed_until_healthy_heartbeat() {
     assert_eq!(record["serverType"], "cpx32", "the record must show the type that the provider reports");
 }
 
-/// Time during which a problem with the provider account blocks the power-on does not count toward `RESIZE_HEALTH_SECONDS`.
+/// Time during which the provider's account blocks the power-on does not count toward `RESIZE_HEALTH_SECONDS`.
 #[tokio::test(flavor = "multi_thread")]
 async fn resize_succeeds_after_a_long_account_block() {
     let (stack, process, guest) = start_with_machine().await;

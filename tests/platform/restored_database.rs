@@ -463,7 +463,7 @@ async fn replaced_machine_is_neither_powered_on_nor_resized() {
     assert!(refused.body["detail"].as_str().unwrap().contains(&holder), "{refused:?}");
 }
 
-/// An earlier release parsed such an epoch as 0, which no machine has.
+/// An earlier release parsed an epoch above `u32::MAX` as 0, which no machine has.
 #[tokio::test(flavor = "multi_thread")]
 async fn heartbeat_with_an_impossible_epoch_is_rejected() {
     let stack = Stack::start().await;

@@ -1,4 +1,4 @@
-//! A provision request that would exceed the provider's server quota is rejected before anything is created.
+//! A provision request that would exceed the provider's server limit is rejected before anything is created.
 
 use futures_util::future::join_all;
 use kit::provider::{Fault, FaultRule, SimulatorOptions};
@@ -35,7 +35,7 @@ async fn provision_beyond_the_declared_limit_creates_nothing() {
     let again = stack.post(&process, PROVISION, &provision_body("user_1")).await;
     assert_eq!((again.status, again.body["machineId"].as_str()), (200, Some(guest.machine.as_str())));
 
-    // A failed machine is replaced even though no other server fits within the quota.
+    // A failed machine is replaced even though no other server fits within the limit.
     let failed =
         stack.post(&process, &format!("/vps/{}/fail", guest.machine), &json!({"reason": "test"})).await;
     assert_eq!(failed.status, 200, "{failed:?}");
@@ -46,9 +46,9 @@ async fn provision_beyond_the_declared_limit_creates_nothing() {
     let replaced = stack.post(&process, PROVISION, &body).await;
     assert_eq!(replaced.status, 202, "{replaced:?}");
 
-    let with_larger_quota = stack.start_platform_with(&[("PROVIDER_SERVER_LIMIT", "5")]);
+    let with_larger_limit = stack.start_platform_with(&[("PROVIDER_SERVER_LIMIT", "5")]);
     let refused = bodies.iter().zip(&responses).find(|(_, response)| response.status != 202).unwrap().0;
-    assert_eq!(stack.post(&with_larger_quota, PROVISION, refused).await.status, 202);
+    assert_eq!(stack.post(&with_larger_limit, PROVISION, refused).await.status, 202);
 }
 
 #[tokio::test(flavor = "multi_thread")]

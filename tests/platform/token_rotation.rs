@@ -34,7 +34,8 @@ async fn rotate_token(stack: &Stack, process: &Process, guest: &UserDataSettings
     next
 }
 
-async fn request_credentials_status(stack: &Stack, process: &Process, guest: &UserDataSettings) -> u16 {
+/// Returns the status of the response.
+async fn request_storage_credentials(stack: &Stack, process: &Process, guest: &UserDataSettings) -> u16 {
     let path = format!("/vps/{}/storage-credentials", guest.machine);
     let call = stack.request(process, Method::POST, &path).bearer_auth(&guest.upgrade_token);
     stack.send(call).await.status
@@ -61,9 +62,9 @@ async fn old_token_expires_after_the_host_has_used_the_next_one() {
     let again = with_next_token(&guest, &send_heartbeat(&stack, &process, &guest).await);
     assert_eq!(again.upgrade_token, next.upgrade_token);
     // Other routes accept both tokens; only a heartbeat confirms the new one.
-    assert_eq!(request_credentials_status(&stack, &process, &next).await, 200);
+    assert_eq!(request_storage_credentials(&stack, &process, &next).await, 200);
     tokio::time::sleep(std::time::Duration::from_millis(2500)).await;
-    assert_eq!(request_credentials_status(&stack, &process, &guest).await, 200);
+    assert_eq!(request_storage_credentials(&stack, &process, &guest).await, 200);
 
     assert_eq!(send_heartbeat(&stack, &process, &next).await.status, 200);
     let record = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;
@@ -82,8 +83,8 @@ async fn old_token_expires_after_the_host_has_used_the_next_one() {
     client.execute(restore, &[]).await.unwrap();
     tokio::time::sleep(std::time::Duration::from_millis(2500)).await;
     send_heartbeat(&stack, &process, &guest).await.assert_problem(401, "unauthorized");
-    assert_eq!(request_credentials_status(&stack, &process, &guest).await, 401);
-    assert_eq!(request_credentials_status(&stack, &process, &next).await, 200);
+    assert_eq!(request_storage_credentials(&stack, &process, &guest).await, 401);
+    assert_eq!(request_storage_credentials(&stack, &process, &next).await, 200);
     assert!(!stack.log().contains(&next.upgrade_token), "a token is in the log");
 }
 

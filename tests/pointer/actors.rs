@@ -1,5 +1,5 @@
-//! The pointer's writers: hosts after each backup, platforms before each new machine. They run the product's code,
-//! except that each faulty writer breaks one rule.
+//! The actors: hosts write the pointer after each backup, platforms before each new machine, and readers read it. They
+//! run the product's code, except that each faulty writer breaks one rule.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
@@ -27,7 +27,7 @@ const MAX_ATTEMPTS: u32 = 12;
 pub enum BrokenRule {
     /// A host checks the fence before it writes.
     FenceCheck,
-    /// A host writes the sidecar before it publishes the snapshot.
+    /// A host writes the sidecar before it advances the pointer.
     WriteOrder,
     /// A host does not treat an error as a success.
     ErrorReporting,
@@ -171,8 +171,8 @@ pub async fn run_advance(
     }
 }
 
-/// Reads the latest snapshot as a recovery does. A read must see every log entry written before it started, and every
-/// published snapshot must be usable.
+/// Reads the latest snapshot as a recovery does. A read must see every log entry written before it started. If the last
+/// entry named a snapshot then, a usable snapshot must be found.
 pub async fn run_reader(bucket: Bucket, with_history: impl Fn(&mut dyn FnMut(&mut History)), reads: u32) {
     for _ in 0..reads {
         let (mut seq, mut names_snapshot) = (0, false);

@@ -227,7 +227,7 @@ impl ScenarioRun {
         match next {
             Event::Call { waiting, outcome } => {
                 self.scenario.faults -= u32::from(outcome != CallOutcome::Done);
-                // The waiting actor may have ended in the meantime.
+                // Cannot fail: the turns of dropped calls have just been removed.
                 let _ = self.waiting.remove(waiting).reply.send(outcome);
             }
             Event::Crash { waiting, outcome } => {

@@ -19,7 +19,7 @@ pub enum Violation {
     SnapshotDropped,
     /// A host reported success, but the pointer never named its snapshot.
     FalseSuccess,
-    /// A snapshot was published, but a reader found no usable one.
+    /// The pointer named a snapshot, but a reader found no usable one.
     DamagedRead,
     /// `latest` contains a value that no log entry claims.
     UnclaimedLatest,

@@ -57,7 +57,8 @@ async fn observe_pointers(
     pointers
 }
 
-/// Runs the old machine, the platform and the new machine concurrently, and returns the number of successful writes.
+/// Races the last steps of the old machine's three backups against the platform's fence, which the new machine's backup
+/// follows. Returns the number of successful writes.
 async fn race(bucket: &Bucket, slot: &SlotPrefix, choices: &mut SeededChoices) -> Result<u64> {
     // Staggers the starts by about the duration of a call; otherwise the same writer would always win.
     let mut delay = || Duration::from_millis(choices.pick(40) as u64);

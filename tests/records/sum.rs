@@ -49,7 +49,7 @@ pub fn sum_interactions(logs: &Path) -> Result<(BTreeMap<UsageKey, UsageSum>, Ve
             let Ok(Value::Object(entry)) = serde_json::from_str::<Value>(line) else { continue };
             let text = |name: &str| entry[name].as_str().unwrap_or_default().to_owned();
             let sum = UsageSum {
-                cost_nanos: parse_cost_nanos(cost_digits(line)?)?,
+                cost_nanos: parse_cost_nanos(cost_text(line)?)?,
                 tokens_in: entry["tokensIn"].as_u64().context("tokensIn")?.into(),
                 tokens_out: entry["tokensOut"].as_u64().context("tokensOut")?.into(),
                 dispatches: 1,
@@ -68,7 +68,7 @@ pub fn read_usage_sums(logs: &Path) -> Result<BTreeMap<UsageKey, UsageSum>> {
         let entry: Value = serde_json::from_str(line).with_context(|| line.to_owned())?;
         let text = |name: &str| entry[name].as_str().unwrap_or_default().to_owned();
         let sum = UsageSum {
-            cost_nanos: parse_cost_nanos(cost_digits(line)?)?,
+            cost_nanos: parse_cost_nanos(cost_text(line)?)?,
             tokens_in: entry["tokensIn"].as_u64().context("tokensIn")?.into(),
             tokens_out: entry["tokensOut"].as_u64().context("tokensOut")?.into(),
             dispatches: entry["dispatches"].as_u64().context("dispatches")?.into(),
@@ -79,8 +79,8 @@ pub fn read_usage_sums(logs: &Path) -> Result<BTreeMap<UsageKey, UsageSum>> {
     Ok(sums)
 }
 
-/// Returns the digits of a line's cost, as written.
-fn cost_digits(line: &str) -> Result<&str> {
+/// Returns a line's cost, as written.
+fn cost_text(line: &str) -> Result<&str> {
     let (_, rest) = line.split_once("\"cost\":").context("the line has no cost")?;
     Ok(rest.split([',', '}']).next().unwrap_or_default())
 }

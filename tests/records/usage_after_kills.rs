@@ -94,7 +94,8 @@ fn victim() {
                 std::thread::sleep(DISPATCH_INTERVAL);
             }
         });
-        // These tasks normally run on a timer; here they run more often.
+        // In production, a timer triggers writes and seals, and a write compacts the file only if it has many obsolete
+        // lines. Here, all three run much more often.
         for turn in 0_u32.. {
             if recorder.is_finished() {
                 break;
@@ -315,7 +316,7 @@ fn run_with_kills(dispatches: u64, kills: u64, seed: u64) -> Result<KillTest> {
     let mut turn = seed;
     while test.kills < kills {
         turn += 1;
-        // One in eight kills happens while the process is still loading the records.
+        // One in eight delays begins when the process is spawned, so the kill can interrupt the loading of the records.
         let should_wait_for_start = !hash(turn).is_multiple_of(8);
         let delay = mean_interval.mul_f64((hash(turn) >> 40) as f64 / f64::from(1 << 24) * 2.0);
         if !test.kill_after(delay.max(Duration::from_millis(1)), should_wait_for_start)? {

@@ -25,7 +25,7 @@ pub fn metrics() -> GeneratedSection {
     GeneratedSection::new("metrics", table(&["metric", "type", "labels", "where", "meaning"], rows))
 }
 
-/// Returns the error codes, sorted by status, then by code.
+/// Renders the table of error codes, sorted by status, then by code.
 pub fn errors() -> GeneratedSection {
     let mut codes = Code::ALL.to_vec();
     codes.sort_by_key(|code| (code.status().as_u16(), code.as_str()));

@@ -1,4 +1,4 @@
-//! The capabilities of each of the kit's object stores, as probed by `svcctl doctor platform`.
+//! The capabilities of each of the kit's object stores, as probed by [`doctor::probe_store`].
 
 use std::time::Duration;
 

@@ -149,9 +149,9 @@ fn every_reader_of_a_variable_exists() {
         let unit = crate::root().join("systemd/system").join(name);
         name.contains(' ') || APPLETS.iter().any(|applet| applet.name == name) || unit.is_file()
     };
-    let variables =
+    let overrides =
         sections().flat_map(|section| section.variables.iter().filter_map(|variable| variable.readers));
-    let readers = sections().map(|section| section.readers).chain(variables).flatten();
+    let readers = sections().map(|section| section.readers).chain(overrides).flatten();
     assert_no_problems(
         &readers.filter(|name| !is_known(name)).map(|name| format!("no program {name}")).collect::<Vec<_>>(),
     );

@@ -9,7 +9,7 @@ use svc::machine::id::MachineId;
 use super::machine::TestMachine;
 use super::test_router::{APP_HOST, CODE_HOST, RouterResponse, TestRouter, send};
 
-/// Requests an app token as the owner's own program would.
+/// Requests an app token with the user's token from the identity provider.
 async fn request_app_token(router: &TestRouter, user: &str, app: &str) -> String {
     let token_request =
         router.post(APP_HOST, "/_svc/app-token").bearer_auth(router.token(user)).json(&json!({ "app": app }));

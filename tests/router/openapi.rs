@@ -1,5 +1,5 @@
 //! Compares the router's built-in routes with their descriptions: each route gets each kind of invalid request, and
-//! each declared error code is triggered.
+//! each documented error code is triggered.
 
 use anyhow::Result;
 use http::{Method, StatusCode};
@@ -12,7 +12,8 @@ use svc::router::ROUTES;
 use super::machine::TestMachine;
 use super::test_router::{APP_HOST, CODE_HOST, TestRouter, send};
 use crate::contract::{
-    self, ApiUnderTest, Contract, Reply, WrongCredential, assert_rejects_invalid_requests, valid_call,
+    self, ApiUnderTest, CheckedResponse, Contract, WrongCredential, assert_rejects_invalid_requests,
+    valid_call,
 };
 
 /// The cookie of a browser that has started a sign-in on `CODE_HOST`.
@@ -43,7 +44,7 @@ impl RouterSetup {
         Ok(Self { router, _machine: machine, session: format!("svc_session={session}"), app_token })
     }
 
-    async fn send(&self, request: RequestBuilder) -> Reply {
+    async fn send(&self, request: RequestBuilder) -> CheckedResponse {
         contract::platform().send(request).await.unwrap()
     }
 }
@@ -115,7 +116,7 @@ impl ApiUnderTest for RouterSetup {
         ["handOverSession", "takeSession"].contains(&operation.id)
     }
 
-    fn required_value(&self, _: &Operation, name: &str) -> Option<Value> {
+    fn override_value(&self, _: &Operation, name: &str) -> Option<Value> {
         match name {
             "slot" => Some(json!("primary")),
             "app" => Some(json!("notes")),

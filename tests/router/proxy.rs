@@ -150,7 +150,7 @@ async fn closed_idle_connection_is_not_reused() -> Result<()> {
 }
 
 #[tokio::test]
-async fn broken_idle_connection_is_replaced_for_safe_requests() -> Result<()> {
+async fn broken_idle_connection_is_replaced_for_idempotent_requests() -> Result<()> {
     let upstream = Upstream::start(|connection, request| {
         if (connection, request) == (0, 1) { Behavior::Disconnect } else { Behavior::Respond }
     });
@@ -216,7 +216,7 @@ async fn early_response_closes_connection_after_upload() -> Result<()> {
 }
 
 #[tokio::test]
-async fn timeouts_and_limits_are_enforced() -> Result<()> {
+async fn head_timeout_and_connection_limit_are_enforced() -> Result<()> {
     let upstream = Upstream::start(|_, _| Behavior::Silent).await?;
     let limits =
         ProxyLimits { head_timeout: Duration::from_millis(50), max_connections: 1, ..ProxyLimits::default() };

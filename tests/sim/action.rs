@@ -50,7 +50,7 @@ impl Simulation<'_> {
                     let (store, ledger, rows) =
                         (Arc::clone(&self.store), self.ledger.clone(), self.rows.clone());
                     let (stops_after, broken_rule) = (*stops_after, self.broken_rule);
-                    self.counts.snapshots += 1;
+                    self.counts.started_backups += 1;
                     self.tasks.spawn(async move {
                         let server = host.server.clone();
                         let end = host.back_up(store, rows, stops_after, broken_rule).await;
@@ -80,11 +80,11 @@ impl Simulation<'_> {
             Action::SaveDatabase => self.database.save().await?,
             Action::RestoreDatabase => self.restore_database().await?,
             Action::Crash { process } => {
-                self.counts.crashes += 1;
+                self.counts.planned_crashes += 1;
                 self.processes[*process].switch.kill();
             }
             Action::CrashAt { process, kill_point, calls_to_skip } => {
-                self.counts.crashes += 1;
+                self.counts.planned_crashes += 1;
                 self.processes[*process].switch.arm(*kill_point, *calls_to_skip);
             }
             Action::Stop { process } => {
@@ -302,7 +302,7 @@ impl Simulation<'_> {
         }
     }
 
-    /// Waits until every background request and backup has ended.
+    /// Waits until every background task has ended.
     async fn wait_for_tasks(&mut self) {
         while self.tasks.join_next().await.is_some() {}
     }
@@ -425,8 +425,8 @@ impl Simulation<'_> {
             {
                 self.answer_question(&operation.operation_id, &operation.machine_id, &database_state).await;
             }
-            // Booting hosts register, and resized or unproven hosts send heartbeats. Operations that wait for any other
-            // host time out.
+            // Booting hosts register. Other active hosts send heartbeats unless they are running and proven. Operations
+            // that wait for any other host time out.
             for host in self.hosts().to_vec() {
                 let Some(machine) =
                     database_state.machine(&host.machine).filter(|_| live.contains(&host.machine))

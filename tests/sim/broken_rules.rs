@@ -23,8 +23,8 @@ async fn assert_detects(
     assert!(seed.is_some(), "{violation:?} was not detected in {MAX_SEEDS} seeds");
 }
 
-/// Generates a test for each broken rule: the violation to detect, the likely seeds, and consequences that may be
-/// detected first.
+/// Generates a test for each broken rule, which must lead to the given violation. `at` lists the likely seeds, and
+/// `allowing` the consequences that may be detected first.
 macro_rules! detects {
     ($($test:ident: $broken:expr => $violation:ident at [$($likely:literal),+] $(, allowing $($follows:ident)+)?;)*) => {$(
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

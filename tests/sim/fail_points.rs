@@ -1,5 +1,5 @@
-//! Checks that every fail point in the source is enumerated, and that every enumeration has a test that kills a process
-//! at each point.
+//! Checks that every fail point in the source is in a list, and that every list has a test that kills a process at each
+//! of its points.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -16,9 +16,9 @@ use svc::platform::operations::{OperationKind, fail_point_names};
 use svc::platform::{platform_key_rotation, rollouts, token_rotation};
 use svc_files as files;
 
-/// Returns the enumerations, each with its name in the test that kills a process at each of its points, and the test's
-/// file.
-fn enumerations() -> [(&'static [&'static str], &'static str, &'static str); 25] {
+/// Returns the lists of fail points, each with its name in the test that kills a process at each of its points, and the
+/// test's file.
+fn fail_point_lists() -> [(&'static [&'static str], &'static str, &'static str); 25] {
     [
         (backup::FAILPOINTS, "svc::host::snapshots::backup::FAILPOINTS", "tests/host/backup.rs"),
         (backup::DRILL_FAILPOINTS, "svc::host::snapshots::backup::DRILL_FAILPOINTS", "tests/host/checks.rs"),
@@ -105,28 +105,28 @@ fn dev_build_is_recognized_by_its_fail_points() {
 }
 
 #[test]
-fn every_fail_point_in_the_source_is_enumerated() {
+fn every_fail_point_in_the_source_is_listed() {
     let mut files = Vec::new();
     collect_sources(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut files);
-    let enumerated: Vec<&str> =
-        enumerations().iter().flat_map(|(points, _, _)| points.iter().copied()).collect();
+    let listed: Vec<&str> =
+        fail_point_lists().iter().flat_map(|(points, _, _)| points.iter().copied()).collect();
     let mut triggered = Vec::new();
     for file in files {
         for name in find_triggered_points(&fs::read_to_string(&file).unwrap()) {
-            // Operations derive their points from kind, step and position, and enumerate them in the same way.
+            // The names of an operation's points, and the list of them, are derived from its kind and steps.
             let is_derived =
                 name.starts_with("&fail_point_name(") && file.ends_with("platform/operations/leased.rs");
             let is_switch = SWITCHES.contains(&name.as_str());
             assert!(
-                is_derived || is_switch || enumerated.contains(&name.as_str()),
+                is_derived || is_switch || listed.contains(&name.as_str()),
                 "{}: {name} is not in any FAILPOINTS list",
                 file.display()
             );
             triggered.push(name);
         }
     }
-    for point in enumerated {
-        assert!(triggered.iter().any(|name| name == point), "{point} is enumerated but not in the source");
+    for point in listed {
+        assert!(triggered.iter().any(|name| name == point), "{point} is listed but not in the source");
     }
     assert_eq!(
         find_triggered_points("x failpoint::trigger(\"a.b\")?; failpoint::trigger(&c)"),
@@ -135,8 +135,8 @@ fn every_fail_point_in_the_source_is_enumerated() {
 }
 
 #[test]
-fn every_enumeration_has_a_kill_test() {
-    for (points, name, test) in enumerations() {
+fn every_fail_point_list_has_a_kill_test() {
+    for (points, name, test) in fail_point_lists() {
         let text = read_file(test);
         assert!(!points.is_empty());
         let loops = [format!("in {name}"), format!("zip({name})"), format!("{name}.iter()")];

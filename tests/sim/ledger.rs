@@ -15,6 +15,7 @@ pub struct RequestRecord {
     pub operation: &'static str,
     pub key: Option<String>,
     pub request_id: String,
+    /// 0 if there was no response, or if the restored database may lack the request.
     pub status: u16,
 }
 

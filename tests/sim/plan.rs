@@ -92,7 +92,7 @@ pub enum Action {
     CutDatabaseConnections,
     /// Copies the platform's database for a later restore.
     SaveDatabase,
-    /// Stops the platform, replaces its database with the copy, and starts it again.
+    /// Kills the platform's processes, replaces their database with the copy, if there is one, and starts them again.
     RestoreDatabase,
     Crash {
         process: usize,
@@ -296,7 +296,7 @@ fn pick_action(rng: &mut Rng, has_many_faults: bool) -> Action {
     ];
     let machine = rng.below(64);
     let slot = rng.below(SLOTS.len());
-    // Mostly one of the newest machines, which have the most activity.
+    // Mostly one of the newest hosts, which have the most activity.
     let host = if rng.percent(70) { rng.below(3) } else { rng.below(64) };
     let process = rng.below(PROCESSES);
     match rng.pick_weighted(&weights) {

@@ -54,7 +54,7 @@ pub struct ApiResponse {
     pub body: Value,
 }
 
-/// Returns the production configuration, with shorter intervals and timeouts.
+/// Returns the configuration for a run, with shorter intervals and timeouts than in production.
 pub fn build_config(database_url: &str) -> PlatformConfig {
     let key = "07".repeat(32);
     let env = Env::from_pairs([

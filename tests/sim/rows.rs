@@ -65,7 +65,7 @@ impl Rows {
         Some(row)
     }
 
-    /// Removes a row whose write was not acknowledged, because it may be lost.
+    /// Stops tracking a row whose write was not acknowledged: the row may be lost.
     pub fn remove_unacknowledged(&self, row: u32) {
         for slot in self.state().slots.values_mut() {
             slot.acknowledged.remove(&row);

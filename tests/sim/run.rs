@@ -23,7 +23,7 @@ pub enum RunResult {
 /// How the provider and the object store are simulated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Backends {
-    /// The provider and the store are in this process.
+    /// The provider and the store are in memory, and are called directly.
     InProcess,
     /// The production adapter and store client use the kit's provider and S3 server over HTTP.
     Http,
@@ -200,8 +200,8 @@ impl Counts {
         self.running_machines += other.running_machines;
         self.routed_requests += other.routed_requests;
         self.successful_resizes += other.successful_resizes;
-        self.crashes += other.crashes;
-        self.snapshots += other.snapshots;
+        self.planned_crashes += other.planned_crashes;
+        self.started_backups += other.started_backups;
         self.acknowledged_rows += other.acknowledged_rows;
         self.database_restores += other.database_restores;
     }

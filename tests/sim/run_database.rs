@@ -55,7 +55,7 @@ impl RunDatabase {
         self.database.url()
     }
 
-    /// Resets the database, except for the keys.
+    /// Discards the copy and empties the tables, except for the signing keys and the installation's record.
     pub async fn clear(&self) -> Result<()> {
         self.copy.discard(&self.client).await?;
         self.copy.empty_tables(&self.client).await
@@ -82,11 +82,12 @@ impl RunDatabase {
     }
 }
 
-/// The statements that move every stored time that affects decisions into the past, so that no test has to wait.
+/// The statements that move the stored times that affect decisions into the past, so that no test has to wait.
 pub struct StoredTimes(Vec<String>);
 
 impl StoredTimes {
-    /// Finds the time columns of the tables that control work. Leaves out purely historical times, and leases, which
+    /// Finds the time columns of the tables that control work. Leaves out the times at which a machine was created,
+    /// retired or deleted, a row was updated, or an operation ended. Also leaves out leases, which
     /// [`StoredTimes::advance`] moves separately.
     pub async fn read(client: &Client) -> Result<Self> {
         let sql = "SELECT table_name::text, column_name::text FROM information_schema.columns \

@@ -15,8 +15,8 @@ const MAX_SEED_RANGES: u64 = 3;
 async fn run_in_process(first: u64, count: u64) -> Counts {
     let is_partial = ["SVC_SIM_SEED", "SVC_SIM_FROM"].iter().any(|name| std::env::var_os(name).is_some());
     let mut total = Counts::default();
-    for batch in 0..MAX_SEED_RANGES {
-        let first = first + batch * count;
+    for range_index in 0..MAX_SEED_RANGES {
+        let first = first + range_index * count;
         let seeds = first..first + count;
         let counts = assert_seeds_find_no_violation(seeds, Backends::InProcess, CONCURRENT_SEEDS).await;
         println!("{count} seeds from {first}: {counts:?}");
@@ -39,15 +39,15 @@ fn reached_enough_states(counts: &Counts, count: u64) -> bool {
         && u64::from(counts.routed_requests) > count / 2
         // Resizes are rare.
         && u64::from(counts.successful_resizes) > count / 150
-        && u64::from(counts.crashes) > count / 4
-        && u64::from(counts.snapshots) > count / 2
+        && u64::from(counts.planned_crashes) > count / 4
+        && u64::from(counts.started_backups) > count / 2
         && u64::from(counts.acknowledged_rows) > count / 5
         && u64::from(counts.database_restores) > count / 50
 }
 
-/// Counts the simulated crashes as faults.
+/// Records the planned crashes as injected faults.
 fn record_figures(test: &str, counts: &Counts) -> Result<()> {
-    Figures { faults_injected: u64::from(counts.crashes), ..Figures::new(test) }.record()
+    Figures { faults_injected: u64::from(counts.planned_crashes), ..Figures::new(test) }.record()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

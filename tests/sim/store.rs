@@ -38,6 +38,7 @@ enum Writer {
 pub struct Store {
     inner: Arc<dyn ObjectStore>,
     broken_rule: Option<BrokenRule>,
+    /// Pending faults: whether the fault applies to writes or to reads, the fault, and how often it still occurs.
     faults: Mutex<Vec<(bool, StoreFault, u8)>>,
     violations: Mutex<BTreeSet<Violation>>,
     /// The last value of each pointer. Locked during each pointer write, so values are recorded in write order.
@@ -219,8 +220,8 @@ impl Store {
     /// Removes all of the slot's snapshots except the one that the pointer names.
     async fn prune(&self, path: &Path, pointer: &Pointer) {
         let Some(snapshot) = &pointer.snapshot else { return };
-        let slot = path.as_ref().strip_suffix("/latest").unwrap_or_default();
-        let listed = self.inner.list(Some(&Path::from(format!("{slot}/snapshots"))));
+        let db_dir = path.as_ref().strip_suffix("/latest").unwrap_or_default();
+        let listed = self.inner.list(Some(&Path::from(format!("{db_dir}/snapshots"))));
         let listed: Vec<ObjectMeta> = listed.try_collect().await.unwrap_or_default();
         for meta in listed.iter().filter(|meta| !meta.location.as_ref().contains(snapshot.key.as_str())) {
             let _ = self.inner.delete(&meta.location).await;

@@ -12,7 +12,7 @@ pub enum Violation {
     EpochDidNotIncrease,
     /// A retired or deleted machine became active again, or changed.
     BecameActiveAgain,
-    /// A server exists although its machine's epoch is above the slot's fence.
+    /// A new machine has a server, although the machine's epoch is above the slot's fence.
     ServerCreatedBeforeFence,
     /// `seq` did not increase, or the fence or the named snapshot's epoch decreased.
     PointerMovedBackward,
@@ -28,9 +28,9 @@ pub enum Violation {
     /// After settling, a running machine has no server.
     RunningWithoutServer,
     AuditIncomplete,
-    /// The same key and body got a different response.
+    /// Two requests with the same key and body got different successful responses.
     ReplayDiffers,
-    /// A replaced host is not notified, or a current host is notified that it is superseded.
+    /// The host of a replaced or deleted machine is not notified that it is superseded, or a current host is.
     HostNotNotified,
     /// An acknowledged row is on no server and in no snapshot, although no operator accepted its loss and the provider
     /// did not lose its disk.
@@ -145,7 +145,7 @@ impl BrokenRule {
         "CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RETURN NULL; END $$;
          CREATE TRIGGER broken BEFORE INSERT ON idempotency_keys FOR EACH ROW EXECUTE FUNCTION broken();",
     );
-    /// A replaced host's token is overwritten, so that the host is never notified.
+    /// The token of a replaced or deleted machine is overwritten, so its host is never notified.
     pub const REVOKES_OLD_TOKENS: Self = Self::Sql(
         "CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
             NEW.upgrade_token_hash := '\\x00'; RETURN NEW; END $$;
@@ -153,7 +153,7 @@ impl BrokenRule {
             FOR EACH ROW WHEN (NEW.retired_at IS NOT NULL OR NEW.deleted_at IS NOT NULL)
             EXECUTE FUNCTION broken();",
     );
-    /// The platform does not store a registration's body.
+    /// A registration is not recorded: neither the hash of its body nor the status `running` is stored.
     pub const LOSES_REGISTRATIONS: Self = Self::Sql(
         "CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
             NEW.registration_body_hash := NULL;

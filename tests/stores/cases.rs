@@ -18,7 +18,7 @@ use svc::store::key::SlotPrefix;
 use svc::store::parallel_probe;
 use svc::store::pointer::Fence;
 use svc::store::pointer_io::{self, PointerError};
-use svc::store::policy::{self, SnapshotWrites};
+use svc::store::policy::{self, Overwrites};
 use svc::store::snapshot::{self, SnapshotUnusable};
 use svc::store::sts::Sts;
 use svc::store::upload::{PartLayout, Upload};
@@ -281,7 +281,7 @@ pub async fn session_reaches_only_its_slot(fixture: &StoreFixture) -> Result<Sup
     let role = "arn:aws:iam::000000000000:role/svc-host".to_owned();
     let endpoint = fixture.server.endpoint().parse()?;
     let sts = Sts::new(&endpoint, fixture.s3.region.clone(), role, fixture.s3.credential())?;
-    let policy = policy::slot_policy("aws", BUCKET, &own_slot, SnapshotWrites::Overwritable);
+    let policy = policy::slot_policy("aws", BUCKET, &own_slot, Overwrites::Allowed);
     let session = match sts.assume_role("svc-test", &policy, Duration::from_secs(900)).await {
         Ok(session) => session,
         Err(error) => return Ok(Support::No(error.to_string())),

@@ -80,7 +80,7 @@ fn resolve_binary(area: &str, path: Option<PathBuf>) -> Result<PathBuf> {
     path.canonicalize().with_context(|| format!("cannot find {}", path.display()))
 }
 
-/// Builds, at the given revision, the program to measure for the area; returns an existing build of the same commit.
+/// Builds the program to measure for the area at the given revision, or returns an existing build of the same commit.
 fn build_revision(revision: &str, area: &str) -> Result<PathBuf> {
     let root = cargo::root();
     let commit =

@@ -64,8 +64,8 @@ pub struct Args {
 
 pub fn run(args: Args) -> Result<ExitCode> {
     let minimal = args.minimal;
-    let key = std::env::var(apps::KEY_VAR).unwrap_or_default();
-    let key = (!args.no_shell && !minimal).then_some(key.as_str());
+    let publishable_key = std::env::var(apps::KEY_VAR).unwrap_or_default();
+    let publishable_key = (!args.no_shell && !minimal).then_some(publishable_key.as_str());
     let mut options = Options::new(&PathBuf::new(), &args.image_version, &args.out)?;
     options.signing_keys = args.signing_keys;
     options.trusted_keys = args.keys_sequence.map(|sequence| KeySet { sequence, keys: args.trust_keys });
@@ -75,7 +75,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     if !minimal {
         options.level = Compression::new(6);
         // Built first, so that a missing publishable key is reported before any long step.
-        apps::build(&mut options, &target_dir().join("apps"), key)?;
+        apps::build(&mut options, &target_dir().join("apps"), publishable_key)?;
         let sources = if args.full { runtime::prepare_full_sources(&args.runtimes)? } else { args.runtimes };
         options.runtime = runtime::fetch_parts(&sources)?;
     }

@@ -64,8 +64,8 @@ mod tests {
     /// Returns the dependencies, with their features, for the given members and kinds of edges: lines such as
     /// `serde v1.0.0 [default,std]`.
     fn list_dependencies(members: &[&str], edges: &str) -> BTreeSet<String> {
-        let format = ["tree", "--offline", "--prefix", "none", "--format", "{p} [{f}]"];
-        let output = command(&format).args(["--edges", edges]).args(members).output().unwrap();
+        let tree_args = ["tree", "--offline", "--prefix", "none", "--format", "{p} [{f}]"];
+        let output = command(&tree_args).args(["--edges", edges]).args(members).output().unwrap();
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         let tree = String::from_utf8(output.stdout).unwrap();
         // "(*)" marks a repeated subtree.
@@ -74,13 +74,13 @@ mod tests {
 
     /// A dependency with different features is compiled again, as are all crates that depend on it.
     #[test]
-    fn demo_and_tests_share_compiled_dependencies() {
+    fn xtask_workspace_and_tests_share_compiled_dependencies() {
         let default_members = list_dependencies(&[], "normal,build");
-        let programs = list_dependencies(&["--workspace"], "normal,build");
+        let workspace = list_dependencies(&["--workspace"], "normal,build");
         let tests = list_dependencies(&["--workspace"], "normal,build,dev");
-        assert!(programs.len() > 100, "{programs:?}");
+        assert!(workspace.len() > 100, "{workspace:?}");
         let compiled_twice: Vec<&String> =
-            default_members.difference(&programs).chain(programs.difference(&tests)).collect();
+            default_members.difference(&workspace).chain(workspace.difference(&tests)).collect();
         assert!(compiled_twice.is_empty(), "{compiled_twice:#?}");
     }
 }

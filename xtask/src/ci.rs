@@ -61,8 +61,8 @@ const PRODUCT_ARGS: &[&str] = &[
     "--exclude=xtask",
 ];
 
-/// Clippy and the unit tests cover only the product's packages, so that neither the bench and the lab nor the integration
-/// tests are compiled. These two checks run in parallel, because each waits for a single compiler process most of the
+/// Clippy and the unit tests cover only the product's packages, so that the bench, the lab and the integration tests
+/// are not compiled. These two checks run in parallel, because each waits for a single compiler process most of the
 /// time.
 const QUICK_CHECKS: [&[Check]; 3] = [
     &[FORMAT],

@@ -15,7 +15,7 @@ use kit::{child, fail_points, fetch};
 
 use crate::{cargo, profile};
 
-/// Maximum size of the binary; the footprint bench has a lower target. The largest additions were: the split into
+/// Maximum size of the executable; the footprint bench has a lower target. The largest additions were: the split into
 /// packages, each of which compiles its own copies of generic code (1.8 MiB); host certificates (0.6 MiB); the release
 /// checks, which the platform and svcctl both contain, with quotes and the object store probes (0.6 MiB); file backups,
 /// with zstd and `.svcignore` matching (2.2 MiB); file history, with its archives, routes and verification (1.4 MiB);
@@ -172,7 +172,7 @@ fn compile_with(mut flags: Vec<String>, target_dir: &Path) -> Result<PathBuf> {
         // Calls between crates are direct instead of going through the global offset table, which a static executable
         // does not need. This affects 230,000 of 361,000 calls.
         flags.push("-Cllvm-args=-force-remove-attribute=nonlazybind".to_owned());
-        // Functions with the same code share one copy, which makes the binary 2% smaller. Nothing compares function
+        // Functions with the same code share one copy, which makes the executable 2% smaller. Nothing compares function
         // addresses. This needs LLD, which is not Rust's default linker on other architectures.
         flags.push("-Clink-arg=-Wl,--icf=all".to_owned());
     }
@@ -235,7 +235,7 @@ fn check_unknown_host_error(svc: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Returns the output of ldd, from both streams. ldd fails for a static executable, so its status is ignored.
+/// Returns the output of ldd, from both streams. ldd fails for some static executables, so its status is ignored.
 fn run_ldd(svc: &Path) -> Result<String> {
     let output = Command::new("ldd").arg(svc).output().context("cannot start ldd")?;
     Ok([output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned()).concat())
@@ -251,7 +251,7 @@ mod tests {
 
     use super::*;
 
-    /// Writes a program that reports `commit` as its version.
+    /// Writes a program whose version names `commit`.
     fn write_program(path: &Path, commit: &str) {
         fs::write(path, format!("#!/bin/sh\necho 'svc 0.1.0 (commit {commit}, 2026-01-01)'\n")).unwrap();
         fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();

@@ -1,5 +1,5 @@
 //! `cargo xtask fuzz`: runs the parsers in tests/fuzz under libFuzzer, one after another, with limits on time, memory
-//! and input. One executable contains all targets. Only `svc` and the `svc-*` crates, except `svc-libfuzzer`, are
+//! and input size. One executable contains all targets. Only `svc` and the `svc-*` crates, except `svc-libfuzzer`, are
 //! instrumented for coverage (`tests/libfuzzer/rustc.sh`); the dependencies are those of every other development build.
 //! A stable Rust compiler suffices, but a C++ compiler is also needed.
 
@@ -19,7 +19,8 @@ const MAX_INPUT_BYTES: u32 = 64 * 1024;
 const MAX_RSS_MIB: u32 = 1024;
 /// Timeout per input.
 const INPUT_TIMEOUT_SECONDS: u32 = 10;
-/// Timeout for reading the corpus, added to the fuzzing time, and for writing samples and minimizing the corpus.
+/// Time for reading the corpus, in addition to the fuzzing time. Also the timeout for writing samples and for
+/// minimizing the corpus.
 const CORPUS_TIMEOUT: Duration = Duration::from_secs(300);
 
 #[derive(clap::Args)]

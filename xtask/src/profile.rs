@@ -92,8 +92,8 @@ pub fn unpack() -> Result<Option<PathBuf>> {
     Ok(Some(unpacked))
 }
 
-/// Describes what has changed in `src` since the commit that recorded the profile; `None` if nothing has, or if git cannot
-/// tell.
+/// Describes what has changed in `src` since the commit that recorded the profile; `None` if nothing has, or if git
+/// fails.
 pub fn describe_changes() -> Option<String> {
     let git = |args: &[&str]| {
         let mut git = Command::new("git");

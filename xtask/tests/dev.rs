@@ -1,4 +1,4 @@
-//! `cargo xtask dev` as a developer uses it: start it, follow its output, start a second one, stop it, kill it.
+//! Uses `cargo xtask dev` as a developer does: starts, stops and kills instances, and runs the commands they print.
 
 #![allow(
     clippy::unwrap_used,
@@ -113,7 +113,7 @@ fn is_listening(url: &str) -> bool {
 }
 
 #[test]
-fn dev_runs_printed_commands_and_cleans_up() {
+fn dev_prints_working_commands_and_cleans_up() {
     let home = tempfile::tempdir().unwrap();
     let dir = home.path().join("dev");
     let mut dev = Dev::start(&dir);

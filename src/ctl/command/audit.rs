@@ -81,8 +81,9 @@ enum PagesToRead {
 struct FollowWindow {
     since: Option<Timestamp>,
     seen: HashMap<String, Timestamp>,
-    /// The newest entry's time, and when it was received: the platform's clock had passed that time by then.
-    newest: Option<(Timestamp, Instant)>,
+    /// An entry's time, and when the entry was received: the platform's clock had passed that time by then. Of all
+    /// received entries, this one gives the highest lower bound for the clock.
+    clock_bound: Option<(Timestamp, Instant)>,
 }
 
 impl FollowWindow {
@@ -93,7 +94,7 @@ impl FollowWindow {
         if let Some(at) = entries.iter().map(|entry| entry.at).max()
             && self.platform_time(now).is_none_or(|time| at > time)
         {
-            self.newest = Some((at, now));
+            self.clock_bound = Some((at, now));
         }
         entries
     }
@@ -101,7 +102,7 @@ impl FollowWindow {
     /// Returns a lower bound for the platform's time at `now`. The local wall clock is not used, because it may be
     /// wrong.
     fn platform_time(&self, now: Instant) -> Option<Timestamp> {
-        let (at, received_at) = self.newest?;
+        let (at, received_at) = self.clock_bound?;
         at.checked_add(now.saturating_duration_since(received_at)).ok()
     }
 
@@ -112,7 +113,8 @@ impl FollowWindow {
             self.platform_time(read_started).and_then(|time| time.checked_sub(MAX_TRANSACTION_DURATION).ok());
         self.since = self.since.max(since);
         if let Some(since) = self.since {
-            // The query's `since` is truncated to milliseconds, so the next response still contains these entries.
+            // The query's `since` is truncated to milliseconds, so the next response still contains all entries of that
+            // millisecond.
             self.seen.retain(|_, at| at.as_millisecond() >= since.as_millisecond());
         }
     }
@@ -221,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn follow_shows_late_entries_once_and_in_order() {
+    fn add_returns_late_entries_once_and_in_order() {
         let (at, now) = (Timestamp::UNIX_EPOCH, Instant::now());
         let second = SignedDuration::from_secs(1);
         let mut window = FollowWindow::default();
@@ -230,6 +232,6 @@ mod tests {
         let late = window.add(vec![entry("c", at + second), entry("b", at), entry("a", at - second)], now);
         let ids: Vec<_> = late.iter().map(|entry| &*entry.audit_id).collect();
         assert_eq!(ids, ["a", "c"]);
-        assert_eq!(window.newest.map(|(at, _)| at), Some(at + second));
+        assert_eq!(window.clock_bound.map(|(at, _)| at), Some(at + second));
     }
 }

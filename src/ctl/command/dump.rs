@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn transient_refusal_keeps_its_code_exit_and_advice() {
+    async fn transient_problem_keeps_its_code_exit_and_advice() {
         let failure = fail_attempt(
             "HTTP/1.1 503 X\r\nconnection: close\r\n\r\n{\"code\":\"store_unavailable\",\"detail\":\"Down.\"}",
         )

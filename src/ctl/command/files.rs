@@ -102,7 +102,7 @@ fn restore_path(id: &str) -> [&str; 4] {
 ///
 /// # Errors
 /// [`Exit::Unavailable`] if the restore has failed; [`Exit::TryAgain`] if it does not end within [`RESTORE_TIMEOUT`],
-/// or if its result has been replaced by that of another restore; or the error of a call, unless it is transient.
+/// or if the machine already reports a later restore instead; or the error of a call, unless it is transient.
 async fn wait_for_restore(
     api: &ApiClient,
     id: &str,

@@ -45,7 +45,7 @@ async fn send_undelete(api: &ApiClient, id: &str) -> Result<ApiResponse, Failure
 }
 
 /// Repeats the undelete of the active machine if no deleted machine has a kept server, because an earlier undelete may
-/// have reactivated it. Returns `None` if the machine was not undeleted.
+/// have reinstated the machine. Returns `None` if the machine was not undeleted.
 async fn undelete_active(
     api: &ApiClient,
     target: &MachineTarget,

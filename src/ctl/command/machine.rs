@@ -119,7 +119,7 @@ pub async fn run(api: &ApiClient, command: MachineCommand, out: &Output) -> Resu
     out.print_response(&response, |view| Ok(machine::details(view, &response.parse()?)))
 }
 
-/// Prints the accepted request, or with `--wait` its result.
+/// Prints the accepted change or, with `--wait`, its result.
 pub async fn print_outcome<T: DeserializeOwned + Into<AcceptedChange>>(
     api: &ApiClient,
     response: ApiResponse,

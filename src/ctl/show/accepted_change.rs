@@ -194,7 +194,8 @@ fn describe_also_deleted(also: &AlsoDeletedMachine) -> String {
     )
 }
 
-/// Returns the command that undoes the accepted request, and its deadline; empty if the request cannot be undone.
+/// Describes how to undo the accepted change: the command and its deadline, or why a deletion cannot be undone. Empty
+/// for a change that has no undo command.
 fn describe_undo(view: &View, accepted: &AcceptedChange) -> String {
     if let Some(also) = &accepted.also_deleted {
         let until = also.undelete_until.as_deref().or(also.undeletable_until.as_deref());

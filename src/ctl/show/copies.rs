@@ -64,7 +64,7 @@ fn live_cell(view: &View, copies: &Copies, machine: &MachineDetail) -> Cell {
     if live.machine_id != machine.machine_id {
         server.push_str(&format!(" of machine {}", live.machine_id));
     }
-    if live.machine_id == machine.machine_id && failure::is_held_by_another(machine) {
+    if live.machine_id == machine.machine_id && failure::is_slot_held_by_another(machine) {
         let line =
             format!("{server}: not powered on, because the store names another machine as the slot's holder");
         return Cell::colored(Some(Color::Bad), line);

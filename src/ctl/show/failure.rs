@@ -18,8 +18,9 @@ pub fn summary_line(failure: &Failure) -> String {
     line
 }
 
-/// Whether the machine has its slot back and is waiting for its first healthy heartbeat.
-pub fn awaits_first_heartbeat(failure: &Failure) -> bool {
+/// Whether the machine's next healthy heartbeat makes it run again, because it has its slot back or its missing server
+/// was found.
+pub fn is_reinstating(failure: &Failure) -> bool {
     failure.cause.is(FailureCause::Reinstating)
 }
 
@@ -62,7 +63,7 @@ pub fn next_step(failure: &Failure, machine: &MachineDetail) -> String {
         "resize" => {
             format!("wait: it runs again after its next healthy heartbeat; if there is none, run {recover}")
         }
-        "reinstating" if is_held_by_another(machine) => format!(
+        "reinstating" if is_slot_held_by_another(machine) => format!(
             "the store says that another machine holds the slot, but the platform's database has no record of it (alarm \
              database_behind_store): run {recover} with --accept-loss to create a new machine from the newest snapshot"
         ),
@@ -96,8 +97,8 @@ pub fn advice_after_reinstatement(failure: &Failure, machine: &MachineDetail) ->
     restore_next_step(failure, machine).filter(|_| is_reinstated)
 }
 
-/// Returns the advice for a new machine that could not restore its snapshot. It differs by cause, because the same
-/// command might fail again.
+/// Returns the advice for a new machine that could not restore its snapshot or files. It depends on the failure's code,
+/// because the same command might fail again.
 pub fn restore_next_step(failure: &Failure, machine: &MachineDetail) -> Option<String> {
     if !failure.cause.is(FailureCause::BootReported) || failure.stage.as_deref() != Some("restore") {
         return None;
@@ -136,7 +137,7 @@ pub fn restore_next_step(failure: &Failure, machine: &MachineDetail) -> Option<S
 }
 
 /// Whether the machine's reinstatement failed because the store names another machine as the slot's holder.
-pub fn is_held_by_another(machine: &MachineDetail) -> bool {
+pub fn is_slot_held_by_another(machine: &MachineDetail) -> bool {
     let newest = machine.operations.iter().find(|operation| operation.kind == "reinstate");
     newest.is_some_and(|newest| newest.error_code.as_deref() == Some("database_behind_store"))
 }

@@ -115,7 +115,7 @@ fn next_step(machine: &MachineNeedingAttention, alarms: &[Alarm]) -> String {
     let is_deleted = machine.ended.as_ref().is_some_and(|ended| ended.is(EndReason::Deleted));
     let has_reason = |name: &str| machine.reasons.iter().any(|reason| reason == name);
     let advice = match machine.reasons.first().map(String::as_str) {
-        // The backup fails because its snapshot is held.
+        // The backup fails because its snapshot is held back.
         Some("backup_failing") if has_reason("snapshot_held") => advice("snapshot_held"),
         // A host reports a mismatch together with a failing database. A recovery would discard the current database,
         // which may be the right one and is not backed up.
@@ -130,7 +130,7 @@ fn next_step(machine: &MachineNeedingAttention, alarms: &[Alarm]) -> String {
     advice.replace("HANDLE", name).replace("OPERATION", operation).replace("USER_SLOT", &slot)
 }
 
-/// Whether the platform is rejecting live hosts, in which case a missing heartbeat does not mean that a host is lost.
+/// Whether the platform is refusing live hosts, in which case a missing heartbeat does not mean that a host is lost.
 fn are_hosts_refused(alarms: &[Alarm]) -> bool {
     alarms.iter().any(|alarm| alarm.alarm == "host_tokens_refused")
 }

@@ -268,7 +268,7 @@ fn check_cell(view: &View, check: Option<&SnapshotCheck>) -> Cell {
     Cell::colored(Some(Color::Bad), format!("{line}; {at}"))
 }
 
-/// Describes the data at risk if the machine is replaced or deleted.
+/// Describes the machine's state, and the data at risk if its server is lost.
 pub fn data_at_risk(view: &View, m: &MachineDetail) -> String {
     let risk = m.copies.as_ref().map(|copies| copies::describe_risk(view, copies));
     // Older platforms do not report copies.

@@ -22,8 +22,8 @@ const PROTECTED_SNAPSHOT_REMEDY: &str = "this is the latest snapshot, so do not 
 /// Maximum time to search for a damaged snapshot, unless [`PruneOptions::search_deadline`] is set.
 const SEARCH_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Returns an error that names a snapshot affected by the damage in `error`: a protected one, or else the newest.
-/// Returns `error` itself if it is not damage, or if the search finds no snapshot, fails, or times out.
+/// Returns an error that names a damaged snapshot: a protected one, or else the newest. Returns `error` itself if it is
+/// not damage, or if the search finds no snapshot, fails, or times out.
 pub(super) async fn name_damaged_snapshot(
     repository: &Repository,
     snapshots: &[(Id, &Snapshot)],

@@ -73,9 +73,9 @@ pub struct PruneOptions {
 pub struct PruneReport {
     pub kept_snapshots: u64,
     pub removed_snapshots: u64,
-    /// Packs that were marked for deletion, including rewritten ones.
+    /// Packs that this run marks for deletion, including rewritten ones.
     pub marked_packs: u64,
-    /// Bytes of unused blobs in all packs that can be marked, including those that later runs will mark.
+    /// Bytes of unused blobs in the packs that this run or a later one marks.
     pub reclaimable_bytes: u64,
     /// Marked packs that a snapshot needs again.
     pub unmarked_packs: u64,
@@ -248,7 +248,7 @@ async fn rewrite_packs(
         .collect::<Result<HashMap<_, _>, _>>()?;
     let packs = index.iter().flat_map(|(_, file)| &file.packs);
     let mut packs: Vec<&IndexedPack> = packs.filter(|pack| plan.rewritten.contains_key(&pack.id)).collect();
-    // Blobs that were saved together stay together.
+    // Keeps blobs that were saved together close together.
     packs.sort_by_key(|pack| uploads.get(&pack.id));
     let budget = Arc::new(Semaphore::new(MAX_PACK_BYTES as usize));
     let mut unread = 0..packs.len();

@@ -36,15 +36,15 @@ const MAX_MERGED_INDEX_BLOBS: usize = MAX_SAVED_BLOBS / 2;
 /// [`MAX_SAVED_BLOBS`] in the index, because no index file lists its last packs.
 const MIN_FULL_INDEX_BLOBS: usize = MAX_SAVED_BLOBS / 20 * 19;
 
-/// Packs with more bytes than this are not read concurrently, because machines write the packs and may write large
-/// ones. The limit is twice the size of the packs that a save writes.
-const MAX_CONCURRENT_PACK_BYTES: u64 = 16 << 20;
+/// Packs with more bytes than this are not prefetched, because machines write the packs and may write large ones. The
+/// limit is twice the size of the packs that a save writes.
+const MAX_PREFETCHED_PACK_BYTES: u64 = 16 << 20;
 
 /// The blobs that snapshots need.
 #[derive(Default)]
 pub(super) struct UsedBlobs {
     locations: BlobLocations,
-    /// Whether each blob is needed, by its position in `locations`. A set of ids would take ten times the memory.
+    /// Whether each blob is needed, by its position in `locations`. A set of ids would take many times the memory.
     is_used: Vec<bool>,
 }
 
@@ -66,7 +66,7 @@ impl UsedBlobs {
             async move {
                 // The tree reader retries a failed read, and tries other copies.
                 let bytes = match pack.end {
-                    1..=MAX_CONCURRENT_PACK_BYTES => repository.read_pack(pack.id, 0..pack.end).await.ok(),
+                    1..=MAX_PREFETCHED_PACK_BYTES => repository.read_pack(pack.id, 0..pack.end).await.ok(),
                     _ => None,
                 };
                 (number, bytes)
@@ -75,7 +75,7 @@ impl UsedBlobs {
         let mut reads = FuturesUnordered::new();
         // Trees that have been found, but not yet counted as used.
         let mut found: Vec<Id> = snapshots.iter().map(|(_, snapshot)| snapshot.tree).collect();
-        // Trees whose packs the tree reader has in memory.
+        // Trees to read next: the tree reader has their packs in memory, or must read them itself.
         let mut ready = Vec::new();
         // The other trees, by the number of their pack.
         let mut waiting: HashMap<u32, Vec<Id>> = HashMap::new();
@@ -138,7 +138,7 @@ impl UsedBlobs {
     /// Whether a snapshot needs the blob, and several packs that are not marked for deletion list it.
     pub(super) fn has_copies(&self, blob: &PackedBlob) -> bool {
         // If any location is in such a pack, the first one is.
-        self.contains(blob) && self.locations.has_other_unmarked(blob.blob_type, blob.id)
+        self.contains(blob) && self.locations.has_other_unmarked_copy(blob.blob_type, blob.id)
     }
 }
 

@@ -23,7 +23,7 @@ pub(super) struct PlannedEntry {
     pub(super) node: Node,
 }
 
-/// A chunk of a file.
+/// An occurrence of a chunk in a file.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ChunkPlacement {
     pub(super) location: BlobLocation,

@@ -52,8 +52,8 @@ pub struct RestoreOptions {
     /// The user and group that own everything; `None` for the owners in the snapshot. In either case, files lose their
     /// set-user-ID and set-group-ID bits.
     pub owner: Option<(u32, u32)>,
-    /// Whether files with damaged content are left out, and damaged directories are restored empty. Otherwise, nothing
-    /// is restored if anything is damaged.
+    /// Whether files with damaged content are left out, and damaged directories are restored empty. Otherwise, any
+    /// damage makes the restore fail.
     pub should_skip_damaged: bool,
 }
 
@@ -118,7 +118,7 @@ pub struct RestoreReport {
     pub files: u64,
     pub directories: u64,
     pub bytes: u64,
-    /// Entries whose owner, mode, times or attributes could not be set.
+    /// Entries whose owner, mode, times or extended attributes could not be set.
     pub incomplete: u64,
     pub first_incomplete: Option<String>,
     /// Empty unless damaged entries are skipped.
@@ -146,7 +146,7 @@ pub async fn restore(
 /// Restores entries of a snapshot, each with everything below it, under the given names in the target.
 ///
 /// # Errors
-/// Those of [`restore`].
+/// Those of [`restore`]; damage to one of the given directories is treated like damage to the root directory.
 pub async fn restore_entries(
     repository: &Repository,
     entries: impl IntoIterator<Item = (&Entry, String)>,
@@ -184,7 +184,7 @@ async fn restore_from(
         attributes: AttributeWriter::new(owners),
         should_skip_damaged,
         damaged: DamagedEntries::default(),
-        first_damaged_paths: HashSet::new(),
+        damaged_hard_linked_files: HashSet::new(),
         progress,
     };
     walk.start(start);
@@ -219,7 +219,7 @@ struct Restore<'a> {
     /// The damaged files, which are left out.
     damaged: DamagedEntries,
     /// The first paths of the damaged files with several hard links. Additional paths may be in later batches.
-    first_damaged_paths: HashSet<PathBuf>,
+    damaged_hard_linked_files: HashSet<PathBuf>,
     progress: &'a RestoreProgress,
 }
 
@@ -253,12 +253,12 @@ impl Restore<'_> {
         let left_out = batch.take_damaged();
         for PlannedEntry { path, node } in &left_out {
             if node.hard_link_key().is_some() {
-                self.first_damaged_paths.insert(path.clone());
+                self.damaged_hard_linked_files.insert(path.clone());
             }
             self.damaged.add(path.clone());
         }
         for (path, first) in std::mem::take(&mut batch.hard_links) {
-            if self.first_damaged_paths.contains(&*first) {
+            if self.damaged_hard_linked_files.contains(&*first) {
                 self.damaged.add(path);
             } else {
                 batch.hard_links.push((path, first));

@@ -60,7 +60,7 @@ impl Survey {
                 return Err(FilesError::NoInodes { needed, available });
             }
         }
-        // Checked at the end, so that the error names everything that is needed.
+        // Checked at the end, so that the error reports the total space needed.
         let (needed, available) = (survey.needed_bytes, space.available_bytes);
         if needed > available { Err(FilesError::NoSpace { needed, available }) } else { Ok(survey) }
     }

@@ -6,9 +6,9 @@
 //! except behind a checkpoint that waits for it. When the last connection closes, it runs a checkpoint without this
 //! lock, but only if it can lock `X` exclusively.
 //!
-//! In the other modes, a commit changes `X` after it has written the old pages to `X-journal`. A database that changed
-//! while it was read is read once more under a reader's lock, which makes writers wait. A large database is locked only
-//! if the previous read was fast enough: its chunks are known by then, so the next read takes no longer.
+//! In the other modes, a commit changes `X` after it has written the old pages to `X-journal`. A database that changes
+//! while it is read is read again, the last time under a reader's lock, which makes writers wait. A large database is
+//! locked only if the previous read was fast enough: its chunks are known by then, so the next read takes no longer.
 //!
 //! Locks are released after [`MAX_LOCK_TIME`]. A copy that was made without a lock counts as consistent only if the
 //! database did not change while it was read.
@@ -184,9 +184,9 @@ fn with_suffix(base: &OsStr, suffix: &[u8]) -> OsString {
     name
 }
 
-/// Locks a database as a reader does, so that no writer changes it; `None` for other files, if reading it would take
-/// too long, or if a writer still holds its lock after [`MAX_LOCK_ATTEMPTS`]. `read_duration` is how long the previous
-/// read took.
+/// Locks a database as a reader does, so that no writer changes it; `None` if the file is not a database, if reading it
+/// would take too long, or if a writer still holds its lock after [`MAX_LOCK_ATTEMPTS`]. `read_duration` is how long
+/// the previous read took.
 pub(super) fn lock_as_reader(file: &File, size: u64, read_duration: Duration) -> Option<ReadLock> {
     if !should_lock(size, read_duration) || !is_database(file, size) {
         return None;

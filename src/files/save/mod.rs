@@ -118,8 +118,8 @@ pub struct SaveCounts {
     pub files_read: u64,
     /// Sockets, FIFOs and devices.
     pub special: u64,
-    /// Entries that rules exclude, that are in a cache directory, or that are on another file system. An excluded
-    /// directory counts as one entry.
+    /// Entries that match [`Exclusions`], that are in a cache directory, or that are on another file system. An
+    /// excluded directory counts as one entry.
     pub excluded: u64,
     /// `None` if they were not measured.
     pub excluded_sizes: Option<ExcludedSizes>,
@@ -157,7 +157,8 @@ pub struct Saver {
     repository: Repository,
     options: SaveOptions,
     /// The index, including what the last save added. `None` before the first save, after the damaged packs have
-    /// changed, and after a failed save, whose packs may not be in the repository.
+    /// changed, after a failed save, whose packs may not be in the repository, and after a long save during which index
+    /// files were replaced.
     index: Option<LoadedIndex>,
     /// Packs that are damaged. Blobs that are in no other pack count as missing.
     damaged_packs: HashSet<Id>,
@@ -173,7 +174,7 @@ pub struct Saver {
 
 struct LoadedIndex {
     blobs: KnownBlobs,
-    /// The index files that were read.
+    /// The index files that were read or written.
     files: Vec<Id>,
     /// When these files were last known to exist.
     checked_at: Instant,

@@ -101,7 +101,7 @@ impl Walker<'_> {
     }
 }
 
-/// Whether a database has not changed since it was saved.
+/// Whether the main file of a database has not changed since it was saved.
 fn is_unchanged(directory: &OwnedFd, database: &DatabaseFiles, nodes: &[Node]) -> bool {
     let Some(name) = database.main_file_name() else { return true };
     let saved = nodes.iter().find(|node| node.file_name().as_deref() == Some(name));

@@ -1,7 +1,8 @@
 //! Walks the home directory. Unchanged files keep the content of the earlier snapshot; all others are read.
 //!
-//! Entries are opened from their directory's descriptor, one name at a time and without following symbolic links, so
-//! that a link or a renamed directory never leads out of the home directory. Other file systems are not entered.
+//! Entries are opened relative to their directory's descriptor, one name at a time and without following symbolic
+//! links, so that a link or a renamed directory never leads out of the home directory. Other file systems are not
+//! entered.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ffi::{OsStr, OsString};
@@ -183,7 +184,7 @@ impl Walker<'_> {
         };
         let node_bytes = std::mem::replace(&mut self.node_bytes, outer_bytes);
         let mut nodes = nodes?;
-        // A directory within the entry limit can exceed this limit, because link targets and attributes may be long.
+        // The listing checks only an estimate. Link targets, attributes and lists of chunks may be long.
         let too_large = || {
             let reason = format!("its entries take more than {MAX_DIRECTORY_BYTES} bytes");
             EntryError::Unreadable(io::Error::other(reason))

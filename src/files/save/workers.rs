@@ -56,7 +56,7 @@ impl Workers {
     /// Waits until the workers have sent all packs.
     ///
     /// # Errors
-    /// The first error from a worker.
+    /// The error of a failed worker; [`FilesError::Stopped`] if it panicked, or if the upload has ended.
     pub(super) fn finish(self) -> Result<(), FilesError> {
         drop(self.chunks);
         let mut result = Ok(());

@@ -229,7 +229,7 @@ async fn objects_in_other_directories_are_ignored() {
     fixture.assert_restores(&saved).await;
 }
 
-/// Other saves skip the check, because it lists the index, which has a file for each save since the last pruning.
+/// Other saves do not check the index: that requires listing its files, one for each save since the last pruning.
 #[tokio::test]
 async fn index_is_checked_by_full_saves_and_after_the_interval() {
     let hour = Duration::from_secs(3600);

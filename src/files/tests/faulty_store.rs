@@ -30,7 +30,7 @@ impl Faults {
         self.percent.store(percent, Ordering::Relaxed);
     }
 
-    /// From now on, each write is repeated, as the store's client does if the response is lost.
+    /// Repeats each write from now on, as the store's client does if a response is lost.
     pub(super) fn repeat_writes(&self) {
         self.should_repeat_writes.store(true, Ordering::Relaxed);
     }

@@ -1,4 +1,4 @@
-//! Pruning merges small packs. Snapshots stay restorable, even if one of the packs is damaged.
+//! Pruning merges small packs. Snapshots stay restorable, except for the files in a damaged pack.
 
 use super::damage::damage;
 use super::pruning::{prune_options_after, run_prune};

@@ -48,6 +48,7 @@ struct Fixture {
     dir: tempfile::TempDir,
     bucket: Bucket,
     key: RepositoryKey,
+    /// The last snapshot, which is the parent of the next one.
     last: Option<(Id, Snapshot)>,
     saver: Saver,
     /// The directory of the objects, if they are not in memory.
@@ -150,8 +151,8 @@ fn uuid() -> uuid::Uuid {
     uuid::Uuid::from_u128(7)
 }
 
-/// The properties of each entry that a restore must reproduce: kind, content, mode, owner, modification time and names
-/// of extended attributes.
+/// The properties that a restore must reproduce, by path: kind, content, number of hard links, mode, owner,
+/// modification time and names of extended attributes.
 type Description = BTreeMap<Vec<u8>, String>;
 
 fn describe(dir: &Path) -> Description {

@@ -198,7 +198,7 @@ async fn run_seed(seed: u64) -> Counts {
                 fixture.faults.set_percent(1 + random.below(20));
                 let pruned = prune::prune(fixture.saver.repository(), &options).await;
                 fixture.faults.set_percent(0);
-                counts.failures += u64::from(failed_by_outage(pruned, seed));
+                counts.failures += u64::from(failed_due_to_outage(pruned, seed));
             }
             prune::prune(fixture.saver.repository(), &options).await.unwrap();
         }
@@ -210,7 +210,7 @@ async fn run_seed(seed: u64) -> Counts {
         let (target, restored) = match attempt {
             Ok(restored) => restored,
             failed => {
-                counts.failures += u64::from(failed_by_outage(failed, seed));
+                counts.failures += u64::from(failed_due_to_outage(failed, seed));
                 fixture.restore(snapshot).await
             }
         };
@@ -236,7 +236,7 @@ fn random_time(random: &mut Random) -> Timestamp {
 ///
 /// # Panics
 /// If it failed for another reason.
-fn failed_by_outage<T>(result: Result<T, FilesError>, seed: u64) -> bool {
+fn failed_due_to_outage<T>(result: Result<T, FilesError>, seed: u64) -> bool {
     let error = result.err();
     assert!(error.as_ref().is_none_or(FilesError::is_transient), "seed {seed}: {error:?}");
     error.is_some()
@@ -255,7 +255,7 @@ async fn save_with_faults(fixture: &mut Fixture, writer: &mut Writer, random: &m
         fixture.faults.set_percent(1 + random.below(20));
         let saved = save(fixture, writer, random.chance(20), random.chance(60)).await;
         fixture.faults.set_percent(0);
-        if failed_by_outage(saved, seed) {
+        if failed_due_to_outage(saved, seed) {
             failures += 1;
             if random.chance(50) {
                 fixture.restart().await;

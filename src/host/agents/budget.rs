@@ -117,8 +117,8 @@ impl Kernel {
         })
     }
 
-    /// Reserves the amount for one more dispatch of this user, even if the requested model has no price: a different
-    /// model may run.
+    /// Reserves the configured amount for another dispatch of this user, even if the requested model has no price: a
+    /// different model may run.
     ///
     /// # Errors
     /// The records are still being read; the inner error is the limit that was reached.
@@ -158,7 +158,7 @@ impl Kernel {
         Ok(Ok(Reservation { kernel: Arc::clone(self), user: user.to_owned(), amount }))
     }
 
-    /// Reserves the amount for a dispatch that was accepted before a restart, regardless of the limits.
+    /// Reserves the configured amount for a dispatch that was accepted before a restart, regardless of the limits.
     pub fn restore_reservation(self: &Arc<Self>, user: &str, settings: &OwnerSettings) -> Reservation {
         let amount = settings.limits.reservation;
         let mut reserved = self.reserved.lock().unwrap_or_else(PoisonError::into_inner);

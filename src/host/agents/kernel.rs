@@ -62,7 +62,7 @@ pub struct Kernel {
 
 impl Kernel {
     /// # Errors
-    /// The writer thread cannot be started.
+    /// A thread of the writer cannot be started.
     pub fn new(layout: &Layout) -> std::io::Result<Self> {
         let writer = Writer::start(layout.logs())?;
         let records = writer.records();

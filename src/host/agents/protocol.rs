@@ -2,7 +2,7 @@
 //!
 //! The gateway sends a request. The runner, `svc-agent`, reports its process id. The gateway registers that id with the
 //! watcher and sends the go-ahead; then the runner starts the agent. A cancellation or a closed connection ends the run
-//! early. The runner forwards the agent's output line by line and finally reports its exit.
+//! early. The runner forwards the agent's output line by line and finally reports how the agent exited.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -52,12 +52,12 @@ impl RunRequest {
     pub const PROTOCOL_VERSION_WITHOUT_READY: u32 = 1;
 }
 
-/// The result of a run.
+/// How a run ended, for [`RunnerFrame::Ended`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct RunResult {
     pub exit: Exit,
-    /// The tail of standard error.
+    /// The end of the agent's standard error, without secrets.
     #[serde(rename = "said")]
     pub stderr_tail: String,
     /// The usage that was found in the program's session files, if any.

@@ -2,7 +2,7 @@
 //!
 //! The service sends the token of the last reply whose changes it has saved. The watcher replies with all changes since
 //! then. If it cannot list them, it replies that anything may have changed: on the first request, after a restart of
-//! the watcher, after it has lost events, or if there are too many changes.
+//! the watcher, after it has lost events, at the watch limit, or if there are too many changes.
 
 use std::time::Duration;
 
@@ -34,7 +34,7 @@ pub struct ChangedPaths {
     pub subtrees: Vec<Vec<u8>>,
 }
 
-/// A reply.
+/// The changes since the reply that the request names.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ChangesReply {
     /// Identifies this reply in a later request.

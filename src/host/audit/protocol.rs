@@ -1,4 +1,5 @@
-//! The protocol between hooks and the watcher, and the file for messages that could not be delivered.
+//! The protocol by which hooks and the dispatcher report to the watcher, and the file for hooks' messages that could
+//! not be delivered.
 //!
 //! Each side sends one JSON line on `watch.sock`. Messages never contain file contents or tool results.
 
@@ -39,7 +40,7 @@ pub const COMMAND_TOOLS: [&str; 2] = ["Bash", "apply_patch"];
 /// Tools that change only the file that they name.
 pub const WRITER_TOOLS: [&str; 4] = ["Write", "Edit", "MultiEdit", "NotebookEdit"];
 
-/// The phase of a tool call or session.
+/// The phase of a tool call, session or dispatch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Phase {
@@ -127,7 +128,8 @@ pub struct Message {
     /// Whether the command continues in the background after the call has ended.
     #[serde(default)]
     pub is_background: bool,
-    /// The dispatch's runner, only for [`Phase::DispatchBegin`]. A hook's process is identified by the kernel.
+    /// The dispatch's runner, only for [`Phase::DispatchBegin`]. In hooks' messages, the watcher sets it to the agent's
+    /// process, which the kernel identifies.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub process: Option<Process>,
     /// The calls in the agent's output, only for [`Phase::DispatchEnd`].

@@ -38,6 +38,7 @@ fn has_conflicting_platform_urls(layout: &Layout) -> bool {
     services.zip(root).is_some_and(|(services, root)| services != root)
 }
 
+/// Reads all settings. Returns the identity, or every error.
 fn read_identity(mut env: Env, layout: &Layout) -> Result<Identity, Vec<String>> {
     let identity = Identity::read(&mut env);
     let platform = PlatformAccess::read(&mut env, layout);

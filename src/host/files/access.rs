@@ -218,7 +218,7 @@ impl FilesSettings {
     }
 
     /// Opens the slot's repository. Creates the repository, or the key file in it, if it is missing. Also returns why
-    /// the platform has not sent the key, if this machine's own was used.
+    /// the platform has not sent the key; `None` if it has.
     ///
     /// # Errors
     /// Those of [`Self::open`].

@@ -58,8 +58,8 @@ pub struct FileChecks {
     /// many programs read this file often, and millions of blobs can be damaged.
     #[serde(deserialize_with = "read_damaged")]
     pub damaged: BTreeMap<String, u64>,
-    /// When a run last found damage that was not recorded yet: a damaged pack, more damaged blobs in one, or a damaged
-    /// latest snapshot.
+    /// When a run last found damage that was not recorded yet: a damaged pack, more damaged blobs in one, or the damage
+    /// in `damaged_latest`.
     #[serde(with = "clock::wire_option")]
     pub damage_found_at: Option<Timestamp>,
     /// The first affected files; `None` if they are not known yet.
@@ -208,7 +208,7 @@ impl FileChecks {
         }
     }
 
-    /// Records that the latest snapshot and the index can be read.
+    /// Records that the pointer, the latest snapshot, the index and the key file can be read.
     pub fn record_readable(&mut self) {
         (self.unreadable, self.damaged_latest) = (None, None);
     }
@@ -218,7 +218,7 @@ impl FileChecks {
         self.damaged_latest.as_deref() == Some(DAMAGED_INDEX)
     }
 
-    /// Returns the latest snapshot if it is missing or damaged.
+    /// Returns the id of the latest snapshot if the snapshot is missing or damaged.
     pub fn damaged_snapshot(&self) -> Option<Id> {
         self.damaged_latest.as_ref()?.parse().ok()
     }
@@ -300,8 +300,8 @@ impl FileChecks {
         }
     }
 
-    /// Describes the most serious known problem: the reason why nothing can be restored, the damage, or the result of a
-    /// drill. `None` if no problem is known.
+    /// Describes the most serious known problem: why the latest snapshot cannot be restored completely, the damaged
+    /// packs, or the result of a drill. `None` if no problem is known.
     pub fn find_problem(&self) -> Option<String> {
         if let Some(reason) = &self.unreadable {
             return Some(reason.clone());

@@ -32,14 +32,15 @@ const FIRST_NAMES: [&[u8]; 3] = [b"home", b"system", b"apps"];
 /// Directories that belong to the services, relative to the destination. They keep their owner and mode: a forged
 /// snapshot must not give them to the owner.
 const SERVICE_DIRECTORIES: [&str; 3] = ["home", "home/system", "home/system/logs"];
-/// The owner's apps directory, to which the gateway writes the bundled apps. Like [`SERVICE_DIRECTORIES`], it is never
-/// replaced by an entry of another kind: a forged snapshot must not redirect what the services write.
+/// The owner's apps directory, to which `svc-apps.service` copies the bundled apps. Like [`SERVICE_DIRECTORIES`], it is
+/// never replaced by an entry of another kind: a forged snapshot must not redirect what the services write.
 const APPS_DIRECTORY: &str = "home/apps";
 
-/// Moves everything in `from` to `to`, on the same file system, and gives existing directories the owner, mode,
-/// attributes and times of the restored ones. An existing entry that a restored one replaces is moved to the same path
-/// in `replaced`, which is created if it is missing and must not contain that path yet. Directories created in it
-/// belong to `owner`.
+/// Moves everything in `from` to `to`, on the same file system, and gives existing directories, except
+/// `SERVICE_DIRECTORIES`, the owner, mode, attributes and times of the restored ones. An existing entry that a restored
+/// one replaces is moved to the same path in `replaced`, which is created if it is missing and must not contain that
+/// path yet. Directories created in it belong to `owner`.
+///
 /// Returns the number of entries that were set aside: existing ones that were replaced, and those of the snapshot that
 /// conflict with a reserved directory.
 ///

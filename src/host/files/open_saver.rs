@@ -79,8 +79,8 @@ async fn read_latest(settings: &FilesSettings) -> Result<Option<FilesSnapshotRef
     Ok(pointer.snapshot)
 }
 
-/// Returns an error if this machine has not restored its predecessor's files. This happens if it booted with an earlier
-/// release.
+/// Returns an error if this machine has not restored its predecessor's files. This happens if the machine was set up by
+/// an earlier release, which did not restore files.
 fn ensure_latest_was_restored(
     settings: &FilesSettings,
     latest: Option<&FilesSnapshotRef>,

@@ -79,9 +79,9 @@ pub const FAILPOINTS: &[&str] = &["files.gate.restored", "files.gate.marked", "f
 ///
 /// # Errors
 /// `Refused` if the disk is too small, or, with `should_retry`, if the backup is damaged or an operator has abandoned
-/// the restore; at the first boot, damage is only recorded. `Unavailable` if the store or the platform is unreachable;
-/// `Permission` if the platform refuses the key; `TryAgain` if another process is already restoring the files; `Config`
-/// if the configuration is invalid; `Internal` if the outcome cannot be read or written.
+/// the restore; at the first boot, damage is only recorded. `Permission` if the platform refuses the key; `Unavailable`
+/// if the restore fails for another reason, such as an outage of the store; `TryAgain` if another process is already
+/// restoring the files; `Config` if the configuration is invalid; `Internal` if the outcome cannot be read or written.
 pub async fn run(layout: Layout, should_retry: bool, should_skip_damaged: bool) -> Result<(), Failure> {
     if is_done(&layout, should_retry)? {
         return Ok(());
@@ -209,7 +209,7 @@ fn record_skipped(layout: &Layout) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Returns whether there is nothing to restore, and logs the reason.
+/// Returns whether this run has nothing to do. Fails with `should_retry` if an operator has abandoned the restore.
 fn is_done(layout: &Layout, should_retry: bool) -> Result<bool, Failure> {
     match RestoreOutcome::read(layout).or_exit(Exit::Internal)? {
         Some(RestoreOutcome { error: Some(error), .. }) if !should_retry => {
@@ -303,12 +303,12 @@ enum ExpectedSnapshot {
     Unknown,
 }
 
-/// Finds the snapshot to restore: the one that the pointer names. `None` if there is none.
+/// Finds the snapshot to restore: the one that the pointer names. `None` if there is none, or if the machine is in use
+/// and the snapshot is not from an earlier machine.
 ///
 /// # Errors
-/// [`RestoreHomeError::NoSnapshot`] if the pointer names no snapshot, although there must be one: anyone with a host's
-/// credentials for the store can make it name nothing, and that must not look like success. Other errors if the store
-/// fails.
+/// [`RestoreHomeError::NoSnapshot`] if there is no such snapshot, although there must be one: anyone with the slot's
+/// store credentials can clear the pointer, and that must not look like success. Other errors if the store fails.
 async fn find_latest(
     settings: &FilesSettings,
     expected: ExpectedSnapshot,
@@ -421,9 +421,9 @@ async fn download(
     Ok(outcome)
 }
 
-/// Returns the id and time of the snapshot that the pointer names. With `should_skip_damaged`, if that snapshot
-/// or its home directory is damaged or lost, returns the newest readable snapshot instead. A replaced machine may have
-/// added snapshots after the one that the pointer names, so these are used only if there are no others.
+/// Returns the id and time of the snapshot that the pointer names. With `should_skip_damaged`, if that snapshot or its
+/// home directory is damaged or lost, returns the newest readable snapshot instead. A replaced machine may have added
+/// snapshots after the one that the pointer names, so these are used only if there are no others.
 async fn choose_snapshot(
     repository: &Repository,
     latest: &FilesSnapshotRef,

@@ -22,8 +22,9 @@ const MAX_FULL_INTERVAL: Duration = Duration::from_secs(24 * 3600);
 /// must not keep the processor busy.
 const PAUSE_FACTOR: u32 = 10;
 const MAX_PAUSE: Duration = Duration::from_secs(300);
-/// A change is saved within this time, unless saves take more than 15 s: at worst, it is made at the start of a save,
-/// and waits for the end of that save, the pause (or `MAX_DELAY`, if that is longer) and the next save.
+/// A change that the watcher reports is saved within this time, unless saves fail or take more than 15 s: at worst, it
+/// is made at the start of a save, and waits for the end of that save, the pause (or `MAX_DELAY`, if that is longer)
+/// and the next save.
 const MAX_CHANGE_AGE: Duration = Duration::from_secs(60);
 /// Interval between saves of the whole home directory, which also find writes that cause no events, such as those
 /// through a shared memory map.

@@ -33,7 +33,7 @@ use crate::system::lock::Lock;
 
 /// The name of the request file for a verification, in the requests directory.
 pub const REQUEST: &str = "files-verify";
-/// The name of the pointer in messages.
+/// The name of the pointer in messages and in the damage record.
 const POINTER: &str = "pointer files/latest";
 /// The name of the key file in the damage record.
 const KEY_FILE: &str = "key file";
@@ -52,7 +52,7 @@ enum CheckError {
     Store(#[from] StoreError),
     #[error("no files have been saved yet")]
     NothingSaved,
-    /// Only this snapshot cannot be restored.
+    /// At least one snapshot other than the latest cannot be restored. The intact ones are not affected.
     #[error("an earlier snapshot is lost")]
     UnusableSnapshot(#[source] FilesError),
 }
@@ -61,9 +61,9 @@ enum CheckError {
 /// drill if one is due. If the drill finds damage, verifies every share, to locate all of the damage.
 ///
 /// # Errors
-/// `Refused` if something is damaged or differs; `Unavailable` if a check could not be completed; `TryAgain` if another
-/// verification is still running after an hour; `Config` if the configuration is invalid; `Internal` if a local file
-/// cannot be read or written.
+/// `Refused` if something is damaged or differs; `Unavailable` if a check could not be completed; `TryAgain` if the
+/// lock cannot be acquired within an hour; `Config` if the configuration is invalid; `Internal` if a local file cannot
+/// be read or written.
 pub async fn run(layout: Layout, should_verify_all: bool) -> Result<(), Failure> {
     let lock = Lock::wait(&layout.files_state().join(LOCK_FILE), LOCK_TIMEOUT).await;
     // Remove the request even without the lock or with an invalid configuration, because systemd restarts this program

@@ -123,7 +123,7 @@ impl Writers {
         let mut quiesce = self.record_quiesce(operation).await?;
         self.dispatcher.pause();
         let running_dispatches = self.dispatcher.running_count();
-        if quiesce.quiesced_at.is_none() && running_dispatches == 0 && self.is_idle().await {
+        if quiesce.quiesced_at.is_none() && running_dispatches == 0 && self.flush_and_check_idle().await {
             quiesce.quiesced_at = Some(clock::now_ms());
             self.store(&quiesce).await?;
             tracing::info!(%operation, "all writers have stopped");
@@ -153,12 +153,12 @@ impl Writers {
     }
 
     /// Returns whether all writes have ended: requests, statements that their clients have abandoned, and copies from
-    /// the side database. A database that accepts no connections is assumed to execute nothing.
-    async fn is_idle(&self) -> bool {
+    /// the side database. A database that accepts no connections is assumed to execute nothing. If no request is in
+    /// flight, also flushes the records of ended dispatches; a failure to do so does not prevent the backup.
+    async fn flush_and_check_idle(&self) -> bool {
         if self.lock().in_flight > 0 {
             return false;
         }
-        // Flush the records of ended dispatches. A failure does not prevent the backup.
         let kernel = Arc::clone(&self.kernel);
         let is_flushed = tokio::task::spawn_blocking(move || kernel.flush(FLUSH_TIMEOUT)).await;
         if !is_flushed.unwrap_or_default() {
@@ -216,8 +216,8 @@ impl Writers {
         self.dispatcher.resume();
     }
 
-    /// Resumes writers when `quiesce.json` has been removed, until `stop` is cancelled. The sync agent removes the file
-    /// once the platform's heartbeat responses no longer name the operation.
+    /// Watches `quiesce.json` until `stop` is cancelled, and resumes writers once the file has been removed. The sync
+    /// agent removes it once the platform's heartbeat responses no longer name the operation.
     pub async fn watch(self: Arc<Self>, stop: CancellationToken) {
         while stop.run_until_cancelled(tokio::time::sleep(POLL_INTERVAL)).await.is_some() {
             if !self.is_quiesced() {

@@ -1,8 +1,8 @@
 //! Serves a static build from memory: no request path ever reaches the file system.
 //!
-//! Files with a content hash in their name are cached for a year; all others are revalidated each time. Text files are
-//! also stored compressed. A path that names no file and has no file extension gets the index page, because the shell's
-//! own router, in the browser, handles it.
+//! Files with a content hash in their name are cached for a year; all others are revalidated each time. Larger text
+//! files are also stored compressed. A path that names no file and has no file extension gets the index page, because
+//! the shell's own router, in the browser, handles it.
 
 use std::collections::BTreeMap;
 use std::fs;

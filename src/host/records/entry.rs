@@ -113,8 +113,8 @@ pub struct AuditEntry {
     pub dispatch_id: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tool: Option<String>,
-    /// It is not certain who made the change: several agents or dispatches were running commands, or an agent was killed
-    /// during a call that writes this file. `agent_name` lists the agents.
+    /// It is not certain who made the change: several agents or dispatches were running commands, or an agent was
+    /// killed during a call that writes this file. `agent_name` lists the agents.
     #[serde(default, skip_serializing_if = "is_false")]
     pub ambiguous: bool,
 }
@@ -197,7 +197,8 @@ pub enum GapReason {
     TooManyCalls,
     /// Calls in the agent's output that no hook reported.
     Unseen,
-    /// A process without authority reported another process's call, or a dispatch. The report was rejected.
+    /// A process without authority reported another process's call, or a dispatch. The report was rejected, unless the
+    /// forgery was detected only later.
     Forged,
     /// The end of a tool call whose reporting process had already ended.
     Unproven,

@@ -16,7 +16,7 @@ use nix::fcntl::OFlag;
 use super::log_file_names::{ACTIVITY, AUDIT, DatedLog, INTERACTIONS};
 use svc_base::fsx::FileError;
 
-/// A readable log.
+/// A log that [`page`](super::page) and [`tail`](super::tail) can read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LogKind {
     Interactions,
@@ -194,7 +194,7 @@ impl FromStr for LinePosition {
     }
 }
 
-/// A reader's position: in the file that contains the last line, and in another file that has also grown.
+/// A reader's position: in the file that contains the last line read, and in another file that has also grown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TailPosition {
     pub last: LinePosition,

@@ -1,8 +1,7 @@
 //! Appends lines to log files, which have one JSON object per line.
 //!
-//! Each append opens the file by name and writes the whole line in one call, as all writers of rotated files must. A
-//! rotation renames the file: an append that has already opened it still reaches the renamed file, so that no line is
-//! lost, and the next append creates a new file.
+//! Each append opens the file by name, so that a new file is created if the old one was renamed or deleted. It writes
+//! the whole line in one call, so that the lines of concurrent appends do not mix.
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write};

@@ -28,7 +28,7 @@ struct KeyTotals {
     totals: Totals,
 }
 
-/// A day's keys, sorted and contiguous, so that years are scanned in milliseconds.
+/// A day's totals by key, sorted and contiguous in memory, so that scanning years takes milliseconds.
 #[derive(Debug, Default)]
 struct DayUsage {
     entries: Vec<KeyTotals>,
@@ -117,7 +117,8 @@ impl UsageLine<'_> {
 /// A group in a report.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReportEntry {
-    /// The day, or the first day of the week or month; for a model or user, the day of its first dispatch.
+    /// The day, or the first day of the week or month; for a model or user, the day of its first dispatch in
+    /// the report.
     pub date: Date,
     pub model: Option<String>,
     pub user_id: Option<String>,

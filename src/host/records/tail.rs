@@ -15,8 +15,8 @@ use svc_base::fsx::FileError;
 const CHUNK_BYTES: usize = 256 << 10;
 /// Longer lines are skipped.
 const MAX_LINE_BYTES: usize = 8 << 20;
-/// Maximum number of bytes read per call. A line that is not complete is read again by the next call, so this must
-/// exceed `MAX_LINE_BYTES`.
+/// Maximum number of bytes read per call, rounded up to a chunk. A line that is not complete is read again by the next
+/// call, so this must exceed `MAX_LINE_BYTES`.
 const MAX_READ_BYTES: usize = 16 << 20;
 /// A call returns once the lines that it has found add up to this many bytes.
 const BATCH_BYTES: usize = 1 << 20;

@@ -28,7 +28,7 @@ use svc_base::error_chain::format_chain;
 use svc_base::failpoint;
 use svc_base::fsx::{self, FileError};
 
-/// Timeout for the flush before days are sealed or `usage.jsonl` is compacted.
+/// Timeout for the flush before days are sealed, `usage.jsonl` is compacted, or restored records are read.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(10);
 const USAGE_FILE: &str = "usage.jsonl";
 /// The compacted file before it replaces `usage.jsonl`; an interrupted compaction leaves this file behind.

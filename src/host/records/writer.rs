@@ -4,9 +4,9 @@
 //! Each log file's accepted lines are written in order, at most [`WRITE_INTERVAL`] later unless the disk fails. A crash
 //! of the process loses only lines that have not been written; a crash of the machine also loses lines that have not
 //! been synced, or whose sync failed. The queues are bounded: a line that does not fit is rejected and counted, and a
-//! gap line in its log file reports the number. Files are opened by name for each write (`host::records::jsonl`), so
-//! that no line is lost if a file was renamed or deleted before the write. Failed writes are retried until they succeed
-//! or the writer is dropped; failed syncs are not retried.
+//! gap line in its log file reports the number. Files are opened by name for each write, so that no line is lost if a
+//! file was renamed or deleted before the write. Failed writes are retried until they succeed or the writer is dropped;
+//! failed syncs are not retried.
 
 mod file;
 mod log_file;
@@ -273,7 +273,7 @@ impl Shared {
         self.flushed.notify_all();
     }
 
-    /// Waits for lines or a request, and takes all lines. Returns at `sync_at` at the latest, if it is set.
+    /// Waits for lines or a request, and takes all lines. Returns at most `WRITE_INTERVAL` after `sync_at`, if set.
     fn take_batch(&self, sync_at: Option<Instant>) -> WriteBatch {
         let mut queues = self.wait_for_work(self.lock(), sync_at);
         queues.thread = ThreadState::Writing;
@@ -345,7 +345,7 @@ impl Shared {
     fn write_files(&self, files: &mut [(LogFile, AppendFile)], is_stopping: bool) -> bool {
         let (mut failed, mut has_unwritten_interactions) = (None, false);
         for (log, file) in files.iter_mut() {
-            // Interactions must be on disk before the usage that counts them.
+            // Interactions must be written before the usage that counts them.
             if *log == LogFile::Usage && has_unwritten_interactions {
                 continue;
             }

@@ -1,7 +1,7 @@
 //! Rotation: renames a log file that was started before today to a dated name.
 //!
 //! A rename loses nothing: a writer that has the file open keeps writing to it, and each append opens the file by name
-//! (`host::records::jsonl`). No file is overwritten: if a name is taken, a number is added. The first line's timestamp
+//! (`host::records::writer`). No file is overwritten: if a name is taken, a number is added. The first line's timestamp
 //! shows the day on which the file was started, so rotation needs no state and catches up on missed days.
 
 use std::fs::File;
@@ -212,7 +212,7 @@ mod tests {
     #[test]
     fn days_follow_the_owners_time_zone() {
         for (zone, last, first, day) in [
-            // 23-hour and 25-hour days, a day without a midnight, a day with two midnights, and a leap day.
+            // 23-hour and 25-hour days, a day without a midnight, a day whose last hour repeats, and a leap day.
             ("Europe/Berlin", "2026-03-29T21:59:59Z", "2026-03-29T22:00:00Z", "2026-03-29"),
             ("Europe/Berlin", "2026-10-25T22:59:59Z", "2026-10-25T23:00:00Z", "2026-10-25"),
             ("America/Santiago", "2026-09-06T03:59:59Z", "2026-09-06T04:00:00Z", "2026-09-05"),

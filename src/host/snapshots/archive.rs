@@ -31,9 +31,11 @@ pub const HOME: &str = "home";
 pub const MANIFEST: &str = "manifest.json";
 /// The gateway's part of the home directory, below [`HOME`]: records and the owner's settings.
 pub const SYSTEM: &str = "system";
-/// Prefix of an import's directory of staged files, below the home directory and its [`SYSTEM`]; not archived.
+/// Name prefix of the directories in which an import stages files, in the home directory and in its [`SYSTEM`]; not
+/// archived.
 pub const STAGING_PREFIX: &str = ".import-";
-/// Prefix of an import's directory of replaced files, below the home directory and its [`SYSTEM`]; not archived.
+/// Name prefix of the directories to which an import moves replaced files, in the home directory and in its [`SYSTEM`];
+/// not archived.
 pub const REPLACED_PREFIX: &str = ".before-import-";
 
 /// Maximum number of entries, including the records for long names and long link targets.
@@ -76,8 +78,8 @@ pub struct ArchiveEntry {
 pub struct Manifest {
     pub version: u32,
     pub entries: Vec<ArchiveEntry>,
-    /// Entries below the home directory that could not be archived: sockets, devices, FIFOs, and those that could not
-    /// be read or were deleted during the export.
+    /// Entries below the home directory that are missing or incomplete: sockets, devices, FIFOs, and those that could
+    /// not be read or were deleted during the export.
     pub left_out: Vec<String>,
 }
 

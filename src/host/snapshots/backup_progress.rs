@@ -1,4 +1,5 @@
-//! Progress of the running backup: `svc-db-backup` writes it, and the gateway reports it to the platform.
+//! Progress of the running backup: `svc-db-backup` writes it, the gateway reports it to the platform, and `svc-update`
+//! reads it while it waits for a snapshot.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};

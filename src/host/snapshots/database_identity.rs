@@ -65,8 +65,8 @@ impl IdentityError {
     }
 }
 
-/// Checks that the database of `client` is the one named by the marker. Returns `None` if there is no marker, or if an
-/// earlier release wrote it without naming a database.
+/// Checks that the database of `client` is the one named by the marker. Returns `None` if there is no marker, or it
+/// names no database.
 pub async fn check(layout: &Layout, client: &Client) -> Result<Option<DatabaseIdentity>, IdentityError> {
     let Some(expected) = RestoreMarker::read(layout)?.and_then(|marker| marker.database_identity) else {
         return Ok(None);
@@ -78,7 +78,7 @@ pub async fn check(layout: &Layout, client: &Client) -> Result<Option<DatabaseId
     }
 }
 
-/// Like [`check`], but adopts the database if an earlier release wrote the marker without naming a database.
+/// Like [`check`], but adopts the database if the marker names none, for instance because an earlier release wrote it.
 pub async fn check_or_adopt(
     layout: &Layout,
     client: &Client,

@@ -17,7 +17,7 @@ pub struct RestoreMarker {
     version: u32,
     #[serde(with = "clock::wire_option")]
     pub completed_at: Option<Timestamp>,
-    /// Key of the restored snapshot; `None` if the machine started with an empty database, or adopted one.
+    /// Key of the restored or imported snapshot; `None` if the machine started with an empty database, or adopted one.
     pub snapshot: Option<String>,
     /// Absent in markers that earlier releases wrote.
     #[serde(skip_serializing_if = "Option::is_none")]

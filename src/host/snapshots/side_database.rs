@@ -124,7 +124,7 @@ pub enum SideStatus {
 pub struct CopiedTable {
     /// `schema.table`
     pub name: String,
-    /// The table was missing and was recreated with its dependents.
+    /// The table was missing and was recreated.
     #[serde(rename = "created")]
     pub was_recreated: bool,
     pub inserted: u64,
@@ -152,8 +152,9 @@ pub struct CopyResult {
     pub at: Timestamp,
     pub mode: CopyMode,
     pub dry_run: bool,
-    /// Why the copy failed. If set, `tables` contains only missing tables that were recreated; all others are
-    /// unchanged.
+    /// Why the copy failed. If it failed before its commit, `tables` contains only missing tables that were recreated
+    /// (in a dry run: would be), and the rows of all others are unchanged. If only dependents could not be added,
+    /// `tables` also contains the copied tables.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
     pub tables: Vec<CopiedTable>,
@@ -239,8 +240,9 @@ mod tests {
 
     #[tokio::test]
     async fn new_request_has_new_id_if_http_id_is_repeated() {
-        let create =
-            || request_id::scope("repeated-id".into(), async { SideRequest::new(SideAction::Close) });
+        let create = || {
+            request_id::scope("repeated-id".to_owned().into(), async { SideRequest::new(SideAction::Close) })
+        };
         let (first, second) = (create().await, create().await);
         assert_ne!(first.request_id, second.request_id);
     }

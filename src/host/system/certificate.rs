@@ -24,7 +24,8 @@ pub fn write_settings(layout: &Layout, settings: &CertificateSettings) -> Result
     write_if_changed(&layout.certificate_settings(), settings, 0o600)
 }
 
-/// Reads the certificate that the gateway presents; `None` before the gateway's first start.
+/// Reads the certificate that the gateway presents; `None` before the gateway's first start, or if the file is
+/// unreadable.
 pub fn read(layout: &Layout) -> Option<HostCertificate> {
     let text = fsx::read_if_exists(&layout.certificate()).ok().flatten()?;
     serde_json::from_slice(&text).ok()

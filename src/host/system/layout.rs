@@ -191,7 +191,7 @@ impl Layout {
         self.state("proof-keys.json")
     }
 
-    /// Result of the last backup run, read by the sync agent and the gateway.
+    /// Result of the last backup run.
     pub fn last_backup(&self) -> PathBuf {
         self.state("last-backup.json")
     }
@@ -206,8 +206,8 @@ impl Layout {
         self.state(&format!("last-{kind}.json"))
     }
 
-    /// Time of the last verification of each snapshot.
-    pub fn verification_times(&self) -> PathBuf {
+    /// When each snapshot was last verified, and the damage or the failure found then.
+    pub fn verification_history(&self) -> PathBuf {
         self.state("verified.json")
     }
 
@@ -303,7 +303,7 @@ impl Layout {
         self.state("files")
     }
 
-    /// The result of the restore of the owner's files, which is written after they have been moved into place.
+    /// The result of the restore of the owner's files. Success is recorded only after they have been moved into place.
     pub fn files_restore_outcome(&self) -> PathBuf {
         self.files_state().join("restored.json")
     }

@@ -298,10 +298,10 @@ fn connection_vars(server: &PostgresServer) -> Vec<(&'static str, String)> {
     vars
 }
 
-/// Returns options for sessions that load a database that is not yet in use. Commits do not wait for the disk; the step
-/// after the load waits until all data is durable. If the jobs use all cores, indexes are built without parallel
-/// workers, which would only slow down the other job. `maintenance_work_mem` stays at the server's setting, because
-/// larger sorts exceed the CPU caches and are slower.
+/// Returns options for sessions that load a database that is not yet in use. Commits do not wait for the disk: the next
+/// synchronous commit, which precedes the use of the database, makes all data durable. If the jobs use all cores,
+/// indexes are built without parallel workers, which would only slow down the other job. `maintenance_work_mem` stays
+/// at the server's setting, because larger sorts exceed the CPU caches and are slower.
 fn load_options(cores: usize) -> String {
     let workers = if cores <= RESTORE_JOBS { " -c max_parallel_maintenance_workers=0" } else { "" };
     format!("-c synchronous_commit=off{workers}")

@@ -1,8 +1,8 @@
 //! The file that marks this machine's writers as stopped for a platform operation.
 //!
 //! The gateway writes the file, acts on it, and removes it at the platform's request. The sync agent removes it once
-//! the platform no longer names the operation. Both change it under one lock, so that neither removes what the other
-//! has just written.
+//! the platform no longer names the operation. Both change it under one lock, so that the sync agent does not remove
+//! what the gateway has just written.
 
 use std::time::Duration;
 

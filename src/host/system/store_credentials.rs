@@ -77,10 +77,10 @@ struct SourceState {
     is_withdrawn: bool,
 }
 
-/// Credentials and their renewal time.
+/// The session for normal use, with its renewal time, and the outage session.
 #[derive(Clone)]
 struct ActiveSession {
-    key: Arc<AwsCredential>,
+    credential: Arc<AwsCredential>,
     /// The expiry according to this machine's clock.
     expires_at: Timestamp,
     renew_at: Timestamp,
@@ -91,7 +91,7 @@ struct ActiveSession {
 /// The session for storing snapshots while the platform is unreachable.
 #[derive(Clone)]
 struct OutageSession {
-    key: Arc<AwsCredential>,
+    credential: Arc<AwsCredential>,
     expires_at: Timestamp,
 }
 
@@ -104,19 +104,19 @@ impl OutageSession {
 impl ActiveSession {
     /// Schedules the renewal for when a third of the lifetime remains, or up to a sixth of the lifetime earlier, so
     /// that hosts do not all renew at the same time.
-    fn new(key: AwsCredential, expires_at: Timestamp, lifetime: SignedDuration) -> Self {
+    fn new(credential: AwsCredential, expires_at: Timestamp, lifetime: SignedDuration) -> Self {
         let third = lifetime.as_secs().max(0) / 3;
         let jitter = third * random_byte() / 512;
         let early = SignedDuration::from_secs(third + jitter);
         let renew_at = expires_at.saturating_sub(early).unwrap_or(Timestamp::MIN);
-        Self { key: Arc::new(key), expires_at, renew_at, renewed_at: None, outage: None }
+        Self { credential: Arc::new(credential), expires_at, renew_at, renewed_at: None, outage: None }
     }
 
     fn from_stored(stored: &StoredSessions) -> Self {
         let outage = stored.outage.as_ref();
         let outage = outage.map(|outage| OutageSession {
             expires_at: outage.expires_at,
-            key: Arc::new(outage.to_aws_credential()),
+            credential: Arc::new(outage.to_aws_credential()),
         });
         let session =
             Self::new(stored.session.to_aws_credential(), stored.session.expires_at, stored.lifetime());
@@ -166,13 +166,13 @@ impl RenewingCredentials {
         Self { outage_policy, ..self }
     }
 
-    /// Returns the outage session's key, if this applet may use it and it has not expired.
-    fn outage_key(&self, state: &SourceState, now: Timestamp) -> Option<Arc<AwsCredential>> {
+    /// Returns the outage session's credential, if this applet may use it and it has not expired.
+    fn outage_credential(&self, state: &SourceState, now: Timestamp) -> Option<Arc<AwsCredential>> {
         if self.outage_policy == OutagePolicy::RequirePlatform {
             return None;
         }
         let outage = state.active.outage.as_ref().filter(|outage| outage.is_usable(now))?;
-        Some(Arc::clone(&outage.key))
+        Some(Arc::clone(&outage.credential))
     }
 
     /// Renews the credentials, or falls back to the outage session while the platform is unreachable.
@@ -181,19 +181,19 @@ impl RenewingCredentials {
         state: &mut SourceState,
         now: Timestamp,
     ) -> Result<Arc<AwsCredential>, CredentialError> {
-        let outage = self.outage_key(state, now);
+        let outage = self.outage_credential(state, now);
         // After a refusal, possibly by a proxy, the outage session is used only if a new attempt cannot reach the
         // platform.
-        if let Some(key) = outage.as_ref().filter(|_| state.was_unreachable && now < state.not_before) {
-            return Ok(Arc::clone(key));
+        if let Some(fallback) = outage.as_ref().filter(|_| state.was_unreachable && now < state.not_before) {
+            return Ok(Arc::clone(fallback));
         }
         let has_just_failed = now < state.not_before;
         let attempts = if outage.is_some() || has_just_failed { 1 } else { MAX_ATTEMPTS };
         match (self.renew(state, attempts).await, outage) {
-            (Ok(()), _) => Ok(Arc::clone(&state.active.key)),
-            (Err(error @ CredentialError::Unavailable(_)), Some(key)) => {
+            (Ok(()), _) => Ok(Arc::clone(&state.active.credential)),
+            (Err(error @ CredentialError::Unavailable(_)), Some(fallback)) => {
                 tracing::warn!(%error, "the platform is unreachable; snapshots are stored but do not become the latest");
-                Ok(key)
+                Ok(fallback)
             }
             (Err(error), _) => Err(error),
         }
@@ -215,7 +215,7 @@ impl RenewingCredentials {
         self.renew(&mut state, 1).await
     }
 
-    /// Loads the session stored by another process on this machine, if it expires later.
+    /// Loads the sessions that another process on this machine stored, if the one for normal use expires later.
     fn load_stored(&self, state: &mut SourceState) {
         match StoredSessions::read(&self.file, self.machine) {
             Ok(Some(stored)) if stored.session.expires_at > state.active.expires_at => {
@@ -293,7 +293,7 @@ impl CredentialSource for RenewingCredentials {
             self.load_stored(&mut state);
         }
         if now < state.active.renew_at {
-            return Ok(Arc::clone(&state.active.key));
+            return Ok(Arc::clone(&state.active.credential));
         }
         if !state.active.is_usable(now) {
             return self.renew_or_use_outage_session(&mut state, now).await;
@@ -306,7 +306,7 @@ impl CredentialSource for RenewingCredentials {
             }
             tracing::warn!(%error, "could not renew the credentials for the object store; retrying later");
         }
-        Ok(Arc::clone(&state.active.key))
+        Ok(Arc::clone(&state.active.credential))
     }
 
     async fn replacement_for(&self, access_key: &str) -> Result<Arc<AwsCredential>, CredentialError> {
@@ -315,11 +315,11 @@ impl CredentialSource for RenewingCredentials {
             return Err(CredentialError::Withdrawn);
         }
         let now = Timestamp::now();
-        if state.active.key.key_id != access_key && state.active.is_usable(now) {
-            return Ok(Arc::clone(&state.active.key));
+        if state.active.credential.key_id != access_key && state.active.is_usable(now) {
+            return Ok(Arc::clone(&state.active.credential));
         }
         // The store decides whether a session has expired.
-        if let Some(outage) = state.active.outage.take_if(|outage| outage.key.key_id == access_key) {
+        if let Some(outage) = state.active.outage.take_if(|outage| outage.credential.key_id == access_key) {
             tracing::warn!(expires_at = %outage.expires_at, "the store rejected the outage session as expired");
         }
         self.renew_or_use_outage_session(&mut state, now).await
@@ -362,8 +362,8 @@ mod tests {
 
     fn active_session(lifetime: SignedDuration) -> (Timestamp, ActiveSession) {
         let now = Timestamp::now();
-        let key = AwsCredential { key_id: "a".into(), secret_key: "b".into(), token: None };
-        (now, ActiveSession::new(key, now.saturating_add(lifetime).unwrap(), lifetime))
+        let credential = AwsCredential { key_id: "a".into(), secret_key: "b".into(), token: None };
+        (now, ActiveSession::new(credential, now.saturating_add(lifetime).unwrap(), lifetime))
     }
 
     #[test]

@@ -1,5 +1,5 @@
-//! Finds this machine's systemd, and reports a service's state to it: ready, alive or stopping. If systemd did not
-//! start the service, the reports do nothing.
+//! Finds this machine's systemd, and reports a service's state to it: ready, alive or stopping, and a status text. If
+//! systemd did not start the service, the reports do nothing.
 
 use std::ffi::OsString;
 use std::path::Path;

@@ -155,7 +155,7 @@ struct PendingBody {
 }
 
 impl Download<'_> {
-    /// Returns the length of the whole bundle, if the source reports it.
+    /// Returns the length of the whole file, if the source reports it.
     pub fn length(&self) -> Option<u64> {
         self.length
     }

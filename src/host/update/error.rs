@@ -1,4 +1,4 @@
-//! Errors that interrupt an update.
+//! Errors that prevent an update from starting or finishing.
 
 use super::history::HistoryError;
 use svc_base::applet::{Exit, Failure};
@@ -6,7 +6,7 @@ use svc_base::config::ConfigError;
 use svc_base::failpoint::InjectedFailure;
 use svc_base::fsx::FileError;
 
-/// The reason an update did not finish. The journal, if any, is kept, so that the next run resumes the update.
+/// The reason an update did not start or finish. The journal, if any, is kept, so that the next run resumes the update.
 #[derive(Debug, thiserror::Error)]
 pub enum UpdateError {
     #[error("no release is installed on this machine; run `svc-update boot` to install the first one")]

@@ -51,7 +51,8 @@ pub struct ExpectedArchive<'a> {
 ///   digest. An installed release is left unchanged.
 /// - [`FetchError::SizeMismatch`] if the server announces a different size than expected.
 /// - [`FetchError::NoSpace`] if the disk has too little free space.
-/// - [`FetchError::File`] if the installed release's digest or the free space cannot be read.
+/// - [`FetchError::File`] if the installed release's digest or the free space cannot be read, or the staging directory
+///   cannot be created.
 /// - Otherwise, any error from the download, unpacking or installation.
 pub async fn ensure_release(
     layout: &Layout,

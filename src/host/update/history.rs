@@ -94,7 +94,7 @@ pub fn read_history(layout: &Layout) -> Result<Vec<HistoryEntry>, FileError> {
 #[serde(rename_all = "camelCase")]
 struct ReleaseRecord {
     version: u32,
-    /// The release that was current before the current one.
+    /// The release to which `svc-update rollback` returns; after a rollback, the current release itself.
     previous: Option<ImageVersion>,
     quarantined: Vec<QuarantinedRelease>,
 }
@@ -126,7 +126,7 @@ fn update_releases(layout: &Layout, change: impl FnOnce(&mut ReleaseRecord)) -> 
     Ok(fsx::write_atomic(&layout.update_state().join("releases.json"), &text, 0o644)?)
 }
 
-/// Returns the release that was current before the current one, if it is still installed.
+/// Returns the previous release, if it is still installed. After a rollback, that is the current release itself.
 pub fn find_previous(layout: &Layout) -> Result<Option<ImageVersion>, HistoryError> {
     Ok(read_releases(layout)?.previous.filter(|version| layout.release(version).is_dir()))
 }

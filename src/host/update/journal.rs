@@ -1,6 +1,7 @@
 //! An update's journal, on disk. It is written before each step, so that the next run resumes an interrupted update.
 //!
-//! The file exists only while an update is open. The lock ensures that at most one update is open.
+//! The file exists only while an update is open. The lock in the same directory ensures that at most one update is
+//! open.
 
 use std::path::{Path, PathBuf};
 
@@ -27,7 +28,6 @@ pub enum JournalError {
     File(#[from] FileError),
 }
 
-/// The kind of update.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum UpdateKind {

@@ -33,7 +33,7 @@ impl UpdateRequest {
         Self { image_version, requested_at: svc_base::clock::now_ms(), request_id }
     }
 
-    /// Writes the request; the unit that serves it removes the file.
+    /// Writes the request; the run that serves it removes the file.
     pub fn write(&self, layout: &Layout) -> Result<(), FileError> {
         let text = serde_json::to_vec(self).expect("plain fields serialize to JSON");
         fsx::write_atomic(&layout.request("update"), &text, 0o600)
@@ -75,7 +75,7 @@ impl SnapshotWait {
     }
 }
 
-/// The result of an update.
+/// How an update ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum UpdateResult {
@@ -90,7 +90,7 @@ pub enum UpdateResult {
     Failed,
 }
 
-/// The outcome of one update.
+/// An update's result and details, as recorded in `last.json` and `history.jsonl`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Outcome {

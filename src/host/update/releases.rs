@@ -151,7 +151,7 @@ fn list_names(dir: &Path) -> Result<Vec<String>, FileError> {
     Ok(read.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect())
 }
 
-/// Returns the installed versions, in ascending order.
+/// Returns the installed versions, in lexicographic order.
 pub fn list_versions(layout: &Layout) -> Result<Vec<ImageVersion>, FileError> {
     let releases = layout.releases();
     if !releases.is_dir() {

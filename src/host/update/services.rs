@@ -50,7 +50,6 @@ pub struct UnitState {
     pub restarts: u32,
 }
 
-/// The service manager.
 #[async_trait]
 pub trait ServiceManager: Send + Sync {
     /// Applies the user, directory and unit definitions in `/etc`.

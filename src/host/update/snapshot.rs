@@ -27,7 +27,8 @@ use svc_store::key;
 
 /// The unit waits for any running backup to end before it takes its own snapshot.
 const BACKUP_UNIT: &str = "svc-db-backup-request.service";
-/// A failed unit is restarted with exponential backoff; systemd ignores the call while the unit is running.
+/// The unit is started repeatedly during the wait, with exponential backoff; systemd ignores the call while the unit is
+/// running.
 const MIN_START_BACKOFF: Duration = Duration::from_secs(5);
 const MAX_START_BACKOFF: Duration = Duration::from_secs(60);
 /// A snapshot whose run ended longer ago than this is not used, even if it was taken after the update began: an update
@@ -112,7 +113,7 @@ impl LastRun {
 
 /// Detects whether backups make progress during a wait.
 struct ProgressDetector {
-    /// The run whose progress was stored when the wait began, until another run stores its progress.
+    /// Start of the run whose progress was stored when the wait began; `None` once another run has stored its progress.
     earlier_run: Option<Timestamp>,
     max_bytes: u64,
 }

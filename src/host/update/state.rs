@@ -11,7 +11,6 @@ use super::protocol::UpdateResult;
 /// Maximum length of the error from one step. The outcome of an update whose rollback failed contains two such errors.
 pub const MAX_ERROR_CHARS: usize = 400;
 
-/// The failure of a step.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StepFailure {
     pub stage: Stage,
@@ -27,7 +26,9 @@ pub enum Stage {
     Preflight,
     Manifest,
     Download,
-    Trial,
+    #[serde(rename = "trial")]
+    #[strum(serialize = "trial")]
+    SmokeTest,
     Snapshot,
     Switch,
     Units,

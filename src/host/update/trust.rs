@@ -1,8 +1,8 @@
 //! The keys trusted to sign releases: those in `update.env`, which only root can change.
 //!
-//! A signed manifest may contain a newer key set. The set is adopted once that release is healthy, so a release that is
-//! rolled back does not change the trusted keys. Invariant: `update.env` holds one complete set, the old or the new
-//! one, with its sequence number.
+//! A signed manifest may contain a newer key set. The set is adopted once the manifest's release is healthy, so a
+//! release that is rolled back does not change the trusted keys. Invariant: `update.env` holds one complete set, the
+//! old or the new one, with its sequence number.
 
 use super::error::UpdateError;
 use super::trusted_keys;

@@ -1,7 +1,8 @@
 //! Installs a release's definitions of units, users and directories in `/etc`. Installed files that the release does
 //! not have are removed.
 //!
-//! The names of all installed files begin with `svc`. `installed.json`, next to the journal, lists these files.
+//! In its target directory, the path of each installed file begins with `svc`. `installed.json`, next to the journal,
+//! lists all installed files.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -15,7 +16,7 @@ use svc_base::fsx::{self, FileError};
 use svc_machine::name::ImageVersion;
 
 const UNIT_DIR: &str = "etc/systemd/system";
-/// Directories below a release's `systemd/`, with their targets.
+/// Directories below a release's `systemd/`, with the directories into which their files are copied.
 const UNIT_TREES: [(&str, &str); 3] =
     [("system", UNIT_DIR), ("sysusers.d", "etc/sysusers.d"), ("tmpfiles.d", "etc/tmpfiles.d")];
 const FORMAT_VERSION: u32 = 1;
@@ -45,8 +46,8 @@ struct InstalledFiles {
 /// remove the files that its release does not have, even if it installs a different release.
 ///
 /// # Errors
-/// [`UnitsError`] if a file's name is not UTF-8 or does not begin with `svc`, `installed.json` is malformed, or a file
-/// cannot be read or written. The call can be repeated.
+/// [`UnitsError`] if a file's path in its target directory is not UTF-8 or does not begin with `svc`, `installed.json`
+/// is malformed, or a file cannot be read or written. The call can be repeated.
 pub fn install(layout: &Layout, version: &ImageVersion) -> Result<(), UnitsError> {
     let wanted = list_release_files(layout, version)?;
     let installed = read_installed_files(layout)?;
@@ -98,8 +99,8 @@ fn is_runnable(unit: &str) -> bool {
 /// Returns the release's files, by the path at which each is installed.
 ///
 /// # Errors
-/// [`UnitsError::Foreign`] if a name is not UTF-8 or does not begin with `svc`; [`UnitsError::File`] if a directory
-/// cannot be read.
+/// [`UnitsError::Foreign`] if a file's path in its target directory is not UTF-8 or does not begin with `svc`;
+/// [`UnitsError::File`] if a directory cannot be read.
 fn list_release_files(
     layout: &Layout,
     version: &ImageVersion,
@@ -110,8 +111,8 @@ fn list_release_files(
         let mut found = Vec::new();
         collect_files(&root.join(tree), Path::new(""), &mut found)?;
         for inner in found {
-            // The name must also be UTF-8, because the record of installed files is JSON.
-            if !inner.to_str().is_some_and(|name| name.starts_with("svc")) {
+            // The path must also be UTF-8, because the record of installed files is JSON.
+            if !inner.to_str().is_some_and(|path| path.starts_with("svc")) {
                 return Err(UnitsError::Foreign { path: Path::new(tree).join(inner) });
             }
             wanted.insert(Path::new(dir).join(&inner), root.join(tree).join(&inner));
@@ -249,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn install_copies_nothing_from_release_with_foreign_unit() {
+    fn install_copies_nothing_from_release_with_foreign_file() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         let files = [("system/svc-a.service", "a"), ("tmpfiles.d/other.conf", "x")];

@@ -145,7 +145,7 @@ impl Tree<'_> {
         }
     }
 
-    /// Creates the directory and its parents. Fails if something else has that path.
+    /// Creates the directory and its parents. Fails if a file or link already has that path.
     fn create_directory(&mut self, path: &Path) -> Result<(), UnpackError> {
         if path.as_os_str().is_empty() || self.directories.contains(path) {
             return Ok(());

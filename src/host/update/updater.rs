@@ -197,8 +197,8 @@ impl<S: ServiceManager> Updater<S> {
             policy::check_parts(&self.layout, from, verified.manifest(), allow)
                 .map_err(refused(Stage::Preflight))?;
         }
-        smoke_test::run(&self.layout.release(&journal.plan.to)).await.map_err(refused(Stage::Trial))?;
-        failpoint::trigger("update.smoke_tested").map_err(failed(Stage::Trial))
+        smoke_test::run(&self.layout.release(&journal.plan.to)).await.map_err(refused(Stage::SmokeTest))?;
+        failpoint::trigger("update.smoke_tested").map_err(failed(Stage::SmokeTest))
     }
 
     async fn fetch_manifest(&self, version: &ImageVersion) -> Result<VerifiedManifest, StepError> {
@@ -440,7 +440,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn unreadable_history_fails_update_without_rejecting_it() {
+    fn unreadable_history_fails_update_instead_of_refusing_it() {
         let path = PathBuf::from("releases.json");
         let unreadable = PolicyError::History(HistoryError::Unreadable { path });
         assert!(matches!(classify_policy_error(unreadable), StepError::Failed(_)));

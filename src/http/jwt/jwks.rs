@@ -39,8 +39,9 @@ pub(super) struct Jwks {
     last_fetch: tokio::sync::Mutex<LastFetch>,
 }
 
-/// When keys were last fetched. Each fetch is recorded when it starts and again when it ends: if the issuer does not
-/// respond and a fetch takes longer than the minimum interval, the requests that waited for it must not repeat it.
+/// When keys were last fetched, successfully or not. Each fetch is recorded when it starts and again when it ends: if
+/// the issuer does not respond and a fetch takes longer than the minimum interval, the requests that waited for it must
+/// not repeat it.
 #[derive(Default)]
 struct LastFetch {
     at: Option<Instant>,

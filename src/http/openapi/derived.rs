@@ -17,8 +17,8 @@ pub fn schema_of<T: JsonSchema>() -> Value {
     schema.to_value()
 }
 
-/// Makes a schema as strict as the serialized value: an object has no other members, and a number is not negative and
-/// is represented exactly by every JSON parser (RFC 7493). Drops defaults, which apply only when a value is
+/// Makes a schema as strict as the serialized value: an object has no other members, no number is negative, and every
+/// JSON parser represents every integer exactly (RFC 7493). Drops defaults, which apply only when a value is
 /// deserialized.
 fn make_strict(schema: &mut Schema) {
     schema.remove("default");

@@ -17,7 +17,7 @@ pub use schema::*;
 
 use super::problem::Code;
 
-/// A credential. A route with several credentials accepts any of them.
+/// A credential that a route accepts. A route with several credentials accepts any of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Credential {
     pub name: &'static str,
@@ -82,7 +82,7 @@ impl Parameter {
     }
 }
 
-/// A successful response.
+/// A response that is not a problem.
 #[derive(Debug, Clone, Copy)]
 pub struct DocumentedResponse {
     pub status: u16,

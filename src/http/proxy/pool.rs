@@ -23,8 +23,8 @@ pub(super) type ClientConnection = http1::Connection<TokioIo<Box<dyn Io>>, Reque
 pub(super) struct UpstreamConnection {
     pub(super) sender: SendRequest<RequestBody>,
     pub(super) connection: ClientConnection,
-    /// The timer for response heads. It stays set between requests, and is set again only when it has fired, so that most
-    /// requests do not set it.
+    /// The timer for response heads. It stays set between requests, and is set again only when it has fired, so that
+    /// most requests do not set it.
     pub(super) timer: Pin<Box<Sleep>>,
     pub(super) permit: OwnedSemaphorePermit,
 }

@@ -27,7 +27,8 @@ pub enum Violation {
     InvalidReinstatement,
     /// An acknowledged row is on no server and in no snapshot, and no operator accepted the loss.
     LostRows,
-    /// A replaced machine's server was deleted, although no later registered machine has a server or was deleted.
+    /// A replaced machine's server was deleted, although no later registered machine has a server, and no later machine
+    /// was deleted.
     LastServerRemoved,
     /// A machine that has never served traffic holds the slot, although the machine with the newest data still has its
     /// server.

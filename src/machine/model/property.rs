@@ -29,22 +29,23 @@ const SOUND_RULES: Rules = Rules {
 /// the deletion that it may wait for, which has two.
 const MAX_STEPS: usize = 10;
 
-/// Runs a history on a new model. The error contains the step and the violations.
+/// Runs a history on a new model. The error contains the violations and the index of the action that caused them, or
+/// the history's length if settling the model caused them.
 fn run_history(rules: Rules, history: &[Action]) -> Result<(), (usize, BTreeSet<Violation>)> {
     let mut model = LifecycleModel::new(rules, SLOT_COUNT);
-    for (step, action) in history.iter().enumerate() {
+    for (action_index, action) in history.iter().enumerate() {
         model.apply_action(action);
-        ensure_no_violations(step, check_always(&model))?;
+        ensure_no_violations(action_index, check_always(&model))?;
     }
     model.settle(MAX_STEPS);
     ensure_no_violations(history.len(), check_settled(&model))
 }
 
 fn ensure_no_violations(
-    step: usize,
+    action_index: usize,
     violations: BTreeSet<Violation>,
 ) -> Result<(), (usize, BTreeSet<Violation>)> {
-    if violations.is_empty() { Ok(()) } else { Err((step, violations)) }
+    if violations.is_empty() { Ok(()) } else { Err((action_index, violations)) }
 }
 
 proptest! {
@@ -205,7 +206,7 @@ fn detects_operation_that_never_ends() {
     });
 }
 
-/// The machine left its slot without an operation that removes its server.
+/// The model's reconciler always deletes such a server, so the test constructs the state directly.
 #[test]
 fn detects_server_that_outlives_machine() {
     let mut model = LifecycleModel::new(SOUND_RULES, 1);

@@ -1,4 +1,4 @@
-//! POST `/vps/fleet/alarms/:alarm/release`: releases the actions that an alarm blocks.
+//! POST `/vps/fleet/alarms/:alarm/release`: releases an alarm, so that the work that it blocks can continue.
 
 use std::sync::Arc;
 

@@ -28,7 +28,7 @@ use svc_machine::id::MachineId;
 use svc_machine::state::Status;
 use svc_wire::change::HostRequest;
 
-/// A task for the host.
+/// The work that an operator requests from a machine's host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum HostTask {
     Backup,
@@ -38,7 +38,7 @@ enum HostTask {
 }
 
 impl HostTask {
-    fn as_str(self) -> &'static str {
+    fn audit_action(self) -> &'static str {
         match self {
             Self::Backup => "backup",
             Self::Drill => "drill",
@@ -120,7 +120,7 @@ async fn request_host_task(
     // No session is held during the request to the host.
     drop(session);
     let change = |after| AuditChange {
-        action: task.as_str(),
+        action: task.audit_action(),
         target: id.to_string(),
         // One of the attention items describes the snapshot that the host holds back.
         before: (task == HostTask::Accept).then(|| json!({"attention": machine.attention})),
@@ -135,7 +135,7 @@ async fn request_host_task(
         HostTask::VerifyFiles => host_call::request_files_verification(&platform, &machine).await,
     };
     let requested_at = response.map_err(|error| {
-        let task = task.as_str();
+        let task = task.audit_action();
         tracing::warn!(machine = %id, task, error = %format_chain(&error), "the request to the host failed");
         let detail = format!(
             "The host of machine {id} did not accept the request. Check its state with `svcctl status {id}`, then try again."

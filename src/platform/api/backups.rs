@@ -1,5 +1,5 @@
-//! GET `/vps/:id/backups`: lists the verified snapshots of the machine's slot, newest first, including those of earlier
-//! machines.
+//! GET `/vps/:id/backups`: lists the verified snapshots of the machine's slot, newest first, including those that other
+//! machines took.
 
 use std::sync::Arc;
 use std::time::Duration;

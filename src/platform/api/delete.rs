@@ -102,7 +102,7 @@ async fn delete(
 struct Deletion {
     operation: Option<OperationId>,
     options: OperationOptions,
-    /// The copies of the slot's data before the deletion.
+    /// The copies of the slot's data when the request arrived.
     copies: Copies,
 }
 
@@ -149,7 +149,8 @@ fn undelete_until(platform: &Platform, machine: &MachineRow, options: OperationO
     let is_server_kept = !options.now && machine.registered_at.is_some() && !machine.has_lost_server();
     let deleted_at = machine.deleted_at.filter(|_| is_server_kept);
     // The retention period of the server starts later if the deletion had to wait before powering off the server.
-    let kept_since = deleted_at.map(|at| machine.power_off_ordered_at.map_or(at, |ordered| at.max(ordered)));
+    let kept_since =
+        deleted_at.map(|at| machine.power_off_requested_at.map_or(at, |requested| at.max(requested)));
     kept_since.and_then(|since| since.checked_add(grace).ok()).map(Into::into)
 }
 

@@ -1,5 +1,5 @@
 //! POST `/vps/:id/discard`: deletes the kept server of a machine that has left its slot, without waiting for the end of
-//! the server's grace period.
+//! the server's retention period.
 
 use std::sync::Arc;
 
@@ -60,14 +60,14 @@ async fn discard(
     ensure_left_slot(&change.machine)?;
     let removal = find_pending_removal(&change.tx, id).await?;
     // Unless an operator has accepted the loss, a running removal may still decide to keep the server.
-    let is_consent_new = consent == LossConsent::Given && !is_discard_requested(&change.machine);
-    let is_ordered = removal.is_some() || is_discard_requested(&change.machine);
+    let is_consent_new = consent == LossConsent::Given && !is_removal_ordered(&change.machine);
+    let is_ordered = removal.is_some() || is_removal_ordered(&change.machine);
     let body = |after: &MachineRow| response_body(after, removal, is_ordered);
     if is_ordered && !is_consent_new {
         return change.end(ChangeEffect::Unchanged, StatusCode::ACCEPTED, body).await;
     }
     if consent == LossConsent::NotGiven {
-        ensure_data_saved(&change.tx, &change.machine).await?;
+        ensure_safe_to_discard(&change.tx, &change.machine).await?;
     }
     machine_changes::record_discard(&change.tx, id).await?;
     // Without a removal, the reconciler creates one after it has listed the provider's servers.
@@ -80,8 +80,8 @@ async fn find_pending_removal(tx: &Transaction<'_>, id: MachineId) -> Result<Opt
     Ok(removal.filter(|removal| !removal.has_ended()).map(|removal| removal.id))
 }
 
-/// Returns whether a discard has been requested and the removal has not been abandoned since.
-fn is_discard_requested(machine: &MachineRow) -> bool {
+/// Returns whether the server's retention period was ended early, and the removal has not been abandoned since.
+fn is_removal_ordered(machine: &MachineRow) -> bool {
     machine.discard_ordered_at.is_some() && machine.removal_abandoned_at.is_none()
 }
 
@@ -112,7 +112,7 @@ fn ensure_left_slot(machine: &MachineRow) -> Result<(), Problem> {
 /// Rejects discarding a server that is still needed, or that may hold the only copy of the slot's data: the database
 /// must record a final backup of the machine, or that an operator accepted the loss of its data. A machine that never
 /// registered has no data.
-async fn ensure_data_saved(tx: &Transaction<'_>, machine: &MachineRow) -> Result<(), Problem> {
+async fn ensure_safe_to_discard(tx: &Transaction<'_>, machine: &MachineRow) -> Result<(), Problem> {
     if let Some(since) = machine.unsaved_since {
         let reason = if machine.has_unsaved_files_only {
             "A later machine started without the owner's files, which may exist only on this server."

@@ -34,7 +34,7 @@ pub async fn handle(
     let reason = fields.required_text("reason", MAX_REASON_CHARS);
     let reason = fields.finish(reason)?;
     let reply = fail(&platform, id, &reason, &mutation).await?;
-    // If this cancelled an operation, the operation may have left resources behind.
+    // If the request cancelled an operation, the operation may have left resources behind.
     platform.reconciler_wake.notify_one();
     Ok(reply.into_response())
 }

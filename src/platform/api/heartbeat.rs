@@ -70,7 +70,7 @@ pub async fn handle(
             machine_changes::mark_predecessors_unsaved(&session, id).await?;
         }
         // The host is running although a power-off was requested, so it may write data that no snapshot contains.
-        if machine.is_active() && machine.power_off_ordered_at.is_some() {
+        if machine.is_active() && machine.power_off_requested_at.is_some() {
             machine_server::record_power_on_in_slot(&session, id).await?;
         }
         if is_healthy && epoch == machine.epoch && machine.is_active() {

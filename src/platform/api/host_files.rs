@@ -299,7 +299,7 @@ fn host_problem(id: MachineId, error: FilesCallError, is_restore: bool) -> Probl
             );
             Problem::new(Code::HostRefused, detail)
         }
-        FilesCallError::Problem { status, .. } | FilesCallError::Host(HostCallError::Refused(status)) => {
+        FilesCallError::Problem { status, .. } | FilesCallError::Host(HostCallError::ErrorStatus(status)) => {
             let status = status.as_u16();
             let detail = format!(
                 "The host of machine {id} returned {status}; search the host's log for this request id."

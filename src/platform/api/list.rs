@@ -27,7 +27,7 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
     call.authenticate_operator(&platform).await?;
     let mut query = call.request.query_fields();
     let scope = match query.flag("deleted") {
-        Some(true) => MachineScope::Ended,
+        Some(true) => MachineScope::Former,
         Some(false) | None => MachineScope::Active,
     };
     let filter = MachineFilter {

@@ -65,13 +65,13 @@ impl RequestedLocations {
     }
 
     /// Returns whether the requested fallback locations differ from those of a running recovery, apart from their
-    /// order. `current` and `fallback` are the locations of the recovery's new machine, and `uses_fallback_location`
-    /// tells whether the recovery has moved on from the location that it tried first.
+    /// order. `current` and `fallback` are the locations of the recovery's new machine. `has_changed_location` is true
+    /// if the recovery has moved to another location at least once.
     pub fn differs_in_fallback(
         &self,
         current: &Location,
         fallback: &[Location],
-        uses_fallback_location: bool,
+        has_changed_location: bool,
     ) -> bool {
         let Some(requested) = &self.fallback else { return false };
         let candidates = || std::iter::once(current).chain(fallback);
@@ -80,7 +80,7 @@ impl RequestedLocations {
         }
         // The location that the recovery tried first is not one of its fallbacks. After a move, it is unknown which one
         // that was, unless the request names it.
-        let first = if uses_fallback_location { self.location.as_ref() } else { Some(current) };
+        let first = if has_changed_location { self.location.as_ref() } else { Some(current) };
         let mut missing = candidates().filter(|candidate| !requested.contains(candidate));
         match first {
             Some(first) => missing.any(|candidate| candidate != first),
@@ -119,12 +119,12 @@ mod tests {
         location: Option<&str>,
         fallback: &[&str],
         candidates: &[&str],
-        uses_fallback_location: bool,
+        has_changed_location: bool,
     ) -> bool {
         let location = location.map(|name| name.parse().unwrap());
         let requested = RequestedLocations { location, fallback: Some(parse(fallback)) };
         let candidates = parse(candidates);
-        requested.differs_in_fallback(&candidates[0], &candidates[1..], uses_fallback_location)
+        requested.differs_in_fallback(&candidates[0], &candidates[1..], has_changed_location)
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! GET `/metrics`: returns this process's counters and the installation's state from the database, for Prometheus.
+//! GET `/metrics`: returns this process's metrics and the installation's state from the database, for Prometheus.
 
 use std::sync::Arc;
 

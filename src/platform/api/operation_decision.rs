@@ -188,7 +188,7 @@ async fn resume_with_loss_accepted(tx: &Transaction<'_>, operation: &OperationRo
         )
         .await?);
     }
-    if is_snapshot_question(operation) {
+    if has_snapshot_question(operation) {
         resume_step(tx, operation, operation.options, "the operator chose the latest snapshot").await?;
         return Ok(db::operations::set_fact(tx, operation.id, SNAPSHOT_CHOSEN, &json!(true)).await?);
     }
@@ -201,7 +201,7 @@ async fn resume_with_loss_accepted(tx: &Transaction<'_>, operation: &OperationRo
     resume_step(tx, operation, options, "the operator accepted the loss").await
 }
 
-fn is_snapshot_question(operation: &OperationRow) -> bool {
+fn has_snapshot_question(operation: &OperationRow) -> bool {
     operation.question.as_ref().is_some_and(|question| question["code"] == NEWER_SNAPSHOT)
 }
 
@@ -211,7 +211,7 @@ async fn choose_snapshot(
     operation: &OperationRow,
     key: &SnapshotKey,
 ) -> Result<(), Problem> {
-    if !is_snapshot_question(operation) {
+    if !has_snapshot_question(operation) {
         let detail = format!(
             "The {} is not waiting for a snapshot to be chosen, and nothing was changed. To restore a different snapshot, \
              abandon the operation with `svcctl operation abandon {}`, then run `svcctl recover` with `--snapshot`.",

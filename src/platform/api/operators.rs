@@ -248,8 +248,8 @@ async fn with_stored_token(platform: &Platform, reply: Reply) -> Result<Reply, P
     let Some(id) = id else { return Ok(reply) };
     let session = platform.db.session().await?;
     let stored = db::operators::find_by_token(&session, id, Duration::ZERO).await?;
-    // A later rotation replaced the token, or the operator's row was deleted. The token is no longer valid, so it does
-    // not matter which key derives it.
+    // The operator's token has been rotated at least twice since, or the operator's row was deleted. The stored
+    // response's token is no longer valid, so it does not matter which key derives it.
     let Some(stored) = stored else { return Ok(with_token(reply, &platform.mint.operator_token(id))) };
     let token = platform.mint.stored_operator_token(id, &stored.token_hash).ok_or_else(|| {
         let detail = format!(

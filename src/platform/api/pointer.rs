@@ -1,5 +1,5 @@
 //! GET `/vps/slots/pointer` and POST `/vps/slots/pointer/rebuild`: shows a slot's snapshot pointer, and replaces one
-//! that is missing, is unreadable or names a snapshot that cannot be restored. With `force`, also replaces a sound one.
+//! that is missing, unreadable or unsound. With `force`, also replaces a sound one.
 //!
 //! The audit row, with the first bytes of an unreadable pointer, is committed before the pointer is written, so that
 //! these bytes are never lost. The planned pointer is stored with it: a retry with the same `Idempotency-Key` completes
@@ -40,7 +40,7 @@ use svc_store::pointer_repair::{self, Inspection, PointerState, RebuildTarget, R
 use svc_wire::pointer as wire;
 
 /// Timeout for the store requests of one inspection or one write. A rebuild makes up to two inspections and one write,
-/// and a retry first checks the earlier write. Together, these must take less than svcctl's timeout of 30 s.
+/// and a retry also checks the earlier write. Together, these must take less than svcctl's timeout of 30 s.
 const STORE_TIMEOUT: Duration = Duration::from_secs(7);
 
 struct PointerTarget {
@@ -91,7 +91,9 @@ impl PointerTarget {
         let current = db::machines::find_in_slot(client, &self.user, &self.slot).await?;
         // Until the current machine's server has been ordered, the fence is still the predecessor's.
         let holder = match current {
-            Some(current) if current.create_ordered_at.is_none() && current.provider_server_id.is_none() => {
+            Some(current)
+                if current.create_requested_at.is_none() && current.provider_server_id.is_none() =>
+            {
                 db::machines::find_last_registered(client, &current).await?
             }
             current => current,

@@ -366,7 +366,8 @@ pub async fn find_bundle_digest(bucket: &Bucket, version: &ImageVersion) -> Resu
     Err(Problem::new(Code::BundleNotFound, detail))
 }
 
-/// Chooses whether to restore a snapshot. A slot that has a snapshot, or should have one, never starts empty.
+/// Chooses whether to restore a snapshot. A slot that has a snapshot, or should have one, never starts empty, unless an
+/// operator has emptied its pointer.
 async fn choose_restore_mode(
     platform: &Platform,
     request: &ProvisionRequest,

@@ -101,7 +101,7 @@ fn parse_request(call: &ApiCall) -> Result<RecoveryRequest, Problem> {
 struct RecoveryPlan {
     restore: RestoreMode,
     /// `None` means the snapshot that the pointer names or, if the machine starts empty, none.
-    snapshot: Option<String>,
+    snapshot_key: Option<String>,
     /// A stored snapshot that is newer than the one to restore. A final backup by the host supersedes both.
     newer: Option<Sidecar>,
     image_version: ImageVersion,
@@ -141,11 +141,10 @@ async fn prepare_plan(
         Some(sidecar) => find_newer_snapshot(platform, machine, sidecar).await?,
         None => None,
     };
-    let (restore, snapshot) = (initial.restore, initial.key);
     let server_count = server_quota::count_for_limit(platform).await?;
     Ok(RecoveryPlan {
-        restore,
-        snapshot,
+        restore: initial.restore,
+        snapshot_key: initial.snapshot_key,
         newer,
         image_version,
         bundle_sha256,
@@ -220,7 +219,7 @@ async fn recover(
             bundle_sha256: plan.bundle_sha256,
             https_port: platform.config.hosts.https_port,
             preview_ttl: preview_ttl(platform, &machine),
-            restore_snapshot: plan.snapshot,
+            restore_snapshot: plan.snapshot_key,
             should_restore_files: !request.without_files,
         };
         let event = Event::RecoverRequested { restore: plan.restore };
@@ -285,7 +284,7 @@ fn require_machine(machine: Option<MachineRow>, request: &RecoveryRequest) -> Re
 struct InitialData {
     restore: RestoreMode,
     /// `None` means the snapshot that the pointer names or, if the machine starts empty, none.
-    key: Option<String>,
+    snapshot_key: Option<String>,
     sidecar: Option<Sidecar>,
 }
 
@@ -304,14 +303,14 @@ async fn find_initial_data(
             .map_err(problems::snapshot_unusable)?;
         return Ok(InitialData {
             restore: RestoreMode::Required,
-            key: Some(sidecar.key.clone()),
+            snapshot_key: Some(sidecar.key.clone()),
             sidecar: Some(sidecar),
         });
     }
     match snapshot::find_latest(&platform.bucket, &slot).await {
         Ok(latest) => {
             let sidecar = snapshot::read_sidecar(&platform.bucket, &slot, &latest).await?;
-            Ok(InitialData { restore: RestoreMode::Required, key: None, sidecar: Some(sidecar) })
+            Ok(InitialData { restore: RestoreMode::Required, snapshot_key: None, sidecar: Some(sidecar) })
         }
         Err(SnapshotUnusable::Absent) => {
             replacement_checks::ensure_may_start_empty(platform, &request.user, &request.slot).await?;
@@ -319,7 +318,7 @@ async fn find_initial_data(
                 return Err(unsaved_machine_problem(machine)
                     .unwrap_or_else(|| problems::snapshot_unusable(SnapshotUnusable::Absent)));
             }
-            Ok(InitialData { restore: RestoreMode::Empty, key: None, sidecar: None })
+            Ok(InitialData { restore: RestoreMode::Empty, snapshot_key: None, sidecar: None })
         }
         Err(error) => Err(problems::snapshot_unusable(error)),
     }
@@ -358,9 +357,8 @@ async fn respond_during_recovery(
         );
         return Err(Problem::new(Code::MachineNotFound, detail));
     };
-    let uses_fallback_location =
-        db::operation_log::has_outcome(client, operation.id, LOCATION_CHANGE).await?;
-    let differences = differing_options(request, machine, operation.options, uses_fallback_location);
+    let has_changed_location = db::operation_log::has_outcome(client, operation.id, LOCATION_CHANGE).await?;
+    let differences = differing_options(request, machine, operation.options, has_changed_location);
     if !differences.is_empty() {
         let detail = format!(
             "A recovery of the slot is running (operation {}), and its options cannot be changed. This request differs in: {}.",
@@ -375,13 +373,13 @@ async fn respond_during_recovery(
     Ok(Reply::new(StatusCode::ACCEPTED, response_body(predecessor.id, machine, operation.id)))
 }
 
-/// Returns the names of the requested options that differ from those of the running recovery. `uses_fallback_location`
-/// tells whether the recovery's server was ordered in a fallback location.
+/// Returns the names of the requested options that differ from those of the running recovery. `has_changed_location`
+/// is true if the recovery has moved to another location at least once.
 fn differing_options(
     request: &RecoveryRequest,
     machine: &MachineRow,
     options: OperationOptions,
-    uses_fallback_location: bool,
+    has_changed_location: bool,
 ) -> Vec<&'static str> {
     let is_candidate =
         |location: &Location| machine.location == *location || machine.fallback_locations.contains(location);
@@ -398,7 +396,7 @@ fn differing_options(
         (
             "the location",
             location.is_some_and(|requested| {
-                if uses_fallback_location { !is_candidate(requested) } else { *requested != machine.location }
+                if has_changed_location { !is_candidate(requested) } else { *requested != machine.location }
             }),
         ),
         (
@@ -406,7 +404,7 @@ fn differing_options(
             request.locations.differs_in_fallback(
                 &machine.location,
                 &machine.fallback_locations,
-                uses_fallback_location,
+                has_changed_location,
             ),
         ),
         ("`--allow-empty`", request.empty == EmptyStart::Refused && machine.restore == RestoreMode::Empty),

@@ -20,7 +20,7 @@ pub async fn report_rejected_token(
     claim: TokenClaim,
 ) {
     if platform.mint.is_genuine(token, claim, Purpose::Upgrade)
-        || !platform.rate_limits.admit_refusal_report()
+        || !platform.rate_limits.admit_rejection_report()
     {
         return;
     }

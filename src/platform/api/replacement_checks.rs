@@ -1,5 +1,5 @@
-//! Checks the preconditions for replacing a slot's machine while the old machine is still serving, so that a
-//! replacement that cannot succeed changes nothing.
+//! Checks the preconditions for creating, replacing, resizing or reinstating a slot's machine before any change, so
+//! that a request that cannot succeed changes nothing.
 
 use deadpool_postgres::GenericClient;
 use serde_json::json;

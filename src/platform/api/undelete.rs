@@ -64,7 +64,7 @@ async fn undelete(platform: &Platform, id: MachineId, mutation: &Mutation) -> Re
 }
 
 /// Rejects a machine whose slot another machine holds or may hold, according to the store. If the store is unavailable,
-/// the check passes: the operation repeats it before any change.
+/// the check passes: the operation repeats it in its first step.
 ///
 /// # Errors
 /// `invalid_state` for such a machine; `database_unavailable` if the database is unreachable.
@@ -105,7 +105,7 @@ pub async fn reinstate(
     ensure_can_reinstate(tx, machine).await?;
     let highest = db::machines::find_highest_epoch(tx, &machine.user, &machine.slot).await?;
     let event = Event::Reinstated { epoch: highest.next(), power: machine.server_power() };
-    // A machine that had failed before its deletion stays failed for the same reason.
+    // A failure that no heartbeat clears keeps its reason.
     let failure = machine.failure.as_ref().filter(|failure| !failure.cause.is_cleared_by_heartbeat());
     let previous_failure =
         failure.and_then(|failure| failure.stage.as_deref().zip(failure.message.as_deref()));

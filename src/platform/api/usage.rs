@@ -84,10 +84,10 @@ fn host_problem(id: MachineId, error: &UsageError) -> Problem {
         UsageError::Host(HostCallError::Unreachable(_)) => {
             Problem::new(Code::HostUnreachable, format!("The host of machine {id} could not be reached."))
         }
-        UsageError::Host(HostCallError::Refused(StatusCode::UNAUTHORIZED)) => {
+        UsageError::Host(HostCallError::ErrorStatus(StatusCode::UNAUTHORIZED)) => {
             Problem::new(Code::HostRefused, problems::describe_proof_rejection(id))
         }
-        UsageError::Host(HostCallError::Refused(
+        UsageError::Host(HostCallError::ErrorStatus(
             status @ (StatusCode::FORBIDDEN | StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED),
         )) => {
             let detail = format!(
@@ -96,11 +96,11 @@ fn host_problem(id: MachineId, error: &UsageError) -> Problem {
             );
             Problem::new(Code::HostRefused, detail)
         }
-        UsageError::Host(HostCallError::Refused(StatusCode::SERVICE_UNAVAILABLE)) => {
+        UsageError::Host(HostCallError::ErrorStatus(StatusCode::SERVICE_UNAVAILABLE)) => {
             let detail = format!("The host of machine {id} cannot read its records right now; try again.");
             Problem::new(Code::Unavailable, detail).retry_after(RETRY_AFTER_SECONDS)
         }
-        UsageError::Host(HostCallError::Refused(status)) => {
+        UsageError::Host(HostCallError::ErrorStatus(status)) => {
             let status = status.as_u16();
             let detail = format!(
                 "The host of machine {id} returned {status}; search the host's log for this request id."
@@ -237,15 +237,15 @@ mod tests {
     #[test]
     fn host_problem_covers_every_failure() {
         let id = MachineId::new();
-        let refused = |status| host_problem(id, &UsageError::Host(HostCallError::Refused(status)));
+        let for_status = |status| host_problem(id, &UsageError::Host(HostCallError::ErrorStatus(status)));
         let unreachable = UsageError::Host(HostCallError::Unreachable(anyhow::anyhow!("x")));
         for (problem, code, detail) in [
-            (refused(StatusCode::UNAUTHORIZED), Code::HostRefused, "clock"),
-            (refused(StatusCode::FORBIDDEN), Code::HostRefused, "update it"),
-            (refused(StatusCode::NOT_FOUND), Code::HostRefused, "update it"),
-            (refused(StatusCode::METHOD_NOT_ALLOWED), Code::HostRefused, "update it"),
-            (refused(StatusCode::SERVICE_UNAVAILABLE), Code::Unavailable, "try again"),
-            (refused(StatusCode::INTERNAL_SERVER_ERROR), Code::HostRefused, "returned 500"),
+            (for_status(StatusCode::UNAUTHORIZED), Code::HostRefused, "clock"),
+            (for_status(StatusCode::FORBIDDEN), Code::HostRefused, "update it"),
+            (for_status(StatusCode::NOT_FOUND), Code::HostRefused, "update it"),
+            (for_status(StatusCode::METHOD_NOT_ALLOWED), Code::HostRefused, "update it"),
+            (for_status(StatusCode::SERVICE_UNAVAILABLE), Code::Unavailable, "try again"),
+            (for_status(StatusCode::INTERNAL_SERVER_ERROR), Code::HostRefused, "returned 500"),
             (host_problem(id, &UsageError::TooLarge(7)), Code::HostResponseInvalid, "fewer days"),
             (host_problem(id, &unreachable), Code::HostUnreachable, "be reached"),
         ] {

@@ -88,7 +88,7 @@ pub async fn reseal(
 /// began longer ago than `interval`, or if its claim expired longer ago than `retry_delay`: the process may have been
 /// killed because the prune took too much memory, and an immediate retry would be killed, too. After an operator's
 /// request, the slot is due as soon as its claim expires. Concurrent processes claim different slots. The claim lasts
-/// for `ttl`, unless [`record_prune`] or [`release_prune_claim`] ends it.
+/// for `ttl`, unless it is renewed or the prune ends earlier.
 pub async fn claim_prune(
     client: &impl GenericClient,
     interval: Duration,
@@ -113,8 +113,8 @@ pub async fn claim_prune(
 
 /// The last prune of a slot's repository.
 pub struct LastPrune {
-    /// When it began or, if it failed, when it ended. `None` before the first prune, and while another one is
-    /// requested.
+    /// When it began or, if it failed, when it ended. `None` before the first prune, and while a requested or
+    /// interrupted one is pending.
     pub at: Option<Timestamp>,
     /// The reason it failed, if it did.
     pub error: Option<String>,

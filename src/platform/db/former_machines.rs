@@ -15,7 +15,7 @@ pub struct FormerMachineRow {
     pub handle: String,
     pub status: String,
     pub is_deleted: bool,
-    /// Whether its server may hold changes that are in no snapshot and whose loss no operator has accepted.
+    /// Whether its server may hold the only copy of some data whose loss no operator has accepted.
     pub has_unsaved_changes: bool,
     pub is_removal_abandoned: bool,
     pub waiting_operation: Option<OperationId>,

@@ -35,7 +35,7 @@ pub struct KeptServerRow {
     pub is_deleted: bool,
     /// When the reconciler deletes the server; `None` while the deletion waits for a proven successor or an operator.
     pub until: Option<Timestamp>,
-    /// Changes made after this time are not in any snapshot.
+    /// Data written after this time may exist only on this server.
     pub unsaved_since: Option<Timestamp>,
     /// Whether `unsaved_since` is set only because a later machine started without the owner's files.
     pub has_unsaved_files_only: bool,

@@ -1,4 +1,4 @@
-//! Writes to `user_machines`. State changes go through `platform::lifecycle`, the only caller of [`compare_and_set`].
+//! Writes to `user_machines`. State changes go through [`crate::lifecycle`], the only caller of [`compare_and_set`].
 
 use std::net::Ipv4Addr;
 use std::time::Duration;
@@ -341,7 +341,8 @@ pub async fn mark_unsaved(client: &impl GenericClient, id: MachineId) -> Result<
 
 /// Records that the kept servers of machines that served in the slot before this one may hold the only copy of the
 /// owner's files, because this machine could not restore them. All of those machines are marked, because the newest of
-/// them may also have failed to restore the files. Has no effect on servers whose deletion was ordered.
+/// them may also have failed to restore the files. Has no effect on servers whose deletion was ordered, unless an
+/// operator abandoned it.
 pub async fn mark_predecessors_unsaved(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET unsaved_since = registered_at, unsaved_files = true WHERE machine_id IN (\
                    SELECT earlier.machine_id FROM user_machines earlier JOIN user_machines mine \

@@ -92,18 +92,17 @@ pub struct MachineRow {
     pub retired_at: Option<Timestamp>,
     pub deleted_at: Option<Timestamp>,
     /// When the last request to create the server was sent, while its outcome is unknown.
-    pub create_ordered_at: Option<Timestamp>,
+    pub create_requested_at: Option<Timestamp>,
     pub server_deleted_at: Option<Timestamp>,
     /// When powering on the server was last requested.
     pub power_on_requested_at: Option<Timestamp>,
     /// When the power-off of a replaced or deleted machine's server was requested.
-    pub power_off_ordered_at: Option<Timestamp>,
+    pub power_off_requested_at: Option<Timestamp>,
     /// When the first healthy heartbeat after the registration arrived.
     pub proven_at: Option<Timestamp>,
     /// When the final backup was taken, after the writers had stopped.
     pub final_backup_at: Option<Timestamp>,
-    /// If set, changes made after this time may exist only on the server, because the machine left its slot without a
-    /// final backup.
+    /// If set, data written after this time may exist only on the machine's server.
     pub unsaved_since: Option<Timestamp>,
     /// Whether `unsaved_since` is set only because a later machine started without the owner's files.
     pub has_unsaved_files_only: bool,
@@ -204,10 +203,10 @@ impl MachineRow {
             replaced_by: row.get::<_, Option<_>>("replaced_by").map(MachineId),
             retired_at: row.get("retired_at"),
             deleted_at: row.get("deleted_at"),
-            create_ordered_at: row.get("create_ordered_at"),
+            create_requested_at: row.get("create_ordered_at"),
             server_deleted_at: row.get("server_deleted_at"),
             power_on_requested_at: row.get("power_ordered_at"),
-            power_off_ordered_at: row.get("power_off_ordered_at"),
+            power_off_requested_at: row.get("power_off_ordered_at"),
             proven_at: row.get("proven_at"),
             final_backup_at: row.get("final_backup_at"),
             unsaved_since: row.get("unsaved_since"),
@@ -282,7 +281,7 @@ impl MachineRow {
 
     /// Infers the server's power state from recorded requests to power it off.
     pub fn server_power(&self) -> ServerPower {
-        let may_be_off = self.power_off_ordered_at.is_some() || self.powered_off_at.is_some();
+        let may_be_off = self.power_off_requested_at.is_some() || self.powered_off_at.is_some();
         if may_be_off { ServerPower::MaybeOff } else { ServerPower::On }
     }
 

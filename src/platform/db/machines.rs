@@ -113,7 +113,7 @@ pub async fn find_predecessor(
     find_one(client, "replaced_by = $1", &[&id.0]).await
 }
 
-/// Finds the highest epoch that the slot has ever had.
+/// Finds the highest epoch that the database records for the slot.
 pub async fn find_highest_epoch(
     client: &impl GenericClient,
     user: &IdpUserId,
@@ -291,7 +291,7 @@ pub struct MachineFilter {
 pub enum MachineScope {
     #[default]
     Active,
-    Ended,
+    Former,
 }
 
 /// SQL condition for machines with a handle; `$` is a placeholder for the numbered parameter. The condition on the user
@@ -307,7 +307,7 @@ pub async fn list(
 ) -> Result<Vec<MachineRow>, DbError> {
     let scope = match filter.scope {
         MachineScope::Active => ACTIVE,
-        MachineScope::Ended => "(deleted_at IS NOT NULL OR retired_at IS NOT NULL)",
+        MachineScope::Former => "(deleted_at IS NOT NULL OR retired_at IS NOT NULL)",
     };
     let status = filter.status.map(Status::as_str);
     let before = filter.before.map(|id| id.0);

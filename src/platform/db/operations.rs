@@ -28,7 +28,7 @@ pub struct OperationRow {
     pub step: String,
     pub facts: Value,
     pub options: OperationOptions,
-    /// `{code, detail}` while the operation waits for an operator's decision.
+    /// `{code, detail, snapshotKey}` while the operation waits for an operator's decision; the key may be absent.
     pub question: Option<Value>,
     pub attempts: i32,
     pub error_code: Option<String>,
@@ -219,8 +219,8 @@ pub async fn list_stalled(
     Ok(query(client, &sql, &limits.params()).await?.iter().map(OperationRow::parse).collect())
 }
 
-/// Returns whether the operation is still stalled: it may have progressed since it was listed. If it is, its row stays
-/// locked until the transaction ends.
+/// Returns whether the operation is still stalled: it may have progressed since it was listed. The row of a stalled
+/// operation stays locked until the transaction ends.
 pub async fn lock_stalled(
     tx: &Transaction<'_>,
     id: OperationId,
@@ -278,7 +278,7 @@ pub async fn suspend(
     Ok(execute(client, sql, &[&id.0, &owner, &question, &facts]).await? == 1)
 }
 
-/// Resumes an operation that is waiting for a decision, with options that contain the operator's answer.
+/// Runs the operation's step again without delay, with the options that an operator's decision sets.
 pub async fn resume(tx: &Transaction<'_>, id: OperationId, options: OperationOptions) -> Result<(), DbError> {
     let options = serde_json::to_value(options).unwrap_or_default();
     let sql = "UPDATE operations SET question = NULL, options = $2, due_at = clock_timestamp(), attempts = 0, \
@@ -378,7 +378,7 @@ pub async fn load_failure_age(client: &impl GenericClient, id: OperationId) -> R
 /// The error code for a running operation that is blocked by the provider's account. Such an operation has no deadline.
 pub const PROVIDER_ACCOUNT_BLOCKED: &str = "provider_account";
 
-/// The kinds and steps that this release can run. All other kinds and steps belong to a newer release.
+/// The kinds and steps that this release can run. All other kinds and steps belong to other releases.
 pub struct RunnableSteps<'a> {
     pub kinds: &'a [&'a str],
     pub steps: &'a [&'a str],

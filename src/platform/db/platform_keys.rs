@@ -10,7 +10,7 @@ use uuid::Uuid;
 use super::{DbError, Params, execute, query, query_opt};
 use crate::platform_key::{KeyId, KeyIds};
 
-/// How long the row of a process that ended without deleting it is kept.
+/// Minimum time for which the row of a process that ended without deleting it is kept.
 const ENDED_PROCESS_RETENTION: Duration = Duration::from_secs(3600);
 
 /// A process that writes to this database, with its platform keys.
@@ -191,7 +191,7 @@ pub async fn finish_fences(
     execute(client, sql, &[&key.as_str(), &user, &slot]).await.map(drop)
 }
 
-/// Lists the slots after this one, in order.
+/// Lists at most `limit` slots that come after the slot `after`, in order.
 pub async fn list_slots_after(
     client: &impl GenericClient,
     after: Option<&(String, String)>,
@@ -204,7 +204,7 @@ pub async fn list_slots_after(
     Ok(rows.iter().map(|row| (row.get(0), row.get(1))).collect())
 }
 
-/// Counts the slots after this one.
+/// Counts the slots that come after the slot `after`.
 pub async fn count_slots_after(
     client: &impl GenericClient,
     after: Option<&(String, String)>,

@@ -52,7 +52,7 @@ pub async fn find_deletion_awaiting_backup(
 }
 
 /// Finds a running operation that still needs the server of a machine that is leaving or has left its slot: an
-/// operation on the machine itself, or the creation of a later machine that is waiting for the final backup.
+/// operation on the machine itself, or the creation of a later machine that is waiting for this machine's final backup.
 pub async fn find_operation_needing_server(
     client: &impl GenericClient,
     machine: &MachineRow,

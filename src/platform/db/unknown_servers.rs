@@ -12,7 +12,7 @@ use super::{DbError, execute, query, query_opt};
 
 /// Counts of the unknown servers, by whether an operator has released them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct UnknownServers {
+pub struct UnknownServerCounts {
     /// Waiting for an operator's decision.
     pub held: i64,
     /// Released for deletion by an operator.
@@ -21,7 +21,7 @@ pub struct UnknownServers {
     pub last_grace_end: Option<Timestamp>,
 }
 
-impl UnknownServers {
+impl UnknownServerCounts {
     /// Returns when the last unknown server may be deleted; `None` while any server is held.
     pub fn released_until(&self) -> Option<Timestamp> {
         self.last_grace_end.filter(|_| self.held == 0)
@@ -48,12 +48,12 @@ pub async fn list_due(client: &impl GenericClient, grace: Duration) -> Result<Ve
     Ok(query(client, sql, &[&grace.as_secs_f64()]).await?.iter().map(|row| row.get(0)).collect())
 }
 
-pub async fn count(client: &impl GenericClient, grace: Duration) -> Result<UnknownServers, DbError> {
+pub async fn count(client: &impl GenericClient, grace: Duration) -> Result<UnknownServerCounts, DbError> {
     let sql = "SELECT count(*) FILTER (WHERE released_at IS NULL), count(released_at), \
                max(first_seen) FILTER (WHERE released_at IS NOT NULL) + make_interval(secs => $1) \
                FROM unknown_servers";
     let row = query_opt(client, sql, &[&grace.as_secs_f64()]).await?;
-    Ok(row.map_or_else(UnknownServers::default, |row| UnknownServers {
+    Ok(row.map_or_else(UnknownServerCounts::default, |row| UnknownServerCounts {
         held: row.get(0),
         released: row.get(1),
         last_grace_end: row.get(2),

@@ -31,9 +31,9 @@ pub fn parse(row: &Row) -> Result<UpgradeToken, DbError> {
 }
 
 /// Records that a heartbeat has used a later generation for the first time. The previous token stays valid for
-/// `overlap`. A pending request for a rotation is fulfilled if the host's last recorded heartbeat arrived after it
-/// ([`UpgradeToken::advance`] gives the reason). Returns `false`, and changes nothing, if this or a later generation
-/// has already been recorded.
+/// `overlap`. A pending request for a rotation is fulfilled if the host's last recorded heartbeat arrived after the
+/// request ([`UpgradeToken::advance`] gives the reason). Returns `false`, and changes nothing, if this or a later
+/// generation has already been recorded.
 pub async fn advance(
     tx: &Transaction<'_>,
     id: MachineId,

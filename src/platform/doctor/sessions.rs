@@ -30,8 +30,8 @@ pub const SESSION_WRITE_ONCE: Capability = Capability {
     without: "`STORE_WRITE_ONCE` must be off: credentials stolen from a host can overwrite its slot's snapshots.",
 };
 
-/// Timeout for each of the two probes. Both must fit within the timeout of the doctor's check, which also requests a
-/// session and deletes the probes' objects.
+/// Timeout for each of the two probes. Both must fit within the timeout of the doctor's check, which also requests
+/// sessions and deletes the probes' objects.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// Probes all capabilities of a store, including those of host sessions, for the store comparison table.

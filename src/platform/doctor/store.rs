@@ -17,7 +17,7 @@ use svc_store::bucket::{Bucket, StoreError};
 use svc_store::capabilities::{self, CapabilityNeed, ProbeResult, Support};
 use svc_store::config::StoreConfig;
 use svc_store::parallel_probe::{self, PREFIX, RUN_PREFIX};
-use svc_store::policy::SnapshotWrites;
+use svc_store::policy::Overwrites;
 use svc_store::protection::{self, SettingState};
 
 const CHECK_STORE: &str =
@@ -222,10 +222,10 @@ async fn check_write_once(
     hosts: &StoreAccessIssuer,
     stores: &sessions::SessionStores,
 ) -> Findings {
-    let (StoreConfig::S3(s3), Some(writes)) = (&config.store, hosts.snapshot_writes()) else {
+    let (StoreConfig::S3(s3), Some(overwrites)) = (&config.store, hosts.overwrites()) else {
         return findings;
     };
-    if writes == SnapshotWrites::Overwritable {
+    if overwrites == Overwrites::Allowed {
         return match s3.endpoint {
             None => findings.warning(
                 "a host's credentials can overwrite the slot's snapshots",

@@ -1,8 +1,8 @@
 //! The step `create_server`: creates at most one server per machine, even if a response is lost.
 //!
 //! The machine's row records a create request before the request is sent. While a request is recorded, the server is
-//! looked up by name before another request is sent. All requests for a machine use the same name, and the provider
-//! keeps names unique.
+//! looked up before another request is sent. All requests for a machine use the same name, and the provider keeps names
+//! unique.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -53,7 +53,7 @@ const CREATE_TIMEOUT: Duration = Duration::from_secs(50);
 pub async fn create_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
     let machine = leased.machine().await?;
     let platform = leased.platform;
-    if machine.create_ordered_at.is_some() {
+    if machine.create_requested_at.is_some() {
         if let Some(server) = find_server(platform, &machine).await? {
             return Ok(adopt(&server));
         }

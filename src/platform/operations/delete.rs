@@ -71,7 +71,7 @@ pub async fn delete_server(leased: &LeasedOperation<'_>, machine: &MachineRow) -
     drop(session);
     if let Some(id) = machine.provider_server_id {
         platform.provider.delete(ServerId(id)).await?;
-    } else if machine.create_ordered_at.is_some() {
+    } else if machine.create_requested_at.is_some() {
         match create::find_server(platform, &machine).await? {
             Some(server) => {
                 platform.provider.delete(server.id).await?;

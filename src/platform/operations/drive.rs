@@ -133,7 +133,7 @@ async fn drive(platform: &Platform, mut operation: OperationRow, owner: Uuid) {
             }
             Ok(_) => break true,
             Err(StepError::LeaseLost) => {
-                // The operation's server may still exist at the provider.
+                // The operation may have left a server at the provider, which the reconciler removes.
                 platform.reconciler_wake.notify_one();
                 break true;
             }

@@ -32,7 +32,7 @@ pub async fn try_restore(platform: &Platform, machine: &MachineRow) {
 }
 
 /// Sets the fence of the file backups to that of the database's pointer, if the platform has signed that one for this
-/// machine. An error from the store is only logged: the caller repeats the call later.
+/// machine. An error from the store is only logged: the next heartbeat or backup request tries again.
 pub async fn restore(platform: &Platform, machine: &MachineRow) {
     if let Err(error) = try_replace(platform, machine).await {
         tracing::warn!(machine = %machine.id, error = %format_chain(&error), "cannot restore the fence of the file backups");
@@ -41,7 +41,7 @@ pub async fn restore(platform: &Platform, machine: &MachineRow) {
 
 async fn try_replace(platform: &Platform, machine: &MachineRow) -> Result<(), PointerError> {
     let slot = SlotPrefix::new(&machine.user, &machine.slot);
-    // An operation that replaces the machine fences the database's pointer before the files' pointer. Read in the
+    // An operation that replaces the machine fences the database's pointer before the files pointer. Read in the
     // opposite order, so that its fence is never lowered.
     let Some(found) = files_pointer::read(&platform.bucket, &slot).await? else { return Ok(()) };
     let found = (found.value.fence_epoch, found.value.fence_machine_id);

@@ -152,7 +152,7 @@ pub async fn take_final_backup(leased: &LeasedOperation<'_>) -> Result<StepOutco
             Ok(progress.wait_for_files(leased, &reason))
         }
         Ok(AttemptOutcome::Failed(failure)) => handle_failure(leased, &machine, progress, failure).await,
-        Err(HostCallError::Refused(status)) => {
+        Err(HostCallError::ErrorStatus(status)) => {
             progress.unreachable_since = None;
             let failure = BackupFailure::Failed(format!("the host returned {status}"));
             if progress.check_stalled(leased, now) {
@@ -174,7 +174,7 @@ async fn resolve_without_call(
     machine: &MachineRow,
     progress: &mut FinalBackupProgress,
 ) -> Result<Option<StepOutcome>, StepError> {
-    if machine.power_off_ordered_at.is_some() {
+    if machine.power_off_requested_at.is_some() {
         return Box::pin(skip_final_backup(leased, machine, progress, SkipReason::OutOfService))
             .await
             .map(Some);
@@ -310,7 +310,7 @@ async fn stop_writers(
                 progress.record_running_dispatches(quiesced.running_dispatches, now);
             }
         }
-        Err(HostCallError::Refused(status)) if is_unsupported(status) => {
+        Err(HostCallError::ErrorStatus(status)) if is_unsupported(status) => {
             tracing::warn!(machine = %machine.id, "the host's release cannot stop its writers before the final backup");
             progress.is_quiesce_done = true;
         }
@@ -328,7 +328,7 @@ async fn fetch_host_report(
 ) -> Result<HostReport, HostCallError> {
     match host_call::fetch_backup_progress(leased.platform, machine).await {
         Ok(host) => Ok(HostReport::Backups(host)),
-        Err(HostCallError::Refused(status)) if is_unsupported(status) => Ok(HostReport::Unsupported),
+        Err(HostCallError::ErrorStatus(status)) if is_unsupported(status) => Ok(HostReport::Unsupported),
         Err(error) => Err(error),
     }
 }

@@ -105,7 +105,7 @@ pub enum HostCallError {
     Unreachable(#[source] anyhow::Error),
     /// The host responded with this error status.
     #[error("the host returned {0}")]
-    Refused(StatusCode),
+    ErrorStatus(StatusCode),
 }
 
 /// A host's progress in stopping its writers.
@@ -403,7 +403,8 @@ async fn call(
 /// Returns the response if its status indicates success.
 fn check_accepted(result: anyhow::Result<reqwest::Response>) -> Result<reqwest::Response, HostCallError> {
     let response = result.map_err(HostCallError::Unreachable)?;
-    if response.status().is_success() { Ok(response) } else { Err(HostCallError::Refused(response.status())) }
+    let status = response.status();
+    if status.is_success() { Ok(response) } else { Err(HostCallError::ErrorStatus(status)) }
 }
 
 /// Returns a host's base URL, and a client that connects to its address and verifies its key.

@@ -142,10 +142,10 @@ async fn record_missing_servers_with_data(
 ) -> anyhow::Result<()> {
     let present: HashSet<i64> = listed.iter().map(|server| server.id.0).collect();
     let session = platform.db.session().await?;
-    let watched = db::servers::list_holding_data(&session).await?;
+    let monitored = db::servers::list_holding_data(&session).await?;
     drop(session);
     let missing =
-        watched.iter().filter(|tracked| !present.contains(&tracked.server)).take(MAX_MONITORED_LOOKUPS);
+        monitored.iter().filter(|tracked| !present.contains(&tracked.server)).take(MAX_MONITORED_LOOKUPS);
     let (missing, _) = confirm_missing(platform, missing.collect(), failures).await;
     let session = platform.db.session().await?;
     for tracked in missing {
@@ -216,11 +216,11 @@ async fn check_permission(
     Ok(permission)
 }
 
-async fn fail_machine(platform: &Platform, expected: &TrackedServer) -> anyhow::Result<()> {
+async fn fail_machine(platform: &Platform, tracked: &TrackedServer) -> anyhow::Result<()> {
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
-    let Some(row) = db::machines::lock(&tx, expected.machine).await? else { return Ok(()) };
-    if row.provider_server_id != Some(expected.server) {
+    let Some(row) = db::machines::lock(&tx, tracked.machine).await? else { return Ok(()) };
+    if row.provider_server_id != Some(tracked.server) {
         return Ok(());
     }
     let context = EventContext {
@@ -244,7 +244,7 @@ async fn fail_machine(platform: &Platform, expected: &TrackedServer) -> anyhow::
     };
     db::audit::write(&tx, &entry).await?;
     db::commit(tx).await?;
-    tracing::error!(machine = %row.id, server = expected.server, "the provider no longer has the machine's server");
+    tracing::error!(machine = %row.id, server = tracked.server, "the provider no longer has the machine's server");
     Ok(())
 }
 

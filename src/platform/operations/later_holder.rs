@@ -201,8 +201,9 @@ fn needs_decision(kind: OperationKind, step: Step, subject: OperationSubject, cl
     }
 }
 
-/// Returns whether the step may stop, power off, create, fence or delete something that a later holder needs. The
-/// deletion of a kept server has its own check ([`should_keep_server`]).
+/// Returns whether the holder is checked before the step: the step may stop, power off, create, fence or delete
+/// something that a later holder needs, or may power on a machine that no longer holds the slot. The deletion of a kept
+/// server has its own check ([`should_keep_server`]).
 fn needs_holder_check(kind: OperationKind, step: Step) -> bool {
     match kind {
         OperationKind::Provision | OperationKind::Recover | OperationKind::Delete => true,

@@ -14,8 +14,7 @@ use crate::db;
 use crate::db::machine_row::MachineRow;
 use svc_provider::{Server, ServerId, ServerStatus};
 
-/// Key in an operation's facts for the step's age at the first restart request, in seconds, not counting the time
-/// during which the provider's account blocked the operation.
+/// Key in an operation's facts for [`LeasedOperation::unblocked_step_age`] at the first restart request, in seconds.
 const FIRST_REQUEST_AT: &str = "firstRequestAt";
 
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
@@ -73,7 +72,7 @@ pub async fn reboot_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, 
     // Each failed action changes the facts, which counts as progress. Without this limit, the step could run for a day,
     // and each request whose response is lost would restart the server again.
     if unblocked_age.saturating_sub(unblocked_age_at_first_request)
-        >= leased.platform.config.timing.resize_health_timeout
+        >= leased.platform.config.timing.host_return_timeout
     {
         return Ok(StepOutcome::Fail {
             code: "reboot_failed",
@@ -102,7 +101,7 @@ pub async fn await_heartbeat(leased: &LeasedOperation<'_>) -> Result<StepOutcome
     if has_heartbeat_since_start && machine.is_healthy() {
         return Ok(StepOutcome::Done { note: None, record });
     }
-    if age >= leased.platform.config.timing.resize_health_timeout {
+    if age >= leased.platform.config.timing.host_return_timeout {
         // The server has been powered on, even though its host is silent.
         leased.clear_powered_off().await?;
         return Ok(StepOutcome::Fail { code: "host_silent", note: "the host did not come back in time" });

@@ -95,8 +95,7 @@ async fn try_power_off(leased: &LeasedOperation<'_>) -> Result<StepOutcome, Step
     // Counts from the accepted shutdown request or, without one, from the first attempt, which may be long after the
     // step's start, for example after an outage of the database.
     let waited = time_since(&facts, SHUTDOWN_ACCEPTED_AT, age).or(since_attempt);
-    if waited.is_some_and(|waited| waited >= timing.resize_shutdown_timeout + timing.power_off_retry_timeout)
-    {
+    if waited.is_some_and(|waited| waited >= timing.shutdown_timeout + timing.power_off_retry_timeout) {
         // A deletion sets no fence.
         return Ok(StepOutcome::done_with_note(if leased.kind == OperationKind::Delete {
             "the provider did not power the server off"
@@ -119,10 +118,10 @@ async fn try_power_off(leased: &LeasedOperation<'_>) -> Result<StepOutcome, Step
     Ok(if since_attempt.is_none() { record_first_attempt(outcome, facts, age) } else { outcome })
 }
 
-/// Requests a shutdown, and cuts the power `resize_shutdown_timeout` after the provider has accepted the request. If
-/// the request fails, the power is cut without it only if the provider refuses it, or if `failing_for`, the time for
-/// which attempts have failed, is at least `resize_shutdown_timeout`. Returns `None` if the provider has no such
-/// server. The polling interval grows with time, because all machines share the provider's rate limit.
+/// Requests a shutdown, and cuts the power `shutdown_timeout` after the provider has accepted the request. If the
+/// request fails, the power is cut without it only if the provider refuses it, or if `failing_for`, the time for which
+/// attempts have failed, is at least `shutdown_timeout`. Returns `None` if the provider has no such server. The polling
+/// interval grows with time, because all machines share the provider's rate limit.
 pub(super) async fn power_off(
     leased: &LeasedOperation<'_>,
     id: ServerId,
@@ -148,7 +147,7 @@ pub(super) async fn power_off(
         let reason = "the provider has locked the server for another action";
         return Ok(Some(StepOutcome::wait_for(delay, "server_locked", reason)));
     }
-    let timeout = leased.platform.config.timing.resize_shutdown_timeout;
+    let timeout = leased.platform.config.timing.shutdown_timeout;
     match since_shutdown {
         Some(since) if since < timeout => {
             return Ok(Some(StepOutcome::wait(resize::poll_interval(since))));

@@ -53,7 +53,7 @@ async fn run_pass(platform: &Platform, min_interval: Duration) {
     report("previews", expire_previews(platform).await);
     report("hanging_operations", end_stalled_operations(platform).await);
     report("unknown_operations", report_unknown_operations(platform).await);
-    // Only the process that claimed the turn reports the outcome.
+    // `None`: another process has claimed the turn.
     if let Some((inventory, outcome)) = check_servers(platform, min_interval).await {
         report("servers", outcome);
         if inventory == InventoryStatus::Recorded {
@@ -204,8 +204,8 @@ pub(super) enum InventoryStatus {
     NotRecorded,
 }
 
-/// Compares the provider's servers with the database, unless any process has started to do so within the minimum
-/// interval. Returns `None` in that case.
+/// Compares the provider's servers with the database. Returns `None` if any process has started to do so within
+/// `min_interval` or, if that is longer, the listing interval.
 async fn check_servers(
     platform: &Platform,
     min_interval: Duration,

@@ -70,11 +70,11 @@ pub(super) async fn ensure_stays_on(
 }
 
 /// Returns whether the host may still obey a shutdown request from an operation that ended shortly before this one was
-/// created. `resize_shutdown_timeout` is the maximum time that a shutdown takes. A process may send its last request
-/// after the end of its operation, until its lease expires.
+/// created. `shutdown_timeout` is the maximum time that a shutdown takes. A process may send its last request after the
+/// end of its operation, until its lease expires.
 async fn may_shut_down_late(leased: &LeasedOperation<'_>, machine: MachineId) -> Result<bool, StepError> {
     let timing = &leased.platform.config.timing;
-    let period = timing.resize_shutdown_timeout + timing.lease_ttl;
+    let period = timing.shutdown_timeout + timing.lease_ttl;
     if leased.age().await? >= period {
         return Ok(false);
     }
@@ -117,7 +117,7 @@ pub async fn await_host(leased: &LeasedOperation<'_>) -> Result<StepOutcome, Ste
     if !is_reinstating {
         return Ok(StepOutcome::done_with_note("the host resumes its writers at its next heartbeat"));
     }
-    if age >= leased.platform.config.timing.resize_health_timeout {
+    if age >= leased.platform.config.timing.host_return_timeout {
         return Ok(StepOutcome::Fail { code: "host_silent", note: "the host did not come back in time" });
     }
     Ok(StepOutcome::wait((age / 4).clamp(POLL_INTERVAL, Duration::from_secs(5))))

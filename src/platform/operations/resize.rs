@@ -33,7 +33,7 @@ pub async fn shut_down(leased: &LeasedOperation<'_>) -> Result<StepOutcome, Step
     }
     let mut facts = leased.facts();
     if let Some(since) = time_since(&facts, SHUTDOWN_ACCEPTED_AT, age) {
-        return Ok(if since >= leased.platform.config.timing.resize_shutdown_timeout {
+        return Ok(if since >= leased.platform.config.timing.shutdown_timeout {
             StepOutcome::done_with_note("the host did not shut down in time")
         } else {
             StepOutcome::wait(poll_interval(since))
@@ -187,10 +187,10 @@ pub async fn decide_retry(
 ) -> Result<RetryDecision, StepError> {
     let timing = &leased.platform.config.timing;
     if matches!(step, Step::PowerOn | Step::AwaitHealth) {
-        let is_late = leased.unblocked_step_age().await? >= timing.resize_health_timeout;
+        let is_late = leased.unblocked_step_age().await? >= timing.host_return_timeout;
         return Ok(if is_late { RetryDecision::Fail } else { RetryDecision::Retry });
     }
-    let is_late = leased.age().await? >= timing.resize_shutdown_timeout + timing.server_type_change_timeout;
+    let is_late = leased.age().await? >= timing.shutdown_timeout + timing.server_type_change_timeout;
     let is_permanent = matches!(error, Some(StepError::Permanent { .. }));
     Ok(if is_late || is_permanent { RetryDecision::Abandon } else { RetryDecision::Retry })
 }

@@ -71,7 +71,7 @@ pub async fn run_current_step(
         }
         Ok(StepOutcome::Wait { delay, facts }) => {
             if kind == OperationKind::Resize
-                && let Some(next) = resolve_failed_resize(&leased, step, None).await?
+                && let Some(next) = apply_retry_decision(&leased, step, None).await?
             {
                 return Ok(next);
             }
@@ -89,7 +89,7 @@ pub async fn run_current_step(
             retry_step(&leased, step, &error).await.map(|()| None)
         }
         Err(error) if kind == OperationKind::Resize => {
-            match resolve_failed_resize(&leased, step, Some(&error)).await? {
+            match apply_retry_decision(&leased, step, Some(&error)).await? {
                 Some(next) => Ok(next),
                 None => retry_step(&leased, step, &error).await.map(|()| None),
             }
@@ -149,7 +149,7 @@ async fn finish_step(
 
 /// Abandons or ends a resize if this step cannot succeed, and returns the operation if it continues with another step.
 /// The outer `None` means that the step runs again.
-async fn resolve_failed_resize(
+async fn apply_retry_decision(
     leased: &LeasedOperation<'_>,
     step: Step,
     error: Option<&StepError>,

@@ -74,7 +74,7 @@ impl StepOutcome {
     }
 }
 
-/// A change to the machine's row, written in the transaction that ends the step.
+/// A change to a machine's row, written in the transaction that ends the step.
 pub enum StepRecord {
     Nothing,
     /// The provider has accepted the request to create the machine's server.

@@ -1,6 +1,6 @@
 //! Re-signs slot fences in the object store with the current platform key.
 //!
-//! Slots are processed in batches, ordered by user and slot; the database stores the last finished slot. If a slot
+//! Slots are processed in batches, ordered by user and slot; the database stores the last processed slot. If a slot
 //! fails, the pass ends and the next pass starts with that slot, so none is skipped. A fence that is written in the
 //! meantime is signed with the current key, because all processes use it.
 
@@ -35,7 +35,7 @@ pub enum FenceProgress {
 ///
 /// # Errors
 /// [`PlatformKeyRotationError`] for the first slot that fails, or if the database fails. The slots before it are
-/// recorded as finished.
+/// recorded as processed.
 pub async fn re_sign_batch(platform: &Platform) -> Result<FenceProgress, PlatformKeyRotationError> {
     let key = &platform.process.ids.current;
     let session = platform.db.session().await?;
@@ -43,22 +43,22 @@ pub async fn re_sign_batch(platform: &Platform) -> Result<FenceProgress, Platfor
     if progress.has_signed_fences {
         return Ok(FenceProgress::Done);
     }
-    let mut last_finished = progress.last_processed_slot;
-    let slots = platform_keys::list_slots_after(&session, last_finished.as_ref(), BATCH_SIZE).await?;
+    let mut last_processed = progress.last_processed_slot;
+    let slots = platform_keys::list_slots_after(&session, last_processed.as_ref(), BATCH_SIZE).await?;
     if slots.is_empty() {
-        platform_keys::finish_fences(&session, key, last_finished.as_ref()).await?;
+        platform_keys::finish_fences(&session, key, last_processed.as_ref()).await?;
         return Ok(FenceProgress::Done);
     }
     drop(session);
-    let mut finished_slots = stream::iter(slots)
+    let mut processed_slots = stream::iter(slots)
         .map(async |slot| re_sign_slot(platform, &slot).await.map(|()| slot))
         .buffered(MAX_CONCURRENT_SLOTS);
-    while let Some(slot) = finished_slots.next().await {
+    while let Some(slot) = processed_slots.next().await {
         let slot = slot?;
         failpoint::trigger("platform-key-after-fence")?;
         let session = platform.db.session().await?;
-        platform_keys::advance_fences(&session, key, last_finished.as_ref(), &slot).await?;
-        last_finished = Some(slot);
+        platform_keys::advance_fences(&session, key, last_processed.as_ref(), &slot).await?;
+        last_processed = Some(slot);
         if platform.stop.is_cancelled() {
             break;
         }
@@ -95,8 +95,8 @@ async fn re_sign_slot(
     }
 }
 
-/// Re-signs a fence that was signed with the previous key. A fence that neither key verifies was not signed by
-/// the platform, and is left unchanged.
+/// Re-signs a fence that was signed with the previous key. A fence that neither key verifies may be forged, and is left
+/// unchanged.
 async fn re_sign_fence(platform: &Platform, slot: &SlotPrefix) -> Result<(), PointerError> {
     let Some(pointer) = pointer_io::read(&platform.bucket, slot).await? else { return Ok(()) };
     let (epoch, mint) = (pointer.value.fence_epoch, &platform.mint);

@@ -98,8 +98,8 @@ pub enum MarkerError {
 }
 
 impl MarkerError {
-    /// Returns whether a process with these keys must not run. An unavailable store is not a reason to stop it.
-    pub fn is_refusal(&self) -> bool {
+    /// Returns whether the process must not run. An unavailable store is not a reason to stop it.
+    pub fn is_fatal(&self) -> bool {
         matches!(self, Self::UnknownKey(_) | Self::Store(StoreError::Corrupt { .. }))
     }
 }
@@ -138,7 +138,7 @@ pub async fn write_until_stopped(platform: Arc<Platform>) {
     loop {
         match write(&platform.bucket, &platform.process.ids).await {
             Ok(()) => return platform.stop.cancelled().await,
-            Err(error) if error.is_refusal() => {
+            Err(error) if error.is_fatal() => {
                 return tracing::error!(error = %format_chain(&error), "the marker of the current platform key rejects this process");
             }
             Err(error) => {
@@ -203,10 +203,7 @@ mod tests {
         for old in [key_ids(1, None), key_ids(1, Some(3))] {
             for error in [check(&bucket, &old).await.unwrap_err(), write(&bucket, &old).await.unwrap_err()] {
                 let message = error.to_string();
-                assert!(
-                    error.is_refusal() && message.contains(key_ids(2, None).current.as_str()),
-                    "{message}"
-                );
+                assert!(error.is_fatal() && message.contains(key_ids(2, None).current.as_str()), "{message}");
             }
         }
         assert_eq!(
@@ -222,7 +219,7 @@ mod tests {
         for text in ["{}", r#"{"version":1,"keyId":"\u001b[31m","notedAt":"2026-01-01T00:00:00.000Z"}"#] {
             bucket.put(&marker_path(), text).await.unwrap();
             let error = check(&bucket, &key_ids(1, None)).await.unwrap_err();
-            assert!(error.is_refusal() && !error.to_string().contains('\u{1b}'), "{error}");
+            assert!(error.is_fatal() && !error.to_string().contains('\u{1b}'), "{error}");
         }
     }
 }

@@ -92,10 +92,10 @@ pub(super) fn check_service_worker(context: &RequestContext, headers: &HeaderMap
     Ok(())
 }
 
-/// Returns a response that replaces the machine's response if the browser may hold another user's data: its last user
-/// was a different one or, in a browser without a session, is unknown. A navigation is redirected to the same page,
-/// which the browser requests after it has cleared the data. Any other request is rejected, because the last user's
-/// script may have sent it. `None` for a request with a bearer token, and for a client that does not honor
+/// Returns a response to send instead of handling the request if the browser may hold another user's data: its last
+/// user was a different one or, in a browser without a session, is unknown. A navigation is redirected to the same
+/// page, which the browser requests after it has cleared the data. Any other request is rejected, because the last
+/// user's script may have sent it. `None` for a request with a bearer token, and for a client that does not honor
 /// `Clear-Site-Data`.
 pub(super) fn require_cleared_data(
     router: &RouterState,

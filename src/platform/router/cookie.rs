@@ -63,7 +63,7 @@ impl RouterCookie {
         let line = format!(
             "{prefix}{name}={value}; Path=/; Max-Age={max_age_seconds}; HttpOnly; Secure; SameSite=Lax"
         );
-        let mut line = HeaderValue::from_str(&line).expect("cookie values are base64url");
+        let mut line = HeaderValue::from_str(&line).expect("cookie values are visible ASCII");
         line.set_sensitive(true);
         line
     }

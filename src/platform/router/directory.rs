@@ -55,7 +55,7 @@ impl Directory {
     /// Finds the machine in the chosen slot. Without a choice, or if that slot has no machine, finds the running
     /// machine in `primary`, else the oldest running machine, else the machine in `primary`, else the oldest machine.
     pub(super) fn find(&self, user: &IdpUserId, chosen: Option<&Slot>) -> MachineLookup {
-        let Some(users) = self.fresh_users() else { return MachineLookup::Unknown };
+        let Some(users) = self.users_if_usable() else { return MachineLookup::Unknown };
         let Some(machines) = users.get(user) else { return MachineLookup::NoMachine };
         let in_chosen_slot =
             chosen.and_then(|slot| machines.iter().find(|machine| machine.record.slot == *slot));
@@ -71,17 +71,17 @@ impl Directory {
 
     /// Finds the user's active machine with this id.
     pub(super) fn find_by_id(&self, user: &IdpUserId, id: MachineId) -> MachineLookup {
-        let Some(users) = self.fresh_users() else { return MachineLookup::Unknown };
+        let Some(users) = self.users_if_usable() else { return MachineLookup::Unknown };
         let machine = users.get(user).and_then(|all| all.iter().find(|machine| machine.record.id == id));
         machine.map_or(MachineLookup::NoMachine, MachineLookup::for_machine)
     }
 
     /// Lists the user's active machines, oldest first; `None` if the routes are not loaded or too old.
     pub(super) fn list_machines(&self, user: &IdpUserId) -> Option<Vec<Arc<Machine>>> {
-        Some(self.fresh_users()?.get(user).cloned().unwrap_or_default())
+        Some(self.users_if_usable()?.get(user).cloned().unwrap_or_default())
     }
 
-    fn fresh_users(&self) -> Option<Arc<HashMap<IdpUserId, Vec<Arc<Machine>>>>> {
+    fn users_if_usable(&self) -> Option<Arc<HashMap<IdpUserId, Vec<Arc<Machine>>>>> {
         let state = self.freshness.state();
         state
             .is_usable()

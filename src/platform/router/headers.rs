@@ -1,7 +1,7 @@
 //! Determines which headers the router forwards, drops and adds.
 //!
 //! Invariant: no machine receives a client's `Cookie`, `Authorization`, `Forwarded`, `x-svc-…` or `x-forwarded-…`
-//! header, or any of the `PROXY_HEADERS` from a client.
+//! header, or one of its `PROXY_HEADERS`.
 
 use std::fmt::Write as _;
 use std::net::IpAddr;
@@ -39,8 +39,8 @@ pub(super) struct ForwardHeaders {
     pub(super) proof: HeaderValue,
 }
 
-/// Converts a client's headers to the headers for the machine. Returns whether the request is an upgrade. The request id
-/// is the one that `observe` has set.
+/// Converts a client's headers into the headers for the machine. Returns whether the request is an upgrade. The request
+/// id is the one that `observe` has set.
 pub(super) fn prepare_headers(headers: &mut HeaderMap, values: ForwardHeaders) -> bool {
     let request_id = headers.get(&request_id::HEADER_NAME).cloned();
     let is_upgrade = strip_hop_by_hop(headers);

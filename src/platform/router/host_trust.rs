@@ -48,7 +48,7 @@ impl ChainPolicy {
 }
 
 impl HostTrust {
-    /// Verifies hosts only by their pinned keys; hosts have no names.
+    /// Returns settings with which hosts have no names and are verified only by their pinned keys.
     pub fn pin_only() -> Self {
         Self { domain: None, chain: None }
     }

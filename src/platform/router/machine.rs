@@ -56,7 +56,8 @@ pub(super) struct Machine {
     cache: Mutex<ProofCache>,
 }
 
-/// The connections to one endpoint. They are kept as long as the endpoint does not change.
+/// The connections to one endpoint. They are closed when the endpoint changes or the machine can no longer receive
+/// requests.
 pub(super) struct Upstream {
     pub(super) endpoint: Endpoint,
     pub(super) proxy: Proxy,

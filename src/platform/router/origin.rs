@@ -1,4 +1,5 @@
-//! Detects cross-origin requests from browsers. Unsafe methods and WebSockets from other origins are rejected.
+//! Detects cross-origin requests from browsers. The router rejects such a request if its method is unsafe or it is an
+//! upgrade, for example to a WebSocket.
 
 use http::header::{HeaderMap, ORIGIN};
 use http::{HeaderName, Method};

@@ -16,7 +16,7 @@ const TEMPLATE: &str = include_str!("page.html");
 const BASE_STYLE: &str = include_str!("base.css");
 const OPENER_POLICY: HeaderName = HeaderName::from_static("cross-origin-opener-policy");
 const PERMISSIONS_POLICY: HeaderName = HeaderName::from_static("permissions-policy");
-/// How often a waiting page reloads.
+/// Interval at which a waiting page reloads; also the `Retry-After` of temporary failures.
 pub(super) const REFRESH_SECONDS: u64 = 5;
 
 /// Whether the client is a browser that shows the response to a person.

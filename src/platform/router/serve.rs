@@ -21,7 +21,7 @@ use crate::signed_lifetimes::SESSION_SECONDS;
 use svc_http::problem::{Code, Problem, format_chain};
 use svc_http::server::{ConnectionInfo, Scheme};
 
-/// Omits `includeSubDomains`, because other hosts on the operator's domain may not support HTTPS.
+/// Omits `includeSubDomains`, because the operator's hosts on subdomains may not support HTTPS.
 const HSTS_ONE_YEAR: &str = "max-age=31536000";
 
 impl RouterState {

@@ -30,7 +30,7 @@ const CODE_LIFETIME_SECONDS: i32 = 60;
 const UNKNOWN_TTL: Duration = Duration::from_secs(5);
 const MAX_CACHED_SESSIONS: usize = 50_000;
 const DATABASE_TIMEOUT: Duration = Duration::from_secs(3);
-/// Maximum rate of new sessions and codes per user, with a burst of one minute.
+/// Maximum rate of new sessions and codes per user; the burst is one minute's worth.
 const OPEN_RATE_PER_SECOND: u32 = 1;
 const OPEN_BURST_SECONDS: u32 = 60;
 const TOKEN_BYTES: usize = 32;
@@ -52,7 +52,7 @@ pub(super) struct Session {
     pub(super) expires_at: Timestamp,
 }
 
-/// The reason a session cannot be read or opened.
+/// The reason an operation on a session or a code failed.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum SessionError {
     #[error("cannot connect to the database")]
@@ -269,7 +269,7 @@ impl Sessions {
         Ok(Box::pin(self.load(session.hash)).await?.is_none())
     }
 
-    /// Issues a single-use code that opens a session on the code host in the browser that holds `state`.
+    /// Issues a single-use code that opens a session on `CODE_HOST` in the browser that holds `state`.
     pub(super) async fn issue_code(&self, grant: &CodeGrant, state: &str) -> Result<String, SessionError> {
         self.open_rate.check(&grant.user).map_err(SessionError::RateLimited)?;
         let code = random_token()?;

@@ -29,8 +29,8 @@ pub struct AppKeys {
 
 impl SigningSet {
     /// Returns the key that signs for a host: the newest of `next`, `current` and the retired keys that the host has
-    /// acknowledged. If it has acknowledged none of them, for example before its first heartbeat, this is `current`,
-    /// which was in its user-data.
+    /// acknowledged, or `current` if it has acknowledged none of them. Until its first heartbeat, a host has
+    /// acknowledged none, but it received `current` in its user-data.
     pub fn signer_for(&self, acknowledged: &[String]) -> &Signer {
         let is_acknowledged = |signer: &&Arc<Signer>| acknowledged.iter().any(|kid| kid == signer.kid());
         let newest_first = self.next.iter().chain([&self.current]).chain(&self.retired);

@@ -92,8 +92,8 @@ impl Budget {
         }
     }
 
-    /// Reserves a call in the shared budget; succeeds if no shared budget is configured or available. The error is the
-    /// delay before the next attempt.
+    /// Reserves a call in the shared budget. Also succeeds if there is no shared budget or it is unavailable. The error
+    /// is the delay before the next attempt.
     async fn reserve_call(&self) -> Result<(), Duration> {
         let Some(shared) = &self.shared else { return Ok(()) };
         let (unused, observed) = {
@@ -296,7 +296,7 @@ mod tests {
         assert!((59..=61).contains(&seconds), "{seconds}");
     }
 
-    /// Grants all remaining calls, and counts the requests.
+    /// Grants the requested calls while any remain, and counts the requests.
     struct FakeRateBudget {
         remaining: AtomicU32,
         requests: AtomicU32,

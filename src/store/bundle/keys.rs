@@ -1,8 +1,8 @@
 //! The keys that are trusted to sign release manifests, and the succession of key sets on a host.
 //!
-//! Invariants: a key set is not empty, and one of its keys has signed the manifest that contains it, so that a host
-//! always trusts at least one key that can still sign. A host's sequence number only increases, so that an older
-//! release never restores a removed key.
+//! Invariants: a manifest's key set is not empty, and one of its keys has signed that manifest, so that a host that
+//! adopts the set trusts at least one key that can still sign. A host's sequence number only increases, so that an
+//! older release never restores a removed key.
 
 use std::fmt;
 use std::str::FromStr;
@@ -57,24 +57,24 @@ impl fmt::Display for TrustedKeys {
 /// An invalid key list.
 #[derive(Debug, thiserror::Error)]
 #[error("must be up to {MAX_KEYS} keys separated by commas, each the base64 of 32 bytes")]
-pub struct KeysError;
+pub struct KeyListError;
 
 impl FromStr for TrustedKeys {
-    type Err = KeysError;
+    type Err = KeyListError;
 
-    fn from_str(text: &str) -> Result<Self, KeysError> {
+    fn from_str(text: &str) -> Result<Self, KeyListError> {
         Self::from_base64(text.split(','))
     }
 }
 
 impl TrustedKeys {
-    fn from_base64<'a>(texts: impl Iterator<Item = &'a str>) -> Result<Self, KeysError> {
+    fn from_base64<'a>(texts: impl Iterator<Item = &'a str>) -> Result<Self, KeyListError> {
         let parse = |text: &str| {
-            let raw = STANDARD.decode(text.trim()).map_err(|_| KeysError)?;
-            raw.try_into().map(PublicKey).map_err(|_| KeysError)
+            let raw = STANDARD.decode(text.trim()).map_err(|_| KeyListError)?;
+            raw.try_into().map(PublicKey).map_err(|_| KeyListError)
         };
         let keys: Vec<PublicKey> = texts.map(parse).collect::<Result<_, _>>()?;
-        if keys.len() > MAX_KEYS { Err(KeysError) } else { Ok(Self(keys)) }
+        if keys.len() > MAX_KEYS { Err(KeyListError) } else { Ok(Self(keys)) }
     }
 
     fn to_base64(&self) -> Vec<String> {
@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn key_set_refuses_sets_that_lock_hosts_out() {
+    fn key_set_refuses_invalid_sets() {
         let parse = |sequence: u32, keys: &[String]| {
             let text = serde_json::json!({"sequence": sequence, "keys": keys}).to_string();
             serde_json::from_str::<KeySet>(&text).map_err(|error| error.to_string())

@@ -19,11 +19,11 @@ const SYNC_DURATION: Duration = Duration::from_millis(700);
 pub fn measure(dir: &Path) -> Result<()> {
     let mut line = serde_json::to_vec(&event(1))?;
     line.push(b'\n');
-    let measure_rate = |name: &str, events: usize, write: &dyn Fn(File) -> Result<()>| -> Result<()> {
+    let measure_rate = |side: &str, events: usize, write: &dyn Fn(File) -> Result<()>| -> Result<()> {
         let path = dir.join("limit");
         let started = Instant::now();
         write(File::create(&path)?)?;
-        print_figure("events", name, events as f64 / started.elapsed().as_secs_f64());
+        print_figure("events", side, events as f64 / started.elapsed().as_secs_f64());
         Ok(std::fs::remove_file(path)?)
     };
     let block = line.repeat((1 << 20) / EVENT_BYTES);

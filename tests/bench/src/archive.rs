@@ -12,7 +12,7 @@ pub const FILE_COUNT: u32 = 5_232;
 pub const TOTAL_BYTES: u64 = 460_000_000;
 pub const VERSION: &str = "bench-1";
 /// Sizes of a few large programs, such as a language runtime and the product's binary.
-const LARGE_FILES: [u64; 4] = [96 << 20, 48 << 20, 24 << 20, 12 << 20];
+const LARGE_FILE_BYTES: [u64; 4] = [96 << 20, 48 << 20, 24 << 20, 12 << 20];
 /// Each block starts with random bytes, and text fills the rest. This yields the compression ratio of real bundles:
 /// 178 MB for 460 MB.
 const BLOCK_BYTES: usize = 4096;
@@ -49,11 +49,11 @@ fn write_archive(output: impl Write) -> Result<()> {
     add("release.json", release.as_bytes(), 0o644)?;
     add("bin/svc", b"#!/bin/sh\n", 0o755)?;
     let mut remaining = TOTAL_BYTES;
-    for (n, size) in LARGE_FILES.into_iter().enumerate() {
+    for (n, size) in LARGE_FILE_BYTES.into_iter().enumerate() {
         add(&format!("runtime/large/{n}"), &generator.content(size), 0o755)?;
         remaining -= size;
     }
-    let small_files = u64::from(FILE_COUNT) - LARGE_FILES.len() as u64 - 2;
+    let small_files = u64::from(FILE_COUNT) - LARGE_FILE_BYTES.len() as u64 - 2;
     for n in 0..small_files {
         // Sizes range from 0.1 to 1.9 times the mean of the remaining files.
         let mean = remaining / (small_files - n);

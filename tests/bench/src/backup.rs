@@ -51,7 +51,7 @@ const MIN_FREE_BYTES: u64 = 14 << 30;
 const TIMEOUT: Duration = Duration::from_secs(1800);
 /// Maximum growth of the machine's directory in one run, for its records.
 const MAX_RECORD_BYTES: u64 = 256 << 10;
-/// Maximum size difference between two dumps of the same rows: a dump's header contains the time.
+/// Maximum size difference between two dumps of the same rows.
 const MAX_SIZE_DIFFERENCE_BYTES: u64 = 64 << 10;
 
 pub async fn measure(options: &Options) -> Result<Tally> {

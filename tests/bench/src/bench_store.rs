@@ -17,7 +17,7 @@ pub const BUCKET: &str = "svc-bench";
 const USER: &str = "user_bench";
 const SLOT: &str = "primary";
 
-/// The object store. It runs in this process; the machine and the checks use it.
+/// The object store, which runs in this process.
 pub struct BenchStore {
     pub server: S3Server,
 }

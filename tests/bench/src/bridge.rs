@@ -48,12 +48,13 @@ const DATABASE: &str = "svc";
 const APP: &str = "bench";
 /// The name of the app's schema and of its role.
 const SCHEMA: &str = "app_bench";
+/// Size of PostgREST's connection pool: the gateway's limit per app.
 const POOL_SIZE: u32 = 16;
 /// Rows in `docs`; a hundred of each kind.
 const DOCS_ROWS: u32 = 2000;
 const FIND_LIMIT: usize = 20;
 
-/// A call in the format that each side requires.
+/// The same call in each side's format.
 struct Call {
     bridge_body: String,
     postgrest_path: &'static str,

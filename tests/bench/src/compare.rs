@@ -31,7 +31,7 @@ pub enum Verdict {
     Worse,
 }
 
-/// A compared figure.
+/// One figure's values in both builds, and the verdict.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ComparedRow {
     pub name: &'static str,

@@ -14,7 +14,7 @@ use rustls::pki_types::{CertificateDer, ServerName};
 use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
-/// A message's payload size: the maximum for a frame with a one-byte length.
+/// A message's payload size: the maximum for a frame with a 7-bit length.
 pub const MESSAGE_BYTES: usize = 125;
 const MASK: [u8; 4] = [0x5a, 0xa5, 0x3c, 0xc3];
 const MAX_HEAD_BYTES: usize = 16 * 1024;

@@ -92,7 +92,7 @@ async fn open(data: PathBuf, password: String) -> Result<PgServer> {
     PgServer::open_with(&binaries()?, PgOptions { password: Some(password), ..options(data, &[]) }).await
 }
 
-/// Starts a server for loading, with minimal WAL: loading is faster, and no WAL is kept with the data.
+/// Starts a server for loading, with minimal WAL: loading is faster, and the data directory contains less WAL.
 async fn start_bulk(data: &Path) -> Result<PgServer> {
     let bulk = [("wal_level", "minimal"), ("max_wal_senders", "0")];
     let server = PgServer::start(&binaries()?, options(data.to_owned(), &bulk)).await?;

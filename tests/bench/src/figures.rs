@@ -30,7 +30,7 @@ pub struct Spec {
 /// The name of the product's side.
 pub const PRODUCT: &str = "svc";
 
-/// The samples from all rounds.
+/// The samples from all rounds, by figure and side.
 #[derive(Debug, Default)]
 pub struct Tally {
     samples: BTreeMap<(&'static str, &'static str), Vec<f64>>,
@@ -43,7 +43,7 @@ pub struct Figure {
     pub spread_percent: f64,
 }
 
-/// A measured row.
+/// The figures measured for a [`Spec`].
 #[derive(Debug, Clone, PartialEq)]
 pub struct Row {
     pub name: &'static str,

@@ -47,8 +47,8 @@ const fn spec(name: &'static str, unit: &'static str, target: Target) -> Spec {
     Spec { name, unit, against: None, target }
 }
 
-const fn events_against(limit: &'static str) -> Spec {
-    Spec { name: EVENTS, unit: "1/s", against: Some(limit), target: Target::None }
+const fn events_against(peer: &'static str) -> Spec {
+    Spec { name: EVENTS, unit: "1/s", against: Some(peer), target: Target::None }
 }
 
 #[derive(Deserialize)]
@@ -88,6 +88,6 @@ fn run_round(program: &Path, dir: &Path, seconds: u32) -> Result<Vec<Sample>> {
 /// Adds a sample to its row; ignores a sample without a row.
 fn add(tally: &mut Tally, sample: &Sample) {
     let Some(spec) = ROWS.iter().find(|spec| spec.name == sample.name) else { return };
-    let side = ROWS.iter().filter_map(|spec| spec.against).find(|limit| *limit == sample.side);
+    let side = ROWS.iter().filter_map(|spec| spec.against).find(|peer| *peer == sample.side);
     tally.add(spec.name, side.unwrap_or(PRODUCT), sample.value);
 }

@@ -92,7 +92,7 @@ impl Site {
             // The machines exist only as rows; without reconciliation, their missing servers are not detected.
             ("RECONCILE_SECONDS", "86400"),
             ("APP_HOST", APP_HOST),
-            // The whole load comes from one user: its requests are counted as usual, but never throttled.
+            // The whole load comes from one user, whose requests are counted as usual but never throttled.
             ("ROUTER_USER_REQUESTS_PER_SECOND", "1000000"),
             ("CODE_HOST", CODE_HOST),
             ("IDP_SIGN_IN_URL", &sign_in_url),

@@ -1,6 +1,6 @@
 //! A bundle's archive, as the updater unpacks it. For any content, the updater neither creates nor changes anything
-//! outside the directory, and creates no link that points outside it. A case is the tar within the bundle; corruption
-//! of the compressed bytes is detected by their checksum.
+//! outside the target directory, and an accepted archive contains no link that points outside it. A case is the tar
+//! within the bundle; corruption of the compressed bytes is detected by their checksum.
 
 use std::fs;
 use std::io::Write;
@@ -16,7 +16,7 @@ use tar::EntryType;
 use super::Target;
 
 const LIMITS: UnpackLimits = UnpackLimits { entries: 40, bytes: 200_000 };
-/// A file next to the directory; no entry may reach it.
+/// A file next to the target directory; no entry may reach it.
 const OUTSIDE: &str = "outside";
 
 /// One entry with an arbitrary header, without a builder's checks.
@@ -118,7 +118,7 @@ pub(super) fn is_valid_release_path(path: &str) -> bool {
     number.is_some_and(|number| number.len() == 1 && number < "8")
 }
 
-/// Generates archives of arbitrary entries, many of which try to escape the directory.
+/// Generates archives of arbitrary entries, many of which try to escape the target directory.
 pub(super) fn hostile_archive() -> impl Strategy<Value = Vec<u8>> {
     let name = || {
         prop_oneof![
@@ -163,7 +163,7 @@ fn format_pax_record(key: &str, value: &str) -> Vec<u8> {
     format!("{length}{rest}").into_bytes()
 }
 
-/// A directory for the archive, with a file next to it.
+/// The target directory for an archive, with a file next to it.
 struct UnpackDir {
     root: tempfile::TempDir,
 }
@@ -180,7 +180,8 @@ impl UnpackDir {
         self.root.path().join("into")
     }
 
-    /// Checks that everything outside the directory is unchanged.
+    /// Checks that the file next to the target directory is unchanged, and that nothing was created outside the
+    /// directory.
     fn check_outside(&self) -> Result<(), String> {
         let mut names: Vec<_> = fs::read_dir(self.root.path())
             .map_err(|error| error.to_string())?
@@ -201,7 +202,7 @@ impl UnpackDir {
     }
 }
 
-/// Checks an accepted archive: it contains only files, directories and links within it; no file is set-ID, sticky, or
+/// Checks an unpacked release: it contains only files, directories and links within it; no file is set-ID, sticky, or
 /// writable by group or others; the total size is within the limit.
 fn check_release(into: &Path) -> Result<(), String> {
     let root = fs::canonicalize(into).map_err(|error| error.to_string())?;

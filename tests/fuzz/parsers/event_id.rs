@@ -47,7 +47,7 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
         (Some((epoch, _)), None) | (None, Some((epoch, _))) if epoch != EPOCH => {
             Err(format!("{text:?}, from epoch {epoch}, is accepted for one app only"))
         }
-        // One app's key sealed the id, so changing any byte invalidates it.
+        // The position is sealed with one app's key, so changing any of its bytes invalidates the id.
         (Some(_), None) => check_seal(text),
         _ => Ok(()),
     }

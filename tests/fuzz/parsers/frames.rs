@@ -160,7 +160,7 @@ async fn check_any_frames(bytes: &[u8]) -> Result<(), String> {
             _ => false,
         };
         if !is_same {
-            return Err("a reparsed command differs".to_owned());
+            return Err("a reparsed frame from the gateway differs".to_owned());
         }
     }
     Ok(())

@@ -20,8 +20,8 @@ pub fn listing() -> Target {
     }
 }
 
-/// The entry types that may be loaded.
-const LOADABLE_TYPES: [&str; 13] = [
+/// The kinds of entries that may be loaded, each followed by a space.
+const LOADABLE_KINDS: [&str; 13] = [
     "CHECK CONSTRAINT ",
     "FK CONSTRAINT ",
     "CONSTRAINT ",
@@ -74,9 +74,9 @@ fn check_any_listing(bytes: &[u8]) -> Result<(), String> {
             number.is_some() && number == id.parse().ok()
         };
         for entry in listing.lines().filter(has_this_number) {
-            let typed_name = entry.splitn(4, ' ').nth(3).unwrap_or_default();
-            if !LOADABLE_TYPES.iter().any(|kind| typed_name.starts_with(kind))
-                || typed_name.starts_with("DEFAULT ACL ")
+            let kind_and_name = entry.splitn(4, ' ').nth(3).unwrap_or_default();
+            if !LOADABLE_KINDS.iter().any(|kind| kind_and_name.starts_with(kind))
+                || kind_and_name.starts_with("DEFAULT ACL ")
             {
                 return Err(format!("{entry:?} would be loaded"));
             }

@@ -123,7 +123,7 @@ fn check_any_pointer(bytes: &[u8]) -> Result<(), String> {
     block_on(async {
         let bucket = bucket_with_pointer(bytes).await?;
         if let Ok(Some(read)) = pointer_io::read(&bucket, &slot()).await {
-            check_next_writer(&read.value)?;
+            check_accepted_pointer(&read.value)?;
         }
         match snapshot::find_latest(&bucket, &slot()).await {
             Ok(found)
@@ -144,7 +144,7 @@ fn check_any_pointer(bytes: &[u8]) -> Result<(), String> {
 
 /// Checks that the pointer parses back to the same value, and that the next writer increases `seq` and does not
 /// decrease `fence_epoch`.
-fn check_next_writer(read: &Pointer) -> Result<(), String> {
+fn check_accepted_pointer(read: &Pointer) -> Result<(), String> {
     if read.version != 1 {
         return Err(format!("the version {} was accepted", read.version));
     }

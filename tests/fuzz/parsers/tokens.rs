@@ -106,7 +106,7 @@ fn jwts() -> impl Strategy<Value = Vec<u8>> {
     });
     (claims, any::<bool>()).prop_map(|(claims, is_token)| {
         let claims = claims.to_string().into_bytes();
-        // Bare claims are signed at run time, so that mutations reach the claims parser.
+        // Bare claims are signed after they have been mutated, so that mutations reach the claims parser.
         if is_token { sign_token(&header(), &claims).into_bytes() } else { claims }
     })
 }

@@ -6,7 +6,7 @@ use svc::platform::api::usage::read_report;
 
 use super::Target;
 
-/// Maximum length of a reported text.
+/// Maximum length of a reported string.
 const MAX_CHARS: usize = 2000;
 
 pub fn target() -> Target {

@@ -19,8 +19,8 @@ pub fn write_key(machine: &Machine) {
 /// The operations that the history service serves.
 pub const HISTORY_OPERATIONS: [&str; 3] = ["listFileVersions", "listFilesAt", "downloadFile"];
 
-/// Checks requests about earlier versions of files: unknown paths, a missing key, repeated restores, and outages of the
-/// store and the history service.
+/// Checks requests about earlier versions of files: unknown paths, a missing key, repeated restores, a damaged
+/// repository, and outages of the store and the history service.
 pub async fn check_files(gateway: &TestGateway) {
     let history_operations = || operations().filter(|operation| HISTORY_OPERATIONS.contains(&operation.id));
     let get = |path: &str| gateway.send(gateway.request_as("owner", &Method::GET, path));

@@ -1,5 +1,6 @@
-//! Fills the disk for each kind of write, by mounting a small file system at the written path. The run ends with a
-//! clear error and leaves no database or release half-switched; once there is free space, the next run succeeds.
+//! Fills the disk for each kind of write, by mounting a small file system at the written path. A backup, which needs no
+//! free space, succeeds. A restore or an update ends with a clear error and leaves no database or release
+//! half-switched; once there is free space, the next run succeeds.
 
 use std::fs;
 use std::time::Duration;
@@ -30,7 +31,7 @@ async fn backup_on_full_disk_succeeds_and_reports_its_result() -> Result<()> {
     machine.run(&["svc-db-backup"])?.expect(0);
     let mut checker = SnapshotChecker::new(&store);
     checker.check()?;
-    // The heartbeat and the gateway read the result from this file.
+    // The sync agent and the gateway read the result from this file.
     let read_last_backup = || -> Result<Value> {
         Ok(serde_json::from_slice(&fs::read(machine.path("var/lib/svc/last-backup.json"))?)?)
     };
@@ -169,14 +170,15 @@ async fn restore_on_full_disk_keeps_old_database_and_resumes() -> Result<()> {
     Figures { faults_injected: 4, ..Figures::new("full disks during restores") }.record()
 }
 
-/// Applies an update, fills the disk once the condition holds, and returns the result.
+/// Applies an update, fills the disk once the condition holds, and returns the result. `pause` is the fail point that
+/// keeps the update waiting meanwhile.
 async fn apply_on_full_disk(
     fixture: &UpdateFixture,
     disk: &SmallDisk,
-    point: &str,
+    pause: &str,
     condition: impl FnMut() -> bool,
 ) -> Result<RunResult> {
-    let running = fixture.spawn_with(&["apply", "--version", NEW_VERSION], Some(point))?;
+    let running = fixture.spawn_with(&["apply", "--version", NEW_VERSION], Some(pause))?;
     wait_until("the condition for filling the disk", condition).await?;
     disk.fill(0)?;
     wait_for_exit(running).await

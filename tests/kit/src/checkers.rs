@@ -1,7 +1,7 @@
 //! Debian programs that check a machine's files: units, user-data, shell scripts.
 //!
-//! Relocatable programs are pinned and fetched into `target/tools`. systemd's tools come from this machine; missing
-//! ones are installed if this user may install packages.
+//! Relocatable programs are pinned and fetched into `target/tools`. Others, such as systemd's and nft, come from this
+//! machine; missing ones are installed if this user may install packages.
 
 use std::path::Path;
 use std::process::Command;

@@ -1,9 +1,9 @@
 //! Child processes that cannot outlive the process that started them.
 //!
 //! `Drop` does not run when a test is killed, nor for a `static`. The first registration therefore starts a small
-//! shell, which reads a list of children and directories from a pipe. When this process ends for any reason, the pipe
-//! closes, and the shell signals the remaining children, unmounts the registered mounts and removes the registered
-//! directories.
+//! shell, which reads a list of children, mounts and directories from a pipe. When this process ends for any reason,
+//! the pipe closes, and the shell signals the remaining children, unmounts the registered mounts and removes the
+//! registered directories.
 //!
 //! ```no_run
 //! # fn main() -> anyhow::Result<()> {

@@ -36,7 +36,7 @@ pub struct SmallDisk {
 }
 
 impl SmallDisk {
-    /// Mounts a tmpfs of `mib` MiB over `dir`. Returns `None`, and records the test as skipped, if nothing can be
+    /// Mounts a tmpfs of `mib` MiB over `dir`. Returns `None`, and records the test as skipped, if the tmpfs cannot be
     /// mounted.
     ///
     /// # Errors

@@ -1,5 +1,5 @@
-//! The test kit: the real services that the tests run against, and the tests' other tools. A service stops when its
-//! test ends, or with the test run if tests share it.
+//! The test kit: the services that the tests run against, and the tests' other tools. A service stops when its test
+//! ends, or with the test run if tests share it.
 //!
 //! | module | contents |
 //! |---|---|
@@ -16,7 +16,7 @@
 //! | [`idp`] | an identity provider: discovery, JWKS, rotation, valid and invalid session tokens |
 //! | [`ca`] | a certificate authority |
 //! | [`pebble`] | a certificate authority that speaks ACME |
-//! | [`net`] | free ports, and a TCP proxy that delays, cuts and resets connections |
+//! | [`net`] | free ports, and a TCP proxy that delays or withholds data, and resets or refuses connections |
 //! | [`incomplete_requests`] | HTTPS connections with incomplete request heads, and their memory cost |
 //! | [`fetch`] | tools fetched once into `target/tools` |
 //! | [`scenario`] | the main scenario, run on all of these |

@@ -10,7 +10,7 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 
-/// Environment variable with the path of the file to which the tests append their figures.
+/// Environment variable with the path of the figures file, to which the tests append their figures.
 pub const LONG_REPORT_VAR: &str = "SVC_LONG_REPORT";
 
 /// Figures from one test; unused counters stay 0.
@@ -18,12 +18,12 @@ pub const LONG_REPORT_VAR: &str = "SVC_LONG_REPORT";
 #[serde(rename_all = "camelCase", default)]
 pub struct Figures {
     pub test: String,
-    /// Number of store, network, database and disk faults, and of corrupted objects.
+    /// Number of store, network, database and disk faults, of corrupted objects, and of simulated crashes.
     pub faults_injected: u64,
     /// Number of kills with SIGKILL after which all invariants held.
     pub kills_survived: u64,
     pub snapshots_taken: u64,
-    /// Number of snapshots that are missing or changed.
+    /// 1 if the final check of the snapshots failed.
     pub lost: u64,
     pub fuzz_cases: u64,
 }
@@ -33,7 +33,7 @@ impl Figures {
         Self { test: test.to_owned(), ..Self::default() }
     }
 
-    /// Prints the figures and appends them to the report file in a single write, because tests run in parallel.
+    /// Prints the figures, and appends them to the figures file in a single write, because tests run in parallel.
     ///
     /// # Errors
     /// Fails if the file cannot be written.
@@ -88,8 +88,8 @@ impl Totals {
         )
     }
 
-    /// Sums the figures in the file at `figures_path` and writes the totals to `report_path` as JSON. A missing file
-    /// means that no test with figures has run.
+    /// Sums the figures in the file at `figures_path` and writes the totals to `report_path` as JSON. If the figures
+    /// file is missing, no test has recorded figures.
     ///
     /// # Errors
     /// Fails for a malformed line or a file error.

@@ -16,7 +16,7 @@ const START_TIMEOUT: Duration = Duration::from_secs(20);
 #[derive(Debug)]
 pub struct ModelStub {
     port: u16,
-    requests: PathBuf,
+    request_log: PathBuf,
     _process: OwnedChild,
 }
 
@@ -29,10 +29,10 @@ impl ModelStub {
     pub fn start(script: &Value, dir: &Path) -> Result<Self> {
         let stub = Path::new(env!("CARGO_MANIFEST_DIR")).with_file_name("agents").join("stub/stub.py");
         let (script_file, port_file) = (dir.join("model-script.json"), dir.join("model-port"));
-        let requests = dir.join("model-requests.jsonl");
+        let request_log = dir.join("model-requests.jsonl");
         fs::write(&script_file, script.to_string())?;
         let mut python = Command::new("python3");
-        python.arg(stub).arg(&script_file).arg(&port_file).arg(&requests);
+        python.arg(stub).arg(&script_file).arg(&port_file).arg(&request_log);
         python.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         let mut process = OwnedChild::spawn(&mut python).context("cannot start python3")?;
         let deadline = Instant::now() + START_TIMEOUT;
@@ -42,7 +42,7 @@ impl ModelStub {
             std::thread::sleep(Duration::from_millis(20));
         }
         let port = fs::read_to_string(&port_file)?.trim().parse().context("cannot parse the stub's port")?;
-        Ok(Self { port, requests, _process: process })
+        Ok(Self { port, request_log, _process: process })
     }
 
     pub fn port(&self) -> u16 {
@@ -56,6 +56,6 @@ impl ModelStub {
 
     /// Returns the number of requests so far.
     pub fn request_count(&self) -> usize {
-        fs::read_to_string(&self.requests).map_or(0, |text| text.lines().count())
+        fs::read_to_string(&self.request_log).map_or(0, |text| text.lines().count())
     }
 }

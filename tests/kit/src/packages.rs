@@ -41,7 +41,7 @@ impl DebTool {
     }
 }
 
-/// Returns the directory name for these packages; `None` if there are none. The name depends on every package's pin.
+/// Returns these packages' directory name; `None` if there are none. The name changes with any package's version.
 fn directory_name(debs: &[Deb]) -> Option<String> {
     let first = debs.first()?;
     // A colon, as after a version's epoch, would end the path in `LD_LIBRARY_PATH`.
@@ -144,7 +144,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn directory_name_depends_on_every_pin() {
+    fn directory_name_depends_on_every_version() {
         let deb = |name, version| Deb { name, version, sha256: "ab" };
         assert_eq!(directory_name(&[]), None);
         assert_eq!(directory_name(&[deb("tool", "1")]).as_deref(), Some("tool-1"));

@@ -174,7 +174,7 @@ fn find_command_lines(program: &str, text: &str, language: Language) -> Vec<(Str
     command_lines
 }
 
-/// Joins lines that belong together: those that a backslash continues and, in Markdown, those of a quotation. Drops
+/// Joins lines that belong together: those that a backslash continues and, in Markdown, those of a code span. Drops
 /// Markdown comment lines.
 pub fn join_lines(text: &str, language: Language) -> String {
     let mut joined = String::new();
@@ -182,7 +182,7 @@ pub fn join_lines(text: &str, language: Language) -> String {
     for line in text.lines().filter(|line| !is_comment(line)) {
         let (line, continues) = match line.strip_suffix('\\') {
             Some(line) => (line, true),
-            None => (line, language == Language::Markdown && has_open_quotation(line)),
+            None => (line, language == Language::Markdown && has_open_code_span(line)),
         };
         joined.push_str(if joined.ends_with('\n') { line } else { line.trim_start() });
         joined.push(if continues { ' ' } else { '\n' });
@@ -190,8 +190,8 @@ pub fn join_lines(text: &str, language: Language) -> String {
     joined
 }
 
-/// Whether a quotation continues on the next line. A code fence is not a quotation.
-fn has_open_quotation(line: &str) -> bool {
+/// Whether a code span continues on the next line. A code fence is not a code span.
+fn has_open_code_span(line: &str) -> bool {
     !line.trim_start().starts_with("```") && line.matches('`').count() % 2 == 1
 }
 

@@ -33,7 +33,7 @@ impl Seaweed {
     /// Starts the server on free ports.
     ///
     /// # Errors
-    /// Fails if SeaweedFS cannot be fetched, or does not start in time.
+    /// Fails if SeaweedFS cannot be fetched or started.
     pub fn start() -> Result<Self> {
         let program = fetch(&fetch::target_dir())?.join(PROGRAM);
         let dir = tempfile::tempdir()?;

@@ -1,4 +1,4 @@
-//! A dispatch on a real machine, and attacks by the owner's user on resources that must be inaccessible.
+//! Dispatches on a virtual machine, and attacks by the owner's user on resources that must be inaccessible.
 
 use std::time::Duration;
 

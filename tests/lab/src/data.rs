@@ -20,12 +20,12 @@ PGPASSWORD=$(echo "$url" | sed 's|.*://[^:]*:\([^@]*\)@.*|\1|') /opt/svc/runtime
 "#;
 
 /// Makes the store unreachable for two backups. The exit code, the backup log, the metrics, doctor and the fleet report
-/// that both failed, and the pointer is unchanged.
+/// the failure, and the pointer is unchanged.
 pub async fn interrupt_store(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
     vm.run(RUN_BACKUP, LONG_TIMEOUT).await?.into_stdout().context("first backup")?;
     let before = verified_pointer(stack)?;
-    vm.run(&retry_switch_command(false), SHORT_TIMEOUT)
+    vm.run(&set_retries_command(false), SHORT_TIMEOUT)
         .await?
         .into_stdout()
         .context("cannot disable retries")?;
@@ -63,7 +63,7 @@ pub async fn interrupt_store(stack: &Stack, machine: &MachineRecord) -> Result<(
     ensure!(stack.slot.read_pointer(&stack.store)? == before, "a failed backup moved the pointer");
     let dropped = outage.hits();
     stack.store.heal();
-    vm.run(&retry_switch_command(true), SHORT_TIMEOUT)
+    vm.run(&set_retries_command(true), SHORT_TIMEOUT)
         .await?
         .into_stdout()
         .context("cannot enable retries")?;
@@ -78,7 +78,7 @@ pub async fn interrupt_store(stack: &Stack, machine: &MachineRecord) -> Result<(
 
 /// Returns a command that enables or disables the retries of the hourly unit. While the store is unreachable, the unit
 /// retries for most of an hour if they are enabled, and otherwise fails immediately.
-fn retry_switch_command(is_enabled: bool) -> String {
+fn set_retries_command(is_enabled: bool) -> String {
     const DIR: &str = "/run/systemd/system/svc-db-backup.service.d";
     let change = if is_enabled {
         format!("rm -r {DIR}")
@@ -101,7 +101,7 @@ async fn check_fleet_attention(stack: &Stack, is_backup_failing: bool) -> Result
 
 /// The owner deletes all notes, opens the last snapshot as a side database, and copies the notes back through the
 /// router.
-pub async fn restore_side_database(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
+pub async fn restore_from_side_database(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     const NOTES: &str = "app_notes.notes";
     let vm = stack.provider.machine(&machine.server)?;
     let rows = wait_until_served(stack).await?;

@@ -24,8 +24,8 @@ for dir in /home/svc/home/projects /home/svc/home/projects/lab /home/svc/home/pr
 done
 tar -C /home/svc/home/projects/lab --no-same-owner -xf /tmp/repository.tar
 chown -R svc:svc /home/svc/home/projects/lab";
-/// A script that starts a program as the owner's user. The program writes to a database a hundred times a second until
-/// the machine is lost.
+/// A script that starts a program as the owner's user. The program writes to a database up to a hundred times a second
+/// until the machine is lost.
 const START_WRITER: &str = r#"
 cat >/tmp/writer.py <<'PYTHON'
 import os, sqlite3, time

@@ -13,7 +13,7 @@ pub enum StepSelection {
     Quick,
     /// All steps, including those that are not part of the main scenario.
     Full,
-    /// Only these steps, in list order.
+    /// Only these steps, in the order of `STEPS`.
     Only(Vec<String>),
 }
 
@@ -59,7 +59,7 @@ static STEPS: [LabStep; 35] = [
     full_step("drill", |stack, machines| Box::pin(scenario::run_drill(stack, &machines.current))),
     full_step("store-outage", |stack, machines| Box::pin(data::interrupt_store(stack, &machines.current))),
     full_step("side-database", |stack, machines| {
-        Box::pin(data::restore_side_database(stack, &machines.current))
+        Box::pin(data::restore_from_side_database(stack, &machines.current))
     }),
     full_step("export-import", |stack, machines| Box::pin(data::export_and_import(stack, &machines.current))),
     full_step("failed-recovery", |stack, machines| {
@@ -143,7 +143,7 @@ impl StepSelection {
         Ok(Self::Only(names))
     }
 
-    /// Returns the selected steps in list order.
+    /// Returns the selected steps in the order of `STEPS`.
     pub(super) fn selected(&self) -> Vec<&'static LabStep> {
         let is_selected = |step: &&LabStep| match self {
             Self::Quick => step.is_quick,

@@ -13,8 +13,8 @@ use super::super::stack::{BUCKET, Process, SECRET, Stack, provision_body};
 use super::{TestPlatform, assert_rejects_invalid_ids, operations};
 use crate::contract::{ApiUnderTest, assert_rejects_invalid_requests, valid_call};
 
-/// Codes that no request here triggers, with the reason.
-const NOT_TRIGGERED: [(&str, &str); 3] = [
+/// Error codes that no request here can trigger, with their operations (`*` for all).
+const UNREACHABLE_CODES: [(&str, &str); 3] = [
     // Every operator may query their own identity.
     ("whoAmI", "forbidden"),
     // An internal error that no request can cause.
@@ -23,8 +23,8 @@ const NOT_TRIGGERED: [(&str, &str); 3] = [
     ("renewStorageCredentials", "disabled"),
 ];
 
-/// Codes that these requests trigger only in some runs.
-const RACE_DEPENDENT: [(&str, &str); 6] = [
+/// Error codes that these requests trigger only in some runs.
+const RACE_DEPENDENT_CODES: [(&str, &str); 6] = [
     // Only overlapping requests trigger these.
     ("provision", "unavailable"),
     ("recover", "unavailable"),
@@ -85,8 +85,9 @@ async fn every_documented_error_code_is_triggered() {
     trigger_replaced_machine_errors(&mut RejectionTester { platform: &platform }).await;
 
     let all: Vec<&'static Operation> = operations().collect();
-    let findings = platform.contract().list_untriggered_codes(&all, &NOT_TRIGGERED, &RACE_DEPENDENT);
-    assert!(findings.is_empty(), "{findings:#?}");
+    let untriggered =
+        platform.contract().list_untriggered_codes(&all, &UNREACHABLE_CODES, &RACE_DEPENDENT_CODES);
+    assert!(untriggered.is_empty(), "{untriggered:#?}");
 }
 
 fn start_process(stack: &Stack, settings: &[(&str, String)], extra_env: &[(&str, &str)]) -> Process {

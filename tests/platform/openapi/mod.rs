@@ -184,7 +184,7 @@ impl ApiUnderTest for TestPlatform {
         all
     }
 
-    fn required_value(&self, operation: &Operation, name: &str) -> Option<Value> {
+    fn override_value(&self, operation: &Operation, name: &str) -> Option<Value> {
         Some(match name {
             "idpUserId" => json!("user_1"),
             "path" => json!("notes.md"),
@@ -366,7 +366,7 @@ async fn every_route_answers_valid_request_as_described() {
     for operation in all {
         let response = platform.send(valid_call(&platform, operation)).await;
         // The machine's host is not responding, and its slot has no usable snapshot.
-        let refused = match operation.id {
+        let expected_problem = match operation.id {
             "backUp" | "drill" | "getUsage" | "verifyFiles" => Some((502, "host_unreachable")),
             "showFileBackup" | "listFileVersions" | "listFilesAt" | "showFileRestore" | "restoreFile" => {
                 Some((502, "host_unreachable"))
@@ -385,7 +385,7 @@ async fn every_route_answers_valid_request_as_described() {
             "abandonOperation" | "undelete" | "discard" => Some((409, "invalid_state")),
             _ => None,
         };
-        match refused {
+        match expected_problem {
             Some((status, code)) => response.assert_problem(status, code),
             None => assert!(response.status < 300, "{}: {response:?}", operation.id),
         }

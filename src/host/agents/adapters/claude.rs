@@ -6,7 +6,7 @@
 //! has several results.
 //!
 //! Earlier releases, such as 2.1.197, do not print `model_usage_since_last_result`. For those, the last `modelUsage`,
-//! which includes subagents, is used. In a resumed conversation, `modelUsage` also includes an unknown share from
+//! which includes subagents, is used. In a resumed conversation, `modelUsage` also includes an unknown amount from
 //! earlier runs, so the tokens in `usage`, which omit subagents, are used instead; the cost then includes the cost of
 //! the earlier runs.
 
@@ -146,7 +146,7 @@ enum Block {
 /// A Claude Code run.
 #[derive(Default)]
 pub struct Claude {
-    /// Includes the tokens and cost of the results so far.
+    /// Includes the cost of the results so far, and their tokens if the release prints the usage since the last result.
     run: RunState,
     /// The usage of the whole conversation, from releases that do not print the usage since the last result.
     conversation_totals: Option<Totals>,

@@ -56,7 +56,7 @@ pub struct Price {
 }
 
 impl Price {
-    /// The cost of a run, rounded to the nearest billionth of a dollar.
+    /// The cost of a run. Each of its parts is rounded to the nearest billionth of a dollar.
     fn cost(self, outcome: &Outcome) -> Dollars {
         const MILLION: u64 = 1_000_000;
         let cached = outcome.tokens_cached.min(outcome.tokens_in);

@@ -147,7 +147,7 @@ fn build_dispatches(
     (DispatchTarget::Batch(batch), dispatches)
 }
 
-/// Logs and counts a request that a cost limit refuses; returns the problem.
+/// Logs and counts a request that is refused because of a cost limit; returns the problem.
 fn refuse_over_cost_limit(sender: &str, reached: &LimitReached) -> Problem {
     tracing::info!(sender, period = reached.period.as_str(), "dispatch refused: cost limit reached");
     DISPATCHES.add_one(["limited"]);

@@ -98,7 +98,7 @@ pub(super) struct DispatchTable {
     pub(super) queue: Queue<Arc<Dispatch>>,
     /// At most one dispatch per conversation runs at once: two would both start or resume it.
     running: Vec<Arc<Dispatch>>,
-    /// Cancelled while writers are stopped: nothing starts, and running dispatches are ended.
+    /// Cancelled while dispatches are paused for a final backup: nothing starts, and running dispatches are ended.
     pause: CancellationToken,
     /// Ended dispatches, oldest first.
     pub(super) ended: VecDeque<Arc<Dispatch>>,
@@ -222,7 +222,7 @@ impl Dispatcher {
         dispatches
     }
 
-    /// Cancels a target's dispatches in any phase. Queued ones have ended when this returns.
+    /// Cancels a target's dispatches. Those in the queue have ended when this returns; the others end later.
     pub async fn cancel(self: &Arc<Self>, target: &DispatchTarget) {
         let mut tasks = Vec::new();
         for dispatch in self.entries(target) {
@@ -441,7 +441,8 @@ impl Dispatcher {
         self.lock().pause.clone()
     }
 
-    /// Ends and records running dispatches; queued ones stay queued. New ones are refused until [`Self::resume`].
+    /// Pauses dispatches until [`Self::resume`]: new ones are refused, queued ones stay queued, and running ones are
+    /// ended and recorded. Does not wait for the running ones: see [`Self::running_count`].
     pub fn pause(&self) {
         self.lock().pause.cancel();
     }

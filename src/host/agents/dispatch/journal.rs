@@ -43,7 +43,7 @@ pub struct JournalEntry {
     pub fingerprint: String,
     #[serde(with = "clock::wire")]
     pub accepted_at: Timestamp,
-    /// The time at which the agent started.
+    /// The time at which the run began, even if the agent could not be started.
     #[serde(default, with = "clock::wire_option")]
     pub started_at: Option<Timestamp>,
     /// The result, until its record is durable.
@@ -67,7 +67,7 @@ impl JournalEntry {
     }
 }
 
-/// A journal file.
+/// Identifies a file of the journal.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum JournalFile {
     /// A dispatch outside a batch.
@@ -249,7 +249,7 @@ fn batch_index(entry: &JournalEntry) -> usize {
     entry.batch.as_ref().map_or(0, |batch| batch.index)
 }
 
-/// Returns the id of the dispatch that a file's name contains.
+/// Returns the dispatch id in a file's name.
 fn dispatch_id(path: &Path) -> &str {
     path.file_stem().and_then(OsStr::to_str).unwrap_or_default()
 }

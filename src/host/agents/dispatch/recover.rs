@@ -208,8 +208,8 @@ impl Dispatcher {
 
 impl DispatchTable {
     /// Keeps files whose records are not yet durable, for a later removal. After another failed sync, these and all
-    /// other files stay in the journal until the next start, because a later successful flush does not prove that the
-    /// interactions are on disk. The next start records the dispatches whose interactions are missing.
+    /// others in `recorded` stay in the journal until the next start, because a later successful flush does not prove
+    /// that the interactions are on disk. The next start records the dispatches whose interactions are missing.
     fn defer_removal(&mut self, files: Vec<JournalFile>, failed_syncs: u64) {
         self.recorded.extend(files);
         if failed_syncs != self.failed_syncs {

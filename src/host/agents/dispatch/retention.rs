@@ -9,8 +9,8 @@ use super::state::Dispatch;
 /// Maximum number of ended dispatches kept in memory with their text and events, and their maximum total size.
 const MAX_ENDED_DISPATCHES: usize = 1000;
 const MAX_ENDED_BYTES: usize = 32 << 20;
-/// Multiplies both limits while a full disk prevents recording: a dispatch must remain findable by its id until its
-/// record is durable.
+/// Multiplies both limits for dispatches without a durable record, for example on a full disk: they must remain
+/// findable by their ids.
 const NOT_DURABLE_LIMIT_FACTOR: usize = 8;
 
 impl Dispatcher {

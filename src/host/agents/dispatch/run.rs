@@ -56,7 +56,7 @@ pub struct RunContext<'a> {
     pub watcher_socket: &'a Path,
     /// Cancelled at shutdown.
     pub stop: &'a CancellationToken,
-    /// Cancelled when the machine's writers are stopped.
+    /// Cancelled when dispatches are paused for a final backup.
     pub pause: &'a CancellationToken,
     pub settings: &'a AgentSettings,
 }
@@ -138,7 +138,7 @@ pub fn interrupted_interaction(
     Interaction { cost: reserved, cost_estimated: true, ..interaction_without_run(dispatch, name, message) }
 }
 
-/// The end of a run.
+/// How a run ended.
 struct RunEnd {
     outcome: Outcome,
     /// Whether the agent was running and did not end on its own, so that it may not have reported its cost.

@@ -50,7 +50,7 @@ impl From<ResultStatus> for Phase {
     }
 }
 
-/// The result of a dispatch.
+/// How a dispatch ended.
 #[derive(Debug, Clone)]
 pub struct DispatchResult {
     pub phase: Phase,
@@ -181,7 +181,7 @@ impl Dispatch {
         dispatch
     }
 
-    /// Records that the dispatch's record is durable, or that it needs none.
+    /// Marks the dispatch as durable: its record is on disk, or it needs none.
     pub fn mark_durable(&self) {
         self.is_durable.store(true, Ordering::Release);
     }
@@ -237,7 +237,7 @@ impl Dispatch {
         self.session_id.as_ref() == Some(wanted) || self.lock().session_id.as_ref() == Some(wanted)
     }
 
-    /// The time at which the agent started.
+    /// The time at which the run began, even if the agent could not be started.
     pub fn started_at(&self) -> Option<Timestamp> {
         self.lock().started_at
     }

@@ -41,7 +41,7 @@ fn find_descendants(root: i32) -> Vec<Pid> {
     tree.into_iter().skip(1).map(Pid::from_raw).collect()
 }
 
-/// Reaps adopted processes that have ended, except the agent: the caller waits for it.
+/// Reaps children that have ended, except the agent, for which the caller waits.
 pub fn reap_orphans(agent: u32) {
     let flags = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
     while let Ok(status) = waitid(Id::All, flags) {

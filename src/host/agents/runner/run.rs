@@ -52,7 +52,7 @@ const INHERITED_VARIABLES: [&str; 5] = ["HOME", "USER", "LOGNAME", "LANG", "TZ"]
 ///
 /// # Errors
 /// Before the agent started, the connection failed, a frame was invalid, or the request or the go-ahead did not arrive
-/// in time.
+/// within `REQUEST_TIMEOUT`.
 pub async fn serve(layout: &Layout, connection: UnixStream, stop: CancellationToken) -> io::Result<()> {
     let (mut from_gateway, mut to_gateway) = connection.into_split();
     let request = tokio::time::timeout(REQUEST_TIMEOUT, GatewayFrame::read(&mut from_gateway)).await;

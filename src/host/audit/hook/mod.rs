@@ -106,7 +106,7 @@ fn run_command(args: Vec<OsString>) -> ExitCode {
 /// The parsed message, shared with the main thread, which saves it if it cannot be delivered.
 type SharedMessage = Arc<Mutex<Option<Message>>>;
 
-/// The time since this process was started, in steps of 10 ms; zero if unknown. On a busy machine, the process may have
+/// The time since this process was started, accurate to 10 ms; zero if unknown. On a busy machine, the process may have
 /// waited for a CPU.
 fn process_age() -> Duration {
     let Ok(stat) = ProcessStat::current() else { return Duration::ZERO };

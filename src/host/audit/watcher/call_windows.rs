@@ -13,7 +13,7 @@ use crate::records::entry::{AuditEntry, FileOperation};
 /// Maximum number of open tool calls.
 pub const MAX_WINDOWS: usize = 256;
 
-/// The agent that made a change.
+/// The agent that made a tool call.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Agent {
@@ -203,7 +203,7 @@ impl CallWindows {
         evicted
     }
 
-    /// Attributes the changes since the last check; claimed ones stay pending.
+    /// Attributes newly found changes to the running commands; changes that a call claims stay pending.
     pub fn attribute(&mut self, changes: Vec<Change>, at: Timestamp) -> Vec<AuditEntry> {
         if self.open.is_empty() {
             return Vec::new();

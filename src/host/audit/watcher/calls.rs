@@ -1,4 +1,4 @@
-//! Identifies tool calls, decides which peers may report on them, and sanitizes their names. Performs no I/O.
+//! Identifies tool calls, decides which peers may report on them, and sanitizes the names in messages. Performs no I/O.
 
 use std::collections::VecDeque;
 
@@ -6,7 +6,7 @@ use super::call_windows::CallWindow;
 use super::peer::Peer;
 use crate::audit::protocol::{Message, Process};
 
-/// Maximum number of bytes in agent names and ids; longer ones are truncated.
+/// Maximum number of bytes in names and ids; longer ones are truncated.
 const MAX_NAME_BYTES: usize = 200;
 /// Maximum number of remembered tool calls with a gap, and of remembered ended calls.
 const MAX_REMEMBERED_CALLS: usize = 512;

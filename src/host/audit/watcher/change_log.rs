@@ -39,7 +39,7 @@ impl PathSet {
     }
 }
 
-/// Collects changed paths until a reader reports that it has saved them.
+/// Collects changed paths until the file backup reports that it has saved them.
 #[derive(Debug)]
 pub struct ChangeLog {
     /// Distinguishes the tokens of this process from those of earlier processes.
@@ -57,7 +57,7 @@ pub struct ChangeLog {
 }
 
 impl ChangeLog {
-    /// Creates a log in which anything may have changed, until a reader has saved the home directory.
+    /// Creates a log in which anything may have changed, until the file backup has saved the home directory.
     pub fn new() -> Self {
         Self {
             instance: uuid::Uuid::now_v7().simple().to_string(),
@@ -120,7 +120,7 @@ impl ChangeLog {
         if saved.is_some() && saved == Some(self.last_reply) {
             (self.unsaved, self.last_saved) = (PathSet::default(), saved);
         } else if saved.is_none() || saved != self.last_saved {
-            // The reader has saved nothing, or its token is too old or from an earlier process.
+            // The file backup has saved nothing, or its token is too old or from an earlier process.
             (self.unsaved, self.last_saved) = (PathSet::everything(), None);
         }
         // A non-empty `fresh` does not mean new events: while a tool is running, each request records the same names

@@ -2,7 +2,7 @@
 //! names if events were lost or too many names have events.
 //!
 //! When a name is replaced or a directory is moved, the paths below it before and after are compared. A file that was
-//! created and deleted, or moved away and back, is not a change.
+//! created and deleted, or moved away and back, is not reported.
 
 use std::collections::HashMap;
 
@@ -27,7 +27,7 @@ pub trait FsProbe {
 pub struct Marks {
     /// The name was created, deleted or moved.
     pub has_name_change: bool,
-    /// The current file was created under this name.
+    /// The current file was created or hard-linked under this name.
     pub is_created: bool,
     /// The current file was written.
     pub is_written: bool,
@@ -68,7 +68,7 @@ impl Marks {
 pub struct DirtySet {
     dirs: HashMap<Inode, HashMap<Name, Marks>>,
     name_count: usize,
-    /// Events were lost, so everything must be checked.
+    /// Everything must be checked: events may have been lost, or there were too many names.
     is_everything_dirty: bool,
 }
 
@@ -125,7 +125,7 @@ pub struct Change {
 /// The result of a check.
 #[derive(Debug, Default)]
 pub struct TreeChanges {
-    /// Deletions first, deepest first; then creations and writes, parents first.
+    /// Deletions first, children before parents; then creations and writes, parents before children.
     pub changes: Vec<Change>,
     /// Directories that are no longer in the tree.
     pub removed_dirs: Vec<Inode>,
@@ -172,6 +172,7 @@ pub fn update_tree(tree: &mut Tree, dirty: &DirtySet, probe: &mut impl FsProbe) 
 /// A name to be added to the tree.
 struct FoundName {
     dir: Inode,
+    /// The path of the directory.
     path: Vec<u8>,
     name: Name,
     state: FileState,
@@ -193,7 +194,7 @@ fn remove_dirty(
     dirs.sort();
     for (path, dir) in dirs {
         if !tree.has_dir(dir) {
-            // The directory was moved together with an ancestor, and is listed again at its new path.
+            // The directory or an ancestor was deleted or moved. A moved directory is listed again at its new path.
             continue;
         }
         let Some(marked) = dirty.dirs.get(&dir) else { continue };

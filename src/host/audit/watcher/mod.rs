@@ -258,7 +258,7 @@ async fn serve_changes(mut stream: UnixStream, handle: &WatcherHandle) -> std::i
 }
 
 async fn serve_hook(mut stream: UnixStream, handle: WatcherHandle) -> std::io::Result<()> {
-    // Read the credentials first: the hook may exit during the read below.
+    // Identify the peer first: the hook may exit during the read below.
     let peer = Peer::from_credentials(PeerCredentials::from_stream(&stream));
     let mut line = Vec::new();
     let (read, mut write) = stream.split();

@@ -150,7 +150,7 @@ impl Watcher {
             }
         };
         if done.is_closed() {
-            // The connection ended without a reply. A hook has saved the message, which the next tick collects.
+            // The connection ended without a reply. A hook has saved the message, which is collected later.
             self.unawaited_since = Some(received_at);
         } else {
             self.collect_saved();

@@ -184,8 +184,8 @@ struct SnapshotEntry {
 }
 
 /// Returns the id of the snapshot that the pointer names, which is the only one that a request without a time needs;
-/// `None` for a request with a time, or if the pointer is damaged. The latest snapshot need not have the latest time:
-/// the clock may have been ahead when an earlier one was taken.
+/// `None` for a request with a time, or if the pointer is missing or damaged, or names no snapshot. The latest snapshot
+/// need not have the latest time: the clock may have been ahead when an earlier one was taken.
 async fn read_latest(settings: &FilesSettings, time: Option<Timestamp>) -> Result<Option<Id>, Problem> {
     if time.is_some() {
         return Ok(None);

@@ -2,7 +2,7 @@
 //!
 //! The owner's programs run at the same time and could create symbolic links, and this process can write to directories
 //! that they cannot write to. Directories are therefore opened one name at a time without following links, and entries
-//! are named only relative to open directories.
+//! are named only relative to open directories, except in the staging directory, which those programs cannot enter.
 
 use std::ffi::{CStr, OsStr, OsString};
 use std::os::fd::OwnedFd;

@@ -104,7 +104,7 @@ impl RestoreError {
     }
 }
 
-/// Where to move the complete entry in the staging directory. Names are bytes, because they need not be UTF-8.
+/// The destination of the restored entry. Names are bytes, because they need not be UTF-8.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Placement {
     request_id: String,
@@ -122,12 +122,12 @@ struct Placement {
 struct StagedEntry {
     /// When the snapshot was taken.
     saved_at: Timestamp,
-    /// The inode of the restored entry, by which a run after an interrupted exchange finds it.
+    /// The inode of the restored entry. After an interruption, it shows whether the entry has already been moved.
     inode: u64,
     files: u64,
     bytes: u64,
     incomplete: u64,
-    /// The damaged entries, which were not restored.
+    /// Describes the damaged entries whose content was left out; `None` if there are none.
     #[serde(default)]
     left_out: Option<String>,
 }
@@ -158,9 +158,9 @@ fn bytes_to_name(bytes: &[u8]) -> OsString {
 ///
 /// # Errors
 /// `Unavailable` if the restore fails, and `Config` if the configuration is invalid: the request is then removed, and
-/// its state contains the reason. `Refused` if the request file is invalid; it is removed, too. `TryAgain` if another
-/// run is in progress or the replaced entry could not be moved; the request remains. `Internal` if a local file
-/// cannot be read or written.
+/// its state contains the reason. `Refused` if the request file is invalid; it is removed, too. `TryAgain` if the lock
+/// cannot be acquired or the replaced entry cannot be moved; the request remains. `Internal` if a local file cannot be
+/// read or written.
 pub async fn serve(layout: Layout) -> Result<(), Failure> {
     let _lock = Lock::acquire(&layout.files_state().join(LOCK_FILE)).or_exit(Exit::TryAgain)?;
     let Some(request) = RestoreRequest::read(&layout).or_exit(Exit::Internal)? else { return Ok(()) };
@@ -221,7 +221,7 @@ pub async fn serve(layout: Layout) -> Result<(), Failure> {
     result.map_err(|error| Failure::new(Exit::Unavailable, error))
 }
 
-/// Keeps the request, because the replaced entry is still in the staging directory: the next run moves it.
+/// Keeps the request, because the replaced entry may still be in the staging directory: the next run moves it.
 fn fail_and_keep_request(layout: &Layout, mut state: FileRestore, error: RestoreError) -> Failure {
     state.status = FileRestoreStatus::Running;
     state.error = Some(format_chain(&error));

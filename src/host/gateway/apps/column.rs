@@ -68,7 +68,8 @@ impl ColumnType {
         Self::ALL.into_iter().find(|kind| kind.names().2 == typname)
     }
 
-    /// Whether clients may sort by a column of this type, use `gt`, `gte`, `lt` and `lte` on it, and declare it unique.
+    /// Whether clients may sort by a column of this type and use `gt`, `gte`, `lt` and `lte` on it, and whether a
+    /// manifest may declare it unique.
     pub fn is_ordered(self) -> bool {
         self != Self::Jsonb
     }

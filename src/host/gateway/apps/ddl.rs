@@ -28,8 +28,8 @@ impl ExistingSchema {
     /// Returns the name of the table that has an index with this name. That may be a table other than `table`:
     /// index names are unique in a schema, and a renamed table keeps the names of its indexes. The earlier name counts
     /// only if its index belongs to `table`, because tables with the same long prefix share that name.
-    fn find_index_owner(&self, table: &Table, name: &IndexName) -> Option<&str> {
-        let earlier = self.indexes.get(&name.earlier).filter(|owner| *owner == table.name.as_str());
+    fn find_indexed_table(&self, table: &Table, name: &IndexName) -> Option<&str> {
+        let earlier = self.indexes.get(&name.earlier).filter(|indexed| *indexed == table.name.as_str());
         earlier.or_else(|| self.indexes.get(&name.current)).map(String::as_str)
     }
 }
@@ -146,10 +146,10 @@ impl RegistrationPlan {
 
     /// Returns whether the index is missing and its name is free. Reports an index whose name is taken.
     fn should_create_index(&mut self, table: &Table, name: &IndexName, existing: &ExistingSchema) -> bool {
-        let Some(owner) = existing.find_index_owner(table, name) else { return true };
-        if owner != table.name.as_str() {
+        let Some(indexed) = existing.find_indexed_table(table, name) else { return true };
+        if indexed != table.name.as_str() {
             self.unapplied_changes.push(format!(
-                "the index {} of {} is not created: the table {owner} has an index with this name",
+                "the index {} of {} is not created: the table {indexed} has an index with this name",
                 name.current, table.name
             ));
         }

@@ -62,7 +62,7 @@ impl Table {
     }
 }
 
-/// The errors in a manifest. Each is one line.
+/// All errors in a manifest, each with the path of the invalid member.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{}", .errors.join("; "))]
 pub struct ManifestError {

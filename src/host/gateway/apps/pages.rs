@@ -1,6 +1,7 @@
 //! `GET /apps/<slug>/…`: an app's built pages, only from below its output directory.
 //!
-//! Each document runs in an opaque origin: apps share a host with the owner's session and must not run in that origin.
+//! Each document runs in an opaque origin: apps share a host with the owner's session, and must not run in that
+//! session's origin.
 
 use std::fs::{File, Metadata};
 use std::io;

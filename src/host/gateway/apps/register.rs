@@ -15,7 +15,7 @@ use super::manifest::{Manifest, Table};
 use crate::database;
 use crate::name::{Slug, SqlIdentifier};
 
-/// The result of a registration.
+/// The app's tables after a registration, and the parts of the manifest that it could not apply.
 #[derive(Debug)]
 pub struct RegistrationResult {
     pub tables: Vec<Table>,

@@ -39,7 +39,7 @@ const RETRY_DELAYS: ExponentialBuilder = ExponentialBuilder::new()
     .with_max_delay(Duration::from_secs(5))
     .without_max_times();
 
-/// The services that the supervisor uses.
+/// The supervisor's dependencies and settings.
 pub struct SupervisorContext {
     pub layout: Layout,
     pub registry: Arc<Registry>,
@@ -271,7 +271,8 @@ impl Supervisor {
 
     /// Prepares the database, and registers every app that is stored in it, with or without a directory. If one cannot
     /// be registered, for example because a table is locked, the others still are, and the next round loads all of them
-    /// again. An app that was loaded before is removed only if its manifest is rejected or no longer stored.
+    /// again. An app that was loaded before is removed only if its stored manifest is missing, invalid or rejected, or
+    /// if the database is not this machine's.
     async fn load_apps(&mut self, client: &mut Client) -> Result<(), RoundError> {
         let identity = database_identity::check_or_adopt(&self.context.layout, client).await;
         if identity.as_ref().is_err_and(IdentityError::is_mismatch) {

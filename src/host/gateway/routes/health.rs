@@ -19,7 +19,7 @@ pub async fn report_liveness() -> Response {
     json_response(StatusCode::OK, &json!({ "status": "live" }))
 }
 
-/// Reports whether the database responds and the apps are loaded, so that the bridge is usable.
+/// Reports whether the bridge is usable: the database responds, and the apps are loaded.
 pub async fn report_readiness(
     State(database): State<Arc<Database>>,
     State(apps): State<Arc<Registry>>,

@@ -61,7 +61,7 @@ pub async fn render_metrics(
     }
 }
 
-/// Sets the metrics of database backups if any has been run.
+/// Sets the metrics of the database backups that are known so far.
 fn set_backup_metrics(logs: &Path) {
     #[derive(Deserialize)]
     struct Run {

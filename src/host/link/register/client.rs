@@ -28,7 +28,7 @@ pub enum RegistrationError {
     #[error("the platform responded with {status}: {detail}")]
     UnexpectedResponse { status: StatusCode, detail: String },
     #[error("the call to the platform did not succeed in time: {last}")]
-    Unreachable { last: String },
+    Unavailable { last: String },
 }
 
 pub struct RegistrationClient<'a> {
@@ -91,7 +91,7 @@ impl<'a> RegistrationClient<'a> {
                 PostAttempt::Done(result) => return result,
                 PostAttempt::Retry(last) => {
                     tracing::warn!(error = last, "the call to the platform failed; retrying");
-                    backoff.pause().await.map_err(|_| RegistrationError::Unreachable { last })?;
+                    backoff.pause().await.map_err(|_| RegistrationError::Unavailable { last })?;
                 }
             }
         }

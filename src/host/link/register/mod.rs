@@ -192,7 +192,7 @@ fn read_restored_files(layout: &Layout) -> Option<RestoredFiles> {
 fn to_failure(error: RegistrationError) -> Failure {
     let exit = match &error {
         RegistrationError::TokenRejected { .. } => Exit::Permission,
-        RegistrationError::Unreachable { .. } => Exit::TryAgain,
+        RegistrationError::Unavailable { .. } => Exit::TryAgain,
         RegistrationError::Client(_) | RegistrationError::UnexpectedResponse { .. } => Exit::Internal,
     };
     Failure::new(exit, error)

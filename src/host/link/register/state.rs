@@ -29,8 +29,8 @@ pub struct RegistrationState {
 }
 
 impl RegistrationState {
-    /// Reads the file; `None` if it does not exist, has another version, or is malformed: a malformed file was not
-    /// written completely, so its request was never sent.
+    /// Reads the file; `None` if it does not exist, has another version, or is malformed: a new request then replaces
+    /// it.
     ///
     /// # Errors
     /// If the file exists and cannot be read.

@@ -44,8 +44,8 @@ impl SupersededRecord {
     }
 }
 
-/// Stores the delivered epoch, keys, certificate settings, token and update request. Returns a record if this machine
-/// has been replaced.
+/// Stores the delivered epoch, keys, certificate settings, token and update request. If this machine has been replaced,
+/// stores nothing and returns a record of it, which the caller must write.
 pub fn apply_response(
     config: &SyncConfig,
     HeartbeatReply { response, accepted }: HeartbeatReply,

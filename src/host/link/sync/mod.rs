@@ -174,7 +174,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     }
     init_log("svc-sync-agent", &layout);
     match args.command {
-        None => applet::block_on("svc-sync-agent", send_heartbeats()),
+        None => applet::block_on("svc-sync-agent", run_agent()),
         Some(Command::Files) => applet::block_on("svc-sync-agent", files::service::run(layout)),
         Some(Command::Status) => {
             applet::block_on("svc-sync-agent", async { files::command::show_status(&layout) })
@@ -215,7 +215,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     }
 }
 
-async fn send_heartbeats() -> Result<(), Failure> {
+async fn run_agent() -> Result<(), Failure> {
     let config = SyncConfig::read(Layout::from_process())?;
     if config.layout.superseded().exists() {
         let error = anyhow!("this machine has been replaced, so the sync agent does not run here");

@@ -13,7 +13,7 @@ use svc_base::fsx;
 const INTERNET_ADDRESS: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 1);
 
 /// The server as the provider's metadata service described it at boot. A field is `None` without cloud-init, or if the
-/// provider's data has an unexpected format.
+/// stored data lacks it or has an unexpected format.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct CloudServer {
     pub id: Option<String>,

@@ -1,5 +1,5 @@
-//! `svc-db-backup drill`: restores the latest snapshot into a scratch database, compares the database with the
-//! snapshot's sidecar, and drops it. A drill finds an unrestorable snapshot before a recovery needs it.
+//! `svc-db-backup drill`: restores the latest snapshot into a scratch database, compares the snapshot's sidecar with
+//! the database, and drops the database. A drill finds an unrestorable snapshot before a recovery needs it.
 
 use std::path::Path;
 use std::time::Instant;

@@ -1,7 +1,8 @@
 //! The dump pipeline: `pg_dump` → SHA-256 → sink, while `pg_restore` reads the same bytes in full.
 //!
-//! A [`VerifiedDump`] exists only if both tools succeeded, every byte has arrived and the dump has a table of contents.
-//! No upload is completed without a [`VerifiedDump`]. Memory is bounded by the upload's parts and two short queues.
+//! [`dump_snapshot`] returns a [`VerifiedDump`] only if both tools succeeded, every byte has arrived and the dump has a
+//! table of contents. No upload is completed without a [`VerifiedDump`]. Memory is bounded by the upload's parts and a
+//! short queue.
 
 use std::process::ExitStatus;
 use std::time::Duration;
@@ -61,7 +62,7 @@ impl Sink for Upload {
     }
 }
 
-/// A dump that was read in full and delivered; the upload is not completed yet.
+/// A dump that was read in full and delivered to its sink; an upload is not completed yet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct VerifiedDump {
     pub size_bytes: u64,

@@ -14,7 +14,7 @@ use super::open_uploads;
 use super::progress_writer::{ProgressTracker, TrackedUpload};
 use super::record::{self, BackupRecord};
 use super::replaced_databases;
-use super::row_loss::{EmptiedDatabase, count_owner_rows};
+use super::row_loss::{EmptiedDatabaseError, count_owner_rows};
 use super::settings::BackupSettings;
 use super::shrink_guard::{self, HeldBackError, Trigger};
 use super::snapshot::{Snapshot, SnapshotError};
@@ -93,7 +93,7 @@ enum BackupError {
     #[error(transparent)]
     Upload(#[from] UploadError),
     #[error(transparent)]
-    Emptied(#[from] EmptiedDatabase),
+    Emptied(#[from] EmptiedDatabaseError),
     #[error(transparent)]
     HeldBack(#[from] HeldBackError),
     #[error(transparent)]
@@ -410,8 +410,8 @@ async fn dump_to_upload(
     if let Some(previous) = previous
         .filter(|sidecar| count_owner_rows(&sidecar.tables) > 0 && count_owner_rows(&dumped.tables) == 0)
     {
-        let rows = count_owner_rows(&previous.tables);
-        return Err(EmptiedDatabase { previous_key: previous.key.clone(), rows }.into());
+        let previous_rows = count_owner_rows(&previous.tables);
+        return Err(EmptiedDatabaseError { previous_key: previous.key.clone(), previous_rows }.into());
     }
     failpoint::trigger("backup.verified")?;
     progress.enter(Stage::Upload);

@@ -1,5 +1,5 @@
-//! Writes the progress of a backup for the gateway (`host::snapshots::backup_progress`): at each stage, at the end of
-//! the dump, and otherwise at most every two seconds.
+//! Writes the progress of a backup (`host::snapshots::backup_progress`): at each stage, at the end of the dump, and
+//! otherwise at most every two seconds.
 
 use std::sync::Mutex;
 use std::sync::PoisonError;
@@ -19,7 +19,7 @@ use svc_store::upload::Upload;
 
 const WRITE_INTERVAL: Duration = Duration::from_secs(2);
 
-/// The progress of one run.
+/// Tracks the progress of one run, and writes it to the file.
 pub struct ProgressTracker {
     layout: Layout,
     state: Mutex<TrackerState>,

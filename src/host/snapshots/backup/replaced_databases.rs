@@ -34,7 +34,8 @@ struct ReplacedDatabase {
 }
 
 impl ReplacedDatabase {
-    /// Parses a database name. Its number is the time of the replacement, in milliseconds since 1970.
+    /// Parses a database name. Its number is the creation time of the database that replaced it, in milliseconds since
+    /// 1970, which counts as the time of the replacement.
     fn parse(name: String) -> Option<Self> {
         let millis = name.strip_prefix("svc_before_")?.parse().ok()?;
         Some(Self { replaced_at: Timestamp::from_millisecond(millis).ok()?, name })

@@ -45,8 +45,8 @@ impl RetrySchedule {
     }
 }
 
-/// Returns whether a retry may succeed. The units that serve requests are not restarted after the other exit codes
-/// (`RestartPreventExitStatus=`).
+/// Returns whether a retry may succeed. After other failures, the units that serve requests for backups and drills are
+/// not restarted (`RestartPreventExitStatus=`).
 pub fn is_transient(failure: &Failure) -> bool {
     matches!(failure.exit, Exit::Unavailable | Exit::Internal | Exit::TryAgain)
 }

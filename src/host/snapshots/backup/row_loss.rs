@@ -1,20 +1,22 @@
-//! Detects rows lost since the previous snapshot. An emptied database is not backed up. If at least half of the
-//! rows, or a table that had rows, is lost, the database is backed up, but the snapshot is held back.
+//! Detects rows lost since the previous snapshot. An emptied database is not backed up. If at least half of the rows,
+//! or a table that had rows, is lost, the database is backed up, but the snapshot is held back.
 
 use crate::snapshots::row_counts;
 use svc_base::quantity::pluralize;
 use svc_store::snapshot::TableCount;
 
-/// An emptied database.
+/// The database was emptied: it has no rows, but the previous snapshot has some.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "the database holds no rows, but the previous snapshot, {previous_key}, holds {rows} and stays the latest\n  next: \
-     restore it with `svcctl recover USER`; if the loss is intended, run `svc-db-backup run --allow-empty`"
+    "the database holds no rows, but the previous snapshot, {previous_key}, holds {previous_rows} and stays the \
+     latest\n  next: restore it with `svcctl recover USER`; if the loss is intended, run \
+     `svc-db-backup run --allow-empty`"
 )]
-pub struct EmptiedDatabase {
+pub struct EmptiedDatabaseError {
     /// Key of the previous snapshot.
     pub previous_key: String,
-    pub rows: u64,
+    /// Number of rows in the previous snapshot.
+    pub previous_rows: u64,
 }
 
 /// Returns the total number of rows in the owner's tables. Saturates, because a sidecar from the store may be wrong.

@@ -29,7 +29,8 @@ pub struct BackupSettings {
     pub compression: Compression,
     /// Every snapshot is verified within this number of days.
     pub verify_within_days: u32,
-    /// Maximum store outage during a check, measured since progress was last made.
+    /// Maximum outage of the store or the database, measured since progress was last made. Applies to checks and to the
+    /// side database, not to backups.
     pub outage_timeout: Duration,
     /// Delay before the first retry of an hourly backup.
     pub first_retry_delay: Duration,

@@ -33,7 +33,7 @@ pub enum Trigger {
     Request,
 }
 
-/// A snapshot that is stored but is not the latest.
+/// The new snapshot is stored, but held back: it does not become the latest.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{0}\n  next: if the loss is intended, run `svc-db-backup accept`; otherwise load the latest snapshot \
@@ -128,7 +128,8 @@ impl AcceptError {
 ///
 /// # Errors
 /// `Refused` if no snapshot is held back, or the one that is held back is unusable; `Permission` if this machine has
-/// been replaced; `Unavailable` if the store is unavailable or the pointer could not be moved; otherwise `Internal`.
+/// been replaced, or its access to the store has been withdrawn; `Unavailable` if the store is unavailable or the
+/// pointer could not be moved; otherwise `Internal`.
 pub async fn accept(_lock: &Lock, settings: &BackupSettings) -> Result<(), Failure> {
     let (started, timestamp) = (Instant::now(), clock::now_ms());
     let sidecar = accept_held_snapshot(settings).await.map_err(|error| Failure::new(error.exit(), error))?;

@@ -11,7 +11,7 @@ pub enum Stage {
     Gate,
     /// Opens the transaction snapshot.
     Snapshot,
-    /// Dumps, verifies and uploads the bytes.
+    /// Dumps the database, and verifies and uploads the dump.
     Dump,
     /// Completes the upload, so that the object appears.
     Upload,

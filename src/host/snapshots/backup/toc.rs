@@ -1,7 +1,7 @@
 //! Parses the head of a custom-format dump, up to the number of entries in its table of contents.
 //!
-//! The layout is the one that `ReadHead` in PostgreSQL's `pg_backup_archiver.c` parses, in formats 1.14 (up to
-//! PostgreSQL 15) to 1.16 (since PostgreSQL 17).
+//! The layout is the one that `ReadHead` and `ReadToc` in PostgreSQL's `pg_backup_archiver.c` parse, in formats 1.14
+//! (up to PostgreSQL 15) to 1.16 (since PostgreSQL 17).
 
 /// Number of bytes at the start of a dump to pass to [`count_entries`]. The head is usually much shorter, because its
 /// only strings are the database's name and two version numbers.

@@ -80,7 +80,7 @@ struct ReadHistory {
     version: u32,
     /// Includes damaged snapshots: if they stayed the least recently read, they would take up every day's share.
     read_at: BTreeMap<String, Timestamp>,
-    /// The snapshots whose last read found damage, each with a message about it.
+    /// The snapshots whose last completed read found damage, each with a message about it.
     #[serde(default)]
     damaged: BTreeMap<String, String>,
     /// The snapshots whose last read could not verify them.
@@ -101,7 +101,7 @@ impl ReadHistory {
     /// Reads the file. A file that does not parse, or has another version, counts as empty: snapshots are then read
     /// sooner than needed, and known damage is reported once its snapshot is read again.
     fn read(settings: &BackupSettings) -> Result<Self, FileError> {
-        let text = fsx::read_if_exists(&settings.layout.verification_times())?;
+        let text = fsx::read_if_exists(&settings.layout.verification_history())?;
         let history = text.and_then(|text| serde_json::from_slice::<Self>(&text).ok());
         let supported = history.filter(|history| history.version == Self::FORMAT_VERSION);
         Ok(supported.unwrap_or_else(|| Self { version: Self::FORMAT_VERSION, ..Self::default() }))
@@ -137,7 +137,7 @@ impl ReadHistory {
 
     fn write(&self, settings: &BackupSettings) -> Result<(), FileError> {
         let text = serde_json::to_vec(self).expect("maps of plain fields serialize to JSON");
-        let written = fsx::write_atomic_or_in_place(&settings.layout.verification_times(), &text, 0o600);
+        let written = fsx::write_atomic_or_in_place(&settings.layout.verification_history(), &text, 0o600);
         written.inspect_err(|error| {
             tracing::error!(error = %format_chain(error), "could not record the result of a read");
         })

@@ -313,7 +313,8 @@ async fn wait_to_retry(backoff: &mut Backoff, error: StoreError) -> Result<(), R
     backoff.pause().await.map_err(|_| RestoreError::Store(error))
 }
 
-/// Cleans up after an earlier run. Returns whether that run swapped the databases but did not write the marker.
+/// Cleans up after an earlier run. Returns whether that run restored the same snapshot and swapped the databases, but
+/// did not write the marker.
 async fn clean_up_earlier_run(
     settings: &RestoreSettings,
     snapshot: &SnapshotRef,

@@ -185,7 +185,8 @@ async fn resume_download(
     Ok(())
 }
 
-/// Checks that the dump and the database fit on this file system; `already_downloaded` is the size of the partial file.
+/// Checks that the dump and the database fit on the file system of `dir`; `already_downloaded` is the size of the
+/// partial file.
 ///
 /// # Errors
 /// [`DownloadError::NoSpace`] if they do not fit; [`DownloadError::File`] if the free space cannot be read.

@@ -26,7 +26,7 @@ pub enum LoadError {
         source: tokio_postgres::Error,
     },
     #[error("cannot run pg_restore")]
-    Start(#[source] std::io::Error),
+    Tool(#[source] std::io::Error),
     #[error("pg_restore exited with {status}: {stderr}")]
     Restore { status: ExitStatus, stderr: String },
     #[error("pg_restore did not exit in time")]
@@ -47,7 +47,7 @@ impl LoadError {
             Self::Download(error) => error.exit(),
             Self::Query { source, .. } => postgres::to_exit(source),
             Self::NewerPostgres { .. } | Self::Restore { .. } | Self::Mismatch(_) => Exit::Refused,
-            Self::Start(_) | Self::TimedOut | Self::Injected(_) => Exit::Internal,
+            Self::Tool(_) | Self::TimedOut | Self::Injected(_) => Exit::Internal,
         }
     }
 }

@@ -134,21 +134,21 @@ async fn load(context: &RestoreContext, dump: &Dump, database: &str) -> Result<(
 }
 
 async fn load_file(context: &RestoreContext, dump: &Path, database: &str) -> Result<(), LoadError> {
-    let command = context.tools.load_command(&context.server, database, dump).map_err(LoadError::Start)?;
+    let command = context.tools.load_command(&context.server, database, dump).map_err(LoadError::Tool)?;
     run_pg_restore(command).await
 }
 
 /// Runs `pg_restore` to completion.
 ///
 /// # Errors
-/// [`LoadError::Start`] if the tool cannot be run, [`LoadError::TimedOut`] after `LOAD_TIMEOUT`, or
+/// [`LoadError::Tool`] if the tool cannot be run, [`LoadError::TimedOut`] after `LOAD_TIMEOUT`, or
 /// [`LoadError::Restore`], with the tool's error output, if the tool fails.
 pub async fn run_pg_restore(mut command: tokio::process::Command) -> Result<(), LoadError> {
-    let mut child = command.spawn().map_err(LoadError::Start)?;
+    let mut child = command.spawn().map_err(LoadError::Tool)?;
     let stderr = postgres_tools::read_stderr_tail(child.stderr.take());
     let result = tokio::time::timeout(LOAD_TIMEOUT, async { tokio::join!(child.wait(), stderr) }).await;
     let (status, stderr) = result.map_err(|_| LoadError::TimedOut)?;
-    let status = status.map_err(LoadError::Start)?;
+    let status = status.map_err(LoadError::Tool)?;
     if status.success() { Ok(()) } else { Err(LoadError::Restore { status, stderr }) }
 }
 

@@ -32,7 +32,7 @@ pub const INDEX_BUILD_TIMEOUT: Duration = Duration::from_secs(6 * 3600);
 /// [`LoadError`]; `Download` if the store does not deliver the recorded dump.
 pub async fn load(context: &RestoreContext, snapshot: &SnapshotRef, database: &str) -> Result<(), LoadError> {
     let mut command = context.tools.load_stream_command(&context.server, database);
-    let mut child = command.spawn().map_err(LoadError::Start)?;
+    let mut child = command.spawn().map_err(LoadError::Tool)?;
     let stderr = tokio::spawn(postgres_tools::read_stderr_tail(child.stderr.take()));
     let mut transfer = Transfer { length: 0, digest: Sha256::new(), stdin: child.stdin.take() };
     let received = transfer.receive(context, snapshot, &mut child).await;
@@ -41,7 +41,7 @@ pub async fn load(context: &RestoreContext, snapshot: &SnapshotRef, database: &s
         return Err(error.into());
     }
     let result = tokio::time::timeout(INDEX_BUILD_TIMEOUT, child.wait()).await;
-    let status = result.map_err(|_| LoadError::TimedOut)?.map_err(LoadError::Start)?;
+    let status = result.map_err(|_| LoadError::TimedOut)?.map_err(LoadError::Tool)?;
     if !status.success() {
         return Err(LoadError::Restore { status, stderr: stderr.await.unwrap_or_default() });
     }

@@ -29,7 +29,7 @@ const PROBLEMS: &[Code] = &[
     Code::DatabaseUnavailable,
 ];
 
-/// [`PROBLEMS`] without `not_found`, because every host reports the state of its file backup.
+/// [`PROBLEMS`] without `not_found`, because the state of a file backup always exists.
 const STATUS_PROBLEMS: &[Code] = &[
     Code::MachineNotFound,
     Code::InvalidState,

@@ -27,9 +27,9 @@ pub struct NewestCopy {
 /// The newest copy of the slot's database.
 pub enum NewestSnapshot {
     Taken(Timestamp),
-    /// The slot has no snapshot: nothing has been saved since the machine's registration.
+    /// The slot has no snapshot: nothing has been saved since this time, when the machine registered.
     Nothing(Option<Timestamp>),
-    /// The pointer cannot be read, and no reported backup time is available.
+    /// The pointer cannot be read, and no reported backup time is available. The time is when the machine registered.
     Unknown(Option<Timestamp>),
 }
 

@@ -1,5 +1,6 @@
-//! Skips a host that cannot take a final backup. Such a host may have stored a snapshot that the pointer does not name,
-//! for example during an outage session; an operator decides whether to restore it to the new machine.
+//! Skips the final backup if the host cannot take it, or if an operator has stopped waiting for it. The host may still
+//! have stored a snapshot that the pointer does not name, for example with its outage session; an operator decides
+//! whether to restore it to the new machine.
 //!
 //! Invariant: the pointer is unchanged, and a machine is never silently restored from a snapshot older than the
 //! newest one.
@@ -25,7 +26,7 @@ pub const SNAPSHOT_CHOSEN: &str = "newerSnapshotAnswered";
 /// Timeout for all store requests in one search.
 const SEARCH_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// The reason the host is skipped.
+/// The reason the final backup is skipped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SkipReason {
     ServerGone,

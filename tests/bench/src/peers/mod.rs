@@ -1,5 +1,5 @@
-//! The programs that the product is compared with, and load generators: pinned versions, fetched once into
-//! `target/tools`, never installed.
+//! The programs that the product is compared with, and load generators. Their versions are pinned, and they are fetched
+//! once into `target/tools` but never installed. The exception is pgbench, which belongs to the PostgreSQL in use.
 
 pub mod haproxy;
 pub mod nginx;

@@ -1,4 +1,4 @@
-//! pgbench: sends the bridge's prepared statements directly to PostgreSQL, as the upper bound.
+//! pgbench: runs equivalents of the bridge's statements directly in PostgreSQL, as the upper bound.
 
 use std::fs;
 use std::time::Duration;

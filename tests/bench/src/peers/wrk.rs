@@ -1,4 +1,4 @@
-//! HTTP load with wrk: keep-alive connections that send the next request after each response.
+//! HTTP load with wrk: a fixed number of connections, each with one request in flight.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -44,7 +44,9 @@ pub struct Request {
 #[derive(Debug, Clone, Copy, Deserialize)]
 pub struct LoadResult {
     pub requests: u64,
+    /// Duration of the load, in microseconds.
     pub micros: u64,
+    /// Bytes received.
     pub bytes: u64,
     /// Latencies in microseconds.
     pub p50: f64,

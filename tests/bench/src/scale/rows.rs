@@ -52,12 +52,12 @@ impl LargeTable {
         // `VACUUM` cannot run in a transaction, and the statements of a batch share a transaction.
         client.batch_execute(&format!("VACUUM ANALYZE {TABLE}")).await?;
         let mut table = Self { machine, gateway, client, cursor: String::new() };
-        table.cursor = table.find_middle().await?;
+        table.cursor = table.find_middle_cursor().await?;
         Ok(table)
     }
 
     /// Returns the cursor of a page whose last row is in the middle of the table.
-    async fn find_middle(&self) -> Result<String> {
+    async fn find_middle_cursor(&self) -> Result<String> {
         let first = json!({ "action": "find", "app": APP, "table": "items", "limit": 1,
             "filter": { "rank": { "gte": ROWS / 2 } }, "orderBy": ["rank"] });
         let page = self.gateway.query(&self.machine, &first.to_string()).await?;

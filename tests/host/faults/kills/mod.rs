@@ -72,7 +72,7 @@ impl Killer {
         }
     }
 
-    /// Kills a run at a random point, unless it has already succeeded.
+    /// Kills a run at a random moment, unless it has already ended, successfully or because of a held lock.
     async fn kill_run(&mut self, running: RunningApplet) -> Result<()> {
         let permille = self.rng.below(1050) as u32;
         tokio::time::sleep(self.run_duration * permille / 1000).await;

@@ -183,7 +183,7 @@ async fn unexpected_database_content_is_detected() -> Result<()> {
         .await?;
     assert!(
         matches!(read_database_content(&machine, "svc", &snapshot_hash).await?, DatabaseContent::Other(_)),
-        "a changed row in the old database was not detected"
+        "an additional row in the old database was not detected"
     );
     assert!(
         matches!(

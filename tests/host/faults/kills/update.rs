@@ -34,7 +34,7 @@ struct Campaign {
 }
 
 impl Campaign {
-    /// Checks that after a kill, the current release is the previous or the requested one, without files of any other.
+    /// Checks that after a kill, the current release is complete, and is the previous or the requested one.
     fn check_state(&self, to: &str) -> Result<()> {
         let current = current_version(&self.fixture)?;
         if current != self.version && current != to {

@@ -41,7 +41,7 @@ impl FaultFixture {
         disruption: Disruption,
         spawn: impl FnOnce() -> Result<RunningApplet>,
     ) -> Result<RunResult> {
-        let hits: Vec<_> = match disruption {
+        let counters: Vec<_> = match disruption {
             Disruption::Rules(rules) => rules.into_iter().map(|rule| self.store.add_fault(rule)).collect(),
             Disruption::Action(action) => {
                 action(self);
@@ -50,7 +50,11 @@ impl FaultFixture {
         };
         let running = spawn()?;
         let result = tokio::task::spawn_blocking(move || running.wait()).await??;
-        ensure!(hits.iter().all(|hits| hits.hits() > 0), "the fault was not triggered:\n{}", result.stderr);
+        ensure!(
+            counters.iter().all(|counter| counter.hits() > 0),
+            "a fault was not triggered:\n{}",
+            result.stderr
+        );
         self.restore_normal_operation().await?;
         Ok(result)
     }

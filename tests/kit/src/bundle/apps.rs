@@ -25,8 +25,8 @@ pub fn test_key(host: &str) -> String {
     format!("pk_test_{}", STANDARD.encode(format!("{host}$")))
 }
 
-/// Builds everything into `dir` and adds it to a bundle. With `None` as the key, the shell is omitted; an empty key is
-/// rejected.
+/// Builds the apps, the shell and the packages into `dir`, and adds them to `options`. With `None` as the key, the
+/// shell is omitted; an empty key is rejected.
 pub fn build(options: &mut Options, dir: &Path, key: Option<&str>) -> Result<()> {
     let mut node = Command::new("node");
     node.arg(project_dir().join("scripts/build-default-apps.mjs")).arg("--out").arg(dir);

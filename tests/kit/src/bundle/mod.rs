@@ -1,7 +1,7 @@
 //! Builds the host bundle: `svc-host-bundle.tar.gz`, its `.sha256`, and its signed manifest.
 //!
 //! The output is reproducible: entries are sorted and have no times or owners, and the number of cores has no effect.
-//! Content is streamed. The apps, the shell and the runtimes are built elsewhere.
+//! Content is streamed. `apps` builds the default apps and the shell; `runtime` fetches the runtimes.
 
 pub mod apps;
 mod gzip;
@@ -48,7 +48,7 @@ pub enum Apps {
     Built(PathBuf),
 }
 
-/// A directory tree that is packed unchanged.
+/// A directory tree to pack, with the name and version of its component in `release.json`.
 #[derive(Debug, Clone)]
 pub struct BundlePart {
     pub name: String,
@@ -105,7 +105,7 @@ impl Options {
     }
 }
 
-/// A built bundle.
+/// A built bundle's directory, and the digest and size of its archive.
 #[derive(Debug, Clone)]
 pub struct Bundle {
     pub dir: PathBuf,

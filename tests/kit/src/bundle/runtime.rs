@@ -223,8 +223,8 @@ pub fn copy_client_tools(postgres: &PgBinaries, into: &Path) -> Result<BundlePar
     Ok(BundlePart { name: POSTGRES.to_owned(), version: version.to_owned(), dir: into.to_owned() })
 }
 
-/// Installs a package with npm, with `bin/` for its commands. For an unscoped package without dependencies or
-/// launchers, the part is only the package's own directory.
+/// Installs a package with npm if it is missing, and creates launchers for its commands. For an unscoped package
+/// without dependencies or launchers, the part is only the package's own directory.
 fn fetch_npm_part(name: &str, package: &str, version: &str, node: Option<&BundlePart>) -> Result<BundlePart> {
     let node_suffix = node.map(|node| format!("-node-{}", node.version)).unwrap_or_default();
     let tool = format!("npm-{}-{version}{node_suffix}", package.trim_start_matches('@').replace('/', "-"));
@@ -315,7 +315,8 @@ fn link_duplicates(root: &Path, dir: &Path, first_paths: &mut HashMap<u64, PathB
     Ok(())
 }
 
-/// Creates a launcher `bin/<command>` for each of the package's commands. It uses the bundle's Node.js, if any.
+/// Creates a launcher `bin/<command>` for each of the package's commands. It uses the bundle's Node.js, if any. `depth`
+/// is the number of components in the part's name.
 fn write_launchers(dir: &Path, package: &str, depth: usize) -> Result<()> {
     let manifest = dir.join("node_modules").join(package).join("package.json");
     let json: serde_json::Value = serde_json::from_slice(&fs::read(&manifest)?)?;

@@ -255,7 +255,7 @@ async fn check_running_platform(
     let owner = fs::metadata(format!("/proc/{}", process.id()))?.uid();
     ensure!(owner != 0, "the platform is running as root");
     chroot.run_as(SERVICE_USER, &[PROGRAM, "svc-platform", "probe", "--env-file", SETTINGS])?;
-    // The configured version has not been published here; all other checks pass.
+    // Not `bundle`, because the configured version has not been published here.
     let report = run_doctor(chroot)?;
     for check in
         ["env-file", "database", "store", "host-credentials", "provider", "identity-provider", "platform"]
@@ -336,7 +336,7 @@ fn check_host_package(chroot: &Chroot, packages: &[PathBuf; 2]) -> Result<()> {
 fn check_documentation(chroot: &Chroot, package: &str, page: &str) -> Result<()> {
     let (name, section) = page.split_once('.').context("the page has no section")?;
     for (section, name) in [(section, name), ("1", "svcctl"), ("1", "svcctl-doctor")] {
-        // In a minimal chroot, dpkg does not unpack the pages, but still lists them.
+        // dpkg lists a page even if its configuration excludes manual pages, as in many container images.
         let listed = chroot.run(&["dpkg", "-L", package])?;
         let path = format!("/usr/share/man/man{section}/{name}.{section}.gz");
         ensure!(listed.lines().any(|line| line == path), "{path} is missing");
@@ -387,7 +387,7 @@ fn check_removed(chroot: &Chroot, package: &str) -> Result<()> {
     Ok(())
 }
 
-/// Returns a system user's group id.
+/// Returns the id of the group with this name.
 fn group_id(chroot: &Chroot, name: &str) -> Result<u32> {
     let groups = fs::read_to_string(chroot.path("etc/group"))?;
     let line = groups.lines().find(|line| line.split(':').next() == Some(name));

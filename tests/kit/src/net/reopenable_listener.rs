@@ -29,7 +29,7 @@ pub(crate) struct ReopenableListener {
 /// Tasks that are cancelled and awaited together.
 struct Tasks {
     stop: CancellationToken,
-    /// Each task holds a clone; `ended` is disconnected when all tasks have ended.
+    /// Each task holds a clone; `ended` is disconnected once this sender and all clones have been dropped.
     alive: mpsc::Sender<()>,
     ended: mpsc::Receiver<()>,
     /// Each task holds a clone.

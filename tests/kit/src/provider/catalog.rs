@@ -23,7 +23,7 @@ const fn server_type(
     ServerType { id, name, cores, memory_gb, disk_gb, monthly_cents }
 }
 
-/// `cpx12` has a smaller disk than any plan's type, so that a resize to it is rejected.
+/// `cpx12` has a smaller disk than the types that plans allow, so that changing a server to it is rejected.
 pub const SERVER_TYPES: [ServerType; 5] = [
     server_type(107, "cpx12", (1, 2, 40), 450),
     server_type(108, "cpx22", (2, 4, 80), 799),

@@ -11,7 +11,7 @@ pub(super) struct ErrorResponse {
     pub(super) status: StatusCode,
     pub(super) code: String,
     message: String,
-    /// Depends on the code.
+    /// Its members depend on `code`.
     details: Box<Value>,
 }
 

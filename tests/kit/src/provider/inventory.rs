@@ -54,7 +54,7 @@ pub(super) struct ServerRecord {
     pub(super) ipv4: Ipv4Addr,
     pub(super) public_net: PublicNet,
     pub(super) created: Timestamp,
-    /// Whether deletion and rebuild are rejected.
+    /// Whether deletion is rejected. Also reported for rebuild, which the simulator does not support.
     pub(super) is_protected: bool,
     /// Whether the operating system reacts to the power button.
     pub(super) obeys_shutdown: bool,
@@ -102,7 +102,7 @@ pub struct Creation {
     pub name: String,
     pub labels: BTreeMap<String, String>,
     pub created: Timestamp,
-    /// The time at which the server was deleted or vanished.
+    /// The time at which the server was deleted or lost.
     pub ended: Option<Timestamp>,
 }
 

@@ -1,7 +1,7 @@
-//! Simulated servers as virtual machines: one per record, with the inventory's power state.
+//! Simulated servers as virtual machines, one per record.
 //!
-//! A machine is kept until the simulator ends, even after its server's record is deleted. The machine's disk is never
-//! deleted.
+//! A machine is kept until the simulator ends, even after its server's record is deleted; its disk is kept even
+//! longer. A new server with the same name replaces both.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;

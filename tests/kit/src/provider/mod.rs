@@ -14,8 +14,8 @@
 //! ```
 //!
 //! With [`SimulatorKind::Process`], a server is a host: its user-data files are written under a directory that serves
-//! as its `/`, and a simulated init starts the applets instead of systemd, with their own PostgreSQL. Such a server can
-//! be killed, can vanish, and can be restarted from its disk; individual units can be run on it, as an operator would
+//! as its `/`, and a simulated init takes the place of systemd and starts the applets and a PostgreSQL server. Such a
+//! server can be killed, lost, and restarted from its disk; individual units can be run on it, as an operator would
 //! with `systemctl start`.
 //!
 //! With [`SimulatorKind::Machine`], a server is a virtual machine that boots a real Debian with its user-data.

@@ -225,13 +225,13 @@ impl Simulator {
         Ok(String::from_utf8_lossy(&bytes).into_owned())
     }
 
-    /// Waits until the host's init has finished: the gateway is ready, and the machine is registered. Fails if the boot
-    /// fails, the host is off, or the timeout expires.
+    /// Waits until the host's init has finished: the gateway and the sync agent are ready, and the machine is
+    /// registered. Fails if the boot fails, the host is off, or the timeout expires.
     pub async fn wait_until_booted(&self, name: &str, timeout: Duration) -> Result<()> {
         self.cloud.guests.hosts()?.host(name)?.wait_until_booted(timeout).await
     }
 
-    /// Starts a vanished or deleted server from its disk, at its old address, without listing it at the provider.
+    /// Starts a lost or deleted server from its disk, at its old address, without listing it at the provider.
     pub fn start_from_disk(&self, name: &str) -> Result<()> {
         self.cloud.start_from_disk(name)
     }

@@ -2,7 +2,7 @@
 //!
 //! The protocol's inputs and outputs share these fields but no type, so macros copy them.
 
-/// Attributes of an object's content.
+/// An object's content headers, and its user-defined metadata.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Attributes {
     pub(super) content_type: Option<String>,

@@ -15,7 +15,7 @@ use tokio_util::io::ReaderStream;
 use super::checksum::ProvidedChecksums;
 
 const MAX_IN_MEMORY_BYTES: usize = 64 * 1024;
-const READ_CHUNK_BYTES: usize = 256 * 1024;
+const FILE_CHUNK_BYTES: usize = 256 * 1024;
 
 #[derive(Debug)]
 pub(super) struct Blob {
@@ -37,7 +37,7 @@ impl Drop for Blob {
     }
 }
 
-pub(super) struct ReceivedUpload {
+pub(super) struct ReceivedBlob {
     pub(super) blob: Arc<Blob>,
     pub(super) sha256: [u8; 32],
 }
@@ -48,12 +48,12 @@ impl Blob {
         Self { len: bytes.len() as u64, content: Content::Memory(bytes) }
     }
 
-    /// Receives an upload, with at most [`MAX_IN_MEMORY_BYTES`] and a few chunks in memory.
+    /// Receives a request's body, with at most [`MAX_IN_MEMORY_BYTES`] and a few chunks in memory.
     pub(super) async fn receive(
         dir: &Path,
         body: Option<StreamingBlob>,
         checksums: &ProvidedChecksums,
-    ) -> S3Result<ReceivedUpload> {
+    ) -> S3Result<ReceivedBlob> {
         let mut sha256 = ring::digest::Context::new(&ring::digest::SHA256);
         let mut hasher = checksums.hasher();
         let mut buffer = BytesMut::new();
@@ -80,7 +80,7 @@ impl Blob {
         checksums.verify(hasher)?;
         let mut digest = [0; 32];
         digest.copy_from_slice(sha256.finish().as_ref());
-        Ok(ReceivedUpload { blob: Arc::new(blob), sha256: digest })
+        Ok(ReceivedBlob { blob: Arc::new(blob), sha256: digest })
     }
 }
 
@@ -104,7 +104,7 @@ impl Spill {
     async fn new(dir: &Path) -> io::Result<Self> {
         let path = dir.join(uuid::Uuid::new_v4().simple().to_string());
         let file =
-            tokio::io::BufWriter::with_capacity(READ_CHUNK_BYTES, tokio::fs::File::create_new(&path).await?);
+            tokio::io::BufWriter::with_capacity(FILE_CHUNK_BYTES, tokio::fs::File::create_new(&path).await?);
         Ok(Self { blob: Blob { len: 0, content: Content::File(path) }, file })
     }
 
@@ -174,7 +174,7 @@ async fn open(blob: Arc<Blob>, range: Range<u64>) -> io::Result<ByteStream> {
         Content::File(path) => {
             let mut file = tokio::fs::File::open(path).await?;
             file.seek(io::SeekFrom::Start(range.start)).await?;
-            Ok(Box::pin(ReaderStream::with_capacity(file.take(range.end - range.start), READ_CHUNK_BYTES)))
+            Ok(Box::pin(ReaderStream::with_capacity(file.take(range.end - range.start), FILE_CHUNK_BYTES)))
         }
     }
 }

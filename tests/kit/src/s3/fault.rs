@@ -96,8 +96,8 @@ impl Rule {
         self
     }
 
-    /// Selects only requests whose query contains `substring`: `uploads` creates a multipart upload, `partNumber=2`
-    /// uploads a part, `list-type=2` lists.
+    /// Selects only requests whose query contains `substring`: for example, `uploads` for the start of a multipart
+    /// upload, `partNumber=2` for a part, or `list-type=2` for a listing.
     pub fn query(mut self, substring: &str) -> Self {
         self.query = Some(substring.to_owned());
         self

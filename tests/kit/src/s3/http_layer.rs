@@ -197,7 +197,7 @@ fn truncate(body: s3s::Body, after: u64) -> Body {
         remaining -= chunk.len() as u64;
         Ok(Frame::data(chunk))
     });
-    // The stream also fails if the body is shorter than the limit, or if the limit falls at the end of a chunk.
+    // If the limit lies in the last chunk or beyond it, no further chunk triggers the error above.
     let truncation_error = stream::once(std::future::ready(Err("the body was truncated".into())));
     StreamBody::new(data.chain(truncation_error)).boxed_unsync()
 }

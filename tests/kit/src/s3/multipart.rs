@@ -11,7 +11,7 @@ use s3s::dto::*;
 use s3s::{S3Request, S3Result, s3_error};
 
 use super::attributes::Attributes;
-use super::blob::{Blob, Body, ReceivedUpload};
+use super::blob::{Blob, Body, ReceivedBlob};
 use super::checksum::ProvidedChecksums;
 use super::condition::WriteCondition;
 use super::store::{Bucket, Object, Store, content_etag};
@@ -36,7 +36,7 @@ pub(super) struct Part {
 }
 
 impl Part {
-    pub(super) fn new(received: &ReceivedUpload) -> Self {
+    pub(super) fn new(received: &ReceivedBlob) -> Self {
         Self {
             body: Body::new(vec![Arc::clone(&received.blob)]),
             etag: content_etag(&received.sha256),

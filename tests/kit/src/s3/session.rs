@@ -31,7 +31,7 @@ pub(super) struct Session {
     pub(super) is_revoked: bool,
 }
 
-/// All principals.
+/// The owner's credentials, and all sessions.
 #[derive(Debug)]
 pub(super) struct Sessions {
     owner: (String, String),
@@ -40,8 +40,9 @@ pub(super) struct Sessions {
 
 #[derive(Debug, Default)]
 struct Inner {
+    /// By access key.
     sessions: BTreeMap<String, Session>,
-    lifetime: Option<Duration>,
+    lifetime_override: Option<Duration>,
 }
 
 impl Sessions {
@@ -58,7 +59,7 @@ impl Sessions {
     }
 
     pub(super) fn set_lifetime(&self, lifetime: Option<Duration>) {
-        self.inner().lifetime = lifetime;
+        self.inner().lifetime_override = lifetime;
     }
 
     pub(super) fn create(
@@ -69,7 +70,7 @@ impl Sessions {
     ) -> Session {
         let mut inner = self.inner();
         let random_hex = || uuid::Uuid::new_v4().simple().to_string();
-        let lifetime = inner.lifetime.unwrap_or(requested_lifetime);
+        let lifetime = inner.lifetime_override.unwrap_or(requested_lifetime);
         let (policy_text, policy) = policy.unzip();
         let session = Session {
             info: SessionInfo {

@@ -71,7 +71,7 @@ pub fn fail_snapshot_puts(stack: &Stack) {
     println!("      (injected defect: the store fails every snapshot write)");
 }
 
-/// Makes the store corrupt every snapshot that is read.
+/// Makes the store corrupt every snapshot and sidecar that is read.
 pub fn corrupt_snapshot_gets(stack: &Stack) {
     stack.store.add_fault(Rule::new(Fault::CorruptBody).method("GET").key(".dump").always());
     println!("      (injected defect: the store corrupts every snapshot that is read)");

@@ -85,7 +85,7 @@ impl Frame {
         from.read_exact(&mut head)?;
         let length = u32::from_be_bytes([head[1], head[2], head[3], head[4]]) as usize;
         if length > MAX_FRAME_BYTES {
-            return Err(invalid());
+            return Err(invalid_frame_error());
         }
         let mut payload = vec![0; length];
         from.read_exact(&mut payload)?;
@@ -94,7 +94,7 @@ impl Frame {
                 let head: EntryHead = serde_json::from_slice(&payload)?;
                 let link_target = head.link_target.as_deref().map(from_hex).transpose()?;
                 if link_target.is_some() != (head.kind == EntryKind::Symlink) {
-                    return Err(invalid());
+                    return Err(invalid_frame_error());
                 }
                 let path = check_below_home(from_hex(&head.path)?)?;
                 let entry =
@@ -109,7 +109,7 @@ impl Frame {
                 Ok(Self::OmittedEntry(OmittedEntry { path, reason: head.reason }))
             }
             b'Z' => Ok(Self::End),
-            _ => Err(invalid()),
+            _ => Err(invalid_frame_error()),
         }
     }
 }
@@ -134,15 +134,15 @@ fn to_hex(path: &Path) -> String {
 }
 
 fn from_hex(text: &str) -> io::Result<PathBuf> {
-    hex::decode(text).map(|bytes| OsString::from_vec(bytes).into()).map_err(|_| invalid())
+    hex::decode(text).map(|bytes| OsString::from_vec(bytes).into()).map_err(|_| invalid_frame_error())
 }
 
 fn check_below_home(path: PathBuf) -> io::Result<PathBuf> {
     let is_plain = path.components().all(|part| matches!(part, Component::Normal(_)));
-    if is_plain && !path.as_os_str().is_empty() { Ok(path) } else { Err(invalid()) }
+    if is_plain && !path.as_os_str().is_empty() { Ok(path) } else { Err(invalid_frame_error()) }
 }
 
-fn invalid() -> io::Error {
+fn invalid_frame_error() -> io::Error {
     io::Error::new(
         io::ErrorKind::InvalidData,
         "the process that reads the home directory sent an invalid entry",

@@ -368,17 +368,17 @@ async fn delete_rows(
     foreign_keys: &[ForeignKey],
     copied: &mut [CopiedTable],
 ) -> Result<(), CopyError> {
-    let mut dependents = Vec::with_capacity(plans.len());
+    let mut cascades = Vec::with_capacity(plans.len());
     for plan in plans {
         let keys = find_external_cascades(plan, plans, foreign_keys);
         let count = match keys.is_empty() {
             true => 0,
             false => query_count(transaction, plan, &plan.build_count()).await?,
         };
-        dependents.push((keys, count));
+        cascades.push((keys, count));
     }
     // Children come first: referring rows are deleted before the rows that they refer to.
-    for ((plan, result), (keys, count)) in plans.iter().zip(copied).zip(&mut dependents).rev() {
+    for ((plan, result), (keys, count)) in plans.iter().zip(copied).zip(&mut cascades).rev() {
         for key in &*keys {
             // Until the copy ends, no row may start to refer to a deleted row.
             let lock = format!("LOCK TABLE ONLY {} IN SHARE MODE", key.from);
@@ -393,7 +393,7 @@ async fn delete_rows(
         *count = count.saturating_sub(result.deleted);
     }
     // A row that the snapshot also has may have been moved to a newer parent, and been deleted with that parent.
-    for (plan, (keys, count)) in plans.iter().zip(&dependents) {
+    for (plan, (keys, count)) in plans.iter().zip(&cascades) {
         let Some(key) = keys.first() else { continue };
         if query_count(transaction, plan, &plan.build_count()).await? < *count {
             return Err(cascade_error(key));
@@ -409,8 +409,8 @@ fn find_external_cascades<'a>(
     foreign_keys: &'a [ForeignKey],
 ) -> Vec<&'a ForeignKey> {
     let is_copied = |table: &str| plans.iter().any(|plan| plan.table == table);
-    let is_dependent = |key: &&ForeignKey| key.to == plan.table && key.is_cascading && !is_copied(&key.from);
-    foreign_keys.iter().filter(is_dependent).collect()
+    let is_external = |key: &&ForeignKey| key.to == plan.table && key.is_cascading && !is_copied(&key.from);
+    foreign_keys.iter().filter(is_external).collect()
 }
 
 fn cascade_error(key: &ForeignKey) -> CopyError {

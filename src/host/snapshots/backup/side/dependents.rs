@@ -1,4 +1,4 @@
-//! The dependents that were dropped with a table: other tables' foreign keys, views and extended statistics. They are
+//! The dependents that were dropped with a table: views, extended statistics and other tables' foreign keys. They are
 //! recreated after the table. Other dependents, such as functions and policies, are only listed.
 //!
 //! Definitions come from the side database. If recreating the views together fails, each is recreated separately. A
@@ -23,9 +23,9 @@ const NOT_VALID: &str = " (NOT VALID: existing rows refer to missing rows)";
 pub struct Dependents {
     views: Vec<View>,
     statements: Vec<Statement>,
-    /// The tables' foreign keys to other tables: their oids in the side database.
+    /// Oids, in the side database, of the tables' foreign keys to other tables.
     outgoing_keys: Vec<u32>,
-    /// Dependents that are not recreated.
+    /// Dependents that are only listed: those of other kinds, and views over missing relations.
     not_recreated: Vec<Dependent>,
     /// Dependents that an earlier, interrupted run recreated.
     recreated_earlier: Vec<Dependent>,
@@ -175,7 +175,7 @@ impl Dependents {
                 dependents.recreated_earlier.extend(Some(dependent).filter(is_from_earlier_run));
                 continue;
             }
-            // An earlier request may have deferred its validation in the side database.
+            // An earlier request may have deferred the foreign key's validation in the side database.
             let definition = definition.trim_end_matches(" NOT VALID");
             dependents.statements.push(Statement {
                 dependent,

@@ -393,7 +393,8 @@ async fn close(settings: &BackupSettings, request_id: &str) -> Result<(), SideEr
     Ok(state.write(&settings.layout)?)
 }
 
-/// Drops the side database and its unused roles, and the scratch databases and dumps of earlier runs.
+/// Drops the side database, the scratch databases and dumps of earlier runs, and the temporary roles of these
+/// databases.
 async fn drop_side_database(settings: &BackupSettings) -> Result<(), SideError> {
     let client: Client = settings.server.connect(postgres::MAINTENANCE_DATABASE, "svc-db-backup").await?;
     client.batch_execute(&format!("DROP DATABASE IF EXISTS {SIDE_DATABASE} WITH (FORCE)")).await?;

@@ -18,7 +18,7 @@ use crate::system::postgres_tools;
 use svc_base::applet::Exit;
 use svc_store::snapshot::TableCount;
 
-/// Why a table was not recreated.
+/// Why tables or views were not recreated.
 #[derive(Debug, thiserror::Error)]
 pub enum RecreateError {
     #[error(transparent)]

@@ -292,7 +292,7 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// Returns the text of a JSON entry.
+    /// Returns the text of a JSON entry, and the entry that the manifest must list.
     fn read_json(
         &self,
         entry: &mut TarEntry<'_, impl Read>,

@@ -40,7 +40,7 @@ const FORBIDDEN_OBJECTS: [(&str, &str, &str, &str); 23] = [
     ("text search configuration", "pg_ts_config", "cfgname", ""),
     ("trigger", "pg_trigger", "tgname", "NOT o.tgisinternal"),
     ("rule or view", "pg_rewrite", "rulename", ""),
-    // Allowed: composite types, enumerations, domains, and arrays of types.
+    // Allowed: composite types, enum types, domains, and array types.
     (
         "type",
         "pg_type",

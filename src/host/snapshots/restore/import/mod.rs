@@ -143,8 +143,8 @@ impl ImportRun<'_> {
         if let Err(error) = prepare.await {
             // The first error is the cause, so an error in the cleanup is ignored.
             let _ = self.run_step(Step::Unstage).await;
-            // The step removes the journal only once it has completed the swap. Before it fails, it may also have
-            // completed the swap of an earlier run.
+            // The database step removes the journal only once it has completed the swap. Before it fails, it may also
+            // have completed the swap of an earlier run.
             *is_swapped = was_interrupted || Journal::is_open(self.layout);
             return Err(error);
         }

@@ -142,7 +142,7 @@ pub(super) async fn start_database(session: &PowerSession, settings: &HostSettin
     Ok(())
 }
 
-/// Returns a unit's command line: the release's program if installed, otherwise the image's bootstrap binary.
+/// Returns a unit's command line: the release's program if installed, otherwise the bootstrap binary.
 pub(super) fn command_line(session: &PowerSession, settings: &HostSettings, unit: &str) -> Vec<PathBuf> {
     let installed = session.disk.program(unit);
     if installed.exists() { vec![installed] } else { vec![settings.svc_binary.clone(), unit.into()] }
@@ -208,7 +208,7 @@ async fn register(session: &PowerSession, settings: &HostSettings) -> Result<()>
     }
 }
 
-/// Returns the command line of `svc-register` from the release if installed, otherwise from the image.
+/// Returns the command line of `svc-register`, with the release's binary if installed, otherwise the bootstrap binary.
 fn register_command_line(session: &PowerSession, settings: &HostSettings) -> [PathBuf; 2] {
     let current = session.disk.opt_path("current/bin/svc");
     let svc = if current.exists() { current } else { settings.svc_binary.clone() };

@@ -75,7 +75,8 @@ impl Disk {
         }
     }
 
-    /// Records the database as the last step of its creation, so that an incomplete database is recreated.
+    /// Adds `DATABASE_URL` to `host.env` if it is missing, then writes the record. This must be the last step of the
+    /// database's creation, so that an incomplete database is recreated.
     pub(super) fn save_database_record(&self, record: &DatabaseRecord, url: &str) -> Result<()> {
         let env = self.opt_path("env/host.env");
         let existing = fs::read_to_string(&env).unwrap_or_default();

@@ -30,8 +30,7 @@ use crate::pg::PgBinaries;
 /// Settings shared by all hosts in a simulator.
 #[derive(Debug, Clone)]
 pub struct HostSettings {
-    /// The binary in a fresh image. It installs the bundle, and reports a boot that fails before the bundle is
-    /// installed.
+    /// The bootstrap binary: installs the release, and until then reports the boot's stages and a failure.
     pub svc_binary: PathBuf,
     pub pg: PgBinaries,
     /// Parent directory of the hosts' disks; kept when the simulator ends.

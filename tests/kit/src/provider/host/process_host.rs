@@ -18,7 +18,6 @@ use super::boot;
 use super::disk::Disk;
 use super::session::PowerSession;
 
-/// A host's boot state.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", tag = "state")]
 pub enum BootState {

@@ -24,7 +24,6 @@ const EX_CONFIG: i32 = 78;
 /// The machine was replaced.
 const EX_NOPERM: i32 = 77;
 
-/// A service's state.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum ServiceState {
     Starting,

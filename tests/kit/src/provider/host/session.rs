@@ -32,14 +32,14 @@ pub(super) struct PowerSession {
     pub(super) tasks: TaskTracker,
     /// The environment for all processes, without a unit's additions.
     env: Vec<(String, String)>,
-    /// The socket directory. Its path is short because a Unix socket path is limited to 107 bytes.
+    /// The directory for the notify sockets, and for the `systemctl` script and its requests. Its path is short because
+    /// a Unix socket path is limited to 107 bytes.
     run_dir: TempDir,
     groups: Mutex<BTreeSet<i32>>,
     services: Mutex<BTreeMap<String, Arc<Service>>>,
     database: Mutex<Option<Arc<PgServer>>>,
 }
 
-/// The destination of a process's output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum OutputDestination {
     Log,
@@ -73,7 +73,8 @@ impl PowerSession {
         })
     }
 
-    /// Starts a process for `unit` as systemd would: in its own group, with only the session's environment.
+    /// Starts a process for `unit` as systemd would: in its own group, and with only the session's environment and
+    /// `extra_env`.
     pub(super) fn spawn(
         &self,
         unit: &str,

@@ -1,7 +1,7 @@
 //! Writes the user-data files at first boot, like cloud-init.
 //!
-//! Supports only the JSON form of `#cloud-config`, which the platform renders. `runcmd` is ignored, because the init
-//! performs these steps itself.
+//! Supports only the JSON form of `#cloud-config`, which the platform renders. `runcmd` is ignored: it starts
+//! `svc-first-boot.service`, whose steps the init performs itself.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;

@@ -23,7 +23,7 @@ const TIMEOUT: Duration = Duration::from_secs(120);
 const USER_DATA: &str = "#cloud-config\n{\"write_files\": [{\"path\": \"/opt/svc/env/host.env\", \
     \"permissions\": \"0600\", \"content\": \"SVC_HANDLE=ada\\n\"}], \"runcmd\": []}";
 
-/// A call to the stand-in.
+/// A call to the stand-in: a line of `calls.jsonl`.
 #[derive(Debug, Deserialize)]
 struct StandinCall {
     unit: String,
