@@ -8,7 +8,7 @@ use anyhow::Result;
 use kit::incomplete_requests::{OpenConnections, wait_for_settled_memory};
 use svc::http::tls::{ChainCheck, Identity, generate_self_signed, pinned_client_config};
 
-use super::gateway::host::Machine;
+use super::gateway::host::{Machine, UNREACHABLE_DATABASE};
 use super::platform::stack::Stack;
 
 const CONNECTIONS: usize = 1000;
@@ -62,7 +62,7 @@ fn assert_within_bounds(memory: &ConnectionMemory) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn gateway_bounds_memory_of_incomplete_requests() -> Result<()> {
-    let host = Machine::new("postgres://postgres:x@127.0.0.1:1/svc")?.start()?;
+    let host = Machine::new(UNREACHABLE_DATABASE)?.start()?;
     let file = |name: &str| host.machine.path("var/lib/svc/tls").join(name);
     let identity = Identity::read(&file("cert.pem"), &file("key.pem"))?;
     let (pid, address) = (host.pid(), host.address.parse()?);

@@ -192,7 +192,7 @@ impl UserDataInput {
             final_backup_at: None,
             unsaved_since: None,
             has_unsaved_files_only: false,
-            discard_ordered_at: None,
+            discard_requested_at: None,
             removal_abandoned_at: None,
             boot_progress: None,
             preview_expires_at: None,

@@ -16,7 +16,7 @@ use svc_store::config::StoreConfig;
 
 /// The error for a platform URL that fails [`can_carry_secret`].
 pub const HTTPS_REQUIRED: &str =
-    "must be https, because requests contain the secret (plain http is allowed only for this machine)";
+    "must be https, because requests contain the secret (plain http is allowed only to this machine)";
 
 /// Opens the object store that the environment specifies.
 ///

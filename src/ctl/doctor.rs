@@ -77,7 +77,7 @@ fn create_api_client(
 ) -> Result<ApiClient, Findings> {
     let findings = Findings::new("platform");
     let Some((url, secret)) = api_access else {
-        return Err(findings.skipped("PLATFORM_PUBLIC_URL or PLATFORM_SECRET is not set"));
+        return Err(findings.skipped("PLATFORM_PUBLIC_URL or PLATFORM_SECRET is missing or invalid"));
     };
     // The platform itself accepts any http URL.
     if !can_carry_secret(&url) {

@@ -272,7 +272,7 @@ impl SlotHolder {
         match (self.machine.display_state(), self.machine.failure.as_ref()) {
             ("running", _) => format!("machine {id} is now serving the slot"),
             (_, Some(failure)) if failure::is_reinstating(failure) => {
-                format!("machine {id} has the slot; its server is being powered on")
+                format!("machine {id} has the slot; it runs again after its next healthy heartbeat")
             }
             (_, Some(failure)) => {
                 format!("machine {id} has the slot and has failed: {}", failure::summary_line(failure))

@@ -114,7 +114,10 @@ impl Repository {
         let path = self.pack_path(id);
         let expected = range.end.saturating_sub(range.start);
         if expected > MAX_PACK_BYTES {
-            return Err(FilesError::corrupt(format!("pack {id}"), &"its size in the index is implausible"));
+            return Err(FilesError::corrupt(
+                format!("pack {id}"),
+                &"the requested range is implausibly long",
+            ));
         }
         let end = range.end;
         let read = async {

@@ -25,7 +25,7 @@ pub struct BodyLimits {
 pub enum RequestBodyError {
     #[error("the body is too large")]
     TooLarge,
-    #[error("the body did not arrive in time")]
+    #[error("the body was not received within the read timeout")]
     Timeout,
     #[error("the body is incomplete")]
     Incomplete,

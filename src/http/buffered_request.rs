@@ -50,7 +50,7 @@ impl BufferedRequest {
                 return Err(too_large());
             }
             Err(RequestBodyError::Timeout | RequestBodyError::Incomplete) => {
-                return Err(Problem::field("", "was not received completely in time"));
+                return Err(Problem::field("", "was not received completely within the time limit"));
             }
         };
         Ok(Self { method: parts.method, uri: parts.uri, headers: parts.headers, body })

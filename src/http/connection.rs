@@ -173,7 +173,7 @@ where
                     return;
                 }
                 Outcome::Event(TimerEvent::TimedOut) => {
-                    tracing::debug!("connection ended: no request in time");
+                    tracing::debug!("connection ended: timed out while waiting for a request");
                     return;
                 }
                 Outcome::Event(TimerEvent::ReleaseBuffers) => {}

@@ -47,8 +47,8 @@ pub async fn layer(State(listener): State<Listener>, request: Request, next: Nex
 }
 
 /// Responds to a request within a log span. The request is logged and counted, even if it ends without a response.
-/// `route` is the template of the matched route. Uses the inbound request id if it is well formed, or generates one, and
-/// adds it to the request, the span and the response.
+/// `route` is the template of the matched route, if any. Uses the inbound request id if it is well formed, or generates
+/// one, and adds it to the request, the span and the response.
 pub async fn observe<F: Future<Output = Response>>(
     listener: Listener,
     route: Option<&'static str>,
@@ -78,8 +78,8 @@ pub async fn observe<F: Future<Output = Response>>(
     response
 }
 
-/// A request in progress. Dropping it logs and counts the request: if the client disconnects, the server drops the
-/// request's future.
+/// A request in progress. Logs and counts the request when dropped, because the server drops the request's future if
+/// the client disconnects.
 struct Observation {
     listener: Listener,
     method: &'static str,

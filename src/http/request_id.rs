@@ -8,15 +8,15 @@ use http::{HeaderMap, HeaderName, HeaderValue};
 use tracing::Instrument;
 
 pub const HEADER: &str = "x-request-id";
-/// [`HEADER`] as a [`HeaderName`]. Inserting a header under the `&str` would copy the string each time.
+/// [`HEADER`] as a [`HeaderName`]. Inserting a header by its `&str` would copy the name each time.
 pub static HEADER_NAME: HeaderName = HeaderName::from_static(HEADER);
 
 tokio::task_local! {
     static CURRENT: RequestId;
 }
 
-/// The id of a request, stored as the value of [`HEADER`]: most requests arrive with an id and leave with it, and a
-/// header value is cheap to clone.
+/// The id of a request, stored as a [`HeaderValue`]: most ids arrive in a header and are returned in one, and a header
+/// value is cheap to clone.
 #[derive(Debug, Clone)]
 pub struct RequestId(HeaderValue);
 
@@ -54,7 +54,7 @@ pub async fn scope<T>(id: RequestId, work: impl Future<Output = T>) -> T {
     CURRENT.scope(id, work).await
 }
 
-/// Runs work outside any request, under a new id that its log lines and outgoing calls carry.
+/// Runs work that belongs to no request, under a new id that its log lines and outgoing calls carry.
 pub async fn run_with_new_id<T>(work: impl Future<Output = T>) -> T {
     run_with_id(generate(), work).await
 }
@@ -66,7 +66,7 @@ pub async fn run_with_id<T>(id: String, work: impl Future<Output = T>) -> T {
 }
 
 /// Generates an id; ids sort by time. An id must be unique but may be predictable: it contains per-process random bytes
-/// and a counter, so that requests need no system randomness.
+/// and a counter, so that no new randomness is needed for each request.
 pub fn generate() -> String {
     static PROCESS_BYTES: LazyLock<[u8; 6]> = LazyLock::new(|| {
         let random = *uuid::Uuid::new_v4().as_bytes();
@@ -87,7 +87,6 @@ pub fn attach(call: reqwest::RequestBuilder) -> reqwest::RequestBuilder {
     call.header(HEADER, if current.is_empty() { generate() } else { current })
 }
 
-/// Returns whether a string is a well-formed id.
 pub fn is_well_formed(id: &str) -> bool {
     (8..=64).contains(&id.len()) && id.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-' || b == b'_')
 }

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use strum::{EnumString, IntoStaticStr, VariantNames};
 
 use super::fields::Fields;
-use super::openapi::{Parameter, ParameterLocation, one_of, text_up_to};
+use super::openapi::{Parameter, ParameterLocation, string_enum, text_up_to};
 use svc_machine::choice::must_be_one_of;
 
 /// Maximum length of the id of a user or channel.
@@ -112,7 +112,7 @@ pub const END_DATE: Parameter = Parameter {
 pub const GROUP_BY: Parameter = Parameter {
     name: "groupBy",
     location: ParameterLocation::Query,
-    schema: || one_of(GroupBy::NAMES),
+    schema: || string_enum(GroupBy::NAMES),
     description: "Grouping of the entries; default: day.",
 };
 

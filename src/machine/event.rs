@@ -147,7 +147,7 @@ pub enum Effect {
     Reinstate { epoch: Epoch },
     /// Start the operation that changes the server's type.
     ChangeType { to: ServerType },
-    /// Start the operation that powers the server on, which may be off, for example because of a resize. Has no effect
+    /// Start the operation that powers on the server, which may be off, for example because of a resize. Has no effect
     /// if an operator powered the server off.
     PowerOn,
     /// Fail the current operation with this cause.

@@ -71,7 +71,7 @@ pub struct MachineRow {
     pub has_backed_up: bool,
     /// The epoch that its host uses: the provisioned one, or a higher one from a heartbeat response.
     pub host_epoch: Epoch,
-    pub is_power_off_ordered: bool,
+    pub is_power_off_requested: bool,
     /// Whether an operator abandoned the operation that would have powered its server on.
     pub may_stay_off: bool,
     /// Whether it left its slot without a final backup, and no operator accepted the loss.
@@ -167,7 +167,7 @@ impl LifecycleModel {
             is_quiesced: false,
             has_backed_up: false,
             host_epoch,
-            is_power_off_ordered: false,
+            is_power_off_requested: false,
             may_stay_off: false,
             is_unsaved: false,
             is_loss_accepted: false,
@@ -293,7 +293,7 @@ impl LifecycleModel {
     /// Returns the slot to the machine.
     pub fn reinstate(&mut self, id: usize) {
         let epoch = self.highest_epoch(self.machines[id].slot).next();
-        let may_be_off = self.machines[id].is_power_off_ordered;
+        let may_be_off = self.machines[id].is_power_off_requested;
         let power = if may_be_off { ServerPower::MaybeOff } else { ServerPower::On };
         self.apply(id, &Event::Reinstated { epoch, power });
     }

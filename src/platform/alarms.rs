@@ -46,7 +46,7 @@ pub enum Alarm {
     /// A slot's fence is signed, but no current platform key verifies it.
     UnverifiedFence,
     /// Hosts send tokens that were not issued with a current platform key.
-    HostTokensRefused,
+    HostTokensRejected,
     /// The verification of a release has paused its rollout.
     RolloutHalted,
 }
@@ -61,7 +61,7 @@ impl Alarm {
         Self::UnknownOperations,
         Self::DatabaseBehindStore,
         Self::UnverifiedFence,
-        Self::HostTokensRefused,
+        Self::HostTokensRejected,
         Self::RolloutHalted,
     ];
 
@@ -75,7 +75,7 @@ impl Alarm {
             Self::UnknownOperations => "unknown_operations",
             Self::DatabaseBehindStore => "database_behind_store",
             Self::UnverifiedFence => "unverified_fence",
-            Self::HostTokensRefused => "host_tokens_refused",
+            Self::HostTokensRejected => "host_tokens_refused",
             Self::RolloutHalted => "rollout_halted",
         }
     }
@@ -137,7 +137,7 @@ impl Alarm {
                 "check whether PLATFORM_KEY is the current key, or an older one restored with the database: `svcctl doctor \
                  platform` compares it with the store. If it is current, the hosts of these slots forged the signatures"
             }
-            Self::HostTokensRefused => {
+            Self::HostTokensRejected => {
                 "these hosts send tokens that were not issued with PLATFORM_KEY: do not recover any of them until \
                  `svcctl doctor platform` confirms that the platform's keys are current. If they are, the tokens are forged"
             }
@@ -178,7 +178,7 @@ pub async fn raise_or_log(platform: &Platform, alarm: Alarm, detail: &Value) {
         let pass_interval = platform.config.timing.reconcile_interval.max(listing_interval);
         let lifetime = AlarmLifetime::For(alarm.ttl(pass_interval));
         match alarm {
-            Alarm::DatabaseBehindStore | Alarm::UnverifiedFence | Alarm::HostTokensRefused => {
+            Alarm::DatabaseBehindStore | Alarm::UnverifiedFence | Alarm::HostTokensRejected => {
                 alarms::raise_and_merge(&session, alarm.as_str(), detail, lifetime).await
             }
             _ => alarms::raise(&session, alarm.as_str(), detail, lifetime).await,

@@ -162,11 +162,11 @@ async fn find_newer(
     match result {
         Ok(Ok(newer)) => newer,
         Ok(Err(error)) => {
-            tracing::warn!(error = %format_chain(&error), "cannot list snapshots newer than the pointer's");
+            tracing::warn!(error = %format_chain(&error), "cannot find a newer snapshot");
             None
         }
         Err(_) => {
-            tracing::warn!("listing snapshots newer than the pointer's timed out");
+            tracing::warn!("finding a newer snapshot timed out");
             None
         }
     }

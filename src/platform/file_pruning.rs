@@ -25,7 +25,7 @@ use tokio::sync::Semaphore;
 
 use crate::context::Platform;
 use crate::db::{self, DbError};
-use crate::file_keys;
+use crate::files_keys;
 use crate::keys::KeyError;
 
 /// How long a pack that no snapshot needs is kept after it is marked: longer than any restore, and one day longer than
@@ -110,7 +110,7 @@ pub async fn run(platform: Arc<Platform>) {
 /// Prunes one due repository. Returns whether any was due.
 async fn prune_next(platform: &Platform, interval: Duration, retry_delay: Duration) -> Result<bool, DbError> {
     let session = platform.db.session().await?;
-    let claimed = db::file_keys::claim_prune(&session, interval, retry_delay, CLAIM_TTL).await?;
+    let claimed = db::files_keys::claim_prune(&session, interval, retry_delay, CLAIM_TTL).await?;
     drop(session);
     let Some((user, slot)) = claimed else { return Ok(false) };
     let result = match (user.parse::<IdpUserId>(), slot.parse::<Slot>()) {
@@ -129,14 +129,14 @@ async fn prune_next(platform: &Platform, interval: Duration, retry_delay: Durati
         Ok(report) => {
             log_report(&user, &slot, &report);
             if report.deferred_packs > 0 {
-                db::file_keys::record_unfinished_prune(&session, &user, &slot).await?;
+                db::files_keys::record_unfinished_prune(&session, &user, &slot).await?;
                 return Ok(true);
             }
             (None, Duration::ZERO)
         }
         Err(PruneError::Stopped) => {
             // The slot is due again immediately, so that a prune that an operator has requested is not lost.
-            db::file_keys::release_prune_claim(&session, &user, &slot).await?;
+            db::files_keys::release_prune_claim(&session, &user, &slot).await?;
             return Ok(true);
         }
         Err(error) => {
@@ -145,7 +145,7 @@ async fn prune_next(platform: &Platform, interval: Duration, retry_delay: Durati
             (Some(truncate_printable(&text)), interval - retry_delay)
         }
     };
-    db::file_keys::record_prune(&session, (&user, &slot), error.as_deref(), advance).await?;
+    db::files_keys::record_prune(&session, (&user, &slot), error.as_deref(), advance).await?;
     Ok(true)
 }
 
@@ -155,7 +155,7 @@ async fn keep_claimed(platform: &Platform, user: &str, slot: &str) -> Infallible
         tokio::time::sleep(CLAIM_RENEWAL_INTERVAL).await;
         let renew = async {
             let session = platform.db.session().await?;
-            db::file_keys::renew_prune_claim(&session, user, slot, CLAIM_TTL).await
+            db::files_keys::renew_prune_claim(&session, user, slot, CLAIM_TTL).await
         };
         if let Err(error) = renew.await {
             tracing::warn!(user, slot, error = %format_chain(&error), "cannot renew the claim of a prune");
@@ -194,7 +194,7 @@ pub async fn prune_slot(
     let permits = if is_dry_run { &DRY_RUN_PERMITS } else { &PRUNE_PERMITS };
     let _permit = permits.acquire().await;
     let session = platform.db.session().await?;
-    let key = file_keys::find(&session, &platform.seal, (user, slot)).await?;
+    let key = files_keys::find(&session, &platform.seal, (user, slot)).await?;
     let subscription = db::slots::find_subscription(&session, user, slot).await?;
     drop(session);
     let Some(key) = key else { return Ok(PruneReport::default()) };

@@ -61,7 +61,7 @@ async fn collect_fleet_metrics(db: &Db, token_rotation: Duration, trust: &HostTr
     let session = db.session().await?;
     let rows = db::fleet::list_active_machines(&session).await?;
     let former = db::former_machines::list_needing_attention(&session).await?;
-    let failed_prunes = db::file_keys::count_failed_prunes(&session).await?;
+    let failed_prunes = db::files_keys::count_failed_prunes(&session).await?;
     let in_progress = db::operations::count_running_by_kind(&session).await?;
     let (_, overdue) = db::operations::list_long_running(&session, OVERDUE_AGE, 1).await?;
     let alarms = db::alarms::list_active(&session).await?;

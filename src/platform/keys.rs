@@ -177,7 +177,7 @@ pub async fn ensure_keys_can_be_opened(
     for purpose in [db::keys::PROOF_PURPOSE, db::keys::APP_PURPOSE] {
         open_all(db::keys::list_active(client, purpose).await?, seal)?;
     }
-    match db::file_keys::find_sealed_with_neither(client, ids).await? {
+    match db::files_keys::find_sealed_with_neither(client, ids).await? {
         Some(slot) => Err(KeyError::CannotOpen { kid: format!("files:{slot}") }),
         None => Ok(()),
     }

@@ -21,7 +21,7 @@ use super::config::Timing;
 use super::context::Platform;
 use super::db::platform_keys::{self, ProcessKeys};
 use super::db::{self, Db, DbError};
-use super::file_keys;
+use super::files_keys;
 use super::keys::{KeyError, SIGNING_KEYS_LOCK, Seal};
 use super::platform_key::KeyIds;
 use svc_base::failpoint::{self, InjectedFailure};
@@ -164,7 +164,7 @@ async fn reseal_signing_keys(platform: &Platform, seal: &Seal) -> Result<(), Pla
 async fn reseal_file_keys(platform: &Platform, seal: &Seal) -> Result<bool, PlatformKeyRotationError> {
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
-    let is_last = file_keys::reseal_batch(&tx, seal).await?;
+    let is_last = files_keys::reseal_batch(&tx, seal).await?;
     db::commit(tx).await?;
     Ok(is_last)
 }

@@ -43,7 +43,7 @@ pub struct UpgradeToken {
 #[derive(Debug, Clone)]
 pub struct PreviousToken {
     pub hash: Vec<u8>,
-    /// The end of the overlap; from then on, the token is refused.
+    /// The end of the overlap; from then on, the token is rejected.
     pub until: Timestamp,
 }
 
@@ -55,7 +55,7 @@ pub enum TokenStatus {
     Previous,
     /// A token that the platform issued, of a later generation than the stored one.
     Later(Generation),
-    Refused,
+    Rejected,
 }
 
 /// The token that the response to a heartbeat offers to a host.
@@ -90,7 +90,7 @@ impl UpgradeToken {
         if claim.generation > self.generation && mint.is_genuine(token, claim, Purpose::Upgrade) {
             return TokenStatus::Later(claim.generation);
         }
-        TokenStatus::Refused
+        TokenStatus::Rejected
     }
 
     /// Returns the state to store after a heartbeat with the generation `to`: unchanged, unless `to` is later than the
@@ -130,7 +130,7 @@ impl UpgradeToken {
         now: Timestamp,
     ) -> Option<TokenOffer> {
         match status {
-            TokenStatus::Refused | TokenStatus::Later(_) => None,
+            TokenStatus::Rejected | TokenStatus::Later(_) => None,
             // The host no longer has the stored token, for example because its file was restored from an older copy.
             TokenStatus::Previous => {
                 let stored = mint.stored_token(machine, Purpose::Upgrade, self.generation, &self.hash);
@@ -292,7 +292,7 @@ mod tests {
             self.switch_process();
             self.apply(&Event::Wait(1));
             let status = self.check_token(&self.file);
-            assert_ne!(status, TokenStatus::Refused, "the host is locked out");
+            assert_ne!(status, TokenStatus::Rejected, "the host is locked out");
             let (row, mint) = (self.row.clone(), mint(self.keys));
             let (row, status) = match status {
                 TokenStatus::Later(generation) => {
@@ -380,7 +380,7 @@ mod tests {
             let mut model = RotationModel::new();
             for event in events {
                 model.apply(&event);
-                assert_ne!(model.check_token(&model.file), TokenStatus::Refused, "the host is locked out");
+                assert_ne!(model.check_token(&model.file), TokenStatus::Rejected, "the host is locked out");
             }
             model.settle();
             let current = model.file_generation();
@@ -391,7 +391,7 @@ mod tests {
                 if parse_claim(earlier.expose_secret(), Purpose::Upgrade).unwrap().generation < current {
                     prop_assert_eq!(
                         model.check_token(earlier),
-                        TokenStatus::Refused,
+                        TokenStatus::Rejected,
                         "an earlier token is still accepted"
                     );
                 }
@@ -413,7 +413,7 @@ mod tests {
         assert_eq!((model.row.generation, model.row.requested_at), (Generation(2), None));
         assert_eq!(model.check_token(&first), TokenStatus::Previous);
         model.apply(&Event::Wait(100));
-        assert_eq!(model.check_token(&first), TokenStatus::Refused);
+        assert_eq!(model.check_token(&first), TokenStatus::Rejected);
         model.apply(&Event::Wait(900));
         model.send_heartbeat(HeartbeatLoss::Nothing);
         model.send_heartbeat(HeartbeatLoss::Nothing);
@@ -456,7 +456,7 @@ mod tests {
     fn forged_generation_is_refused() {
         let model = RotationModel::new();
         let forged = mint((9, None)).token(model.machine, Purpose::Upgrade, Generation(5));
-        assert_eq!(model.check_token(&forged), TokenStatus::Refused);
+        assert_eq!(model.check_token(&forged), TokenStatus::Rejected);
         let genuine = mint(model.keys).token(model.machine, Purpose::Upgrade, Generation(5));
         assert_eq!(
             model.check_token(&genuine),

@@ -51,8 +51,8 @@ svc_base::variables! {
     }
 
     "platform.keys", in "process environment or the platform's env file", by ["svc-platform"] {
-        /// The key with which the platform issues tokens to hosts and operators, signs fences and encrypts the signing
-        /// keys.
+        /// The key with which the platform issues tokens to hosts and operators, signs fences, and encrypts the signing
+        /// keys and the keys of file backups.
         PLATFORM_KEY: "32 bytes, in hexadecimal or base64" = required;
         /// A second active key. It only verifies and decrypts; nothing new is signed or encrypted with it. See [Rotate
         /// PLATFORM_KEY](../operating/keys.md#rotate-platform_key).
@@ -196,8 +196,8 @@ svc_base::variables! {
         /// How long a final backup may take in total before the operation waits for an operator, regardless of
         /// progress.
         LAST_BACKUP_LIMIT_SECONDS: "seconds" = "43200";
-        /// How long powering off a replaced server is retried after the shutdown timeout before the replacement
-        /// continues.
+        /// How long powering off a replaced or deleted machine's server is retried after the shutdown timeout before the
+        /// operation continues.
         POWER_OFF_RETRY_SECONDS: "seconds" = "120";
         /// How long a replaced server is kept after its successor's first healthy heartbeat. With 0, it is deleted
         /// immediately.
@@ -222,7 +222,8 @@ svc_base::variables! {
         /// Timeout for cutting the power and changing the server type after the shutdown. When it expires, the change
         /// is abandoned.
         RESIZE_CHANGE_SECONDS: "seconds" = "600";
-        /// Timeout for powering on the server; the same timeout applies to the host's first healthy heartbeat.
+        /// Timeout for powering on a resized server, for restarting a server, and for the host's first healthy heartbeat
+        /// after that.
         RESIZE_HEALTH_SECONDS: "seconds" = "600";
         /// How long a host may report nothing about a requested update. If it reports that the update is in progress,
         /// the limit is six times as long. Time during which the rollout is paused does not count.

@@ -41,7 +41,8 @@ pub struct Capability {
 }
 
 impl Capability {
-    /// Whether the capability is reported as unknown on a directory, which receives no requests and has no credentials.
+    /// Whether probing the capability on a directory is always inconclusive: a directory receives no requests and has
+    /// no credentials.
     pub fn applies_only_to_servers(&self) -> bool {
         [CHECKSUMS, SIGNATURES].contains(self)
     }

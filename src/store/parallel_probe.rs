@@ -12,7 +12,7 @@ use serde_json::json;
 use super::bucket::{Bucket, Condition, StoreError};
 use svc_base::error_chain::format_chain;
 
-/// Prefix of all probes' objects, at the root of the bucket.
+/// Prefix, at the root of the bucket, of the objects of all probes except those of hosts' sessions.
 pub const PREFIX: &str = "system-doctor";
 /// Prefix of this process's objects, because other processes may probe the same store at the same time.
 pub static RUN_PREFIX: LazyLock<String> = LazyLock::new(|| format!("{PREFIX}/{}", uuid::Uuid::new_v4()));

@@ -218,8 +218,8 @@ pub enum SnapshotUnusable {
 ///
 /// # Errors
 /// `Absent` if there is certainly no snapshot to restore, `Store` if the store cannot be read, and `Damaged` if the
-/// pointer is unreadable or its snapshot is incomplete. Also `Damaged` if snapshots exist but the pointer is missing or
-/// a tombstone: starting empty would abandon them.
+/// pointer is unreadable or its snapshot is incomplete. Also `Damaged` if snapshots exist but the pointer is missing,
+/// or names none although no operator has emptied it: starting empty would abandon them.
 pub async fn find_latest(bucket: &Bucket, slot: &SlotPrefix) -> Result<SnapshotRef, SnapshotUnusable> {
     match read_pointer_snapshot(bucket, slot).await? {
         Ok(snapshot) => check_complete(bucket, slot, snapshot).await,

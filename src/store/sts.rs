@@ -34,7 +34,7 @@ const TIMEOUTS: Timeouts = Timeouts {
 pub enum StsError {
     /// STS returned an error. Unless the error is transient, the role, its trust policy, the session policy or the
     /// caller's credentials are wrong, and an operator must fix them.
-    #[error("STS refused AssumeRole with {status}: {code}: {message}")]
+    #[error("STS returned {status} to AssumeRole: {code}: {message}")]
     ErrorResponse { status: StatusCode, code: String, message: String },
     #[error("STS did not respond to AssumeRole: {0}")]
     NoResponse(String),

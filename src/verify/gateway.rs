@@ -115,7 +115,7 @@ pub async fn check_icons(host: &HostClient) -> Findings {
         }
     }
     let icons = pluralize(paths.len() as u64 - 1, "icon");
-    findings.or_ok(format!("{icons} and the fallback for a missing one, all stable"))
+    findings.or_ok(format!("{icons} and the fallback icon, all stable"))
 }
 
 async fn check_icon(host: &HostClient, path: &str) -> Result<(), String> {

@@ -38,7 +38,7 @@ pub struct FilesPrunePlan {
     pub removed_snapshots: u64,
     /// Number of packs that would be marked for deletion, including those that would be rewritten.
     pub marked_packs: u64,
-    /// Unused bytes in all packs that could be marked, including packs that are deferred to later prunes.
+    /// Unused bytes in the packs that this prune or a later one would mark.
     pub reclaimable_bytes: u64,
     /// Number of packs that would be deleted, because their grace period has ended or no index lists them.
     pub deleted_packs: u64,
@@ -116,8 +116,9 @@ pub struct FileBackupStatus {
     pub verified_at: Option<Time>,
     /// When a sample was last restored and compared with the current files.
     pub drilled_at: Option<Time>,
-    /// The most serious known problem: damaged packs and the files that need them, files that differ from those on the
-    /// machine, or a key that the platform does not have; `null` if there is none.
+    /// The most serious known problem, such as a latest snapshot that cannot be restored completely, damaged packs and
+    /// the files that need them, a failed or differing sample, or a key that the platform does not have; `null` if
+    /// there is none.
     pub damage: Option<String>,
 }
 

@@ -170,7 +170,7 @@ pub struct Certificates {
     pub missing: u64,
     #[serde(default)]
     pub missing_handles: Vec<WireString<Handle>>,
-    /// How many of the `missing` machines `CUSTOMER_VPS_TLS_VERIFY_EXCEPT` exempts.
+    /// Number of `missing` machines that `CUSTOMER_VPS_TLS_VERIFY_EXCEPT` exempts.
     #[serde(default)]
     pub exempt: u64,
 }

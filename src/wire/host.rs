@@ -81,8 +81,9 @@ pub struct FileBackupReport {
     /// When a sample was last restored and compared with the current files.
     #[schemars(skip_serializing_if = "Option::is_none")]
     pub drilled_at: Option<Time>,
-    /// The most serious known problem: damaged packs and the files that need them, files that differ from those on the
-    /// machine, or a key that the platform does not have; absent if there is none.
+    /// The most serious known problem, such as a latest snapshot that cannot be restored completely, damaged packs and
+    /// the files that need them, a failed or differing sample, or a key that the platform does not have; absent if
+    /// there is none.
     #[schemars(skip_serializing_if = "Option::is_none")]
     pub damage: Option<String>,
 }

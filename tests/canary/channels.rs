@@ -86,7 +86,7 @@ impl Drop for ProcessWatch {
     }
 }
 
-/// This process's descendants.
+/// This process and its descendants.
 #[derive(Default)]
 struct Descendants {
     /// Whether each running process is a descendant. Only new processes are examined, because other tests run hundreds

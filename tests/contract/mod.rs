@@ -222,7 +222,7 @@ impl Contract {
     }
 
     /// Lists the codes that these operations declare but that no test has triggered, and the `exceptions` (operation or
-    /// `*`, and code) that are no longer needed. `rare` lists codes that only some runs trigger.
+    /// `*`, and code) that are no longer needed, except those for `*`. `rare` lists codes that only some runs trigger.
     pub fn list_untriggered_codes(
         &self,
         operations: &[&'static Operation],

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use kit::bundle::{self, Manifest, SigningKey};
 use kit::ca::Ca;
-use kit::s3::{Fault, Rule};
+use kit::s3::{Fault, FaultRule};
 use kit::scenario::{CONFIRM_FLAGS, RouterTransport, Stack, eventually};
 use serde_json::Value;
 use tokio::io::AsyncWriteExt;
@@ -298,8 +298,8 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
         expired.expect("store", level, part);
     }
     fs::write(&file, stored).unwrap();
-    fleet.stack.store.add_fault(Rule::new(Fault::Status(403)).key("system/db/latest").always());
-    fleet.stack.store.add_fault(Rule::new(Fault::Status(403)).query("list-type=2").always());
+    fleet.stack.store.add_fault(FaultRule::new(Fault::Status(403)).key("system/db/latest").always());
+    fleet.stack.store.add_fault(FaultRule::new(Fault::Status(403)).query("list-type=2").always());
     fleet.check_host().await.expect("store", "problem", "");
     fleet.stack.store.heal();
     fleet.stack.store.take_down();
@@ -464,8 +464,7 @@ async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
 
     let authority = Ca::new().unwrap();
     let (_, key) = authority.issue(&["app.test"]).unwrap();
-    let lifetime = jiff::SignedDuration::from_secs(-60);
-    let cert = authority.issue_for(&["app.test"], &key, lifetime).unwrap();
+    let cert = authority.issue_for(&["app.test"], &key, jiff::SignedDuration::from_secs(-60)).unwrap();
     let (cert_file, key_file) = (fleet.stack.dir.join("old.pem"), fleet.stack.dir.join("old.key"));
     fs::write(&cert_file, cert).unwrap();
     fs::write(&key_file, key).unwrap();
@@ -476,7 +475,8 @@ async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
     fleet.check_platform(&files, &[]).await.expect("tls", "problem", "expires at ");
 
     // With stale reads, the probe object is missing right after it is written.
-    fleet.stack.store.add_fault(Rule::new(Fault::StaleRead).method("GET").key("system-doctor/").always());
+    let stale_reads = FaultRule::new(Fault::StaleRead).method("GET").key("system-doctor/").always();
+    fleet.stack.store.add_fault(stale_reads);
     fleet.check_platform(&[], &[]).await.expect("store", "problem", "");
     fleet.stack.store.heal();
     fleet.stack.store.take_down();

@@ -401,7 +401,7 @@ async fn repeatedly_killed_restore_fails() -> Result<()> {
     history.request_restore(&json!({ "path": "projects/app" }))?;
     let serve = ["svc-sync-agent", "serve-restore"];
     for _ in 0..5 {
-        let killed = [("FAILPOINTS", "files.restore.planned=return(kill)")];
+        let killed = [("FAILPOINTS", "files.restore.created=return(kill)")];
         history.host.machine.run_with(&serve, &killed)?.expect_killed();
     }
     history.host.machine.run(&serve)?.expect(69);

@@ -2,9 +2,9 @@
 //! rules.
 //!
 //! A [`Target`] is a parser with its rules; `cargo xtask fuzz` also runs it with libFuzzer. Valid documents are
-//! generated and then mutated, because random bytes are rejected at the first check. Inputs that once violated a rule
-//! are kept under `tests/corpus/<target>` and are always replayed. A short run, on every change, tests up to 2000 cases
-//! per target; a long run (`cargo xtask test --long`) takes a minute per target.
+//! generated and then mutated, because random bytes are rejected at the first check. Selected inputs, among them those
+//! that once violated a rule, are kept under `tests/corpus/<target>` and are always replayed. A short run, on every
+//! change, tests up to 2000 cases per target; a long run (`cargo xtask test --long`) takes a minute per target.
 
 mod mutation;
 mod parsers;
@@ -129,7 +129,7 @@ fuzzed! {
     mutated_pointer_stays_in_its_slot, long_mutated_pointer_stays_in_its_slot, "pointer";
     mutated_sidecar_must_match_its_dump, long_mutated_sidecar_must_match_its_dump, "sidecar";
     mutated_manifest_is_rejected, long_mutated_manifest_is_rejected, "manifest";
-    mutated_signatures_need_the_publishers_own, long_mutated_signatures_need_the_publishers_own, "signature";
+    mutated_signatures_need_the_publishers_signature, long_mutated_signatures_need_the_publishers_signature, "signature";
     mutated_archive_stays_in_its_directory, long_mutated_archive_stays_in_its_directory, "archive";
     tar_entries_of_mutated_archives_keep_limits, long_tar_entries_of_mutated_archives_keep_limits, "tar-entries";
     mutated_env_file_parses_back, long_mutated_env_file_parses_back, "env-file";

@@ -12,8 +12,8 @@ use kit::model_stub::ModelStub;
 use reqwest::Method;
 use serde_json::{Value, json};
 
-use super::dispatch::{CONFIG, UNREACHABLE_DATABASE, parse_events, start_runner, wait_until_recorded};
-use super::host::{Host, Machine, send_json};
+use super::dispatch::{CONFIG, parse_events, start_runner, wait_until_recorded};
+use super::host::{Host, Machine, UNREACHABLE_DATABASE, send_json};
 
 /// Returns the path of a bundled program, which is fetched from npm if it is missing.
 fn agent_program(name: &str) -> Result<PathBuf> {

@@ -8,9 +8,7 @@ use nix::unistd::mkfifo;
 use reqwest::{Method, Response, StatusCode};
 use serde_json::json;
 
-use super::host::{Host, Machine, manifest};
-
-const UNREACHABLE_DATABASE: &str = "postgres://postgres:x@127.0.0.1:1/svc";
+use super::host::{Host, Machine, UNREACHABLE_DATABASE, manifest};
 
 fn header<'a>(response: &'a Response, name: &str) -> &'a str {
     response.headers().get(name).and_then(|value| value.to_str().ok()).unwrap_or_default()

@@ -6,7 +6,7 @@ use reqwest::{Method, StatusCode};
 use serde_json::{Value, json};
 use svc::http::proof::Route;
 
-use super::host::{Host, Machine, host_with_app, manifest, send_json, unique_name};
+use super::host::{Host, Machine, UNREACHABLE_DATABASE, host_with_app, manifest, send_json, unique_name};
 
 async fn find_app(host: &Host, slug: &str) -> Result<Value> {
     let (_, apps) = host.get("/api/apps").await?;
@@ -324,7 +324,7 @@ async fn rejected_app_without_directory_stays_listed() -> Result<()> {
 
 #[tokio::test]
 async fn pages_are_sandboxed_and_stay_in_their_directory() -> Result<()> {
-    let machine = Machine::new("postgres://postgres:x@127.0.0.1:1/svc")?;
+    let machine = Machine::new(UNREACHABLE_DATABASE)?;
     machine.add_app("site", &json!({}))?;
     let file = |name: &str| format!("home/svc/home/apps/site/{name}");
     machine.write(&file("dist/index.html"), "<h1>hello</h1>")?;
@@ -376,7 +376,7 @@ fn raw_get(host: &Host, path: &str) -> Result<String> {
 
 #[tokio::test]
 async fn every_app_has_an_icon() -> Result<()> {
-    let machine = Machine::new("postgres://postgres:x@127.0.0.1:1/svc")?;
+    let machine = Machine::new(UNREACHABLE_DATABASE)?;
     let mut own_manifest = manifest("own", &json!({}));
     own_manifest["icon"] = json!("icon.svg");
     machine.write("home/svc/home/apps/own/svc.json", &own_manifest.to_string())?;
@@ -438,7 +438,7 @@ async fn app_with_invalid_manifest_stays_installed() -> Result<()> {
 
 #[tokio::test]
 async fn app_token_opens_only_its_own_pages() -> Result<()> {
-    let machine = Machine::new("postgres://postgres:x@127.0.0.1:1/svc")?;
+    let machine = Machine::new(UNREACHABLE_DATABASE)?;
     machine.add_app("site", &json!({}))?;
     machine.write("home/svc/home/apps/site/dist/index.html", "x")?;
     let host = machine.start()?;

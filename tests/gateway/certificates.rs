@@ -18,9 +18,8 @@ use svc::http::tls::{ChainCheck, ChainVerifier, SpkiPin, pinned_client_config};
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 
-use super::host::{Host, Machine};
+use super::host::{Host, Machine, UNREACHABLE_DATABASE};
 
-const UNREACHABLE_DATABASE: &str = "postgres://postgres:x@127.0.0.1:1/svc";
 const DOMAIN: &str = "hosts.example.test";
 
 /// Returns a machine whose gateway listens on this port, and the machine's host name.

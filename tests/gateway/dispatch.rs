@@ -11,9 +11,8 @@ use nix::sys::signal::Signal;
 use reqwest::{Method, StatusCode};
 use serde_json::{Value, json};
 
-use super::host::{Host, Machine, send_json};
+use super::host::{Host, Machine, UNREACHABLE_DATABASE, send_json};
 
-pub const UNREACHABLE_DATABASE: &str = "postgres://nobody@127.0.0.1:1/x";
 pub const CONFIG: &str = "home/svc/home/system/config.json";
 
 /// A json-lines agent: a shell script controlled by its prompt.

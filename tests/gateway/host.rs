@@ -24,6 +24,8 @@ use tempfile::TempDir;
 use crate::contract::{self, Exchange};
 
 pub const USER: &str = "user_owner";
+/// The URL of a database that does not exist, for a gateway that needs none. Nothing listens on this port.
+pub const UNREACHABLE_DATABASE: &str = "postgres://postgres:x@127.0.0.1:1/svc";
 const WAIT_TIMEOUT: Duration = Duration::from_secs(40);
 
 /// A machine's directory, its identity, and the environment of its gateway, which need not be running.

@@ -7,12 +7,9 @@ use serde_json::json;
 use svc::http::proof::{Claims, ProofKeys, Route};
 use svc::machine::id::MachineId;
 
-use super::host::{Host, Machine, USER, send_json, signer};
+use super::host::{Host, Machine, UNREACHABLE_DATABASE, USER, send_json, signer};
 
 const ADMIN_TOKEN: &str = "admin-secret-0123456789-0123456789";
-
-/// The routes that these tests call need no database.
-const UNREACHABLE_DATABASE: &str = "postgres://postgres:x@127.0.0.1:1/svc";
 
 async fn status_with_proof(host: &Host, claims: &Claims) -> Result<StatusCode> {
     let proof = host.machine.signer.sign(claims);
@@ -208,13 +205,13 @@ async fn trusted_socket_is_limited_to_its_user_and_group() -> Result<()> {
     let socket = host.socket();
     let dir = socket.parent().expect("the socket has a parent directory");
     assert_eq!((mode(&socket)?, mode(dir)?), (0o660, 0o750));
-    let proof_header = format!("x-svc-proof: {}\n", {
+    let other_users_proof_header = format!("x-svc-proof: {}\n", {
         let mut claims = host.machine.claims(Route::Shell);
         claims.sub = "user_other".parse()?;
         host.machine.signer.sign(&claims)
     });
     let response = host.send_over_socket(&format!(
-        "GET /api/backups HTTP/1.1\nhost: h\nconnection: close\n{proof_header}\n"
+        "GET /api/backups HTTP/1.1\nhost: h\nconnection: close\n{other_users_proof_header}\n"
     ))?;
     assert!(response.starts_with("HTTP/1.1 403"), "{response}");
     Ok(())

@@ -7,9 +7,7 @@ use reqwest::{Method, StatusCode};
 use serde_json::json;
 use svc::http::proof::Route;
 
-use super::host::{Machine, send_json};
-
-const UNREACHABLE_DATABASE: &str = "postgres://postgres:x@127.0.0.1:1/svc";
+use super::host::{Machine, UNREACHABLE_DATABASE, send_json};
 
 #[tokio::test]
 async fn superseded_machine_stops_and_refuses_to_start() -> Result<()> {

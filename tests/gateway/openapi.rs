@@ -276,7 +276,7 @@ async fn document_is_complete_and_served_to_permitted_callers() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn every_route_answers_valid_request_as_described() {
+async fn every_route_responds_to_valid_request_as_described() {
     let database = test_database().await.unwrap();
     let gateway = TestGateway::with_app(&database.url()).await;
     let line = json!({ "timestamp": "2026-01-02T03:04:05.678Z", "status": "error", "stage": "dump", "key": null,

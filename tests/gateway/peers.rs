@@ -10,10 +10,10 @@ use anyhow::{Context, Result, ensure};
 use kit::pg::test_database;
 use serde_json::{Value, json};
 
-use super::dispatch::{CONFIG, UNREACHABLE_DATABASE, request_dispatch, start_runner, wait_until_finished};
-use super::host::{Host, Machine, host_with_app, unique_name};
+use super::dispatch::{CONFIG, request_dispatch, start_runner, wait_until_finished};
+use super::host::{Host, Machine, UNREACHABLE_DATABASE, host_with_app, unique_name};
 
-/// The user id, which is also the group id, that the machine's sysusers configuration assigns to the owner.
+/// The owner's user id and group id, from the machine's sysusers configuration.
 const OWNER_UID: u32 = 1940;
 const OTHER_UID: u32 = 1941;
 

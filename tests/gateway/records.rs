@@ -8,9 +8,8 @@ use http::Method;
 use jiff::{Timestamp, ToSpan};
 use serde_json::{Value, json};
 
-use super::host::{Host, Machine, send_json};
+use super::host::{Host, Machine, UNREACHABLE_DATABASE, send_json};
 
-const UNREACHABLE_DATABASE: &str = "postgres://postgres:pw@127.0.0.1:1/svc";
 const LOGS: &str = "home/svc/home/system/logs";
 const CONFIG: &str = "home/svc/home/system/config.json";
 

@@ -10,10 +10,9 @@ use http::Method;
 use kit::disk::SmallDisk;
 use serde_json::{Value, json};
 
-use super::host::{Host, Machine, send_json};
+use super::host::{Host, Machine, UNREACHABLE_DATABASE, send_json};
 use super::metrics::scrape;
 
-const UNREACHABLE_DATABASE: &str = "postgres://postgres:pw@127.0.0.1:1/svc";
 const LOGS: &str = "home/svc/home/system/logs";
 
 /// Changes a limit, which logs a line: `the daily cost limit is $n.00`.

@@ -61,6 +61,7 @@ async fn signed_release_is_installed_and_becomes_current() -> Result<()> {
     // A rollback quarantines the release, so a later update to it is refused.
     fixture.run(&["rollback"], None).await?.expect(0);
     fixture.assert_running(OLD_VERSION)?;
+    assert!(fixture.status().await?["previous"].is_null(), "the current release is not the previous one");
     let refused = fixture.apply(NEW_VERSION).await?.expect(65);
     assert!(refused.stderr.contains("--allow-quarantined"), "{}", refused.stderr);
     let second_rollback = fixture.run(&["rollback"], None).await?.expect(65);

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use kit::s3::{Fault, Rule, S3Server};
+use kit::s3::{Fault, FaultRule, S3Server};
 use nix::sys::signal::Signal;
 use svc::host::system::lock::Lock;
 use svc::store::pointer::Fence;
@@ -124,19 +124,22 @@ async fn transient_store_faults_are_retried() -> Result<()> {
     let store = machine::start_store()?;
     let machine = create_machine_with_tables(&store, CREATE_LARGE_TABLE).await?;
     let faults = [
-        ("a part fails twice", Rule::new(Fault::Status(500)).query("partNumber=2").times(2)),
-        ("a part's response is lost", Rule::new(Fault::LostReply).query("partNumber=1")),
-        ("the completion's response is lost", Rule::new(Fault::LostReply).method("POST").query("uploadId=")),
+        ("a part fails twice", FaultRule::new(Fault::Status(500)).query("partNumber=2").times(2)),
+        ("a part's response is lost", FaultRule::new(Fault::LostReply).query("partNumber=1")),
+        (
+            "the completion's response is lost",
+            FaultRule::new(Fault::LostReply).method("POST").query("uploadId="),
+        ),
         (
             "the completion fails after taking effect",
-            Rule::new(Fault::StatusAfterCommit(500)).method("POST").query("uploadId="),
+            FaultRule::new(Fault::StatusAfterCommit(500)).method("POST").query("uploadId="),
         ),
-        ("the pointer's response is lost", Rule::new(Fault::LostReply).method("PUT").key("db/latest")),
+        ("the pointer's response is lost", FaultRule::new(Fault::LostReply).method("PUT").key("db/latest")),
         (
             "the pointer's write fails after taking effect",
-            Rule::new(Fault::StatusAfterCommit(503)).method("PUT").key("db/latest"),
+            FaultRule::new(Fault::StatusAfterCommit(503)).method("PUT").key("db/latest"),
         ),
-        ("the sidecar's response is lost", Rule::new(Fault::LostReply).method("PUT").key(".dump.json")),
+        ("the sidecar's response is lost", FaultRule::new(Fault::LostReply).method("PUT").key(".dump.json")),
     ];
     for (seq, (name, rule)) in (1..).zip(faults) {
         let fault = store.add_fault(rule);
@@ -160,7 +163,7 @@ async fn backup_without_store_or_database_exits_with_69() -> Result<()> {
     store.take_down();
     machine.run(&["svc-db-backup"])?.expect(69);
     store.bring_up()?;
-    store.add_fault(Rule::new(Fault::Status(503)).method("PUT").key("db/latest").always());
+    store.add_fault(FaultRule::new(Fault::Status(503)).method("PUT").key("db/latest").always());
     machine.run(&["svc-db-backup"])?.expect(69);
     store.heal();
     machine.postgres().stop().await?;
@@ -367,7 +370,7 @@ async fn memory_does_not_grow_with_the_dump() -> Result<()> {
     )
     .await?;
     // The store is slower than the dump, so parts queue up.
-    store.add_fault(Rule::new(Fault::Delay(Duration::from_millis(100))).query("partNumber=").always());
+    store.add_fault(FaultRule::new(Fault::Delay(Duration::from_millis(100))).query("partNumber=").always());
     let running = machine.spawn(&["svc-db-backup"], &[])?;
     let peak_bytes = running.measure_peak_memory_bytes().await;
     running.wait()?.expect(0);

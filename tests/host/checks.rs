@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use kit::s3::{Fault, Rule, S3Server};
+use kit::s3::{Fault, FaultRule, S3Server};
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 use svc::host::system::lock::Lock;
@@ -158,10 +158,10 @@ async fn store_failure_is_not_reported_as_damage() -> Result<()> {
     let store = machine::start_store()?;
     let (machine, keys) = create_machine_with_snapshots(&store, 1).await?;
     // The download is interrupted twice, and resumes.
-    store.add_fault(Rule::new(Fault::TruncateBody(20_000)).method("GET").key_suffix(".dump").times(2));
+    store.add_fault(FaultRule::new(Fault::TruncateBody(20_000)).method("GET").key_suffix(".dump").times(2));
     machine.run(&["svc-db-backup", "verify", "--latest"])?.expect(0);
     store.heal();
-    store.add_fault(Rule::new(Fault::Status(503)).method("GET").key_suffix(".dump").always());
+    store.add_fault(FaultRule::new(Fault::Status(503)).method("GET").key_suffix(".dump").always());
     let short_timeout = [("RESTORE_STORE_DEADLINE_SECONDS", "1")];
     for args in [&["svc-db-backup", "verify", "--latest"][..], &["svc-db-backup", "drill"][..]] {
         machine.run_with(args, &short_timeout)?.expect(69);
@@ -280,7 +280,7 @@ async fn drill_request_is_kept_if_its_run_is_stopped() -> Result<()> {
     waiting.wait()?.expect(75);
     drop(lock);
     store.add_fault(
-        Rule::new(Fault::Delay(Duration::from_secs(20))).method("GET").key_suffix(".dump").always(),
+        FaultRule::new(Fault::Delay(Duration::from_secs(20))).method("GET").key_suffix(".dump").always(),
     );
     let running = machine.spawn(&drill, &[])?;
     wait_until("the lock", || Lock::is_held(&machine.path("var/lib/svc/drill/lock")).unwrap_or(false))

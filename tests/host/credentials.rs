@@ -12,7 +12,7 @@ use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use http::{HeaderMap, StatusCode, Uri};
 use jiff::{SignedDuration, Timestamp};
-use kit::s3::{Fault, Rule, S3Server};
+use kit::s3::{Fault, FaultRule, S3Server};
 use nix::sys::signal::Signal;
 use object_store::aws::AwsCredential;
 use secrecy::ExposeSecret;
@@ -185,7 +185,7 @@ async fn sts_client_works_with_moto() -> Result<()> {
     assert!((600..=960).contains(&remaining.as_secs()), "{remaining}");
     assert!(session.access_key.starts_with("ASIA") && session.session_token.is_some());
     let error = sts.assume_role(&"x".repeat(65), &policy, Duration::from_secs(900)).await.unwrap_err();
-    assert!(error.to_string().starts_with("STS refused AssumeRole with 400"), "{error}");
+    assert!(error.to_string().starts_with("STS returned 400"), "{error}");
     assert!(error.to_string().contains("ValidationError"), "{error}");
     Ok(())
 }
@@ -255,7 +255,7 @@ async fn backup_survives_expiring_sessions() -> Result<()> {
     machine.client().await?.batch_execute(create_noise).await?;
     // A session outlives every single request of the backup, but not the backup.
     store.set_session_lifetime(Some(Duration::from_secs(4)));
-    store.add_fault(Rule::new(Fault::Delay(Duration::from_millis(1800))).query("partNumber").always());
+    store.add_fault(FaultRule::new(Fault::Delay(Duration::from_millis(1800))).query("partNumber").always());
     store.expire_sessions();
     machine.run(&["svc-db-backup"])?.expect(0);
     assert!(platform.request_count() >= 2, "{}", platform.request_count());

@@ -263,7 +263,7 @@ async fn killed_import_is_resumed() -> Result<()> {
             "import.done" => drop(result.expect_killed()),
             _ => drop(result.expect_step_killed()),
         }
-        if ["import.begin", "import.checked", "import.staged", "import.inspected", "import.loaded"]
+        if ["import.begin", "import.checked", "import.staged", "import.settings_reset", "import.loaded"]
             .contains(point)
         {
             new_machine.client().await?.batch_execute("SELECT FROM before").await?;

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use kit::s3::{Fault, Rule, S3Server};
+use kit::s3::{Fault, FaultRule, S3Server};
 use nix::sys::signal::Signal;
 use svc::machine::epoch::Epoch;
 use svc::store::pointer::Fence;
@@ -196,7 +196,7 @@ async fn snapshot_from_a_newer_postgresql_is_refused() -> Result<()> {
 async fn interrupted_download_is_resumed_within_a_run() -> Result<()> {
     let (store, new) = new_machine_after_loss().await?;
     // Skips two reads of the sidecar, then truncates the download more often than the store client retries.
-    let truncated = Rule::new(Fault::TruncateBody(400_000)).method("GET").key(".dump");
+    let truncated = FaultRule::new(Fault::TruncateBody(400_000)).method("GET").key(".dump");
     let hits = store.add_fault(truncated.after(2).times(6));
     run_restore(&new, &[])?.expect(0);
     assert_eq!(hits.hits(), 6);
@@ -229,7 +229,7 @@ async fn interrupted_download_is_resumed_after_a_kill() -> Result<()> {
 #[tokio::test]
 async fn damaged_snapshot_keeps_the_gate_closed() -> Result<()> {
     let (store, new) = new_machine_after_loss().await?;
-    let hits = store.add_fault(Rule::new(Fault::CorruptBody).method("GET").key(".dump").after(2));
+    let hits = store.add_fault(FaultRule::new(Fault::CorruptBody).method("GET").key(".dump").after(2));
     run_restore(&new, &[])?.expect(0);
     assert_eq!(hits.hits(), 1, "the fault was not triggered");
 
@@ -263,7 +263,7 @@ async fn unreachable_store_is_not_treated_as_missing_snapshot() -> Result<()> {
     assert_untouched(&new, "store down").await?;
     store.bring_up()?;
     for status in [500, 503, 403] {
-        store.add_fault(Rule::new(Fault::Status(status)).always());
+        store.add_fault(FaultRule::new(Fault::Status(status)).always());
         run_restore(&new, SHORT_DEADLINE)?.expect(69);
         assert_untouched(&new, &format!("{status}")).await?;
         store.heal();

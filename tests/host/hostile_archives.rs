@@ -221,7 +221,7 @@ async fn import_that_loses_its_connection_leaves_no_traces() -> Result<()> {
     let archive = machine.path("valid.tar");
     valid.write_with("SELECT 1", &archive)?;
     let import = ["svc-restore", "import", machine::path_str(&archive), "--no-backup"];
-    let import = machine.spawn(&import, &[("FAILPOINTS", "import.inspected=sleep(5000)")])?;
+    let import = machine.spawn(&import, &[("FAILPOINTS", "import.settings_reset=sleep(5000)")])?;
     let admin = machine.postgres().connect("postgres").await?;
     // The connection is idle during this fail point; its last statement has reset the settings of the database.
     let end_session = "SELECT count(pg_terminate_backend(pid, 10000)) FROM pg_stat_activity

@@ -266,6 +266,11 @@ async fn shrunken_snapshot_is_held_until_accepted() -> Result<()> {
         .context("the pointer names no snapshot")?;
     assert_eq!(latest.key, key);
     assert!(!machine.path("var/lib/svc/held-snapshot.json").exists());
+    let activity = std::fs::read_to_string(machine.path("home/svc/home/system/logs/activity.log"))?;
+    assert!(
+        activity.ends_with(&format!("the held-back snapshot {key} was accepted as the latest\n")),
+        "{activity}"
+    );
     svc::fsx::write_atomic(&request, b"{}", 0o600)?;
     let result = machine.run(&["svc-db-backup", "run", "--request"])?.expect(65);
     assert!(result.stderr.contains("no snapshot is held back"), "{}", result.stderr);

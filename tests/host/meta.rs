@@ -2,7 +2,7 @@
 //! machine overwrites the metadata.
 
 use anyhow::{Context, Result};
-use kit::s3::{Fault, Rule, S3Server};
+use kit::s3::{Fault, FaultRule, S3Server};
 use svc::machine::epoch::Epoch;
 use svc::machine::id::MachineId;
 use svc::store::meta::{self, FORMAT_VERSION, VpsMeta, VpsMetaError};
@@ -32,8 +32,8 @@ fn read_metadata(store: &S3Server) -> Result<VpsMeta> {
     Ok(serde_json::from_slice(&text)?)
 }
 
-fn meta_rule(fault: Fault) -> Rule {
-    Rule::new(fault).key("vps-meta.json")
+fn meta_rule(fault: Fault) -> FaultRule {
+    FaultRule::new(fault).key("vps-meta.json")
 }
 
 /// Returns the number of writes that changed the object.

@@ -6,7 +6,7 @@ use std::fs;
 
 use anyhow::{Context, Result};
 use kit::disk::SmallDisk;
-use kit::s3::{Fault, Rule, S3Server};
+use kit::s3::{Fault, FaultRule, S3Server};
 use serde_json::Value;
 
 use super::gate::{assert_untouched, dump_key, is_restored, new_machine_after_loss};
@@ -39,8 +39,8 @@ fn count_dumps(machine: &Machine) -> usize {
 async fn restore_streams_dump_that_does_not_fit_on_disk() -> Result<()> {
     let Some((store, new, _disk)) = machine_with_tight_disk(50).await? else { return Ok(()) };
     // The transfer is interrupted and resumed twice.
-    let hits =
-        store.add_fault(Rule::new(Fault::TruncateBody(300_000)).method("GET").key_suffix(".dump").times(2));
+    let hits = store
+        .add_fault(FaultRule::new(Fault::TruncateBody(300_000)).method("GET").key_suffix(".dump").times(2));
     let result = new.run(&["svc-restore"])?.expect(0);
     assert!(result.stderr.contains("streaming it from the object store"), "{}", result.stderr);
     assert_eq!(hits.hits(), 2);

@@ -68,7 +68,7 @@ async fn update_without_a_snapshot_waits_then_fails() -> Result<()> {
     let mut fixture = start_fixture(&store).await?;
     fixture.set_env("SVC_UPDATE_SNAPSHOT_SECONDS", "3");
     // The store refuses every upload.
-    let _hits = store.add_fault(kit::s3::Rule::new(kit::s3::Fault::Status(403)).method("POST").always());
+    let _hits = store.add_fault(kit::s3::FaultRule::new(kit::s3::Fault::Status(403)).method("POST").always());
     fixture.request_update(NEW_VERSION)?;
     let running = fixture.spawn(&["apply", "--request"])?;
     wait_until("a reason to wait", || {

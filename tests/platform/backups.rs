@@ -51,7 +51,7 @@ async fn backup_request_reaches_the_host_with_a_proof() {
     assert_eq!(count_audit_rows(&client, "drill").await, (1, 1));
 }
 
-/// Counts the action's audit rows: those for a request to the host, and those for an accepted request.
+/// Counts the action's audit entries: those for a request to the host, and those for an accepted request.
 async fn count_audit_rows(client: &Client, action: &str) -> (i64, i64) {
     let sql = "SELECT count(*) FILTER (WHERE after->>'outcome' = 'requested'), \
                count(*) FILTER (WHERE after ? 'requestedAt') FROM operator_audit WHERE action = $1";

@@ -9,9 +9,8 @@ use serde_json::{Value, json};
 use svc::http::tls::Identity;
 
 use super::stack::{Process, Stack, UserDataSettings, heartbeat_of, registration};
-use crate::gateway::host::{Host, Machine};
+use crate::gateway::host::{Host, Machine, UNREACHABLE_DATABASE};
 
-const UNREACHABLE_DATABASE: &str = "postgres://postgres:x@127.0.0.1:1/svc";
 const DOMAIN: &str = "hosts.example.test";
 
 /// A platform whose router terminates TLS, and its settings.

@@ -20,7 +20,7 @@ fn confirmed_body(user: &str, cost: &str) -> Value {
     body
 }
 
-/// Lists the confirmations in the provision audit rows, with their actors.
+/// Lists the confirmations in the provision audit entries, with their actors.
 async fn list_audited_confirmations(stack: &Stack) -> Vec<(String, Value)> {
     let client = stack.database.connect().await.unwrap();
     let sql =

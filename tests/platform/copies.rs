@@ -1,6 +1,6 @@
 //! The copies in a machine's record match the actual state of the provider and the store.
 
-use kit::s3::{Fault, Rule};
+use kit::s3::{Fault, FaultRule};
 use serde_json::{Value, json};
 
 use super::fake_host::start_host;
@@ -128,7 +128,7 @@ async fn newest_snapshot_is_read_from_the_store() {
     assert!(copies["snapshotProblem"].as_str().unwrap().contains("the object is missing"), "{copies}");
     let stalled = stack
         .store
-        .add_fault(Rule::new(Fault::Delay(std::time::Duration::from_secs(60))).key("latest").always());
+        .add_fault(FaultRule::new(Fault::Delay(std::time::Duration::from_secs(60))).key("latest").always());
     let started = std::time::Instant::now();
     let copies = fetch_copies(&stack, &process, &guest.machine).await;
     assert!(started.elapsed() < std::time::Duration::from_secs(30), "{:?}", started.elapsed());
@@ -220,7 +220,7 @@ async fn accepted_loss_reports_newer_snapshot_despite_store_error() {
     let now = svc::clock::rfc3339_ms(jiff::Timestamp::now());
     let newer = stack.store_snapshot_by("user_1", &old.guest.machine, &now);
     stack.store_snapshot_by("user_1", &old.guest.machine, TAKEN_AT);
-    let refused = stack.store.add_fault(Rule::new(Fault::Status(403)).method("GET").query("snapshots"));
+    let refused = stack.store.add_fault(FaultRule::new(Fault::Status(403)).method("GET").query("snapshots"));
     let path = format!("/vps/operations/{id}/continue");
     let response = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
     assert_eq!(response.status, 200, "{response:?}");
@@ -326,7 +326,8 @@ async fn requests_return_503_while_the_store_hangs() {
     let process = stack.start_platform();
     stack.start_machine(&process, "user_1").await;
     stack.store_snapshot("user_1");
-    let stalled = stack.store.add_fault(Rule::new(Fault::Delay(std::time::Duration::from_secs(60))).always());
+    let stalled =
+        stack.store.add_fault(FaultRule::new(Fault::Delay(std::time::Duration::from_secs(60))).always());
     let started = std::time::Instant::now();
     let recover = json!({"idpUserId": "user_1"});
     let body = json!({"imageVersion": "v1"});

@@ -7,7 +7,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures_util::TryStreamExt;
 use jiff::Timestamp;
-use kit::s3::{Fault, Rule, SessionInfo};
+use kit::s3::{Fault, FaultRule, SessionInfo};
 use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt};
 use reqwest::Method;
@@ -261,13 +261,13 @@ async fn sts_outage_returns_503_and_delays_provisioning() {
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
     for kind in [Fault::Status(503), Fault::Status(403), Fault::Disconnect] {
-        let fault = stack.store.add_fault(Rule::new(kind.clone()).sts().always());
+        let fault = stack.store.add_fault(FaultRule::new(kind.clone()).sts().always());
         let response = request_credentials(&stack, &process, &guest).await;
         response.assert_problem(503, "store_unavailable");
         assert!(fault.hits() > 0);
         stack.store.heal();
     }
-    let fault = stack.store.add_fault(Rule::new(Fault::Status(503)).sts().always());
+    let fault = stack.store.add_fault(FaultRule::new(Fault::Status(503)).sts().always());
     let provisioned = stack.provision(&process, "user_2").await;
     stack
         .eventually("credentials are requested repeatedly", || async { (fault.hits() >= 4).then_some(()) })
@@ -277,7 +277,7 @@ async fn sts_outage_returns_503_and_delays_provisioning() {
     let operation = stack.wait_until_ended(&process, provisioned["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
     // A lost response costs one additional session, and has no other effect.
-    let lost = stack.store.add_fault(Rule::new(Fault::LostReply).sts());
+    let lost = stack.store.add_fault(FaultRule::new(Fault::LostReply).sts());
     assert_eq!(request_credentials(&stack, &process, &guest).await.status, 200);
     assert_eq!(lost.hits(), 1);
 }

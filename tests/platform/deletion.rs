@@ -1,6 +1,6 @@
 //! A deleted machine leaves its slot immediately. Its server is deleted later; its objects and its record remain.
 
-use kit::s3::{Fault, Rule};
+use kit::s3::{Fault, FaultRule};
 use serde_json::json;
 
 use super::stack::{BUCKET, Stack, heartbeat, heartbeat_of};
@@ -63,7 +63,9 @@ async fn deletion_shows_newest_stored_or_reported_snapshot() {
         ["newestSnapshotAt", "newestSnapshotSource", "snapshotProblem"].map(|name| deleted.body[name].clone())
     };
     assert_eq!(delete_and_get_newest().await, [json!(taken_at), json!("store"), json!(null)]);
-    stack.store.add_fault(Rule::new(Fault::Delay(std::time::Duration::from_secs(60))).key("latest").always());
+    stack
+        .store
+        .add_fault(FaultRule::new(Fault::Delay(std::time::Duration::from_secs(60))).key("latest").always());
     let problem = "the object store is not responding";
     assert_eq!(delete_and_get_newest().await, [json!(reported), json!("reported"), json!(problem)]);
 }
@@ -99,7 +101,7 @@ async fn replaced_machine_cannot_be_deleted() {
     stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await;
     let response = stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
     response.assert_problem(409, "invalid_state");
-    assert_eq!(response.body["machineStatus"], "retired");
+    assert_eq!(response.body["machineStatus"], "replaced");
     let unknown = format!("/vps/{}", uuid::Uuid::now_v7());
     stack.delete(&process, &unknown).await.assert_problem(404, "machine_not_found");
 }

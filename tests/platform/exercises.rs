@@ -57,7 +57,8 @@ async fn recovery_and_rollback_on_a_test_slot_are_exercises() {
     client.batch_execute("DELETE FROM operator_audit WHERE action = 'fail'").await.unwrap();
     assert_eq!(fetch_exercises(&stack, &process).await["rollback"], never);
 
-    // A deletion counts only after its operation has succeeded, which requires that the server has been powered off.
+    // A deletion counts only after its operation has succeeded; until a timeout, the operation waits for the provider
+    // to power the server off.
     let down = || Fault::Status { status: 503, code: "unavailable".to_owned(), reset_in_seconds: None };
     stack.provider.add_fault(FaultRule::times(1000, "DELETE", "/servers/", down()));
     stack.provider.add_fault(FaultRule::times(1000, "POST", "/actions/", down()));

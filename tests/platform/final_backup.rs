@@ -68,7 +68,7 @@ fn continue_path(recovery: &Value) -> String {
     format!("/vps/operations/{}/continue", recovery["operationId"].as_str().unwrap())
 }
 
-/// Lists the audit rows for an action.
+/// Lists the audit entries for an action.
 async fn list_audit(stack: &Stack, action: &str) -> Vec<Value> {
     let client = stack.database.connect().await.unwrap();
     let sql = "SELECT after FROM operator_audit WHERE action = $1 ORDER BY at";
@@ -216,7 +216,8 @@ async fn abandoned_recovery_leaves_the_old_machine_running() {
     old.behavior.lock().unwrap().stops_writers = false;
     let recovery = recover(&stack, &process, json!({})).await;
     let waiting = wait_for_question(&stack, &process, &recovery).await;
-    assert!(waiting["question"]["detail"].as_str().unwrap().contains("did not stop in time"), "{waiting}");
+    let detail = waiting["question"]["detail"].as_str().unwrap();
+    assert!(detail.contains("did not stop within the time limit"), "{waiting}");
     let path = format!("/vps/operations/{}/abandon", recovery["operationId"].as_str().unwrap());
     let response = stack.post(&process, &path, &json!({})).await;
     assert_eq!((response.status, &response.body["state"]), (200, &json!("failed")), "{response:?}");
@@ -368,7 +369,8 @@ async fn growing_dispatch_count_does_not_delay_the_operation() {
     let (stack, process, old) = start_host_with_unstoppable_writers().await;
     let recovery = recover(&stack, &process, json!({})).await;
     let waiting = wait_for_question(&stack, &process, &recovery).await;
-    assert!(waiting["question"]["detail"].as_str().unwrap().contains("did not stop in time"), "{waiting}");
+    let detail = waiting["question"]["detail"].as_str().unwrap();
+    assert!(detail.contains("did not stop within the time limit"), "{waiting}");
     assert!(old.behavior.lock().unwrap().running_dispatches > 1);
 }
 

@@ -1,4 +1,4 @@
-//! An idempotency key can be reused only for the same request, every change has an audit row, and machine lists are
+//! An idempotency key can be reused only for the same request, every change has an audit entry, and machine lists are
 //! paginated.
 
 use futures_util::future::join_all;
@@ -37,7 +37,7 @@ async fn idempotency_key_is_refused_for_different_request() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn every_change_has_an_audit_row_with_request_id() {
+async fn every_change_has_an_audit_entry_with_request_id() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
@@ -57,7 +57,7 @@ async fn every_change_has_an_audit_row_with_request_id() {
         ("operator", "delete", guest.machine.as_str()),
     ];
     let expected: Vec<_> = expected.map(|(a, b, c)| (a.to_owned(), b.to_owned(), c.to_owned())).into();
-    assert_eq!(audited, expected, "a request that changed nothing must have no audit row");
+    assert_eq!(audited, expected, "a request that changed nothing must have no audit entry");
     let deletion = &rows[3];
     assert_eq!(deletion.get::<_, Value>(3)["status"], "running");
     assert!(deletion.get::<_, Value>(4)["deletedAt"].is_string());

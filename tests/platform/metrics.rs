@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use kit::provider::{Fault as ProviderFault, FaultRule};
-use kit::s3::{Fault, Rule};
+use kit::provider::{Fault as ProviderFault, FaultRule as ProviderFaultRule};
+use kit::s3::{Fault, FaultRule};
 use reqwest::Method;
 use serde_json::json;
 
@@ -76,7 +76,7 @@ async fn metrics_count_work_and_describe_the_fleet() {
 async fn skipped_inventory_does_not_count_as_a_success() {
     let stack = Stack::start().await;
     let fault = ProviderFault::Status { status: 503, code: "unavailable".to_owned(), reset_in_seconds: None };
-    stack.provider.add_fault(FaultRule::times(1000, "GET", "label_selector=svc-machine&", fault));
+    stack.provider.add_fault(ProviderFaultRule::times(1000, "GET", "label_selector=svc-machine&", fault));
     // In each interval, one of the two processes lists the servers.
     for process in &[stack.start_platform(), stack.start_platform()] {
         let has_run = || async {
@@ -124,7 +124,7 @@ async fn request_of_a_disconnected_client_is_counted_and_logged() {
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
     // The response waits up to 2 s for the store.
-    stack.store.add_fault(Rule::new(Fault::Delay(Duration::from_secs(60))).key("latest").always());
+    stack.store.add_fault(FaultRule::new(Fault::Delay(Duration::from_secs(60))).key("latest").always());
     let path = format!("/vps/{}", guest.machine);
     let series =
         "svc_http_requests_total{listener=\"api\",method=\"GET\",route=\"/vps/{id}\",status=\"cancelled\"}";

@@ -58,7 +58,7 @@ mod resume;
 mod retention;
 mod rollout_order;
 mod running_hosts;
-mod server_quota;
+mod server_limit;
 mod server_retention;
 mod several_processes;
 mod silent_hosts;

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use futures_util::{StreamExt, stream};
 use kit::pg::copy::DatabaseCopy;
-use kit::s3::{Fault, Rule};
+use kit::s3::{Fault, FaultRule};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use reqwest::Method;
@@ -395,7 +395,7 @@ async fn process_with_outdated_key_stops_once_the_store_recovers() {
     stop(start_process(&stack, NEW, None, &[])).await;
     let client = stack.database.connect().await.unwrap();
     client.batch_execute("TRUNCATE platform_keys; DELETE FROM signing_keys").await.unwrap();
-    stack.store.add_fault(Rule::new(Fault::Status(503)).key("platform-key.json").always());
+    stack.store.add_fault(FaultRule::new(Fault::Status(503)).key("platform-key.json").always());
     let mut process = start_process(&stack, OLD, None, &[]);
     stack.store.heal();
     assert!(!process.wait_for_exit().await.success());

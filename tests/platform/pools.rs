@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kit::s3::{Fault, Rule};
+use kit::s3::{Fault, FaultRule};
 
 use super::stack::{Stack, heartbeat_of};
 
@@ -57,7 +57,7 @@ async fn hanging_store_ties_up_no_database_connections() {
     let machine = provisioned["machineId"].as_str().unwrap().to_owned();
     let booting = Arc::new(stack.wait_for_guest(&process, &machine).await);
     let hanging =
-        stack.store.add_fault(Rule::new(Fault::Delay(Duration::from_secs(60))).key("latest").always());
+        stack.store.add_fault(FaultRule::new(Fault::Delay(Duration::from_secs(60))).key("latest").always());
     let register = |_| {
         let (stack, process, booting) = (stack.clone(), process.clone(), booting.clone());
         tokio::spawn(async move { stack.register(&process, &booting).await.status })

@@ -3,7 +3,7 @@
 
 use kit::pg::copy::DatabaseCopy;
 use kit::provider::Power;
-use kit::s3::{Fault, Rule};
+use kit::s3::{Fault, FaultRule};
 use reqwest::Method;
 use serde_json::{Value, json};
 use tokio_postgres::Client;
@@ -247,7 +247,7 @@ async fn server_of_a_deletion_undone_after_the_copy_is_kept() {
     assert!(platform.power_state(&old.machine).is_some());
     assert_eq!(platform.stack.provider.call_count("DELETE", "/servers/"), 0);
     // While the store is unreadable, the host is not reported as superseded.
-    platform.stack.store.add_fault(Rule::new(Fault::Status(503)).key("latest").always());
+    platform.stack.store.add_fault(FaultRule::new(Fault::Status(503)).key("latest").always());
     assert_eq!(platform.send_heartbeat(&old, 2, Value::Null).await["superseded"], false);
     platform.stack.store.heal();
     let undeleted =

@@ -79,7 +79,7 @@ struct Case {
     is_departure_old: bool,
     is_registered: bool,
     is_unsaved: bool,
-    is_discard_ordered: bool,
+    is_discard_requested: bool,
     is_removal_abandoned: bool,
     has_running_operation: bool,
     later: LaterMachine,
@@ -97,7 +97,7 @@ impl Case {
                         is_departure_old: bit(0),
                         is_registered: bit(1),
                         is_unsaved: bit(2),
-                        is_discard_ordered: bit(3),
+                        is_discard_requested: bit(3),
                         is_removal_abandoned: bit(4),
                         has_running_operation: bit(5),
                         later,
@@ -113,7 +113,7 @@ impl Case {
         if self.is_removal_abandoned {
             return RetentionEnd::Never;
         }
-        if self.is_discard_ordered {
+        if self.is_discard_requested {
             return RetentionEnd::Past;
         }
         if self.is_unsaved {
@@ -172,7 +172,7 @@ impl Columns {
             server_deleted: NULL,
             proven: time_if(case.is_registered, OLD),
             unsaved: time_if(case.is_unsaved, OLD),
-            discard: time_if(case.is_discard_ordered, RECENT),
+            discard: time_if(case.is_discard_requested, RECENT),
             abandoned: time_if(case.is_removal_abandoned, RECENT),
             failure: NULL,
         }

@@ -8,7 +8,7 @@ use secrecy::SecretSlice;
 use serde_json::Value;
 use svc::machine::id::{MachineId, OperationId};
 use svc::machine::name::ImageVersion;
-use svc::platform::db::{self, Db, file_keys, slots, upgrade_token};
+use svc::platform::db::{self, Db, files_keys, slots, upgrade_token};
 use svc::platform::keys::Seal;
 use svc::platform::platform_key_rotation::dependents::KeyDependents;
 use svc::platform::tokens::Generation;
@@ -82,29 +82,29 @@ async fn requested_prune_survives_running_and_killed_prunes() {
     let year = Duration::from_secs(365 * 24 * 3600);
     let claim_after = async |retry_delay, ttl| {
         let (retry_delay, ttl) = (Duration::from_secs(retry_delay), Duration::from_secs(ttl));
-        file_keys::claim_prune(&session, year, retry_delay, ttl).await.unwrap().is_some()
+        files_keys::claim_prune(&session, year, retry_delay, ttl).await.unwrap().is_some()
     };
     let claim = async |ttl| claim_after(3600, ttl).await;
     let record = async || {
-        file_keys::record_prune(&session, ("user_1", "primary"), None, Duration::ZERO).await.unwrap();
+        files_keys::record_prune(&session, ("user_1", "primary"), None, Duration::ZERO).await.unwrap();
     };
     assert!(claim(3600).await);
-    assert!(file_keys::request_prune(&session, "user_1", "primary").await.unwrap());
+    assert!(files_keys::request_prune(&session, "user_1", "primary").await.unwrap());
     assert!(!claim(3600).await, "the slot must still be claimed");
     record().await;
     // This claim expires immediately, as if its process had been killed long ago.
     assert!(claim(0).await, "the request must still be pending");
     assert!(!claim(3600).await, "the interrupted prune must not be repeated at once");
     assert!(claim_after(0, 0).await, "the interrupted prune must be repeated after the retry delay");
-    assert!(file_keys::request_prune(&session, "user_1", "primary").await.unwrap());
+    assert!(files_keys::request_prune(&session, "user_1", "primary").await.unwrap());
     assert!(claim(3600).await, "a request must not wait for the retry delay");
-    file_keys::release_prune_claim(&session, "user_1", "primary").await.unwrap();
+    files_keys::release_prune_claim(&session, "user_1", "primary").await.unwrap();
     assert!(claim(3600).await, "the released slot must be due");
     record().await;
     assert!(!claim(3600).await, "the slot must not be due after a completed prune");
-    assert!(file_keys::request_prune(&session, "user_1", "primary").await.unwrap());
+    assert!(files_keys::request_prune(&session, "user_1", "primary").await.unwrap());
     assert!(claim(3600).await);
-    file_keys::record_unfinished_prune(&session, "user_1", "primary").await.unwrap();
+    files_keys::record_unfinished_prune(&session, "user_1", "primary").await.unwrap();
     assert!(!claim(3600).await, "an unfinished prune must not be due at once");
     assert!(claim_after(0, 3600).await, "an unfinished prune must be due after the retry delay");
 }

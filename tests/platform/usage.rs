@@ -1,4 +1,4 @@
-//! Operators read a machine's usage from its host. A read requires the `billing` scope and writes an audit row.
+//! Operators read a machine's usage from its host. A read requires the `billing` scope and writes an audit entry.
 
 use http::StatusCode;
 use jiff::Timestamp;
@@ -8,10 +8,7 @@ use svc::http::tls::Identity;
 
 use super::fake_host::start_host;
 use super::stack::{ApiResponse, Process, Stack, heartbeat_of, registration};
-use crate::gateway::host::Machine;
-
-/// The gateway needs no database, because usage is read from files.
-const UNREACHABLE_DATABASE: &str = "postgres://postgres:x@127.0.0.1:1/svc";
+use crate::gateway::host::{Machine, UNREACHABLE_DATABASE};
 
 /// Adds an operator with the given scope. Returns its token.
 pub async fn add_operator(stack: &Stack, process: &Process, name: &str, scope: &str) -> String {
@@ -30,7 +27,7 @@ async fn read_usage(
     stack.send(request.bearer_auth(token)).await
 }
 
-/// Lists the audit rows for usage reads, newest first.
+/// Lists the audit entries for usage reads, newest first.
 async fn list_audit(stack: &Stack, process: &Process) -> Vec<Value> {
     let page = stack.get(process, "/audit?action=usage.read").await;
     page.body["entries"].as_array().unwrap().clone()

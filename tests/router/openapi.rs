@@ -113,7 +113,7 @@ impl ApiUnderTest for RouterSetup {
     }
 
     fn allows_unknown_query(&self, operation: &Operation) -> bool {
-        ["handOverSession", "takeSession"].contains(&operation.id)
+        ["issueSessionCode", "redeemSessionCode"].contains(&operation.id)
     }
 
     fn override_value(&self, _: &Operation, name: &str) -> Option<Value> {
@@ -126,7 +126,7 @@ impl ApiUnderTest for RouterSetup {
 }
 
 fn host(operation: &Operation) -> &'static str {
-    if operation.id == "takeSession" { CODE_HOST } else { APP_HOST }
+    if operation.id == "redeemSessionCode" { CODE_HOST } else { APP_HOST }
 }
 
 fn operations() -> impl Iterator<Item = &'static Operation> {
@@ -145,6 +145,7 @@ async fn every_documented_error_code_is_triggered() -> Result<()> {
     }
     trigger_state_errors(&setup).await;
     trigger_missing_machine(&setup).await?;
+    trigger_redeem_code_errors(&setup).await;
     trigger_sign_out_errors(&setup).await;
     trigger_missing_idp_keys().await?;
     trigger_database_outage().await?;
@@ -156,7 +157,7 @@ async fn every_documented_error_code_is_triggered() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn every_route_answers_valid_request_as_described() -> Result<()> {
+async fn every_route_responds_to_valid_request_as_described() -> Result<()> {
     let setup = RouterSetup::start().await?;
     for id in ["listOwnSlots", "chooseSlot", "mintAppToken", "signOut"] {
         let response = setup.send(valid_call(&setup, operation(id))).await;
@@ -165,12 +166,12 @@ async fn every_route_answers_valid_request_as_described() -> Result<()> {
     let setup = RouterSetup::start().await?;
     let chosen = setup.send(valid_call(&setup, operation("chooseAccount"))).await;
     assert_eq!(chosen.status, 303, "{chosen:?}");
-    let hand_over = format!("{}?state=s", operation("handOverSession").path);
-    let issued = setup.send(setup.authorized_request(operation("handOverSession"), &hand_over)).await;
+    let issue_path = format!("{}?state=s", operation("issueSessionCode").path);
+    let issued = setup.send(setup.authorized_request(operation("issueSessionCode"), &issue_path)).await;
     assert_eq!(issued.status, 302, "{issued:?}");
     let redeem_path =
         issued.headers["location"].to_str()?.strip_prefix(&format!("http://{CODE_HOST}")).unwrap().to_owned();
-    let redeemed = setup.send(setup.authorized_request(operation("takeSession"), &redeem_path)).await;
+    let redeemed = setup.send(setup.authorized_request(operation("redeemSessionCode"), &redeem_path)).await;
     assert_eq!(redeemed.status, 302, "{redeemed:?}");
     Ok(())
 }
@@ -179,7 +180,7 @@ async fn every_route_answers_valid_request_as_described() -> Result<()> {
 async fn account_choice_page_matches_its_description() -> Result<()> {
     let setup = RouterSetup::start().await?;
     let both_cookies = format!("{}; __session={}", setup.session, setup.router.token("user_2"));
-    for id in ["listOwnSlots", "handOverSession"] {
+    for id in ["listOwnSlots", "issueSessionCode"] {
         let request = setup.router.get(APP_HOST, operation(id).path).header("accept", "text/html");
         let page = setup.send(request.header("cookie", &both_cookies)).await;
         assert_eq!(page.status, 409, "{id}: {page:?}");
@@ -197,9 +198,6 @@ async fn trigger_state_errors(setup: &RouterSetup) {
         setup.router.post(APP_HOST, choose.path).bearer_auth(token).json(&json!({ "slot": "primary" }));
     setup.send(by_token).await.assert_problem(400, "invalid_request");
     assert!(choose.credentials.iter().all(|credential| credential.name == "session"));
-    let path = format!("{}?code=unknown", operation("takeSession").path);
-    let redeem = setup.authorized_request(operation("takeSession"), &path);
-    setup.send(redeem).await.assert_problem(401, "unauthorized");
     for path in ["/_svc", "/_svc/", "/_svc/internal/backup", "/_svc/slots/x", "/_svc/%ff"] {
         setup.send(setup.router.get(APP_HOST, path)).await.assert_problem(404, "not_found");
     }
@@ -216,13 +214,19 @@ async fn trigger_missing_machine(setup: &RouterSetup) -> Result<()> {
     Ok(())
 }
 
+async fn trigger_redeem_code_errors(setup: &RouterSetup) {
+    let path = operation("redeemSessionCode").path;
+    let redeem = setup.authorized_request(operation("redeemSessionCode"), &format!("{path}?code=unknown"));
+    setup.send(redeem).await.assert_problem(401, "unauthorized");
+    let large = setup.router.get(CODE_HOST, path).body("x".repeat(65 * 1024));
+    setup.send(large).await.assert_problem(413, "request_too_large");
+}
+
 async fn trigger_sign_out_errors(setup: &RouterSetup) {
     let path = operation("signOut").path;
     let foreign = setup.router.post(APP_HOST, path).header("origin", "https://evil.test");
     setup.send(foreign).await.assert_problem(403, "forbidden");
     let large = setup.router.post(APP_HOST, path).body("x".repeat(65 * 1024));
-    setup.send(large).await.assert_problem(413, "request_too_large");
-    let large = setup.router.get(CODE_HOST, operation("takeSession").path).body("x".repeat(65 * 1024));
     setup.send(large).await.assert_problem(413, "request_too_large");
     setup.send(setup.router.post(APP_HOST, path).bearer_auth("x")).await.assert_problem(401, "unauthorized");
     assert_eq!(setup.send(setup.authorized_request(operation("signOut"), path)).await.status, 204);
@@ -273,7 +277,7 @@ async fn trigger_database_outage() -> Result<()> {
     for operation in operations() {
         let host = host(operation);
         let query = match operation.id {
-            "takeSession" => "?code=c",
+            "redeemSessionCode" => "?code=c",
             _ => "",
         };
         let path = format!("{}{query}", operation.path);

@@ -199,7 +199,7 @@ async fn send(responder: impl Respond, request: Request<Body>) -> ApiResponse {
     ApiResponse { status: parts.status.as_u16(), body: serde_json::from_slice(&bytes).unwrap_or_default() }
 }
 
-/// Builds a request from an operator or a host. `id` links the request to its audit row.
+/// Builds a request from an operator or a host. `id` links the request to its audit entry.
 pub fn build_request(
     method: &str,
     path: &str,

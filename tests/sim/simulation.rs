@@ -42,7 +42,7 @@ pub struct Simulation<'a> {
     pub counts: Counts,
 }
 
-/// Coverage counters: the checks are meaningful only if the runs reach these states.
+/// Coverage counters: the checks are meaningful only if these counts are high enough.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Counts {
     pub requests: u32,

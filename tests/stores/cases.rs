@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 use bytes::Bytes;
 use futures_util::{StreamExt, TryStreamExt, stream};
 use jiff::{SignedDuration, Timestamp};
-use kit::s3::{Fault, Rule};
+use kit::s3::{Fault, FaultRule};
 use object_store::path::Path;
 use object_store::{GetOptions, GetRange, ObjectStoreExt};
 use svc::machine::epoch::Epoch;
@@ -101,7 +101,7 @@ pub async fn pointer_moves_once_when_responses_are_lost(fixture: &StoreFixture) 
     pointer_io::fence(&fixture.bucket, &slot, &Fence::unsigned(Epoch(1), machine(1))).await?;
     let sidecar = store_backup(fixture, &slot, 1, 1).await?;
     let lost =
-        fixture.server.add_fault(Rule::new(Fault::LostReply).method("PUT").key("pointer-log/").times(1));
+        fixture.server.add_fault(FaultRule::new(Fault::LostReply).method("PUT").key("pointer-log/").times(1));
     advance(fixture, &slot, &sidecar).await?;
     ensure!(lost.hits() == 1, "the fault did not occur");
     let pointer = pointer_io::read(&fixture.bucket, &slot).await?.context("the slot has no pointer")?.value;
@@ -206,9 +206,9 @@ pub async fn wrong_secret_is_refused(fixture: &StoreFixture) -> Result<Support> 
 pub async fn interrupted_download_resumes_with_the_same_version(fixture: &StoreFixture) -> Result<Support> {
     let (key, content) = (Path::from("user_1/resumed.dump"), generate_content(2 * MIB));
     fixture.bucket.put(&key, content.clone()).await?;
-    let truncated = fixture
-        .server
-        .add_fault(Rule::new(Fault::TruncateBody(MIB as u64)).method("GET").key("resumed.dump").times(1));
+    let truncated = fixture.server.add_fault(
+        FaultRule::new(Fault::TruncateBody(MIB as u64)).method("GET").key("resumed.dump").times(1),
+    );
     let first = fixture.bucket.raw().get(&key).await?;
     let version = first.meta.e_tag.clone();
     let mut read = Vec::new();
@@ -234,7 +234,7 @@ pub async fn outage_is_not_reported_as_not_found(fixture: &StoreFixture) -> Resu
     let key = Path::from("user_1/there");
     ensure!(fixture.bucket.head(&key).await?.is_none(), "an object exists that was never stored");
     fixture.bucket.put(&key, &b"x"[..]).await?;
-    fixture.server.add_fault(Rule::new(Fault::Status(503)).key("user_1/there").always());
+    fixture.server.add_fault(FaultRule::new(Fault::Status(503)).key("user_1/there").always());
     let failed = fixture.bucket.get(&key, 10).await;
     ensure!(matches!(failed, Err(StoreError::Unavailable { .. })), "{failed:?}");
     fixture.server.heal();

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use kit::s3::{Fault, Rule};
+use kit::s3::{Fault, FaultRule};
 use kit::scenario::{BUCKET, HostBackend, RouterTransport, Stack};
 use kit::stores::StoreKind;
 use svc::config::Env;
@@ -73,7 +73,7 @@ async fn failed_session_probe_is_inconclusive() -> Result<()> {
     let config = StoreConfig::read(&mut env);
     let credentials = HostCredentials::read(&mut env, config.as_ref());
     let (config, credentials) = env.finish(config.zip(credentials))?;
-    let fault = Rule::new(Fault::StatusAfterCommit(503)).method("PUT");
+    let fault = FaultRule::new(Fault::StatusAfterCommit(503)).method("PUT");
     let failed = store.add_fault(fault.key("svc-doctor/").key_suffix(".dump").always());
     let races = RaceLimits { rounds: 1, timeout: Duration::from_secs(10) };
     let probes = doctor::probe_store(&config, &credentials, races).await;

@@ -1,5 +1,6 @@
 //! Runs cargo in the workspace root.
 
+use std::ffi::OsStr;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
@@ -42,11 +43,12 @@ pub fn run(args: &[&str]) -> Result<()> {
     run_checked(command(args))
 }
 
-/// Runs a cargo command. Returns an error unless it succeeds.
+/// Runs a command of cargo or of one of its tools. Returns an error unless it succeeds.
 pub fn run_checked(mut command: Command) -> Result<()> {
     let status = command.status().with_context(|| format!("cannot start {command:?}"))?;
-    let args = command.get_args().map(|arg| arg.to_string_lossy().into_owned()).collect::<Vec<_>>();
-    ensure!(status.success(), "`cargo {}` failed: {status}", args.join(" "));
+    let program = Path::new(command.get_program()).file_name().unwrap_or_default();
+    let words = std::iter::once(program).chain(command.get_args()).map(OsStr::to_string_lossy);
+    ensure!(status.success(), "`{}` failed: {status}", words.collect::<Vec<_>>().join(" "));
     Ok(())
 }
 
@@ -74,7 +76,7 @@ mod tests {
 
     /// A dependency with different features is compiled again, as are all crates that depend on it.
     #[test]
-    fn xtask_workspace_and_tests_share_compiled_dependencies() {
+    fn default_members_workspace_and_tests_share_compiled_crates() {
         let default_members = list_dependencies(&[], "normal,build");
         let workspace = list_dependencies(&["--workspace"], "normal,build");
         let tests = list_dependencies(&["--workspace"], "normal,build,dev");

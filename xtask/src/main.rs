@@ -98,7 +98,7 @@ enum Command {
         /// Include the long tests
         #[arg(long)]
         long: bool,
-        /// Run only the tests whose names contain one of these texts
+        /// Run only the tests whose names contain one of these strings
         #[arg(value_name = "FILTER")]
         filters: Vec<String>,
     },

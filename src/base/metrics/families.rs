@@ -125,7 +125,7 @@ families! {
     RECONCILER_SUCCESS: Gauges<1> = "svc_reconciler_last_success_timestamp_seconds", ["part"], on Platform,
         "Unix time when a part of the reconciler last succeeded in this process.";
     UPSTREAM_FAILURES: Counters<1> = "svc_router_upstream_failures_total", ["reason"], on Platform,
-        "Requests that failed at a running machine, by reason.";
+        "Requests to a running machine that got no valid response, by reason.";
     SESSIONS_OPENED: Counters<1> = "svc_router_sessions_opened_total", ["host"], on Platform,
         "Browser sessions opened, by public host.";
     POOL_CONNECTIONS: Gauges<1> = "svc_database_pool_connections", ["state"], on Everywhere,
@@ -136,7 +136,7 @@ families! {
     BRIDGE_ACTIONS: Counters<2> = "svc_bridge_actions_total", ["action", "outcome"], on Host,
         "Bridge requests, by action and outcome: ok, or the problem's code.";
     BRIDGE_SQLSTATES: Counters<1> = "svc_bridge_sqlstates_total", ["class"], on Host,
-        "Statements that the database refused, by SQLSTATE class.";
+        "Statements that the database rejected, by SQLSTATE class.";
     BRIDGE_WAITS: Counters<1> = "svc_bridge_pool_waits_total", ["outcome"], on Host,
         "Bridge requests that found all connections of their app in use, by outcome: served later, or \
          given_up (timed out, or cancelled by the client).";

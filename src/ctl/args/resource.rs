@@ -74,7 +74,7 @@ impl SubscriptionStatus {
 
 #[derive(Debug, Subcommand)]
 pub enum AlarmCommand {
-    /// Release the actions that an alarm blocks
+    /// Release an alarm, which allows the work that it blocks
     #[command(
         after_help = "servers_missing: for one hour, machines whose servers are missing at the provider are marked as failed. \
 unknown_servers: each server that currently belongs to no machine is deleted, with its disk, once the platform's \
@@ -276,7 +276,7 @@ Example: svcctl files restore ada projects/app --time 2026-11-27T18:00:00Z"
     },
     /// Verify part of a machine's file backup now, instead of with the next daily run
     #[command(
-        after_help = "The host rereads the share that was verified longest ago, and all shares with damaged packs. The `files` \
+        after_help = "The host rereads the part that was verified longest ago, and all parts with damaged packs. The `files` \
 row of `svcctl status` shows the result.\n\nExample: svcctl files verify ada"
     )]
     Verify {

@@ -1,4 +1,4 @@
-//! `svcctl alarm`: releases the actions that a fleet alarm blocks.
+//! `svcctl alarm`: releases a fleet alarm, which allows the work that it blocks.
 
 use http::Method;
 use serde_json::json;
@@ -34,9 +34,9 @@ pub async fn run(api: &ApiClient, command: AlarmCommand, out: &Output) -> Result
         "unknown_servers" => {
             "Each server that currently belongs to no machine is deleted, with its disk, once the platform's \
              ORPHAN_GRACE_SECONDS have passed since it was first seen. Data that exists only there is lost. Kept \
-             servers whose retention has ended are deleted, too."
+             servers whose grace period has ended are deleted, too."
         }
-        _ => "The actions that this alarm blocks are carried out.",
+        _ => "The work that this alarm blocks is allowed.",
     };
     if !INFORMATIONAL_ALARMS.contains(&alarm.as_str()) && confirm::is_required(effect, yes)? {
         let fleet: Fleet = api.get(&["vps", "fleet"], &[]).await?.parse()?;

@@ -69,7 +69,7 @@ pub async fn run(api: &ApiClient, command: FilesCommand, out: &Output) -> Result
             let response = api.send(Method::POST, &["vps", &id, "files", "verify"], Some(&json!({}))).await?;
             out.print_response(&response, |_| {
                 Ok(format!(
-                    "the host is verifying the next share of its file backup; the `files` row of \
+                    "the host is verifying the next part of its file backup; the `files` row of \
                      `svcctl status {id}` shows the result\n"
                 ))
             })

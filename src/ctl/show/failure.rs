@@ -60,17 +60,13 @@ pub fn next_step(failure: &Failure, machine: &MachineDetail) -> String {
         "internal" => {
             format!("look for the operation's id in the platform's log to find the cause; then run {recover}")
         }
-        "resize" => {
-            format!("wait: it runs again after its next healthy heartbeat; if there is none, run {recover}")
-        }
         "reinstating" if is_slot_held_by_another(machine) => format!(
             "the store says that another machine holds the slot, but the platform's database has no record of it (alarm \
              database_behind_store): run {recover} with --accept-loss to create a new machine from the newest snapshot"
         ),
-        "reinstating" => format!(
-            "wait: its server is being powered on, and it runs after its next healthy heartbeat; if there is none, run \
-             {recover}"
-        ),
+        "resize" | "reinstating" => {
+            format!("wait: it runs again after its next healthy heartbeat; if there is none, run {recover}")
+        }
         "server_gone" => format!(
             "run {recover} to replace it and restore the latest snapshot; if the provider shows its server again, run \
              `svcctl power on {0}` instead, or `svcctl resume {0}` if its host is healthy",

@@ -245,7 +245,7 @@ fn failed_machine_advice_depends_on_the_cause() {
         output.lines().find(|line| line.starts_with("next")).unwrap_or_default().to_owned()
     };
     assert!(advice("operator").contains(&format!("`svcctl resume {MACHINE}`")));
-    assert!(advice("reinstating").contains("being powered on"));
+    assert!(advice("reinstating").contains("wait: it runs again"));
     assert!(!advice("boot_reported").contains("svcctl resume"));
 }
 

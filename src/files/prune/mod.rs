@@ -42,7 +42,7 @@ use plan::{PrunePlan, UsedBlobs};
 
 /// The fail points of a run.
 pub const FAILPOINTS: &[&str] =
-    &["files.prune.snapshot", "files.prune.repacked", "files.prune.indexed", "files.prune.replaced"];
+    &["files.prune.planned", "files.prune.rewritten", "files.prune.indexed", "files.prune.replaced"];
 
 /// Maximum duration of a save. The packs of a longer one, or of one that was abandoned, may be deleted before its
 /// snapshot is written.
@@ -125,7 +125,7 @@ pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pr
     if options.is_dry_run {
         return Ok(report);
     }
-    failpoint::trigger("files.prune.snapshot")?;
+    failpoint::trigger("files.prune.planned")?;
     repository
         .delete_all(expired.iter().map(|id| repository.path(ObjectKind::Snapshot, *id)).collect())
         .await?;
@@ -136,7 +136,7 @@ pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pr
         // would probably make no progress either.
         report.deferred_packs = 0;
     }
-    failpoint::trigger("files.prune.repacked")?;
+    failpoint::trigger("files.prune.rewritten")?;
     replace_index(repository, index, &plan, new_packs, options.now).await?;
     failpoint::trigger("files.prune.replaced")?;
     repository.delete_all(plan.deleted.iter().map(|id| repository.pack_path(*id)).collect()).await?;

@@ -39,7 +39,7 @@ use walk::{Walk, WalkStart};
 
 /// The fail points of a restore.
 pub const FAILPOINTS: &[&str] =
-    &["files.restore.planned", "files.restore.written", "files.restore.completed"];
+    &["files.restore.created", "files.restore.written", "files.restore.completed"];
 
 /// Where to restore, and who owns the restored entries.
 #[derive(Debug, Clone)]
@@ -237,7 +237,7 @@ impl Restore<'_> {
     async fn create_and_write(&mut self, batch: Batch) -> Result<Batch, FilesError> {
         let target = self.target.to_owned();
         let batch = run_blocking(move || batch.create_entries(&target).map(|()| batch)).await?;
-        failpoint::trigger("files.restore.planned")?;
+        failpoint::trigger("files.restore.created")?;
         let (skip, progress) = (self.should_skip_damaged, self.progress);
         let written =
             content::write_contents(self.repository, self.locations, batch, self.target, skip, progress);

@@ -10,6 +10,7 @@ use rustix::fs::{Dir, FileType, OFlags, Statx};
 use rustix::io::Errno;
 
 use super::entry_stat::{open_in, stat_in, stat_open};
+use super::file::BLOCK_BYTES;
 
 /// Maximum number of entries that are counted, which bounds the duration.
 const MAX_ENTRIES: u64 = 1_000_000;
@@ -99,7 +100,7 @@ impl SizeCounter {
         match FileType::from_raw_mode(stat.stx_mode.into()) {
             FileType::Directory => {}
             FileType::RegularFile => {
-                self.bytes += stat.stx_size.min(stat.stx_blocks.saturating_mul(512));
+                self.bytes += stat.stx_size.min(stat.stx_blocks.saturating_mul(BLOCK_BYTES));
                 return Ok(true);
             }
             _ => return Ok(true),

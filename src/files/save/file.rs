@@ -31,7 +31,7 @@ pub(super) const UNSTABLE_INODE: u64 = 0;
 /// The note about a file that changed during every read.
 pub(super) const UNSTABLE_NOTE: &str = "changed while it was read";
 /// The unit of `stx_blocks`.
-const BLOCK_BYTES: u64 = 512;
+pub(super) const BLOCK_BYTES: u64 = 512;
 
 /// The content of a file with several names.
 pub(super) struct HardLinkedContent {

@@ -12,6 +12,7 @@ use rustix::io::Errno;
 use super::changes::{ChangeSet, Scope};
 use super::entry_stat::{has_cache_tag, open_in, stat_in, stat_open, to_timestamp};
 use super::exclusions::Exclusions;
+use super::file::BLOCK_BYTES;
 
 /// Maximum number of entries that an estimate examines.
 const MAX_ENTRIES: u32 = 100_000;
@@ -88,8 +89,8 @@ impl Estimate<'_> {
         }
         match file_type {
             FileType::RegularFile if to_timestamp(stat.stx_ctime) >= self.since => {
-                self.bytes =
-                    self.bytes.saturating_add(stat.stx_size.min(stat.stx_blocks.saturating_mul(512)));
+                let allocated = stat.stx_blocks.saturating_mul(BLOCK_BYTES);
+                self.bytes = self.bytes.saturating_add(stat.stx_size.min(allocated));
             }
             FileType::Directory => {
                 if let Some(below) = scope.below(name) {

@@ -175,6 +175,7 @@ impl Walker<'_> {
         let earlier_nodes = self.load_earlier(earlier)?;
         let is_cached = earlier_nodes.is_some();
         let outer_bytes = std::mem::take(&mut self.node_bytes);
+        let parent_has_read_database = std::mem::take(&mut self.has_read_database);
         let nodes = match earlier_nodes {
             Some(earlier) if can_save_marked(&earlier, scope) => {
                 self.save_marked(directory, earlier, scope).map_err(EntryError::from)
@@ -183,6 +184,7 @@ impl Walker<'_> {
             None => self.save_all(directory, BTreeMap::new(), Scope::All),
         };
         let node_bytes = std::mem::replace(&mut self.node_bytes, outer_bytes);
+        self.has_read_database = parent_has_read_database;
         let mut nodes = nodes?;
         // The listing checks only an estimate. Link targets, attributes and lists of chunks may be long.
         let too_large = || {
@@ -231,7 +233,8 @@ impl Walker<'_> {
         for database in &databases {
             nodes.extend(self.save_database(directory, database, &mut earlier, scope)?);
         }
-        let parent_has_read_database = std::mem::take(&mut self.has_read_database);
+        // These databases have been saved with their logs and journals.
+        self.has_read_database = false;
         for name in names {
             let earlier = earlier.remove(&name);
             let node = if is_git_repository && name == git::OBJECTS {
@@ -241,7 +244,7 @@ impl Walker<'_> {
             };
             nodes.extend(node);
         }
-        if std::mem::replace(&mut self.has_read_database, parent_has_read_database) {
+        if self.has_read_database {
             self.save_newly_opened_databases(directory, &databases, &mut nodes, scope)?;
         }
         Ok(nodes)

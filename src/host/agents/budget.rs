@@ -186,7 +186,7 @@ impl Kernel {
         let before = spent();
         let recorded = store.record(settings.calendar.day(interaction.timestamp), interaction);
         if let Err(error) = recorded {
-            tracing::warn!(id = interaction.id, %error, "interaction record dropped: queue full");
+            tracing::warn!(id = interaction.id, %error, "interaction record dropped");
         }
         let after = spent();
         let crosses_threshold = |period: &Period| {

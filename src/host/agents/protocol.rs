@@ -26,6 +26,9 @@ const MAX_FRAME_BYTES: u32 = 16 << 20;
 pub const INTERRUPT_GRACE: Duration = Duration::from_secs(2);
 /// Time between an agent's SIGTERM and SIGKILL.
 pub const TERMINATE_GRACE: Duration = Duration::from_secs(5);
+/// Time that the runner has to end a cancelled run, including the agent's grace periods.
+pub const END_TIMEOUT: Duration =
+    Duration::from_secs(15).saturating_add(INTERRUPT_GRACE).saturating_add(TERMINATE_GRACE);
 
 /// The request to run an agent.
 #[derive(Clone, Serialize, Deserialize)]
@@ -57,7 +60,7 @@ impl RunRequest {
 #[serde(rename_all = "camelCase")]
 pub struct RunResult {
     pub exit: Exit,
-    /// The end of the agent's standard error, without secrets.
+    /// The end of the agent's standard error, with the secrets in its environment redacted.
     #[serde(rename = "said")]
     pub stderr_tail: String,
     /// The usage that was found in the program's session files, if any.

@@ -2,7 +2,8 @@
 //!
 //! The service sends the token of the last reply whose changes it has saved. The watcher replies with all changes since
 //! then. If it cannot list them, it replies that anything may have changed: on the first request, after a restart of
-//! the watcher, after it has lost events, at the watch limit, or if there are too many changes.
+//! the watcher, after it has lost events, at the watch limit, if the token is too old, or if there are too many
+//! changes.
 
 use std::time::Duration;
 

@@ -38,7 +38,8 @@ fn has_conflicting_platform_urls(layout: &Layout) -> bool {
     services.zip(root).is_some_and(|(services, root)| services != root)
 }
 
-/// Reads all settings. Returns the identity, or every error.
+/// Reads the identity. Also reads the platform, proof key, store and database settings, so that their errors are
+/// reported too. Returns the identity, or every error.
 fn read_identity(mut env: Env, layout: &Layout) -> Result<Identity, Vec<String>> {
     let identity = Identity::read(&mut env);
     let platform = PlatformAccess::read(&mut env, layout);

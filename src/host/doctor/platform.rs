@@ -3,13 +3,14 @@
 
 use std::time::Duration;
 
-use http::{HeaderMap, header};
+use http::HeaderMap;
 use jiff::{SignedDuration, Timestamp};
 
 use super::services_env;
 use crate::system::config::PlatformAccess;
 use crate::system::heartbeat_failure::HeartbeatFailure;
 use crate::system::layout::Layout;
+use crate::system::platform_response::response_date;
 use svc_base::diagnosis::Findings;
 use svc_base::error_chain::format_chain;
 use svc_http::client::{self, Timeouts};
@@ -106,9 +107,4 @@ pub async fn check_clock(layout: &Layout) -> Findings {
         }
         None => findings.skipped("the platform's response has no Date header"),
     }
-}
-
-fn response_date(headers: &HeaderMap) -> Option<Timestamp> {
-    let text = headers.get(header::DATE)?.to_str().ok()?;
-    Some(jiff::fmt::rfc2822::parse(text).ok()?.timestamp())
 }

@@ -300,8 +300,8 @@ impl FileChecks {
         }
     }
 
-    /// Describes the most serious known problem: why the latest snapshot cannot be restored completely, the damaged
-    /// packs, or the result of a drill. `None` if no problem is known.
+    /// Describes the most serious known problem: why the latest snapshot cannot be restored completely or with
+    /// `restic`, the damaged packs, or the result of a drill. `None` if no problem is known.
     pub fn find_problem(&self) -> Option<String> {
         if let Some(reason) = &self.unreadable {
             return Some(reason.clone());

@@ -80,7 +80,7 @@ async fn read_latest(settings: &FilesSettings) -> Result<Option<FilesSnapshotRef
 }
 
 /// Returns an error if this machine has not restored its predecessor's files. This happens if the machine was set up by
-/// an earlier release, which did not restore files.
+/// an earlier release that did not restore files.
 fn ensure_latest_was_restored(
     settings: &FilesSettings,
     latest: Option<&FilesSnapshotRef>,

@@ -209,7 +209,7 @@ fn record_skipped(layout: &Layout) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Returns whether this run has nothing to do. Fails with `should_retry` if an operator has abandoned the restore.
+/// Returns whether this run has nothing to do. With `should_retry`, fails if an operator has abandoned the restore.
 fn is_done(layout: &Layout, should_retry: bool) -> Result<bool, Failure> {
     match RestoreOutcome::read(layout).or_exit(Exit::Internal)? {
         Some(RestoreOutcome { error: Some(error), .. }) if !should_retry => {

@@ -53,7 +53,7 @@ enum CheckError {
     #[error("no files have been saved yet")]
     NothingSaved,
     /// At least one snapshot other than the latest cannot be restored. The intact ones are not affected.
-    #[error("an earlier snapshot is lost")]
+    #[error("a snapshot other than the latest cannot be restored")]
     UnusableSnapshot(#[source] FilesError),
 }
 

@@ -20,16 +20,18 @@ pub async fn identify(
     require_installed_app(apps, authentication)
 }
 
-/// Rejects the token of a removed app: the token stays valid for up to an hour, but must no longer grant access.
+/// Rejects the requests of a removed app: its token stays valid for up to an hour, but must no longer grant access.
 fn require_installed_app(
     apps: &Registry,
     authentication: Authentication,
 ) -> Result<Authentication, AuthFailure> {
     let Principal::App { slug } = &authentication.principal else { return Ok(authentication) };
     let snapshot = apps.snapshot();
-    match () {
-        () if snapshot.is_installed(slug) => Ok(authentication),
-        () if snapshot.is_scanned => Err(AuthFailure::AppNotInstalled),
-        () => Err(AuthFailure::AppsNotLoaded),
+    if snapshot.is_installed(slug) {
+        Ok(authentication)
+    } else if snapshot.is_scanned {
+        Err(AuthFailure::AppNotInstalled)
+    } else {
+        Err(AuthFailure::AppsNotLoaded)
     }
 }

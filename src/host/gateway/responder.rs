@@ -1,7 +1,7 @@
 //! Responds to the requests of one listener: finds the route, checks the request, and runs the route's handler.
 //!
-//! This is not an axum router, because each of its layers clones all inner services for every request: with the checks
-//! as layers, most of the allocations of a bridge request were such clones.
+//! An axum router is not used, because each of its layers clones all inner services for every request: when the checks
+//! were layers, most of the allocations for a bridge request were such clones.
 
 use std::sync::Arc;
 
@@ -62,9 +62,9 @@ impl Responder {
 }
 
 impl ResponderState {
-    /// Resolves the caller first, which uses up an internal proof, but refuses a request in this order: for its method,
-    /// its size, its credential. A request whose proof is for the code host is proxied to code-server, regardless of
-    /// its path and method, except on a public route.
+    /// Resolves the caller first, which consumes an internal proof. Still, the method is checked before the size, and
+    /// the size before the credential. A request whose proof is for the code host is proxied to code-server, regardless
+    /// of its path and method, except on a public route.
     async fn respond_to_target(&self, target: Target<'_>, request: Request) -> Response {
         match target {
             Target::Route { route, path_parameter } if route.is_public() => {

@@ -1,5 +1,5 @@
-//! The table of the gateway's routes. [`Responder`](super::responder::Responder) and the OpenAPI document are built from
-//! it. Invariant: which callers a route accepts, and its maximum body size, are taken from its description.
+//! The table of the gateway's routes. [`Responder`](super::responder::Responder) and the OpenAPI document are built
+//! from it. Invariant: which callers a route accepts, and its maximum body size, are taken from its description.
 
 use std::collections::BTreeMap;
 use std::pin::Pin;
@@ -48,8 +48,8 @@ macro_rules! route {
     };
 }
 
-/// All gateway routes except `/metrics`, in the order of the OpenAPI document. A path that matches none of them, and is
-/// not under `/api` or `/_svc/internal`, is proxied to the shell.
+/// All gateway routes except `/metrics`, in the order of the OpenAPI document. Except on the agents' socket, a request
+/// whose path has no route and is not under `/api` or `/_svc/internal` is proxied to the shell.
 static ROUTES: [Route; 48] = [
     route!(bridge::QUERY, bridge::query),
     route!(bridge::SCHEMAS, bridge::list_schemas),
@@ -152,7 +152,7 @@ impl RouteTable {
         Self { ingress, paths }
     }
 
-    /// Returns the template of the path, if it has one, and what the path and method select.
+    /// Returns the template that the path matches, if any, and what the path and method select.
     pub fn find(&self, method: &Method, path: &str) -> (Option<&'static str>, Target<'_>) {
         let Ok(matched) = self.paths.at(path) else {
             let is_for_agents = self.ingress == Ingress::Agents;
@@ -178,7 +178,7 @@ impl PathRoutes {
         self.routes.iter().find(|route| route.endpoint.operation.method == *method).copied()
     }
 
-    /// Whether none of the routes needs authentication.
+    /// Whether the path has routes, and none of them needs authentication.
     pub fn is_public(&self) -> bool {
         !self.routes.is_empty() && self.routes.iter().all(|route| route.is_public())
     }
@@ -195,7 +195,7 @@ fn list_methods(routes: &[&Route]) -> HeaderValue {
     HeaderValue::try_from(methods.join(",")).expect("the names of methods are valid in a header")
 }
 
-/// The descriptions of all routes, in the order of the OpenAPI document.
+/// The descriptions of all routes except `/metrics`, in the order of the OpenAPI document.
 pub fn endpoints() -> impl Iterator<Item = &'static Endpoint> {
     ROUTES.iter().map(|route| route.endpoint)
 }
@@ -218,7 +218,7 @@ const API: Api = Api {
     ],
 };
 
-/// Builds the OpenAPI document for all routes.
+/// Builds the OpenAPI document, which has all routes except `/metrics`.
 pub fn openapi_document() -> Value {
     openapi::generate_document(&API, endpoints().map(|endpoint| &endpoint.operation))
 }

@@ -117,8 +117,8 @@ impl UsageLine<'_> {
 /// A group in a report.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReportEntry {
-    /// The day, or the first day of the week or month; for a model or user, the day of its first dispatch in
-    /// the report.
+    /// The day, or the first day of the week or month; for a model or user, the day of its first dispatch in the
+    /// report.
     pub date: Date,
     pub model: Option<String>,
     pub user_id: Option<String>,

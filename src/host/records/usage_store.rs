@@ -197,7 +197,7 @@ impl UsageStore {
         for line in ledger.unwritten_lines() {
             has_room = self.records.append(LogFile::Usage, &line).is_ok();
             if !has_room {
-                tracing::warn!("a line of usage.jsonl is delayed: queue full");
+                tracing::warn!("lines of usage.jsonl are delayed: the queue is full");
                 break;
             }
             written += 1;

@@ -65,8 +65,8 @@ impl IdentityError {
     }
 }
 
-/// Checks that the database of `client` is the one named by the marker. Returns `None` if there is no marker, or it
-/// names no database.
+/// Checks that the database of `client` is the one named by the marker. Returns `None` if there is no marker, or if the
+/// marker names no database.
 pub async fn check(layout: &Layout, client: &Client) -> Result<Option<DatabaseIdentity>, IdentityError> {
     let Some(expected) = RestoreMarker::read(layout)?.and_then(|marker| marker.database_identity) else {
         return Ok(None);

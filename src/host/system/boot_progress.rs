@@ -61,7 +61,7 @@ async fn send_reports(client: ProgressClient, mut progress: watch::Receiver<Opti
             Ok(Ok(StatusCode::UNAUTHORIZED)) => return,
             Ok(Ok(status)) if status.is_success() => {}
             Ok(Ok(status)) => {
-                tracing::debug!(%status, "the platform rejected the boot progress");
+                tracing::debug!(%status, "the platform did not accept the boot progress");
             }
             Ok(Err(error)) => {
                 tracing::debug!(error = %format_chain(&error), "could not send the boot progress");

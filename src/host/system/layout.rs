@@ -206,7 +206,7 @@ impl Layout {
         self.state(&format!("last-{kind}.json"))
     }
 
-    /// When each snapshot was last verified, and the damage or the failure found then.
+    /// When each snapshot was last read completely, the damage found then, and the failure of a later read.
     pub fn verification_history(&self) -> PathBuf {
         self.state("verified.json")
     }
@@ -273,7 +273,7 @@ impl Layout {
         self.state("heartbeat-failure.json")
     }
 
-    /// Exists once the platform has reported that another machine replaced this one.
+    /// Exists once the platform has reported that this machine has been replaced or deleted.
     pub fn superseded(&self) -> PathBuf {
         self.state("superseded.json")
     }
@@ -311,10 +311,6 @@ impl Layout {
     /// The key of the file backup, readable only by the gateway's user.
     pub fn files_key(&self) -> PathBuf {
         self.files_state().join("key")
-    }
-
-    pub fn sync_state(&self) -> PathBuf {
-        self.state("sync")
     }
 
     /// Agents' running tool calls, as the watcher last recorded them.

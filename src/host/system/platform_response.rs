@@ -1,5 +1,7 @@
-//! Reads the platform's response bodies, which are small.
+//! Reads the platform's responses: their bodies, which are small, and their times.
 
+use http::{HeaderMap, header};
+use jiff::Timestamp;
 use serde::Deserialize;
 
 use svc_http::body::{ResponseBodyError, read_response};
@@ -15,6 +17,12 @@ pub async fn read_body(mut response: reqwest::Response) -> Result<Vec<u8>, Respo
     let mut body = Vec::new();
     read_response(&mut response, MAX_RESPONSE_BYTES, &mut body).await?;
     Ok(body)
+}
+
+/// Returns the time of a response according to the sender's clock.
+pub fn response_date(headers: &HeaderMap) -> Option<Timestamp> {
+    let text = headers.get(header::DATE)?.to_str().ok()?;
+    Some(jiff::fmt::rfc2822::parse(text).ok()?.timestamp())
 }
 
 /// The members of a problem (RFC 9457) that hosts use; empty if absent from the body.

@@ -4,7 +4,7 @@
 //! process runs one renewal at a time. Expiry is computed from the response's own `Date`, so a wrong clock does not
 //! affect it.
 //!
-//! The platform also issues an outage session, which lives longer and can only store snapshots. A backup uses it
+//! The platform also issues an outage session, which lives longer and can write only snapshots. A backup uses it
 //! while the platform is unreachable, but not when the platform refuses a renewal, and never again once the platform
 //! has withdrawn the credentials.
 
@@ -16,14 +16,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use http::{StatusCode, header};
+use http::StatusCode;
 use jiff::{SignedDuration, Timestamp};
 use object_store::aws::AwsCredential;
 use secrecy::ExposeSecret;
 use tokio::sync::Mutex;
 
 use crate::system::config::PlatformAccess;
-use crate::system::platform_response::{ProblemBody, read_body};
+use crate::system::platform_response::{ProblemBody, read_body, response_date};
 use svc_base::clock;
 use svc_http::client::{self, Timeouts};
 use svc_http::problem::format_chain;
@@ -77,7 +77,7 @@ struct SourceState {
     is_withdrawn: bool,
 }
 
-/// The session for normal use, with its renewal time, and the outage session.
+/// The working session, with its renewal time, and the outage session.
 #[derive(Clone)]
 struct ActiveSession {
     credential: Arc<AwsCredential>,
@@ -215,7 +215,8 @@ impl RenewingCredentials {
         self.renew(&mut state, 1).await
     }
 
-    /// Loads the sessions that another process on this machine stored, if the one for normal use expires later.
+    /// Loads the sessions that another process on this machine stored, if their working session expires later than the
+    /// active one.
     fn load_stored(&self, state: &mut SourceState) {
         match StoredSessions::read(&self.file, self.machine) {
             Ok(Some(stored)) if stored.session.expires_at > state.active.expires_at => {
@@ -336,13 +337,6 @@ fn to_stored(session: &StoreSession, sent_at: Timestamp, now: Timestamp) -> Stor
         session_token: session.session_token.as_ref().map(|token| token.expose_secret().to_owned()),
         expires_at: now.saturating_add(lifetime).unwrap_or(session.expires_at),
     }
-}
-
-/// Returns the time of a response according to the sender's clock.
-fn response_date(headers: &header::HeaderMap) -> Option<Timestamp> {
-    let text = headers.get(header::DATE)?.to_str().ok()?;
-    let parsed = jiff::fmt::rfc2822::parse(text).ok()?;
-    Some(parsed.timestamp())
 }
 
 fn refusal_error(status: StatusCode, body: &[u8]) -> CredentialError {

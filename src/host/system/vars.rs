@@ -12,7 +12,8 @@ svc_base::variables! {
         SVC_SLOT: "text" = "primary";
         /// The machine's epoch when it was created. Heartbeats deliver later epochs.
         SVC_EPOCH: "number" = required;
-        /// URL of the platform. Root reads only the value in `update.env`.
+        /// URL of the platform. Root prefers the value in `update.env`, and copies it there from `host.env` if it is
+        /// missing.
         PLATFORM_INTERNAL_URL: "URL" = required, in "`host.env`, `update.env`";
         /// The machine's own initial token for the platform. Heartbeats deliver later tokens.
         UPGRADE_TOKEN: "text" = required;
@@ -71,8 +72,8 @@ svc_base::variables! {
         GATEWAY_LISTEN: "address and port" = "0.0.0.0:443",
             by ["svc-gateway", "svc-register", "svc-sync-agent", "svc-update"];
         /// Directory of the PostgreSQL 16 client tools. If the release's runtime has none, the tools in the
-        /// container `svc-postgres` are used. Programs that run as root read this variable only from their own
-        /// environment.
+        /// container `svc-postgres` are used. Programs that run as root ignore it in files that belong to another
+        /// user.
         SVC_PG_BIN_DIR: "path" = derived "the release's runtime", by ["svc-db-backup", "svc-restore"];
         /// How long a release may take to become healthy before `svc-update` rolls back.
         SVC_UPDATE_HEALTH_SECONDS: "seconds" = "180",

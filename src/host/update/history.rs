@@ -94,7 +94,8 @@ pub fn read_history(layout: &Layout) -> Result<Vec<HistoryEntry>, FileError> {
 #[serde(rename_all = "camelCase")]
 struct ReleaseRecord {
     version: u32,
-    /// The release to which `svc-update rollback` returns; after a rollback, the current release itself.
+    /// The release to which `svc-update rollback` returns. Once it has done so, this is the current release, and
+    /// another rollback is refused.
     previous: Option<ImageVersion>,
     quarantined: Vec<QuarantinedRelease>,
 }
@@ -126,7 +127,8 @@ fn update_releases(layout: &Layout, change: impl FnOnce(&mut ReleaseRecord)) -> 
     Ok(fsx::write_atomic(&layout.update_state().join("releases.json"), &text, 0o644)?)
 }
 
-/// Returns the previous release, if it is still installed. After a rollback, that is the current release itself.
+/// Returns the previous release, if it is still installed. After `svc-update rollback`, that is the current release
+/// itself.
 pub fn find_previous(layout: &Layout) -> Result<Option<ImageVersion>, HistoryError> {
     Ok(read_releases(layout)?.previous.filter(|version| layout.release(version).is_dir()))
 }

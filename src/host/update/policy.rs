@@ -71,8 +71,9 @@ fn describe_older(
 /// Checks that this machine may be updated, and that the release is not quarantined on it.
 ///
 /// # Errors
-/// `Superseded` if this machine has been replaced; `NotRestored` if it has not been restored yet; `Quarantined` if the
-/// release is quarantined, unless that is allowed; `History` if the quarantined releases cannot be read.
+/// `Superseded` if this machine has been replaced or deleted; `NotRestored` if it has not been restored yet;
+/// `Quarantined` if the release is quarantined, unless that is allowed; `History` if the quarantined releases cannot be
+/// read.
 pub fn check_machine(layout: &Layout, to: &ImageVersion, allow: &Allowances) -> Result<(), PolicyError> {
     if layout.superseded().exists() {
         return Err(PolicyError::Superseded);

@@ -113,7 +113,8 @@ impl LastRun {
 
 /// Detects whether backups make progress during a wait.
 struct ProgressDetector {
-    /// Start of the run whose progress was stored when the wait began; `None` once another run has stored its progress.
+    /// Start of the run whose progress was stored when the wait began; `None` if there was none, or once another run
+    /// has stored its progress.
     earlier_run: Option<Timestamp>,
     max_bytes: u64,
 }

@@ -73,9 +73,12 @@ fn read_status(layout: &Layout) -> Result<Status, Failure> {
             version,
         });
     }
+    // After a rollback, the recorded previous release is the current one.
+    let previous = history::find_previous(layout).or_exit(Exit::Internal)?;
+    let previous = previous.filter(|previous| current.as_ref() != Some(previous));
     Ok(Status {
         current,
-        previous: history::find_previous(layout).or_exit(Exit::Internal)?,
+        previous,
         releases,
         quarantined: history::read_quarantined(layout).or_exit(Exit::Internal)?,
         update: Journal::read(layout).or_exit(Exit::Internal)?,

@@ -1,8 +1,8 @@
 //! Installs a release's definitions of units, users and directories in `/etc`. Installed files that the release does
 //! not have are removed.
 //!
-//! In its target directory, the path of each installed file begins with `svc`. `installed.json`, next to the journal,
-//! lists all installed files.
+//! The path of each installed file, relative to its target directory, begins with `svc`. `installed.json`, next to the
+//! journal, lists all installed files.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -23,7 +23,10 @@ const FORMAT_VERSION: u32 = 1;
 
 #[derive(Debug, thiserror::Error)]
 pub enum UnitsError {
-    #[error("the release's file {} must have a UTF-8 name that begins with svc", .path.display())]
+    #[error(
+        "the release's file {} must have a UTF-8 path that begins with svc below its target directory",
+        .path.display()
+    )]
     Foreign { path: PathBuf },
     #[error("{} is malformed or has an unsupported version", .path.display())]
     Record { path: PathBuf },
@@ -46,8 +49,8 @@ struct InstalledFiles {
 /// remove the files that its release does not have, even if it installs a different release.
 ///
 /// # Errors
-/// [`UnitsError`] if a file's path in its target directory is not UTF-8 or does not begin with `svc`, `installed.json`
-/// is malformed, or a file cannot be read or written. The call can be repeated.
+/// [`UnitsError`] if a file's path, relative to its target directory, is not UTF-8 or does not begin with `svc`, if
+/// `installed.json` is malformed, or if a file cannot be read or written. The call can be repeated.
 pub fn install(layout: &Layout, version: &ImageVersion) -> Result<(), UnitsError> {
     let wanted = list_release_files(layout, version)?;
     let installed = read_installed_files(layout)?;
@@ -99,8 +102,8 @@ fn is_runnable(unit: &str) -> bool {
 /// Returns the release's files, by the path at which each is installed.
 ///
 /// # Errors
-/// [`UnitsError::Foreign`] if a file's path in its target directory is not UTF-8 or does not begin with `svc`;
-/// [`UnitsError::File`] if a directory cannot be read.
+/// [`UnitsError::Foreign`] if a file's path, relative to its target directory, is not UTF-8 or does not begin with
+/// `svc`; [`UnitsError::File`] if a directory cannot be read.
 fn list_release_files(
     layout: &Layout,
     version: &ImageVersion,

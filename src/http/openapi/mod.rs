@@ -260,7 +260,7 @@ fn problem_schema() -> Value {
         ("title", text()),
         ("status", json!({ "type": "integer", "minimum": 400, "maximum": 599 })),
         ("detail", text()),
-        ("code", one_of(&codes)),
+        ("code", string_enum(&codes)),
         ("requestId", text()),
     ];
     let mut schema = object(&standard, &[("errors", errors)]);

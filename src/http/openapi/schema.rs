@@ -67,7 +67,7 @@ pub fn time() -> Value {
     json!({ "type": "string", "format": "date-time" })
 }
 
-pub fn one_of(values: &[&str]) -> Value {
+pub fn string_enum(values: &[&str]) -> Value {
     json!({ "type": "string", "enum": values })
 }
 

@@ -234,7 +234,7 @@ impl LifecycleModel {
         self.apply(id, &Event::HealthyHeartbeat { epoch, server_type });
         let row = &mut self.machines[id];
         if row.machine.state.is_active() {
-            row.is_power_off_ordered = false;
+            row.is_power_off_requested = false;
             row.is_unsaved = false;
             row.is_loss_accepted = false;
         }

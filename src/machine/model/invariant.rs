@@ -17,7 +17,7 @@ pub enum Violation {
     RunningUnregistered,
     /// A machine is running while its server is off.
     RunningWhileOff,
-    /// A machine holds its slot while its server is off, although no power-off was ordered and no operator abandoned
+    /// A machine holds its slot while its server is off, although no power-off was requested and no operator abandoned
     /// the power-on.
     LeftOff,
     /// A running machine's server type differs from the one in its row.
@@ -102,7 +102,7 @@ pub fn check_settled(model: &LifecycleModel) -> BTreeSet<Violation> {
     let has_server = |id: usize| !model.machines[id].is_server_known_gone();
     for (id, row) in model.machines.iter().enumerate() {
         let is_off = row.machine.state.is_active() && model.server_type(id).is_some() && !model.is_on(id);
-        if is_off && !row.is_power_off_ordered && !row.may_stay_off {
+        if is_off && !row.is_power_off_requested && !row.may_stay_off {
             violations.insert(Violation::LeftOff);
         }
         let has_never_served = matches!(row.machine.state, State::Failed { .. }) && !row.has_registered;

@@ -147,7 +147,7 @@ impl LifecycleModel {
         }) else {
             return self.advance(index, call_result, Step::Fence);
         };
-        if self.machines[outgoing].is_power_off_ordered {
+        if self.machines[outgoing].is_power_off_requested {
             return self.advance(index, call_result, self.step_after_backup(index));
         }
         // If the outgoing machine is being deleted, its delete operation takes the backup.
@@ -257,7 +257,7 @@ impl LifecycleModel {
             .outgoing_machine(index, id)
             .filter(|&outgoing| !self.machines[outgoing].is_server_known_gone())
         {
-            self.machines[outgoing].is_power_off_ordered = true;
+            self.machines[outgoing].is_power_off_requested = true;
             if matches!(call_result, CallResult::Success | CallResult::LostResponse) {
                 self.cloud.set_power(outgoing, Power::Off);
             }
@@ -283,7 +283,7 @@ impl LifecycleModel {
         }
         if call_result == CallResult::Success {
             let row = &mut self.machines[id];
-            row.is_power_off_ordered = false;
+            row.is_power_off_requested = false;
             row.is_unsaved = false;
             row.is_loss_accepted = false;
         }

@@ -62,7 +62,7 @@ pub async fn handle(
 /// Returns the problem for an alarm that cannot be released because it blocks nothing.
 fn not_releasable(alarm: Alarm) -> Problem {
     let detail = format!(
-        "The alarm {} blocks no actions, so it cannot be released; it ends {}. `svcctl fleet` shows what to do about it.",
+        "The alarm {} blocks no work, so it cannot be released; it ends {}. `svcctl fleet` shows what to do about it.",
         alarm.as_str(),
         alarm.ends_when()
     );
@@ -75,9 +75,9 @@ pub static RELEASE: Endpoint = Endpoint {
         id: "releaseAlarm",
         method: Method::POST,
         path: "/vps/fleet/alarms/{alarm}/release",
-        summary: "Releases the actions that an alarm blocks. `servers_missing`: for one hour, machines with missing servers are \
-                  marked as failed. `unknown_servers`: the servers that are unknown now are deleted when their grace \
-                  period ends.",
+        summary: "Releases an alarm, which allows the work that it blocks. `servers_missing`: for one hour, machines with \
+                  missing servers are marked as failed. `unknown_servers`: the servers that are unknown now are deleted \
+                  when their grace period ends.",
         credentials: &[OPERATOR],
         parameters: &[
             Parameter {

@@ -216,7 +216,7 @@ fn ensure_running(machine: &MachineRow) -> Result<(), Problem> {
         return Err(problems::machine_not_found(&machine.id.to_string()));
     }
     if machine.retired_at.is_some() {
-        return Err(problems::invalid_state("retired", &[]));
+        return Err(problems::invalid_state("replaced", &[]));
     }
     if machine.status != Status::Running {
         return Err(problems::invalid_state(machine.status.as_str(), &[Status::Running]));
@@ -289,7 +289,7 @@ pub static VERIFY_FILES: Endpoint = Endpoint {
         id: "verifyFiles",
         method: Method::POST,
         path: "/vps/{id}/files/verify",
-        summary: "Requests that the host of a running machine verify the next share of its file backup, and the shares with \
+        summary: "Requests that the host of a running machine verify the next part of its file backup, and the parts with \
                   damaged packs. Heartbeats report the result.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],

@@ -12,7 +12,7 @@ use super::call::ApiCall;
 use super::endpoint::{Access, Endpoint, HOST, OPERATOR, READ};
 use super::object;
 use crate::context::Platform;
-use svc_http::openapi::{Operation, Parameter, ParameterLocation, one_of, text};
+use svc_http::openapi::{Operation, Parameter, ParameterLocation, string_enum, text};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
 use svc_machine::name::ImageVersion;
@@ -74,7 +74,7 @@ const FILE: Parameter = Parameter {
     name: "file",
     location: ParameterLocation::Path,
     schema: || {
-        one_of(
+        string_enum(
             &["", ".sha256", ".json", ".json.sig"]
                 .map(|suffix| format!("{BUNDLE_FILE}{suffix}"))
                 .each_ref()

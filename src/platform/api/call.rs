@@ -83,7 +83,7 @@ impl ApiCall {
         let session = platform.host_db.session().await?;
         let machine = db::machines::get(&session, claim.machine).await?.ok_or_else(unauthorized)?;
         match machine.upgrade_token.check_token(token, claim, &platform.mint, Timestamp::now()) {
-            TokenStatus::Refused => {
+            TokenStatus::Rejected => {
                 drop(session);
                 platform.rate_limits.forget_accepted(token);
                 rejected_host_tokens::report_rejected_token(platform, &machine, token, claim).await;

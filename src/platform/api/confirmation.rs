@@ -88,7 +88,7 @@ impl Confirmation {
         }
     }
 
-    /// Returns the confirmations for the audit row, which also records the operator and the time.
+    /// Returns the confirmations for the audit entry, which also records the operator and the time.
     pub fn audit_record(&self) -> Value {
         json!({ "monthlyCost": self.monthly_cost.as_ref().map(Price::to_string), "optIn": self.has_opted_in })
     }

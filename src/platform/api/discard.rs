@@ -60,10 +60,10 @@ async fn discard(
     ensure_left_slot(&change.machine)?;
     let removal = find_pending_removal(&change.tx, id).await?;
     // Unless an operator has accepted the loss, a running removal may still decide to keep the server.
-    let is_consent_new = consent == LossConsent::Given && !is_removal_ordered(&change.machine);
-    let is_ordered = removal.is_some() || is_removal_ordered(&change.machine);
-    let body = |after: &MachineRow| response_body(after, removal, is_ordered);
-    if is_ordered && !is_consent_new {
+    let is_consent_new = consent == LossConsent::Given && !is_removal_requested(&change.machine);
+    let is_requested = removal.is_some() || is_removal_requested(&change.machine);
+    let body = |after: &MachineRow| response_body(after, removal, is_requested);
+    if is_requested && !is_consent_new {
         return change.end(ChangeEffect::Unchanged, StatusCode::ACCEPTED, body).await;
     }
     if consent == LossConsent::NotGiven {
@@ -81,8 +81,8 @@ async fn find_pending_removal(tx: &Transaction<'_>, id: MachineId) -> Result<Opt
 }
 
 /// Returns whether the server's retention period was ended early, and the removal has not been abandoned since.
-fn is_removal_ordered(machine: &MachineRow) -> bool {
-    machine.discard_ordered_at.is_some() && machine.removal_abandoned_at.is_none()
+fn is_removal_requested(machine: &MachineRow) -> bool {
+    machine.discard_requested_at.is_some() && machine.removal_abandoned_at.is_none()
 }
 
 fn response_body(

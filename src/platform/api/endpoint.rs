@@ -39,7 +39,7 @@ pub const OPERATOR: Credential = Credential {
     name: "operator",
     scheme: CredentialScheme::ScopedBearer,
     description: "The token of a named operator (svco_…) with one of the listed scopes, or PLATFORM_SECRET, which \
-                  has all scopes",
+                  has all scopes.",
 };
 
 pub const READ: &[Scope] = &[Scope::Read];
@@ -53,12 +53,12 @@ pub const READ_OR_ADMIN: &[Scope] = &[Scope::Read, Scope::Admin];
 pub const HOST: Credential = Credential {
     name: "host",
     scheme: CredentialScheme::Bearer,
-    description: "The UPGRADE_TOKEN of a machine; after the machine has left its slot, few routes accept it",
+    description: "The UPGRADE_TOKEN of a machine; after the machine has left its slot, few routes accept it.",
 };
 pub const REGISTRATION: Credential = Credential {
     name: "registration",
     scheme: CredentialScheme::Bearer,
-    description: "The single-use registration token of a machine",
+    description: "The single-use registration token of a machine.",
 };
 
 pub const MACHINE_ID: Parameter =

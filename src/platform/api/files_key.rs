@@ -21,7 +21,7 @@ use super::mutation::{self, AuditChange};
 use super::pointer::{SLOT, USER};
 use crate::context::Platform;
 use crate::db;
-use crate::file_keys::{self, FilesKeyError};
+use crate::files_keys::{self, FilesKeyError};
 use crate::keys::KeyError;
 use svc_files::{FilesError, RepositoryKey};
 use svc_http::openapi::{Operation, request_object, schema_of, text_matching};
@@ -47,7 +47,7 @@ pub async fn get_for_host(
     platform.rate_limits.admit_credentials(id)?;
     check_slot_access(&platform, &machine).await?;
     let slot = (&machine.user, &machine.slot);
-    let key = file_keys::load_or_create(&platform, slot, offered_key).await;
+    let key = files_keys::load_or_create(&platform, slot, offered_key).await;
     let key = key.map_err(|error| files_key_problem(id, error))?;
     Ok(respond(FilesKey { key: key.password().clone() }))
 }
@@ -64,7 +64,7 @@ pub async fn get_for_operator(
     let user = query.finish(user)?;
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
-    let key = file_keys::find(&tx, &platform.seal, (&user, &slot)).await.map_err(key_unavailable)?;
+    let key = files_keys::find(&tx, &platform.seal, (&user, &slot)).await.map_err(key_unavailable)?;
     let key = key.ok_or_else(|| {
         let detail = format!(
             "The platform has no key for the file backups of slot {user}/{slot}. Check that {user} is the user's id, not the \

@@ -17,7 +17,7 @@ use super::endpoint::{
 use super::mutation::{AuditChange, Mutation, MutationEffect, Reply};
 use super::pointer::{SLOT, USER};
 use crate::context::Platform;
-use crate::db::file_keys;
+use crate::db::files_keys;
 use crate::file_pruning::{self, PruneError};
 use svc_base::untrusted_text::truncate_printable;
 use svc_files::FilesError;
@@ -39,7 +39,7 @@ pub async fn show(State(platform): State<Arc<Platform>>, request: Request) -> Re
     let slot = query.optional("slot").unwrap_or_else(Slot::primary);
     let user = query.finish(user)?;
     let session = platform.db.session().await?;
-    if file_keys::find(&session, user.as_str(), slot.as_str()).await?.is_none() {
+    if files_keys::find(&session, user.as_str(), slot.as_str()).await?.is_none() {
         return Err(no_file_backups(&user, &slot));
     }
     drop(session);
@@ -70,7 +70,7 @@ pub async fn start(State(platform): State<Arc<Platform>>, request: Request) -> R
     let mutation = Mutation::from_call(&call, &operator)?;
     let outcome = mutation
         .run(&platform, async |tx| {
-            if !file_keys::request_prune(tx, user.as_str(), slot.as_str()).await? {
+            if !files_keys::request_prune(tx, user.as_str(), slot.as_str()).await? {
                 return Err(no_file_backups(&user, &slot));
             }
             let requested =

@@ -13,7 +13,7 @@ use super::call::ApiCall;
 use super::endpoint::{Access, Endpoint, OPERATOR, READ, documented_json};
 use super::pointer::{SLOT, USER};
 use crate::context::Platform;
-use crate::db::file_keys;
+use crate::db::files_keys;
 use svc_files::FilesError;
 use svc_files::usage::measure_usage;
 use svc_http::openapi::{Operation, schema_of};
@@ -37,7 +37,7 @@ pub async fn show(State(platform): State<Arc<Platform>>, request: Request) -> Re
     let slot = query.optional("slot").unwrap_or_else(Slot::primary);
     let user = query.finish(user)?;
     let session = platform.report_db.session().await?;
-    let last_prune = file_keys::find_last_prune(&session, user.as_str(), slot.as_str());
+    let last_prune = files_keys::find_last_prune(&session, user.as_str(), slot.as_str());
     let last_prune = last_prune.await?.ok_or_else(|| {
         Problem::new(
             Code::NotFound,

@@ -17,7 +17,7 @@ use super::endpoint::{Access, Endpoint, component_status, documented_json};
 use crate::context::Platform;
 use crate::readiness::Readiness;
 use axum::routing::get;
-use svc_http::openapi::{Operation, count, nullable, object, one_of};
+use svc_http::openapi::{Operation, count, nullable, object, string_enum};
 use svc_router::route_freshness::RoutesState;
 
 pub async fn show_liveness() -> Response {
@@ -113,7 +113,7 @@ fn readiness_schema() -> serde_json::Value {
     object(
         &[
             ("status", component_status()),
-            ("routes", one_of(&routes)),
+            ("routes", string_enum(&routes)),
             ("routesAgeSeconds", nullable(count())),
         ],
         &[],

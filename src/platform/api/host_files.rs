@@ -387,7 +387,7 @@ pub fn ensure_serving(machine: &MachineRow, subject: &str) -> Result<(), Problem
             "Machine {id} has been replaced: use the slot's current machine, which `svcctl list --user {}` shows.",
             machine.user
         );
-        return Err(invalid_state("retired", detail));
+        return Err(invalid_state("replaced", detail));
     }
     if machine.status != Status::Running {
         return Err(problems::invalid_state(machine.status.as_str(), &[Status::Running]));

@@ -1,6 +1,6 @@
 //! [`ChangeRequest`] reads an operator's request to change one machine. [`MachineChange`] makes the change: in one
-//! transaction, it locks the machine's row, writes an audit row if the machine has changed, and stores the response. A
-//! repeated request receives the stored response. Routes whose change does not fit this sequence use only
+//! transaction, it locks the machine's row, writes an audit entry if the machine has changed, and stores the response.
+//! A repeated request receives the stored response. Routes whose change does not fit this sequence use only
 //! [`ChangeRequest`].
 
 use axum::extract::Request;
@@ -99,7 +99,7 @@ impl<'a> MachineChange<'a> {
         Ok(ChangeStart::Started(Box::new(Self { tx, machine, mutation })))
     }
 
-    /// Writes the audit row if the machine has changed, stores the response, and commits. `body` receives the machine
+    /// Writes the audit entry if the machine has changed, stores the response, and commits. `body` receives the machine
     /// after the change.
     ///
     /// # Errors

@@ -32,7 +32,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         id: "metrics",
         method: Method::GET,
         path: "/metrics",
-        summary: "Returns the counters of this process and the state of the installation, in the Prometheus text format.",
+        summary: "Returns the metrics of this process and the state of the installation, in the Prometheus text format.",
         credentials: &[OPERATOR],
         parameters: &[],
         body: None,

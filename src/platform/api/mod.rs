@@ -51,7 +51,7 @@ pub mod resize;
 pub mod resume;
 pub mod rotate_token;
 pub mod schemas;
-mod server_quota;
+mod server_limit;
 pub mod slots;
 pub mod storage_credentials;
 pub mod undelete;

@@ -1,11 +1,11 @@
-//! Runs operators' mutating calls: replays responses by `Idempotency-Key`, writes audit rows, and supports
+//! Runs operators' mutating calls: replays responses by `Idempotency-Key`, writes audit entries, and supports
 //! `Prefer: wait`.
 //!
-//! Invariant: the change, its audit row and the stored response are written in one transaction. The transaction cannot
-//! include changes outside the database: `pointer.rs`, `host_files.rs` and `backup.rs` write an audit row before the
-//! change, in a separate transaction, and make the change in a task that the operator's client cannot cancel.
-//! `host_files.rs` and `backup.rs` write another audit row after the host's response. `pointer.rs` stores its plan with
-//! the audit row, so that a retry completes the change instead of repeating it.
+//! Invariant: the change, its audit entry and the stored response are written in one transaction. The transaction
+//! cannot include changes outside the database: `pointer.rs`, `host_files.rs` and `backup.rs` write an audit entry
+//! before the change, in a separate transaction, and make the change in a task that the operator's client cannot
+//! cancel. `host_files.rs` and `backup.rs` write another audit entry after the host's response. `pointer.rs` stores its
+//! plan with the audit entry, so that a retry completes the change instead of repeating it.
 
 use std::time::Duration;
 
@@ -60,7 +60,7 @@ pub struct Mutation {
     body_hash: Vec<u8>,
 }
 
-/// The content of an audit row.
+/// The content of an audit entry.
 pub struct AuditChange {
     pub action: &'static str,
     pub target: String,
@@ -68,7 +68,7 @@ pub struct AuditChange {
     pub after: Option<Value>,
 }
 
-/// The result of a change, which [`Mutation::run`] stores: the response and, if anything changed, the audit row.
+/// The result of a change, which [`Mutation::run`] stores: the response and, if anything changed, the audit entry.
 pub struct MutationEffect {
     reply: Reply,
     change: Option<AuditChange>,
@@ -190,7 +190,7 @@ impl Mutation {
         }
     }
 
-    /// Runs the change, and writes its audit row and the stored response, in one transaction, unless the request is
+    /// Runs the change, and writes its audit entry and the stored response, in one transaction, unless the request is
     /// replayed.
     ///
     /// # Errors
@@ -222,10 +222,10 @@ impl Mutation {
         Ok(self.run_in(tx, change).await?.into_reply())
     }
 
-    /// Writes an audit row in a separate transaction, before a change outside the database.
+    /// Writes an audit entry in a separate transaction, before a change outside the database.
     ///
     /// # Errors
-    /// [`DbError`] if the row cannot be written; the change must then not be made.
+    /// [`DbError`] if the entry cannot be written; the change must then not be made.
     pub async fn audit_before(&self, platform: &Platform, change: &AuditChange) -> Result<(), DbError> {
         let mut session = platform.db.session().await?;
         let tx = db::begin(&mut session).await?;
@@ -286,7 +286,7 @@ fn plan_key(key: &str) -> String {
     format!("plan\t{key}")
 }
 
-/// Writes the audit row for a change.
+/// Writes the audit entry for a change.
 pub async fn write_audit(tx: &Transaction<'_>, actor: &str, change: &AuditChange) -> Result<(), DbError> {
     let request_id = request_id::current();
     let AuditChange { action, target, before, after } = change;

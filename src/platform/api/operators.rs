@@ -22,7 +22,8 @@ use crate::operators::{Operator, Scopes};
 use crate::tokens;
 use svc_http::fields::Fields;
 use svc_http::openapi::{
-    Operation, Parameter, ParameterLocation, one_of, request_object, schema_of, schema_ref, text_matching,
+    Operation, Parameter, ParameterLocation, request_object, schema_of, schema_ref, string_enum,
+    text_matching,
 };
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
@@ -289,11 +290,12 @@ pub static ADD: Endpoint = Endpoint {
         id: "addOperator",
         method: Method::POST,
         path: "/operators",
-        summary: "Adds a named operator with some of the caller's scopes. Only this response contains the token.",
+        summary: "Adds a named operator with some of the caller's scopes. Only this response, and responses to retries \
+                  with the same key, contain the token.",
         credentials: &[OPERATOR],
         parameters: &[IDEMPOTENCY_KEY],
         body: Some(|| {
-            let scope = one_of(&Scope::ALL.map(Scope::as_str));
+            let scope = string_enum(&Scope::ALL.map(Scope::as_str));
             let scopes =
                 json!({ "type": "array", "items": scope, "minItems": 1, "maxItems": Scope::ALL.len() });
             request_object(

@@ -1,7 +1,7 @@
 //! GET `/vps/slots/pointer` and POST `/vps/slots/pointer/rebuild`: shows a slot's snapshot pointer, and replaces one
 //! that is missing, unreadable or unsound. With `force`, also replaces a sound one.
 //!
-//! The audit row, with the first bytes of an unreadable pointer, is committed before the pointer is written, so that
+//! The audit entry, with the first bytes of an unreadable pointer, is committed before the pointer is written, so that
 //! these bytes are never lost. The planned pointer is stored with it: a retry with the same `Idempotency-Key` completes
 //! the rebuild, even if its first attempt received no response.
 
@@ -145,7 +145,7 @@ pub async fn rebuild(State(platform): State<Arc<Platform>>, request: Request) ->
         return Err(Problem::field("/empty", "cannot be combined with `--to`"));
     }
     let mutation = Mutation::from_call(&call, &operator)?;
-    // The rebuild completes even if the operator disconnects, so that no audit row is left without its pointer.
+    // The rebuild completes even if the operator disconnects, so that no audit entry is left without its pointer.
     let rebuild = async move { rebuild_pointer(&platform, &target, policy, &mutation).await };
     let rebuild = tokio::spawn(request_id::run_with_id(request_id::current(), rebuild));
     Ok(rebuild.await.map_err(|error| Problem::internal(&error))??.into_response())
@@ -218,8 +218,9 @@ async fn rebuild_pointer(
     store_reply(platform, target, mutation, &written).await
 }
 
-/// Stores the planned pointer and its audit row. Concurrent attempts must write the same pointer, so if another attempt
-/// at this request has stored the same plan, or any plan since `earlier` was looked up, returns that plan instead.
+/// Stores the planned pointer and its audit entry. Concurrent attempts must write the same pointer, so if another
+/// attempt at this request has stored the same plan, or any plan since `earlier` was looked up, returns that plan
+/// instead.
 async fn store_plan(
     tx: &Transaction<'_>,
     mutation: &Mutation,

@@ -21,7 +21,7 @@ use super::problems;
 use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
 use crate::db::{self, machine_server};
-use svc_http::openapi::{Operation, one_of, request_object, schema_of};
+use svc_http::openapi::{Operation, request_object, schema_of, string_enum};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
 use svc_machine::id::{MachineId, OperationId};
@@ -101,7 +101,7 @@ fn ensure_power_change_allowed(machine: &MachineRow, action: PowerAction) -> Res
         return Err(problems::machine_not_found(&machine.id.to_string()));
     }
     if machine.retired_at.is_some() {
-        return Err(problems::invalid_state("retired", &[]));
+        return Err(problems::invalid_state("replaced", &[]));
     }
     if !matches!(machine.status, Status::Running | Status::Failed) {
         return Err(problems::invalid_state(machine.status.as_str(), &[Status::Running, Status::Failed]));
@@ -188,5 +188,5 @@ pub static ENDPOINT: Endpoint = Endpoint {
 };
 
 fn action_schema() -> Value {
-    one_of(&PowerAction::ALL.map(PowerAction::as_str))
+    string_enum(&PowerAction::ALL.map(PowerAction::as_str))
 }

@@ -47,7 +47,7 @@ pub fn lifecycle_problem(error: LifecycleError, machine: &MachineRow) -> Problem
 fn refusal_problem(refusal: &Refusal, machine: &MachineRow) -> Problem {
     match refusal {
         Refusal::InvalidState { status, allowed } => invalid_state(status.as_str(), allowed),
-        Refusal::Superseded => invalid_state("retired", &[]),
+        Refusal::Superseded => invalid_state("replaced", &[]),
         Refusal::Gone => machine_not_found(&machine.id.to_string()),
     }
 }

@@ -17,7 +17,7 @@ use super::endpoint::{
 use super::locations::RequestedLocations;
 use super::mutation::{self, AuditChange, Mutation, MutationEffect, Reply};
 use super::replacement_checks::EmptyStart;
-use super::{entitlement, problems, replacement_checks, server_quota};
+use super::{entitlement, problems, replacement_checks, server_limit};
 use crate::context::Platform;
 use crate::db;
 use crate::db::machine_row::MachineRow;
@@ -136,7 +136,7 @@ async fn provision(
         request.locations.ensure_known(platform).await?;
         let plan = prepare_plan(platform, request, existing.as_ref()).await?;
         check_confirmation(platform, request, request.required_confirmation(existing.as_ref())).await?;
-        Some((plan, server_quota::count_for_limit(platform).await?))
+        Some((plan, server_limit::count_for_limit(platform).await?))
     } else {
         None
     };
@@ -156,9 +156,9 @@ async fn provision(
         };
         if let Some(failed) = &existing {
             replacement_checks::ensure_not_powered_off(failed, request.options.accept_loss)?;
-            server_quota::ensure_room_for_replacement(platform, tx, server_count, failed).await?;
+            server_limit::ensure_room_for_replacement(platform, tx, server_count, failed).await?;
         } else {
-            server_quota::ensure_room(platform, tx, server_count).await?;
+            server_limit::ensure_room(platform, tx, server_count).await?;
         }
         let owner = db::slots::claim_handle(tx, &request.handle, &request.user).await?;
         if owner != request.user.as_str() {

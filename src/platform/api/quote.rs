@@ -14,7 +14,7 @@ use super::call::ApiCall;
 use super::confirmation::RequiredConfirmation;
 use super::endpoint::{Access, Endpoint, OPERATE, OPERATOR, documented_json};
 use super::provision::{self, ProvisionRequest};
-use super::server_quota;
+use super::server_limit;
 use crate::context::Platform;
 use crate::server_cost::{self, ServerLocations};
 use crate::{db, exercises};
@@ -47,15 +47,15 @@ async fn quote(platform: &Platform, request: &ProvisionRequest) -> Result<Provis
         let locations = ServerLocations { location: &request.location, fallback: &fallback };
         let quoted_cost = server_cost::read_quoted_cost(platform, &request.server_type, locations).await;
         cost = if needs_cost_confirmation { Some(quoted_cost?) } else { quoted_cost.ok() };
-        let count = async { Ok(server_quota::count_listed(platform).await?) };
+        let count = async { Ok(server_limit::count_listed(platform).await?) };
         server_count = Some(platform.quotes.get_server_count(count).await?);
     }
     let session = platform.db.session().await?;
     let servers = match (server_count, &existing) {
         (None, _) => None,
-        (server_count, None) => Some(server_quota::check_room(platform, &session, server_count).await?),
+        (server_count, None) => Some(server_limit::check_room(platform, &session, server_count).await?),
         (server_count, Some(failed)) => {
-            Some(server_quota::check_room_for_replacement(platform, &session, server_count, failed).await?)
+            Some(server_limit::check_room_for_replacement(platform, &session, server_count, failed).await?)
         }
     };
     let config = &platform.config;

@@ -20,7 +20,7 @@ use super::endpoint::{
 use super::locations::RequestedLocations;
 use super::mutation::{self, AuditChange, Mutation, MutationEffect, Reply};
 use super::replacement_checks::EmptyStart;
-use super::{entitlement, problems, provision, replacement_checks, server_quota};
+use super::{entitlement, problems, provision, replacement_checks, server_limit};
 use crate::context::Platform;
 use crate::copies;
 use crate::db;
@@ -141,7 +141,7 @@ async fn prepare_plan(
         Some(sidecar) => find_newer_snapshot(platform, machine, sidecar).await?,
         None => None,
     };
-    let server_count = server_quota::count_for_limit(platform).await?;
+    let server_count = server_limit::count_for_limit(platform).await?;
     Ok(RecoveryPlan {
         restore: initial.restore,
         snapshot_key: initial.snapshot_key,
@@ -205,7 +205,7 @@ async fn recover(
         }
         replacement_checks::ensure_not_powered_off(&machine, request.options.accept_loss)?;
         replacement_checks::ensure_not_restarting(tx, &machine, request.options.accept_loss).await?;
-        server_quota::ensure_room_for_replacement(platform, tx, plan.server_count, &machine).await?;
+        server_limit::ensure_room_for_replacement(platform, tx, plan.server_count, &machine).await?;
         let location = request.locations.location.clone().unwrap_or_else(|| machine.location.clone());
         let machine_request = MachineRequest {
             user: machine.user.clone(),

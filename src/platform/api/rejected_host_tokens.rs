@@ -28,5 +28,5 @@ pub async fn report_rejected_token(
     tracing::warn!(machine = %machine.id, generation = sent_generation, known = recorded_generation,
         "host token rejected: not issued with a current platform key; check that PLATFORM_KEY is the current key");
     let detail = json!({machine.handle.as_str(): {"machineId": machine.id, "generation": sent_generation}});
-    alarms::raise_or_log(platform, Alarm::HostTokensRefused, &detail).await;
+    alarms::raise_or_log(platform, Alarm::HostTokensRejected, &detail).await;
 }

@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use crate::config::MAX_FALLBACK_LOCATIONS;
-use svc_http::openapi::{one_of, text_matching};
+use svc_http::openapi::{string_enum, text_matching};
 use svc_machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, Slot};
 use svc_machine::plan::Plan;
 use svc_machine::state::Status;
@@ -11,11 +11,11 @@ use svc_wire::host::ComponentStatus;
 use svc_wire::machine::MachineKind;
 
 pub fn status() -> Value {
-    one_of(Status::NAMES)
+    string_enum(Status::NAMES)
 }
 
 pub fn kind() -> Value {
-    one_of(&MachineKind::ALL.map(MachineKind::as_str))
+    string_enum(&MachineKind::ALL.map(MachineKind::as_str))
 }
 
 pub fn idp_user_id() -> Value {
@@ -52,10 +52,10 @@ pub fn sha256() -> Value {
 }
 
 pub fn plan() -> Value {
-    one_of(Plan::NAMES)
+    string_enum(Plan::NAMES)
 }
 
 /// Returns the schema for a component's status in a health route's response.
 pub fn component_status() -> Value {
-    one_of(&ComponentStatus::ALL.map(ComponentStatus::as_str))
+    string_enum(&ComponentStatus::ALL.map(ComponentStatus::as_str))
 }

@@ -19,7 +19,7 @@ use crate::context::Platform;
 use crate::db::slots::{self, NewSubscription};
 use axum::routing;
 use svc_http::openapi::{
-    Operation, Parameter, ParameterLocation, boolean, one_of, request_object, schema_of, schema_ref,
+    Operation, Parameter, ParameterLocation, boolean, request_object, schema_of, schema_ref, string_enum,
     text_matching, time,
 };
 use svc_http::problem::{Code, Problem};
@@ -114,7 +114,7 @@ pub static PUT: Endpoint = Endpoint {
                 &[
                     ("idpUserId", idp_user_id()),
                     ("plan", plan()),
-                    ("status", one_of(&["active", "inactive"])),
+                    ("status", string_enum(&["active", "inactive"])),
                 ],
                 &[("slot", slot_name()), ("currentPeriodEnd", time()), ("test", boolean())],
             )

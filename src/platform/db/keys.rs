@@ -126,7 +126,8 @@ pub async fn list_distribution(
 /// Counts of the hosts that have not acknowledged a key and whose machines are, or may become, routable.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct UnacknowledgedHosts {
-    /// Hosts that sent a heartbeat, registered or were created within `max_heartbeat_gap`; a rotation waits for them.
+    /// Hosts that sent a heartbeat, registered or were created within the last `max_heartbeat_gap`; a rotation waits
+    /// for them.
     pub reporting: i64,
     /// All other hosts; a rotation does not wait for them.
     pub silent: i64,

@@ -107,7 +107,7 @@ pub struct MachineRow {
     /// Whether `unsaved_since` is set only because a later machine started without the owner's files.
     pub has_unsaved_files_only: bool,
     /// When the server's retention period was ended early, so that the server is deleted.
-    pub discard_ordered_at: Option<Timestamp>,
+    pub discard_requested_at: Option<Timestamp>,
     /// When an operator abandoned the server's removal.
     pub removal_abandoned_at: Option<Timestamp>,
     /// The time since which the provider has reported the server missing.
@@ -211,7 +211,7 @@ impl MachineRow {
             final_backup_at: row.get("final_backup_at"),
             unsaved_since: row.get("unsaved_since"),
             has_unsaved_files_only: row.get("unsaved_files"),
-            discard_ordered_at: row.get("discard_ordered_at"),
+            discard_requested_at: row.get("discard_ordered_at"),
             removal_abandoned_at: row.get("removal_abandoned_at"),
             server_missing_since: row.get("server_missing_since"),
             boot_stages: row.get("boot_stages"),
@@ -276,7 +276,7 @@ impl MachineRow {
 
     /// Returns whether the machine has a server that is not about to be discarded.
     pub fn is_server_kept(&self) -> bool {
-        self.has_server() && self.discard_ordered_at.is_none()
+        self.has_server() && self.discard_requested_at.is_none()
     }
 
     /// Infers the server's power state from recorded requests to power it off.

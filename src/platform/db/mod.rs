@@ -8,7 +8,7 @@ pub mod alarms;
 pub mod audit;
 pub mod budget;
 pub mod exercises;
-pub mod file_keys;
+pub mod files_keys;
 pub mod fleet;
 pub mod former_machines;
 pub mod idempotency;

@@ -278,7 +278,7 @@ pub async fn suspend(
     Ok(execute(client, sql, &[&id.0, &owner, &question, &facts]).await? == 1)
 }
 
-/// Runs the operation's step again without delay, with the options that an operator's decision sets.
+/// Makes the operation's step due immediately, with the options that an operator's decision sets.
 pub async fn resume(tx: &Transaction<'_>, id: OperationId, options: OperationOptions) -> Result<(), DbError> {
     let options = serde_json::to_value(options).unwrap_or_default();
     let sql = "UPDATE operations SET question = NULL, options = $2, due_at = clock_timestamp(), attempts = 0, \

@@ -136,7 +136,7 @@ pub async fn record_seen(client: &impl GenericClient, servers: &[i64]) -> Result
 
 /// Restores the records of former machines' servers that were recorded as deleted but that the provider still lists.
 /// Returns those machines and servers.
-pub async fn record_returned(
+pub async fn record_late_servers(
     client: &impl GenericClient,
     listed: &HashMap<MachineId, i64>,
     listed_at: Timestamp,

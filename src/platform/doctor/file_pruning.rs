@@ -2,7 +2,7 @@
 
 use crate::config::PlatformConfig;
 use crate::db::Db;
-use crate::db::file_keys::{self, PruningProblems};
+use crate::db::files_keys::{self, PruningProblems};
 use crate::file_pruning::PRUNE_TIMEOUT;
 use svc_base::diagnosis::Findings;
 use svc_base::quantity::pluralize;
@@ -25,11 +25,11 @@ pub async fn check(config: &PlatformConfig) -> Findings {
 async fn find_problems(config: &PlatformConfig) -> anyhow::Result<Option<PruningProblems>> {
     let db = Db::new(&config.database, 1)?;
     let session = db.session().await?;
-    if !file_keys::has_prune_ended_at_column(&session).await? {
+    if !files_keys::has_prune_ended_at_column(&session).await? {
         return Ok(None);
     }
     let max_age = config.timing.files_prune_interval * OVERDUE_INTERVALS + PRUNE_TIMEOUT;
-    Ok(Some(file_keys::find_pruning_problems(&session, max_age, MAX_LISTED).await?))
+    Ok(Some(files_keys::find_pruning_problems(&session, max_age, MAX_LISTED).await?))
 }
 
 fn assess(mut findings: Findings, problems: &PruningProblems, is_scheduled: bool) -> Findings {

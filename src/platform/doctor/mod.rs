@@ -28,7 +28,7 @@ use svc_base::diagnosis::{self, Check, Finding, Findings};
 
 const CHECK_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// The findings, and the running platform's URL and secret for further checks, if both are set.
+/// The findings, and the running platform's URL and secret for further checks, if both are set and valid.
 pub struct DoctorReport {
     pub findings: Vec<Finding>,
     pub api_access: Option<(Url, SecretString)>,

@@ -56,7 +56,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
         Ok(result) => match (result.refusal(), result.warning()) {
             (Some(reason), _) => {
                 return findings
-                    .problem(reason, "use another store: svc-platform refuses to start on this one");
+                    .problem(reason, "use another store: svc-platform refuses to start with this store");
             }
             (None, Some(reason)) => {
                 findings.warning(reason, "update all hosts and platform processes before you use this store")

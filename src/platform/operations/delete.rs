@@ -27,14 +27,14 @@ pub async fn delete_own_server(leased: &LeasedOperation<'_>) -> Result<StepOutco
         }
     }
     // A later machine that could not restore the files may have set `unsaved_since` after the removal began.
-    if machine.unsaved_since.is_some() && machine.discard_ordered_at.is_none() {
+    if machine.unsaved_since.is_some() && machine.discard_requested_at.is_none() {
         let note = "the server may hold the only copy of some data: it is kept until an operator discards it";
         return Ok(StepOutcome::Fail { code: "unsaved_changes", note });
     }
     // No final backup contains the data, and no operator has accepted its loss.
     let is_unsaved = machine.registered_at.is_some()
         && machine.final_backup_at.is_none()
-        && machine.discard_ordered_at.is_none();
+        && machine.discard_requested_at.is_none();
     if is_unsaved && leased.detect_returned_server(&machine).await? {
         leased.mark_unsaved(machine.id).await?;
         let note = "the provider has the machine's server after all, and no final backup exists: the server is kept until an \
@@ -51,11 +51,11 @@ pub async fn delete_own_server(leased: &LeasedOperation<'_>) -> Result<StepOutco
 /// Returns whether an operator discarded the server after it was kept because of the store's fence. An earlier discard
 /// may be outdated, like the database.
 async fn is_discard_confirmed(leased: &LeasedOperation<'_>, machine: &MachineRow) -> Result<bool, StepError> {
-    let Some(ordered_at) = machine.discard_ordered_at else { return Ok(false) };
+    let Some(requested_at) = machine.discard_requested_at else { return Ok(false) };
     let session = leased.platform.db.session().await?;
     let kept_at =
         db::operations::find_last_failure_time(&session, machine.id, later_holder::BEHIND_STORE).await?;
-    Ok(kept_at.is_some_and(|kept_at| kept_at < ordered_at))
+    Ok(kept_at.is_some_and(|kept_at| kept_at < requested_at))
 }
 
 /// Deletes a machine's server. Returns `false` while a server may still appear.

@@ -32,7 +32,8 @@ pub async fn try_restore(platform: &Platform, machine: &MachineRow) {
 }
 
 /// Sets the fence of the file backups to that of the database's pointer, if the platform has signed that one for this
-/// machine. An error from the store is only logged: the next heartbeat or backup request tries again.
+/// machine. An error from the store is only logged: the next heartbeat that reports the fence, or the next backup
+/// request, tries again.
 pub async fn restore(platform: &Platform, machine: &MachineRow) {
     if let Err(error) = try_replace(platform, machine).await {
         tracing::warn!(machine = %machine.id, error = %format_chain(&error), "cannot restore the fence of the file backups");

@@ -234,7 +234,8 @@ async fn attempt_backup(
         progress.unreachable_since = None;
         if !can_take_snapshot {
             let is_overdue = progress.is_stop_overdue(leased, now);
-            let failure = BackupFailure::Failed("its dispatches and apps did not stop in time".to_owned());
+            let reason = "its dispatches and apps did not stop within the time limit";
+            let failure = BackupFailure::Failed(reason.to_owned());
             return Ok(if is_overdue {
                 AttemptOutcome::Failed(failure)
             } else {

@@ -86,7 +86,7 @@ async fn record_late_servers(
     let servers: HashMap<MachineId, i64> =
         listed.iter().filter_map(|server| Some((parse_machine_label(server)?, server.id.0))).collect();
     let session = platform.db.session().await?;
-    for (machine, server) in db::servers::record_returned(&session, &servers, listed_at).await? {
+    for (machine, server) in db::servers::record_late_servers(&session, &servers, listed_at).await? {
         tracing::warn!(%machine, server, "the provider has the server of a machine that was recorded as having none");
     }
     Ok(())

@@ -262,7 +262,7 @@ enum LeasedWrite {
 
 /// Marks a machine as failed because it did not register in time, unless it has registered in the meantime.
 pub async fn expire_registration(platform: &Platform, machine: MachineId) -> Result<(), DbError> {
-    let message = "the host did not register in time";
+    let message = "the host did not register before its registration period ended";
     apply_event(platform, machine, &Event::RegistrationExpired, ("register", message)).await
 }
 

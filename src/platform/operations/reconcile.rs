@@ -53,7 +53,7 @@ async fn run_pass(platform: &Platform, min_interval: Duration) {
     report("previews", expire_previews(platform).await);
     report("hanging_operations", end_stalled_operations(platform).await);
     report("unknown_operations", report_unknown_operations(platform).await);
-    // `None`: another process has claimed the turn.
+    // `None`: the servers were listed too recently, so there is nothing to report.
     if let Some((inventory, outcome)) = check_servers(platform, min_interval).await {
         report("servers", outcome);
         if inventory == InventoryStatus::Recorded {

@@ -71,7 +71,7 @@ impl KeyDependents {
     ) -> Result<Self, DbError> {
         let mut dependents = Self::find_signing_key_dependents(client, seal).await?;
         (dependents.file_keys.count, dependents.file_keys.names) =
-            db::file_keys::list_sealed_with_other(client, current, MAX_NAMED as i64).await?;
+            db::files_keys::list_sealed_with_other(client, current, MAX_NAMED as i64).await?;
         dependents.add_tokens(client, mint, max_heartbeat_gap).await?;
         dependents.add_fences(client, current).await?;
         for OtherProcess { process, .. } in

@@ -7,8 +7,8 @@ use super::{account, sign_in};
 use crate::public_host::PublicHost;
 use svc_http::openapi::{
     Content, Credential, CredentialScheme, DocumentedResponse, Operation, Parameter, ParameterLocation,
-    array, boolean, count, nul_free_text, object, one_of, request_object, schema_ref, text, text_matching,
-    uuid,
+    array, boolean, count, nul_free_text, object, request_object, schema_ref, string_enum, text,
+    text_matching, uuid,
 };
 use svc_http::problem::Code;
 use svc_machine::name::Slot;
@@ -58,7 +58,7 @@ const SESSION: Credential = Credential {
 const USER: Credential = Credential {
     name: "user",
     scheme: CredentialScheme::Bearer,
-    description: "The identity provider's session JWT",
+    description: "The identity provider's session JWT.",
 };
 const USER_CREDENTIALS: &[Credential] = &[SESSION, USER];
 
@@ -96,7 +96,7 @@ static CHOOSE_SLOT: BuiltinRoute = BuiltinRoute {
             documented_json(200, "The slot is chosen.", || object(&[("slot", slot_name_schema())], &[])),
             DocumentedResponse {
                 status: 303,
-                description: "Redirect to the slot, in response to a form.",
+                description: "Redirect to `/`, in response to a form.",
                 content: Content::Nothing,
             },
         ],
@@ -122,7 +122,7 @@ static CHOOSE_ACCOUNT: BuiltinRoute = BuiltinRoute {
         parameters: &[],
         body: Some(|| {
             request_object(
-                &[("account", one_of(&account::AccountChoice::NAMES))],
+                &[("account", string_enum(&account::AccountChoice::NAMES))],
                 &[("returnTo", nul_free_text())],
             )
         }),
@@ -184,7 +184,7 @@ static SIGN_OUT: BuiltinRoute = BuiltinRoute {
 
 static ISSUE_CODE: BuiltinRoute = BuiltinRoute {
     operation: Operation {
-        id: "handOverSession",
+        id: "issueSessionCode",
         method: Method::GET,
         path: sign_in::ISSUE_CODE_PATH,
         summary: "On APP_HOST: redirects a browser back to CODE_HOST with a single-use code.",
@@ -213,7 +213,7 @@ static ISSUE_CODE: BuiltinRoute = BuiltinRoute {
 
 static REDEEM_CODE: BuiltinRoute = BuiltinRoute {
     operation: Operation {
-        id: "takeSession",
+        id: "redeemSessionCode",
         method: Method::GET,
         path: sign_in::REDEEM_CODE_PATH,
         summary: "On CODE_HOST: exchanges the code and the browser's nonce for a session.",
@@ -270,7 +270,7 @@ pub fn user_slot_schema() -> Value {
             ("slot", slot_name_schema()),
             ("handle", text()),
             ("machineId", uuid()),
-            ("status", one_of(Status::NAMES)),
+            ("status", string_enum(Status::NAMES)),
             ("current", boolean()),
         ],
         &[],

@@ -1,7 +1,7 @@
 //! Determines which headers the router forwards, drops and adds.
 //!
 //! Invariant: no machine receives a client's `Cookie`, `Authorization`, `Forwarded`, `x-svc-…` or `x-forwarded-…`
-//! header, or one of its `PROXY_HEADERS`.
+//! header, or a client's header in `PROXY_HEADERS`.
 
 use std::fmt::Write as _;
 use std::net::IpAddr;

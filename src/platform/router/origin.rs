@@ -1,5 +1,5 @@
 //! Detects cross-origin requests from browsers. The router rejects such a request if its method is unsafe or it is an
-//! upgrade, for example to a WebSocket.
+//! upgrade, for example to a WebSocket. Requests from apps' pages have a rule of their own (`app_request`).
 
 use http::header::{HeaderMap, ORIGIN};
 use http::{HeaderName, Method};

@@ -63,7 +63,7 @@ pub(super) enum SessionError {
     Timeout,
     #[error("database unreachable")]
     Unreachable,
-    #[error("too many sessions opened; retry in {} s", .0.as_secs() + 1)]
+    #[error("too many sessions or codes requested; retry in {} s", .0.as_secs() + 1)]
     RateLimited(Duration),
     #[error("the system's random number generator failed")]
     Randomness,

@@ -83,7 +83,7 @@ pub(super) async fn probe_create_only_upload(bucket: &Bucket) -> ProbeOutcome {
 
 #[cfg(test)]
 mod tests {
-    use kit::s3::{Fault, Rule, S3Server};
+    use kit::s3::{Fault, FaultRule, S3Server};
 
     use super::*;
     use crate::config::StoreConfig;
@@ -99,7 +99,7 @@ mod tests {
         let mut env = Env::from_pairs(pairs.iter().map(|(name, value)| (&**name, &**value)));
         let config = StoreConfig::read(&mut env);
         let bucket = env.finish(config).unwrap().open().unwrap();
-        let fault = server.add_fault(Rule::new(Fault::Status(400)).method("HEAD"));
+        let fault = server.add_fault(FaultRule::new(Fault::Status(400)).method("HEAD"));
         let error = probe_visibility(&bucket).await.unwrap_err();
         assert!(matches!(error, StoreError::Unavailable { .. }), "{error}");
         assert_eq!(fault.hits(), 1);

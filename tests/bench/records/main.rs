@@ -6,8 +6,8 @@
 
 #![allow(clippy::print_stdout, reason = "figures go to standard output")]
 
-mod limits;
 mod loss;
+mod upper_bounds;
 mod usage;
 mod writer;
 
@@ -32,7 +32,7 @@ fn main() -> Result<()> {
             let load_duration = Duration::from_secs(seconds);
             // Runs first, because the other measurements grow the heap.
             usage::measure(&dir)?;
-            limits::measure(&dir)?;
+            upper_bounds::measure(&dir)?;
             writer::measure(&dir, load_duration)?;
             loss::measure(&dir)
         }

@@ -180,8 +180,8 @@ impl UnpackDir {
         self.root.path().join("into")
     }
 
-    /// Checks that the file next to the target directory is unchanged, and that nothing was created outside the
-    /// directory.
+    /// Checks that the file next to the target directory is unchanged, and that nothing was created next to the
+    /// directory or at `/tmp/svc-fuzz-outside`.
     fn check_outside(&self) -> Result<(), String> {
         let mut names: Vec<_> = fs::read_dir(self.root.path())
             .map_err(|error| error.to_string())?

@@ -120,7 +120,7 @@ async fn fill_disk_at(
 #[tokio::test(flavor = "multi_thread")]
 async fn restore_on_full_disk_keeps_old_database_and_resumes() -> Result<()> {
     let (_store, _old, new) = old_and_new_machines().await?;
-    // As on a real machine, root's directory contains only a link to the marker in another directory.
+    // As on a real machine, the marker's path is a link to a file in `/var/lib/svc`.
     let marker = new.path("var/lib/svc/restore-complete");
     std::os::unix::fs::symlink(&marker, new.path("opt/svc/restore-complete"))?;
     let Some(disk) = SmallDisk::mount(new.path("var/lib/svc"), DISK_MIB)? else { return Ok(()) };

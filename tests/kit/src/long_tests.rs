@@ -1,4 +1,4 @@
-//! Figures from the long tests, such as injected faults and lost snapshots: one JSON line per test, and their totals.
+//! Figures from the long tests, such as injected faults and survived kills: one JSON line per test, and their totals.
 //!
 //! A test appends its figures with [`Figures::record`] to the file named by [`LONG_REPORT_VAR`], if the variable is
 //! set. [`Totals`] adds up the lines; `cargo xtask test --long` prints and stores the result.
@@ -18,12 +18,12 @@ pub const LONG_REPORT_VAR: &str = "SVC_LONG_REPORT";
 #[serde(rename_all = "camelCase", default)]
 pub struct Figures {
     pub test: String,
-    /// Number of store, network, database and disk faults, of corrupted objects, and of simulated crashes.
+    /// Number of store, network, database and disk faults, of corrupted objects, and of planned crashes.
     pub faults_injected: u64,
     /// Number of kills with SIGKILL after which all invariants held.
     pub kills_survived: u64,
     pub snapshots_taken: u64,
-    /// 1 if the final check of the snapshots failed.
+    /// Number of failed snapshot checks: 1 if the test's last check of the stored snapshots failed.
     pub lost: u64,
     pub fuzz_cases: u64,
 }
@@ -54,6 +54,7 @@ pub struct Totals {
     pub faults_injected: u64,
     pub kills_survived: u64,
     pub snapshots_taken: u64,
+    /// Number of tests whose final check of the snapshots failed.
     pub lost: u64,
     pub fuzz_cases: u64,
     pub tests: Vec<Figures>,
@@ -83,7 +84,8 @@ impl Totals {
     /// Returns the totals in one line.
     pub fn summary(&self) -> String {
         format!(
-            "faults injected: {}, kills survived: {}, snapshots taken: {}, lost: {}, fuzz cases: {}",
+            "faults injected: {}, kills survived: {}, snapshots taken: {}, failed snapshot checks: {}, \
+             fuzz cases: {}",
             self.faults_injected, self.kills_survived, self.snapshots_taken, self.lost, self.fuzz_cases
         )
     }
@@ -123,7 +125,8 @@ mod tests {
         let totals = Totals::parse(&lines).expect("valid lines");
         assert_eq!(
             totals.summary(),
-            "faults injected: 3, kills survived: 205, snapshots taken: 70, lost: 0, fuzz cases: 9"
+            "faults injected: 3, kills survived: 205, snapshots taken: 70, failed snapshot checks: 0, \
+             fuzz cases: 9"
         );
         assert_eq!(totals.tests.len(), 3);
         assert_eq!(totals.tests[0], kills);
@@ -133,11 +136,11 @@ mod tests {
     }
 
     #[test]
-    fn parse_adds_up_losses() {
-        let loss =
+    fn parse_adds_up_failed_snapshot_checks() {
+        let failed =
             serde_json::to_string(&Figures { lost: 1, ..Figures::new("a") }).expect("figures serialize");
-        let no_loss = serde_json::to_string(&Figures::new("b")).expect("figures serialize");
-        assert_eq!(Totals::parse(&format!("{loss}\n{no_loss}")).expect("valid lines").lost, 1);
+        let passed = serde_json::to_string(&Figures::new("b")).expect("figures serialize");
+        assert_eq!(Totals::parse(&format!("{failed}\n{passed}")).expect("valid lines").lost, 1);
     }
 
     #[test]

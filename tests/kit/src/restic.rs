@@ -33,7 +33,7 @@ impl Restic {
     /// Prepares `restic` for a repository in a directory. Fetches the program once into `target/tools`.
     ///
     /// # Errors
-    /// Fails if apt-get cannot download the package, or on a processor other than x86_64.
+    /// Fails if apt-get cannot download the package, or if the architecture is not x86_64.
     pub fn for_directory(repository: &Path, password: &str) -> Result<Self> {
         Self::new(repository.display().to_string(), password, Vec::new())
     }

@@ -80,11 +80,11 @@ pub fn fetch(target_dir: &Path) -> Result<std::path::PathBuf> {
     })
 }
 
-/// Always fails on this processor.
+/// Always fails on this architecture.
 ///
 /// # Errors
-/// No build is pinned for this processor.
+/// No build is pinned for this architecture.
 #[cfg(not(target_arch = "x86_64"))]
 pub fn fetch(_target_dir: &Path) -> Result<std::path::PathBuf> {
-    bail!("no build of SeaweedFS {VERSION} is pinned for this processor")
+    bail!("no build of SeaweedFS {VERSION} is pinned for this architecture")
 }

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use super::faults::{LONG_TIMEOUT, RUN_BACKUP, SHORT_TIMEOUT, verified_pointer, wait_until_served};
 use super::scenario::BOOT_TIMEOUT;
-use kit::s3::{Fault, Rule};
+use kit::s3::{Fault, FaultRule};
 use kit::scenario::{MachineRecord, Stack, eventually};
 
 /// A script that lists the databases that the product has created, except the owner's.
@@ -29,7 +29,7 @@ pub async fn interrupt_store(stack: &Stack, machine: &MachineRecord) -> Result<(
         .await?
         .into_stdout()
         .context("cannot disable retries")?;
-    let outage = stack.store.add_fault(Rule::new(Fault::Disconnect).key("/system/db/").always());
+    let outage = stack.store.add_fault(FaultRule::new(Fault::Disconnect).key("/system/db/").always());
     for nth in 1..=2 {
         let failed = vm.run(RUN_BACKUP, LONG_TIMEOUT).await?;
         ensure!(!failed.status.success(), "backup {nth} succeeded although the store was unreachable");
@@ -70,7 +70,10 @@ pub async fn interrupt_store(stack: &Stack, machine: &MachineRecord) -> Result<(
     verified_pointer(stack)?;
     vm.run(RUN_BACKUP, LONG_TIMEOUT).await?.into_stdout().context("backup after the outage")?;
     ensure!(verified_pointer(stack)?["seq"].as_u64() > before["seq"].as_u64(), "the pointer did not move");
-    eventually("the fleet reports no problem", BOOT_TIMEOUT, || check_fleet_attention(stack, false)).await?;
+    eventually("the fleet no longer reports the failing backup", BOOT_TIMEOUT, || {
+        check_fleet_attention(stack, false)
+    })
+    .await?;
     let detail =
         "two backups exited with 69; log, metrics, doctor and fleet report the failure, pointer unchanged";
     Ok(((), format!("{detail}; {dropped} requests dropped; the next backup succeeded")))

@@ -1,9 +1,9 @@
 //! The lab: the main scenario on virtual machines, and checks that need them. The machines run Debian in QEMU, are
 //! provisioned by cloud-init, and run the host's units under systemd and the database in a container.
 //!
-//! It uses the interfaces of operators and owners: `svcctl`, HTTP and the provider's console. Over SSH and in the object
-//! store, it also inspects state and injects faults. Console output and journals are stored under `target/lab`, in one
-//! directory per machine.
+//! It uses the interfaces of operators and owners: `svcctl`, HTTP and the provider's console. Over SSH and in the
+//! object store, it also inspects state and injects faults. Console output and journals are stored under `target/lab`,
+//! in one directory per machine.
 
 mod agent;
 mod data;

@@ -9,7 +9,7 @@ use super::data::LIST_EXTRA_DATABASES;
 use super::{files, invariants, release};
 use kit::bundle;
 use kit::pg::PgBinaries;
-use kit::s3::{Fault, Rule};
+use kit::s3::{Fault, FaultRule};
 use kit::scenario::{
     CONFIRM_FLAGS, HANDLE, IMAGE_VERSION, MachineRecord, RecoveryTimeouts, Stack, USER, eventually,
 };
@@ -225,7 +225,7 @@ pub async fn resize(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
 /// Starts a recovery while the store returns corrupted snapshots: the gate stays closed, and the platform reports the
 /// failed stage. Then heals the store, so that the next recovery can succeed.
 pub async fn check_corrupted_snapshot_refused(stack: &Stack) -> Result<((), String)> {
-    stack.store.add_fault(Rule::new(Fault::CorruptBody).method("GET").key_suffix(".dump").always());
+    stack.store.add_fault(FaultRule::new(Fault::CorruptBody).method("GET").key_suffix(".dump").always());
     let run = stack.svcctl(&["--json", "recover", USER, "--yes", "--wait=800"]).await?;
     ensure!(run.exit_code != Some(0), "a corrupted snapshot was restored: {}", run.stdout);
     let record: serde_json::Value =

@@ -34,7 +34,7 @@ pub async fn measure_boot(stack: &Stack, machine: &MachineRecord) -> Result<((),
     for stage in REPORTED_STAGES {
         let when =
             started_at(stage).with_context(|| format!("the stage {stage} was not reported: {stages:?}"))?;
-        marks.push((if stage == "register" { "registered" } else { stage }, when));
+        marks.push((stage, when));
     }
     let end: Timestamp = record["registeredAt"].as_str().context("not registered")?.parse()?;
     let end_times = marks.iter().skip(1).map(|mark| mark.1).chain([end]);

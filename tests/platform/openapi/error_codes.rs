@@ -1,5 +1,5 @@
-//! Triggers every declared error code: by an invalid request, by a conflicting state, or by an outage of a service that
-//! the platform needs.
+//! Triggers every documented error code: by an invalid request, by a conflicting state, or by an outage of a service
+//! that the platform needs.
 
 use http::StatusCode;
 use kit::provider::{Fault, FaultRule};

@@ -351,7 +351,7 @@ async fn assert_reports_store_outage(platform: &TestPlatform) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn every_route_answers_valid_request_as_described() {
+async fn every_route_responds_to_valid_request_as_described() {
     let platform = TestPlatform::start(&[]).await;
     // Operations that take a machine out of service come last.
     let mut all: Vec<&Operation> = operations().collect();

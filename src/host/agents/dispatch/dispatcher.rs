@@ -222,7 +222,8 @@ impl Dispatcher {
         dispatches
     }
 
-    /// Cancels a target's dispatches. Those in the queue have ended when this returns; the others end later.
+    /// Cancels a target's dispatches. Queued ones have ended when this returns; those that are running or being
+    /// journaled end later.
     pub async fn cancel(self: &Arc<Self>, target: &DispatchTarget) {
         let mut tasks = Vec::new();
         for dispatch in self.entries(target) {
@@ -410,7 +411,10 @@ impl Dispatcher {
         if warnings.is_some() {
             self.lock().recorded.push(dispatch.accepted.file());
         } else {
-            tracing::warn!(id = dispatch.id(), "a dispatch stays in the journal: its record was dropped");
+            tracing::warn!(
+                id = dispatch.id(),
+                "a dispatch stays in the journal: its record could not be queued"
+            );
             if let Some(batch) = &dispatch.batch {
                 self.lock().kept_batches.insert(batch.id.clone());
             }
@@ -478,7 +482,10 @@ impl Dispatcher {
         self.stop.cancel();
         self.runs.close();
         if tokio::time::timeout(SHUTDOWN_TIMEOUT, self.runs.wait()).await.is_err() {
-            tracing::warn!("dispatches did not end in time; they will be recorded at the next start");
+            tracing::warn!(
+                "dispatches did not end within {} s of shutdown; they will be recorded at the next start",
+                SHUTDOWN_TIMEOUT.as_secs()
+            );
         }
         self.closed.cancel();
         self.prune_journal().await;

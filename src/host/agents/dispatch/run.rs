@@ -18,9 +18,7 @@ use crate::agents::adapters::settings::{Agent, AgentSettings};
 use crate::agents::adapters::{Adapter, Event, Exit, Outcome};
 use crate::agents::bridge_tokens::{BridgeToken, BridgeTokens};
 use crate::agents::kernel::Kernel;
-use crate::agents::protocol::{
-    GatewayFrame, INTERRUPT_GRACE, RunRequest, RunResult, RunnerFrame, TERMINATE_GRACE,
-};
+use crate::agents::protocol::{END_TIMEOUT, GatewayFrame, RunRequest, RunResult, RunnerFrame};
 use crate::audit::protocol::{self, COMMAND_TOOLS, Message, Process, WRITER_TOOLS};
 use crate::records::entry::{DispatchError, Interaction, ResultStatus};
 use crate::records::money::Dollars;
@@ -28,8 +26,6 @@ use svc_base::clock;
 
 /// Timeout for connecting to the runner, and for one write to it.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-/// Time that the runner has to end a cancelled run, in addition to the agent's grace periods.
-const END_TIMEOUT: Duration = Duration::from_secs(15);
 /// The model that is recorded if none is known.
 const UNKNOWN_MODEL: &str = "unknown";
 /// Tools that start subagents.
@@ -304,7 +300,10 @@ impl<'a> GatewayRun<'a> {
                 let message = "svc-agent cannot be reached: is svc-agent.socket active?";
                 return failed_outcome("NoRunner", message).into();
             }
-            Err(_) => return failed_outcome("NoRunner", "svc-agent did not accept the run in time").into(),
+            Err(_) => {
+                let message = "svc-agent did not accept the run before the connection timeout or deadline";
+                return failed_outcome("NoRunner", message).into();
+            }
         };
         let ended = self.follow(from_runner, to_runner).await;
         let at_ms = self.elapsed_ms();
@@ -404,12 +403,14 @@ impl<'a> GatewayRun<'a> {
                 },
                 reason = end_requested, if self.end_reason.is_none() => {
                     self.end_reason = Some(reason);
-                    give_up_at = Some(Instant::now() + INTERRUPT_GRACE + TERMINATE_GRACE + END_TIMEOUT);
+                    give_up_at = Some(Instant::now() + END_TIMEOUT);
                     // A runner that does not receive the cancellation is abandoned after the timeout.
                     let _ = tokio::time::timeout(CONNECT_TIMEOUT, GatewayFrame::Cancel.write(&mut to_runner)).await;
                 }
                 () = gave_up => {
-                    break Err(dispatch_error("NoRunner", "svc-agent did not stop the agent in time"));
+                    let seconds = END_TIMEOUT.as_secs();
+                    let message = format!("svc-agent did not stop the agent within {seconds} s");
+                    break Err(dispatch_error("NoRunner", message));
                 }
             }
         };

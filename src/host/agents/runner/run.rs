@@ -70,7 +70,7 @@ pub async fn serve(layout: &Layout, connection: UnixStream, stop: CancellationTo
     if request.version != RunRequest::PROTOCOL_VERSION_WITHOUT_READY
         && !wait_for_go(&mut from_gateway, &mut to_gateway).await?
     {
-        let reason = "the dispatch was cancelled before the agent started";
+        let reason = "the gateway sent no go-ahead to start the agent";
         return RunnerFrame::Refused(reason.to_owned()).write(&mut to_gateway).await;
     }
     let (child, is_resumed) = match start_agent(layout, &request) {

@@ -1,5 +1,5 @@
 //! Computes the changes since the last check: the net difference in the tree. Reads only the names with events, or all
-//! names if events were lost or too many names have events.
+//! names if events may have been lost, the watch limit is reached, or too many names have events.
 //!
 //! When a name is replaced or a directory is moved, the paths below it before and after are compared. A file that was
 //! created and deleted, or moved away and back, is not reported.
@@ -68,7 +68,7 @@ impl Marks {
 pub struct DirtySet {
     dirs: HashMap<Inode, HashMap<Name, Marks>>,
     name_count: usize,
-    /// Everything must be checked: events may have been lost, or there were too many names.
+    /// Everything must be checked: events may have been lost, the watch limit is reached, or there were too many names.
     is_everything_dirty: bool,
 }
 

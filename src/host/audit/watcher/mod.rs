@@ -153,13 +153,13 @@ struct WatcherThread {
 
 fn spawn_watcher_thread(watcher: Watcher) -> std::io::Result<WatcherThread> {
     let (requests, receiver) = channel();
-    let (waker, wake_receiver) = StdStream::pair()?;
+    let (waker, wakeups) = StdStream::pair()?;
     waker.set_nonblocking(true)?;
-    wake_receiver.set_nonblocking(true)?;
+    wakeups.set_nonblocking(true)?;
     let (has_progressed, (ended_sender, ended)) = (Arc::new(AtomicBool::new(true)), oneshot::channel());
     let thread_has_progressed = Arc::clone(&has_progressed);
     let work = move || {
-        watcher.run(&receiver, &wake_receiver, &thread_has_progressed);
+        watcher.run(&receiver, &wakeups, &thread_has_progressed);
         drop(ended_sender);
     };
     let thread = std::thread::Builder::new().name("watcher".to_owned()).spawn(work)?;
@@ -271,11 +271,11 @@ async fn serve_hook(mut stream: UnixStream, handle: WatcherHandle) -> std::io::R
             Ok(())
         }
         Ok(message) => {
-            tracing::warn!(version = message.version, "a hook uses an unsupported protocol version");
+            tracing::warn!(version = message.version, "a message has an unsupported protocol version");
             Ok(())
         }
         Err(error) => {
-            tracing::warn!(%error, "invalid message from a hook");
+            tracing::warn!(%error, "invalid message on watch.sock");
             Ok(())
         }
     }

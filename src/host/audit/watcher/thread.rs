@@ -7,7 +7,6 @@ use std::collections::VecDeque;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::{Duration, Instant};
@@ -111,8 +110,8 @@ impl Watcher {
         Ok(watcher)
     }
 
-    /// Runs until all handles are dropped. `waker` is readable when there are requests.
-    pub fn run(mut self, requests: &Receiver<Request>, waker: &UnixStream, has_progressed: &Arc<AtomicBool>) {
+    /// Runs until all handles are dropped. `wakeups` is readable when there are requests.
+    pub fn run(mut self, requests: &Receiver<Request>, wakeups: &UnixStream, has_progressed: &AtomicBool) {
         let mut last_tick = Instant::now();
         loop {
             has_progressed.store(true, Ordering::Relaxed);
@@ -132,11 +131,11 @@ impl Watcher {
                 self.check_home();
             }
             if is_idle {
-                self.wait_for_events(waker, TICK_INTERVAL.saturating_sub(last_tick.elapsed()));
+                self.wait_for_events(wakeups, TICK_INTERVAL.saturating_sub(last_tick.elapsed()));
                 self.home_watcher.drain(&mut self.dirty);
                 let mut bytes = [0; 64];
                 // Non-blocking; the bytes only wake this thread.
-                while std::io::Read::read(&mut &*waker, &mut bytes).is_ok_and(|read| read > 0) {}
+                while std::io::Read::read(&mut &*wakeups, &mut bytes).is_ok_and(|read| read > 0) {}
             }
         }
     }
@@ -171,10 +170,10 @@ impl Watcher {
         self.change_log.take(saved, self.home_watcher.event_count())
     }
 
-    fn wait_for_events(&self, waker: &UnixStream, timeout: Duration) {
+    fn wait_for_events(&self, wakeups: &UnixStream, timeout: Duration) {
         let mut sources = [
             PollFd::new(self.home_watcher.as_fd(), PollFlags::POLLIN),
-            PollFd::new(waker.as_fd(), PollFlags::POLLIN),
+            PollFd::new(wakeups.as_fd(), PollFlags::POLLIN),
         ];
         let timeout = PollTimeout::try_from(timeout).unwrap_or(PollTimeout::ZERO);
         // An error, such as EINTR, is harmless: the caller reads the available events anyway.

@@ -29,7 +29,8 @@ impl ExistingSchema {
     /// index names are unique in a schema, and a renamed table keeps the names of its indexes. The earlier name counts
     /// only if its index belongs to `table`, because tables with the same long prefix share that name.
     fn find_indexed_table(&self, table: &Table, name: &IndexName) -> Option<&str> {
-        let earlier = self.indexes.get(&name.earlier).filter(|indexed| *indexed == table.name.as_str());
+        let earlier =
+            self.indexes.get(&name.earlier).filter(|indexed_table| *indexed_table == table.name.as_str());
         earlier.or_else(|| self.indexes.get(&name.current)).map(String::as_str)
     }
 }
@@ -146,10 +147,10 @@ impl RegistrationPlan {
 
     /// Returns whether the index is missing and its name is free. Reports an index whose name is taken.
     fn should_create_index(&mut self, table: &Table, name: &IndexName, existing: &ExistingSchema) -> bool {
-        let Some(indexed) = existing.find_indexed_table(table, name) else { return true };
-        if indexed != table.name.as_str() {
+        let Some(indexed_table) = existing.find_indexed_table(table, name) else { return true };
+        if indexed_table != table.name.as_str() {
             self.unapplied_changes.push(format!(
-                "the index {} of {} is not created: the table {indexed} has an index with this name",
+                "the index {} of {} is not created: the table {indexed_table} has an index with this name",
                 name.current, table.name
             ));
         }

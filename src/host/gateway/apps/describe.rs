@@ -7,7 +7,7 @@ use crate::auth::{READERS, VIEWERS};
 use crate::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
 use svc_http::openapi::{
     Content, DocumentedResponse, Operation, Parameter, ParameterLocation, array, count, nullable, object,
-    one_of, schema_ref, text,
+    schema_ref, string_enum, text,
 };
 use svc_http::problem::Code;
 
@@ -125,11 +125,11 @@ const fn file_response(status: u16, description: &'static str) -> DocumentedResp
 /// The JSON schema of an app in the list.
 pub fn app_schema_json() -> Value {
     object(
-        &[("slug", nullable(text())), ("status", one_of(&["ready", "waiting", "error"]))],
+        &[("slug", nullable(text())), ("status", string_enum(&["ready", "waiting", "error"]))],
         &[
             ("name", nullable(text())),
             ("version", nullable(text())),
-            ("runtime", nullable(one_of(&["vite", "static", "node"]))),
+            ("runtime", nullable(string_enum(&["vite", "static", "node"]))),
             ("folder", nullable(text())),
             ("url", nullable(text())),
             ("connect", array(text())),

@@ -344,7 +344,7 @@ impl Supervisor {
         match register::register(client, &manifest, &password, timeout).await {
             Ok(result) => {
                 for change in &result.unapplied_changes {
-                    tracing::warn!(app = %slug, "the manifest is not applied completely: {change}");
+                    tracing::warn!(app = %slug, "the manifest was applied only in part: {change}");
                 }
                 tracing::info!(app = %slug, tables = result.tables.len(), "app registered");
                 let tables: BTreeMap<_, _> =

@@ -9,7 +9,7 @@ use crate::auth::ALL_EXCEPT_PLATFORM;
 use crate::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
 use svc_http::openapi::{
     Content, DocumentedResponse, Operation, Parameter, ParameterLocation, array, boolean, count,
-    nul_free_text, nullable, object, one_of, schema_ref, text, text_matching,
+    nul_free_text, nullable, object, schema_ref, string_enum, text, text_matching,
 };
 use svc_http::problem::Code;
 
@@ -141,13 +141,13 @@ fn field_schema(name: &str) -> Value {
         "data" => row(),
         "rows" => bounded(row(), 1, 1000),
         "onConflict" | "columns" => json!({ "type": "array", "items": text() }),
-        "resolution" => one_of(&["merge", "ignore"]),
+        "resolution" => string_enum(&["merge", "ignore"]),
         "filter" => json!({
             "type": "object",
             "description": "{column: value}, {column: {operator: value}}, and, or, not; nested at most 5 levels deep.",
         }),
         "orderBy" => {
-            let entry = object(&[("column", text())], &[("direction", one_of(&["asc", "desc"]))]);
+            let entry = object(&[("column", text())], &[("direction", string_enum(&["asc", "desc"]))]);
             bounded(json!({ "anyOf": [text(), entry] }), 0, 8)
         }
         "limit" => json!({ "type": "integer", "minimum": 1, "maximum": 1000, "default": 100 }),

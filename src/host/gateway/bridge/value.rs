@@ -91,10 +91,12 @@ fn bind_numeric(raw: &RawValue) -> Result<Param, &'static str> {
     // JSON's number grammar is a subset of PostgreSQL's.
     let is_number = text.starts_with(|c: char| c == '-' || c.is_ascii_digit())
         && serde_json::from_str::<&RawValue>(&text).is_ok_and(|parsed| parsed.get() == text);
-    match () {
-        () if !is_number => Err(expected),
-        () if number_expansion(&text).is_none() => Err(TOO_MANY_DIGITS),
-        () => Ok(Param::Text(text.into_owned())),
+    if !is_number {
+        Err(expected)
+    } else if number_expansion(&text).is_none() {
+        Err(TOO_MANY_DIGITS)
+    } else {
+        Ok(Param::Text(text.into_owned()))
     }
 }
 

@@ -189,9 +189,9 @@ impl CertificateManager {
         }
     }
 
-    /// Restores the time of the next request and the last request's error, unless the settings have changed in the
-    /// meantime. A restart must not shorten the current delay, because authorities limit failed and abandoned orders.
-    /// The delays that follow start again from the initial one.
+    /// Restores the time of the next request and the last request's error, unless the settings have changed since these
+    /// were stored. A restart must not shorten the current delay, because authorities limit failed and abandoned
+    /// orders. The delays that follow start again from the initial one.
     fn restore_schedule(&mut self, settings: &CertificateSettings) {
         let layout = &self.config.layout;
         let modified = |path: PathBuf| std::fs::metadata(path).and_then(|meta| meta.modified()).ok();

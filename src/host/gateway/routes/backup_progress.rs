@@ -16,7 +16,7 @@ use svc_host::snapshots::backup_progress::BackupProgress;
 use svc_host::system::blocking::run_blocking;
 use svc_host::system::layout::Layout;
 use svc_host::system::lock::{Lock, LockError};
-use svc_http::openapi::{Operation, boolean, count, object, one_of, text, time};
+use svc_http::openapi::{Operation, boolean, count, object, string_enum, text, time};
 use svc_http::problem::{Code, Problem};
 use svc_store::key;
 
@@ -113,7 +113,7 @@ pub static BACKUP_PROGRESS: Endpoint = Endpoint {
         body: None,
         responses: &[documented_json(200, "The progress, the last result and the state.", || {
             let last = object(
-                &[("status", one_of(&["success", "error"])), ("beganAt", time())],
+                &[("status", string_enum(&["success", "error"])), ("beganAt", time())],
                 &[("takenAt", time()), ("key", text()), ("error", text()), ("held", held_schema())],
             );
             object(

@@ -29,7 +29,7 @@ use svc_host::agents::dispatch::{DispatchTarget, Dispatcher};
 use svc_host::agents::kernel::Kernel;
 use svc_http::openapi::{
     Content, DocumentedResponse, Operation, Parameter, ParameterLocation, array, boolean, nullable, object,
-    one_of, request_object, schema_ref, text, text_matching, text_up_to, time,
+    request_object, schema_ref, string_enum, text, text_matching, text_up_to, time,
 };
 use svc_http::problem::{Code, Problem};
 
@@ -213,7 +213,7 @@ pub fn dispatch_schema() -> Value {
     object(
         &[
             ("id", text()),
-            ("status", one_of(Phase::NAMES)),
+            ("status", string_enum(Phase::NAMES)),
             ("senderId", text()),
             ("agentName", text()),
             ("model", nullable(text())),
@@ -234,7 +234,7 @@ fn response_schema() -> Value {
         &[
             ("id", text()),
             ("batch", boolean()),
-            ("status", one_of(&["queued", "running", "success", "error"])),
+            ("status", string_enum(&["queued", "running", "success", "error"])),
             ("dispatches", array(schema_ref("Dispatch"))),
         ],
         &[],

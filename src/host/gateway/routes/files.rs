@@ -32,8 +32,8 @@ use svc_host::system::blocking::run_blocking;
 use svc_host::system::layout::Layout;
 use svc_http::idempotency;
 use svc_http::openapi::{
-    Content, DocumentedResponse, Operation, Parameter, ParameterLocation, boolean, nullable, object, one_of,
-    request_object, schema_of, text, time,
+    Content, DocumentedResponse, Operation, Parameter, ParameterLocation, boolean, nullable, object,
+    request_object, schema_of, string_enum, text, time,
 };
 use svc_http::problem::{Code, Problem};
 use svc_wire::files::{
@@ -268,7 +268,7 @@ pub static DOWNLOAD: Endpoint = Endpoint {
             TIME,
             Parameter::query(
                 "format",
-                || one_of(DownloadFormat::VARIANTS),
+                || string_enum(DownloadFormat::VARIANTS),
                 "`raw`: a file's content, the default for a file; `tar`: the default for a directory; or `zip`.",
             ),
         ],

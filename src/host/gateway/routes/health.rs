@@ -11,7 +11,7 @@ use crate::apps::Registry;
 use crate::auth::Ingress;
 use crate::database::Database;
 use crate::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
-use svc_http::openapi::{Operation, object, one_of, text};
+use svc_http::openapi::{Operation, object, string_enum, text};
 use svc_http::problem::format_chain;
 
 /// Reports that the process is running.
@@ -63,7 +63,7 @@ pub static LIVE: Endpoint = Endpoint {
         parameters: &[],
         body: None,
         responses: &[documented_json(200, "It is running.", || {
-            object(&[("status", one_of(&["live"]))], &[])
+            object(&[("status", string_enum(&["live"]))], &[])
         })],
         problems: &[],
     },
@@ -91,9 +91,9 @@ pub static READY: Endpoint = Endpoint {
 fn readiness_schema() -> Value {
     object(
         &[
-            ("status", one_of(&["ready", "unready"])),
-            ("database", one_of(&["ok", "failing"])),
-            ("apps", one_of(&["ok", "waiting"])),
+            ("status", string_enum(&["ready", "unready"])),
+            ("database", string_enum(&["ok", "failing"])),
+            ("apps", string_enum(&["ok", "waiting"])),
         ],
         // The database's address and port, or `socket`; reported only on the Unix socket of the machine's own users.
         &[("server", text())],

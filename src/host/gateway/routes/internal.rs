@@ -18,7 +18,7 @@ use svc_host::files::verify;
 use svc_host::system::blocking::run_blocking;
 use svc_host::system::layout::Layout;
 use svc_host::update::protocol::UpdateRequest;
-use svc_http::openapi::{Operation, object, one_of, request_object, text_matching, time};
+use svc_http::openapi::{Operation, object, request_object, string_enum, text_matching, time};
 use svc_http::problem::{Code, Problem};
 use svc_http::request_id;
 use svc_machine::name::ImageVersion;
@@ -86,7 +86,7 @@ pub static UPDATE: Endpoint = Endpoint {
         responses: &[documented_json(202, "The request is accepted.", || {
             let version = text_matching(ImageVersion::PATTERN);
             object(
-                &[("request", one_of(&["update"])), ("imageVersion", version), ("requestedAt", time())],
+                &[("request", string_enum(&["update"])), ("imageVersion", version), ("requestedAt", time())],
                 &[],
             )
         })],
@@ -105,7 +105,7 @@ pub static BACKUP: Endpoint = Endpoint {
         parameters: &[],
         body: None,
         responses: &[documented_json(202, "The request is accepted.", || {
-            object(&[("request", one_of(&["backup"])), ("requestedAt", time())], &[])
+            object(&[("request", string_enum(&["backup"])), ("requestedAt", time())], &[])
         })],
         problems: &[Code::Forbidden, Code::Unavailable],
     },
@@ -122,7 +122,7 @@ pub static ACCEPT: Endpoint = Endpoint {
         parameters: &[],
         body: None,
         responses: &[documented_json(202, "The request is accepted.", || {
-            object(&[("request", one_of(&["accept"])), ("requestedAt", time())], &[])
+            object(&[("request", string_enum(&["accept"])), ("requestedAt", time())], &[])
         })],
         problems: &[Code::Forbidden, Code::Unavailable],
     },
@@ -139,7 +139,7 @@ pub static DRILL: Endpoint = Endpoint {
         parameters: &[],
         body: None,
         responses: &[documented_json(202, "The request is accepted.", || {
-            object(&[("request", one_of(&["drill"])), ("requestedAt", time())], &[])
+            object(&[("request", string_enum(&["drill"])), ("requestedAt", time())], &[])
         })],
         problems: &[Code::Forbidden, Code::Unavailable],
     },
@@ -156,7 +156,7 @@ pub static VERIFY_FILES: Endpoint = Endpoint {
         parameters: &[],
         body: None,
         responses: &[documented_json(202, "The request is accepted.", || {
-            object(&[("request", one_of(&[verify::REQUEST])), ("requestedAt", time())], &[])
+            object(&[("request", string_enum(&[verify::REQUEST])), ("requestedAt", time())], &[])
         })],
         problems: &[Code::Forbidden, Code::Unavailable],
     },

@@ -15,7 +15,7 @@ use svc_host::agents::kernel::Kernel;
 use svc_host::records::files::LogKind;
 use svc_http::openapi::{
     Content, DocumentedResponse, Operation, Parameter, ParameterLocation, array, boolean, count, nullable,
-    number, object, one_of, schema_ref, text, text_matching, text_up_to, time,
+    number, object, schema_ref, string_enum, text, text_matching, text_up_to, time,
 };
 use svc_http::problem::{Code, Problem};
 
@@ -29,7 +29,7 @@ const fn filter_parameter(name: &'static str, description: &'static str) -> Para
 }
 
 const OUTCOME_FILTER: Parameter =
-    Parameter { schema: || one_of(&OUTCOMES), ..filter_parameter("status", "`success` or `error`.") };
+    Parameter { schema: || string_enum(&OUTCOMES), ..filter_parameter("status", "`success` or `error`.") };
 
 const SINCE: Parameter = Parameter {
     name: "since",
@@ -262,7 +262,10 @@ log_routes!(
     "/api/backups",
     "Backups of the database, and the hourly results of the file backup",
     [
-        Parameter { schema: || one_of(&BACKUP_KINDS), ..filter_parameter("kind", "`database` or `files`.") },
+        Parameter {
+            schema: || string_enum(&BACKUP_KINDS),
+            ..filter_parameter("kind", "`database` or `files`.")
+        },
         OUTCOME_FILTER,
     ],
     "backups",
@@ -292,7 +295,7 @@ fn with_gap(entry: &Value) -> Value {
 }
 
 pub fn interaction_schema() -> Value {
-    let status = || one_of(&OUTCOMES);
+    let status = || string_enum(&OUTCOMES);
     let tool = line_schema(
         &[("name", text()), ("durationMs", count()), ("inputPreview", text()), ("status", status())],
         &[("error", text())],
@@ -334,7 +337,7 @@ pub fn audit_schema() -> Value {
     with_gap(&line_schema(
         &[
             ("timestamp", time()),
-            ("op", one_of(&["write", "delete", "mkdir"])),
+            ("op", string_enum(&["write", "delete", "mkdir"])),
             ("path", text()),
             ("actor", text()),
         ],
@@ -385,8 +388,8 @@ pub fn backup_schema() -> Value {
     line_schema(
         &[
             ("timestamp", time()),
-            ("kind", one_of(&BACKUP_KINDS)),
-            ("status", one_of(&OUTCOMES)),
+            ("kind", string_enum(&BACKUP_KINDS)),
+            ("status", string_enum(&OUTCOMES)),
             ("stage", text()),
         ],
         &[

@@ -21,7 +21,7 @@ use svc_host::snapshots::side_database::{
 use svc_host::system::blocking::run_blocking;
 use svc_host::system::layout::Layout;
 use svc_http::openapi::{
-    Operation, array, boolean, count, nullable, object, one_of, request_object, schema_ref, text,
+    Operation, array, boolean, count, nullable, object, request_object, schema_ref, string_enum, text,
     text_matching, text_up_to, time,
 };
 use svc_http::problem::{Code, Problem};
@@ -173,7 +173,8 @@ pub static COPY: Endpoint = Endpoint {
             let mut tables = array(text_up_to(200));
             tables["minItems"] = 1.into();
             tables["maxItems"] = MAX_TABLES.into();
-            let options = [("mode", one_of(CopyMode::NAMES)), ("dryRun", boolean()), ("backup", boolean())];
+            let options =
+                [("mode", string_enum(CopyMode::NAMES)), ("dryRun", boolean()), ("backup", boolean())];
             request_object(&[("tables", tables)], &options)
         }),
         responses: &[documented_json(202, "The request is accepted.", accepted_schema)],
@@ -214,20 +215,24 @@ pub fn side_database_schema() -> Value {
         &[
             ("requestId", text()),
             ("at", time()),
-            ("mode", one_of(CopyMode::NAMES)),
+            ("mode", string_enum(CopyMode::NAMES)),
             ("dryRun", boolean()),
             ("tables", array(copied)),
         ],
         &[("error", text())],
     );
     let pending = object(
-        &[("action", one_of(&["open", "copy", "close"])), ("requestId", text()), ("requestedAt", time())],
+        &[
+            ("action", string_enum(&["open", "copy", "close"])),
+            ("requestId", text()),
+            ("requestedAt", time()),
+        ],
         &[],
     );
     let table = object(&[("name", text()), ("rows", count())], &[]);
     object(
         &[
-            ("status", one_of(&["closed", "opening", "open", "copying", "failed"])),
+            ("status", string_enum(&["closed", "opening", "open", "copying", "failed"])),
             ("key", nullable(text())),
             ("tables", array(table)),
             ("error", nullable(text())),

@@ -27,7 +27,7 @@ pub enum RegistrationError {
     TokenRejected { detail: String },
     #[error("the platform responded with {status}: {detail}")]
     UnexpectedResponse { status: StatusCode, detail: String },
-    #[error("the call to the platform did not succeed in time: {last}")]
+    #[error("the platform was unavailable until the timeout: {last}")]
     Unavailable { last: String },
 }
 

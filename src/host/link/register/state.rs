@@ -29,8 +29,8 @@ pub struct RegistrationState {
 }
 
 impl RegistrationState {
-    /// Reads the file; `None` if it does not exist, has another version, or is malformed: a new request then replaces
-    /// it.
+    /// Reads the file; `None` if it does not exist, has another version, or is malformed. Registration then creates a
+    /// new request.
     ///
     /// # Errors
     /// If the file exists and cannot be read.

@@ -23,8 +23,8 @@ use svc_machine::id::MachineId;
 use svc_machine::name::ImageVersion;
 use svc_wire::heartbeat as wire;
 
-/// Records that another machine has replaced this one. The gateway, the backups and the sync agent stop once the file
-/// exists.
+/// Records that this machine has been replaced or deleted. The gateway, the backups and the sync agent stop once the
+/// file exists.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct SupersededRecord {
@@ -44,8 +44,8 @@ impl SupersededRecord {
     }
 }
 
-/// Stores the delivered epoch, keys, certificate settings, token and update request. If this machine has been replaced,
-/// stores nothing and returns a record of it, which the caller must write.
+/// Stores the delivered epoch, keys, certificate settings, token and update request. If this machine has been replaced
+/// or deleted, stores nothing and returns a record of it, which the caller must write.
 pub fn apply_response(
     config: &SyncConfig,
     HeartbeatReply { response, accepted }: HeartbeatReply,

@@ -1,4 +1,4 @@
-//! Sends one heartbeat, reads the response, and detects that this machine has been replaced.
+//! Sends one heartbeat, reads the response, and detects that this machine has been replaced or deleted.
 
 use http::StatusCode;
 use secrecy::{ExposeSecret, SecretString};

@@ -1,6 +1,6 @@
 //! `svc-sync-agent`: sends heartbeats to the platform, applies its responses, such as new proof keys or the notice that
-//! this machine has been replaced, and writes the machine's metadata to the object store. Its commands save and restore
-//! the owner's files ([`crate::files`]).
+//! this machine has been replaced or deleted, and writes the machine's metadata to the object store. Its commands save
+//! and restore the owner's files ([`crate::files`]).
 
 mod apply_response;
 mod code_probe;
@@ -243,8 +243,8 @@ async fn run_agent() -> Result<(), Failure> {
 /// Maximum delay before the first heartbeat while the host is starting.
 const STARTUP_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Sends heartbeats until the platform reports that this machine has been replaced. A failed heartbeat is not
-/// retried: the next one carries the same data.
+/// Sends heartbeats until the platform reports that this machine has been replaced or deleted. A failed heartbeat is
+/// not retried: the next one carries the same data.
 async fn run_heartbeats(config: &SyncConfig, heartbeats: &HeartbeatClient<'_>) -> SupersededRecord {
     wait_until_healthy(config).await;
     let mut interval = new_interval(config.heartbeat_interval);

@@ -62,7 +62,7 @@ impl Sink for Upload {
     }
 }
 
-/// A dump that was read in full and delivered to its sink; an upload is not completed yet.
+/// A dump that was read in full and delivered to its sink. If the sink is an upload, the upload is not completed yet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct VerifiedDump {
     pub size_bytes: u64,

@@ -240,6 +240,7 @@ fn build_record(
             Some(BackupError::HeldBack(held)) => Some(held.to_reason()),
             _ => None,
         },
+        is_acceptance: false,
     }
 }
 

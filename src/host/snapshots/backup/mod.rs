@@ -62,7 +62,8 @@ pub use side::FAILPOINTS as SIDE_FAILPOINTS;
 pub use toc::count_entries as count_dump_entries;
 pub use verify::FAILPOINTS as VERIFY_FAILPOINTS;
 
-/// Maximum time that a request, or the snapshot before an import or a copy, waits for a run that was started before it.
+/// Maximum time that a request, an acceptance, or the snapshot before an import or a copy waits for a run that was
+/// started before it.
 const REQUEST_LOCK_TIMEOUT: Duration = Duration::from_secs(600);
 /// Maximum time that any other backup waits. The gateway holds the lock briefly while it checks for a running backup.
 const PROBE_LOCK_TIMEOUT: Duration = Duration::from_millis(400);

@@ -19,7 +19,7 @@ use svc_store::upload::Upload;
 
 const WRITE_INTERVAL: Duration = Duration::from_secs(2);
 
-/// Tracks the progress of one run, and writes it to the file.
+/// Tracks the progress of one run, and writes it for other programs to read.
 pub struct ProgressTracker {
     layout: Layout,
     state: Mutex<TrackerState>,

@@ -31,6 +31,9 @@ pub struct BackupRecord {
     /// Set if the snapshot is complete but was held back.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub held: Option<HeldBackReason>,
+    /// Whether this is the acceptance of a held-back snapshot. Only the line in `activity.log` depends on it.
+    #[serde(skip)]
+    pub is_acceptance: bool,
 }
 
 /// Why a complete snapshot did not become the latest.
@@ -60,6 +63,9 @@ pub fn write(layout: &Layout, record: &BackupRecord) {
 /// Describes the run for `activity.log`.
 fn describe(record: &BackupRecord) -> String {
     match (record.status, &record.key) {
+        (Status::Success, Some(key)) if record.is_acceptance => {
+            format!("the held-back snapshot {key} was accepted as the latest")
+        }
         (Status::Success, Some(key)) => format!("the database was backed up as {key}"),
         (Status::Success, None) => "the database was backed up".to_owned(),
         (Status::Error, _) => {

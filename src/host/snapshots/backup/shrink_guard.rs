@@ -145,6 +145,7 @@ pub async fn accept(_lock: &Lock, settings: &BackupSettings) -> Result<(), Failu
         duration_ms: u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX),
         error: None,
         held: None,
+        is_acceptance: true,
     };
     record::write(&settings.layout, &record);
     Ok(())

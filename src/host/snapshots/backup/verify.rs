@@ -73,7 +73,8 @@ impl VerifyError {
     }
 }
 
-/// `verified.json`: when this program last read each snapshot, and the damage that it found.
+/// `verified.json`: when this program last read each snapshot completely, the damage that it found then, and the
+/// failure of a later read.
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct ReadHistory {

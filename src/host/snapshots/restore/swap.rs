@@ -24,8 +24,9 @@ pub enum SwapError {
     #[error("cannot inspect or swap the databases")]
     Query(#[from] Error),
     #[error(
-        "{} of the database {database} did not end in time",
-        pluralize(sessions.unsigned_abs(), "session")
+        "{} of the database {database} did not end within {} s",
+        pluralize(sessions.unsigned_abs(), "session"),
+        SESSION_END_TIMEOUT.as_secs()
     )]
     InUse { database: String, sessions: i64 },
     #[error(transparent)]

@@ -29,8 +29,8 @@ pub enum LoadError {
     Tool(#[source] std::io::Error),
     #[error("pg_restore exited with {status}: {stderr}")]
     Restore { status: ExitStatus, stderr: String },
-    #[error("pg_restore did not exit in time")]
-    TimedOut,
+    #[error("pg_restore did not exit within {seconds} s")]
+    TimedOut { seconds: u64 },
     #[error("the restored database differs from the snapshot's sidecar: {0}")]
     Mismatch(String),
     #[error(transparent)]
@@ -47,7 +47,7 @@ impl LoadError {
             Self::Download(error) => error.exit(),
             Self::Query { source, .. } => postgres::to_exit(source),
             Self::NewerPostgres { .. } | Self::Restore { .. } | Self::Mismatch(_) => Exit::Refused,
-            Self::Tool(_) | Self::TimedOut | Self::Injected(_) => Exit::Internal,
+            Self::Tool(_) | Self::TimedOut { .. } | Self::Injected(_) => Exit::Internal,
         }
     }
 }

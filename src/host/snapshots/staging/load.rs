@@ -147,7 +147,7 @@ pub async fn run_pg_restore(mut command: tokio::process::Command) -> Result<(), 
     let mut child = command.spawn().map_err(LoadError::Tool)?;
     let stderr = postgres_tools::read_stderr_tail(child.stderr.take());
     let result = tokio::time::timeout(LOAD_TIMEOUT, async { tokio::join!(child.wait(), stderr) }).await;
-    let (status, stderr) = result.map_err(|_| LoadError::TimedOut)?;
+    let (status, stderr) = result.map_err(|_| LoadError::TimedOut { seconds: LOAD_TIMEOUT.as_secs() })?;
     let status = status.map_err(LoadError::Tool)?;
     if status.success() { Ok(()) } else { Err(LoadError::Restore { status, stderr }) }
 }

@@ -41,7 +41,8 @@ pub async fn load(context: &RestoreContext, snapshot: &SnapshotRef, database: &s
         return Err(error.into());
     }
     let result = tokio::time::timeout(INDEX_BUILD_TIMEOUT, child.wait()).await;
-    let status = result.map_err(|_| LoadError::TimedOut)?.map_err(LoadError::Tool)?;
+    let exited = result.map_err(|_| LoadError::TimedOut { seconds: INDEX_BUILD_TIMEOUT.as_secs() })?;
+    let status = exited.map_err(LoadError::Tool)?;
     if !status.success() {
         return Err(LoadError::Restore { status, stderr: stderr.await.unwrap_or_default() });
     }

@@ -19,7 +19,7 @@ const FORMAT_VERSION: u32 = 1;
 pub struct StoredSessions {
     version: u32,
     machine_id: MachineId,
-    /// The session for normal use.
+    /// The working session.
     #[serde(flatten)]
     pub session: StoredSession,
     /// The time from the renewal to the expiry of `session`.

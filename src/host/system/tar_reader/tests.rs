@@ -124,7 +124,7 @@ fn next_entry_rejects_invalid_archives() {
 /// A record is not read if its header claims more bytes than a name can have.
 #[test]
 fn next_entry_does_not_read_oversized_record() {
-    /// Returns the bytes, then endless arbitrary ones, and counts all of them.
+    /// Returns the bytes, and then reports every buffer as filled, without end. Counts all bytes that it returns.
     struct CountingReader<'a>(&'a [u8], &'a std::cell::Cell<u64>);
     impl Read for CountingReader<'_> {
         fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {

@@ -7,7 +7,7 @@ use svc_store::key::SlotPrefix;
 
 use super::files::SavedFiles;
 use crate::db::machine_row::MachineRow;
-use crate::file_keys;
+use crate::files_keys;
 use crate::keys::KeyError;
 use crate::operations::leased::LeasedOperation;
 
@@ -42,7 +42,7 @@ async fn find_key_problem(leased: &LeasedOperation<'_>, machine: &MachineRow) ->
         Ok(session) => session,
         Err(error) => return unchecked(&error),
     };
-    let key = file_keys::find(&session, &platform.seal, (&machine.user, &machine.slot)).await;
+    let key = files_keys::find(&session, &platform.seal, (&machine.user, &machine.slot)).await;
     drop(session);
     match key {
         Ok(Some(key)) => match Repository::open(platform.bucket.clone(), root, &key, Cache::none()).await {

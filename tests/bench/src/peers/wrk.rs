@@ -84,7 +84,7 @@ impl Wrk {
             result.error_responses,
             result.requests
         );
-        ensure!(result.failed == 0, "{} connections failed: {output}", result.failed);
+        ensure!(result.failed == 0, "{} connection attempts or requests failed: {output}", result.failed);
         ensure!(result.requests > 0, "no response: {output}");
         Ok(result)
     }

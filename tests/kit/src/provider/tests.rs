@@ -269,7 +269,7 @@ async fn faults_and_control_work_over_http() -> Result<()> {
 
     api.create("a", "").await?;
     assert_eq!(control.get("/servers").await?.body[0]["name"], "a");
-    assert_eq!(control.post("/servers/a/vanish", json!({})).await?.status, 200);
+    assert_eq!(control.post("/servers/a/lose", json!({})).await?.status, 200);
     assert_eq!(control.get("/servers").await?.body, json!([]));
     assert!(control.get("/creations").await?.body[0]["ended"].is_string());
     assert_eq!(control.get("/calls").await?.body[0]["status"], 503);

@@ -3,10 +3,10 @@
 //! ```no_run
 //! # use std::time::Duration;
 //! # fn f(store: &kit::s3::S3Server) {
-//! use kit::s3::{Fault, Rule};
-//! let lost = store.add_fault(Rule::new(Fault::LostReply).method("PUT").key("current.json"));
-//! store.add_fault(Rule::new(Fault::Status(503)).query("partNumber=2").times(3));
-//! store.add_fault(Rule::new(Fault::Delay(Duration::from_millis(20))).always());
+//! use kit::s3::{Fault, FaultRule};
+//! let lost = store.add_fault(FaultRule::new(Fault::LostReply).method("PUT").key("current.json"));
+//! store.add_fault(FaultRule::new(Fault::Status(503)).query("partNumber=2").times(3));
+//! store.add_fault(FaultRule::new(Fault::Delay(Duration::from_millis(20))).always());
 //! // … the client does its work …
 //! assert_eq!(lost.hits(), 1);
 //! store.heal();
@@ -47,7 +47,7 @@ pub enum Fault {
 
 /// Selects the requests that a [`Fault`] affects: by default, only the next request of any kind.
 #[derive(Clone, Debug)]
-pub struct Rule {
+pub struct FaultRule {
     fault: Fault,
     method: Option<String>,
     key: Option<String>,
@@ -58,7 +58,7 @@ pub struct Rule {
     times: usize,
 }
 
-impl Rule {
+impl FaultRule {
     pub fn new(fault: Fault) -> Self {
         Self {
             fault,
@@ -146,13 +146,13 @@ pub(super) struct Faults(Mutex<Vec<ActiveRule>>);
 
 #[derive(Debug)]
 struct ActiveRule {
-    rule: Rule,
+    rule: FaultRule,
     match_count: usize,
     hits: Arc<AtomicUsize>,
 }
 
 impl Faults {
-    pub(super) fn add(&self, rule: Rule) -> HitCounter {
+    pub(super) fn add(&self, rule: FaultRule) -> HitCounter {
         let hits = HitCounter(Arc::default());
         let active = ActiveRule { rule, match_count: 0, hits: Arc::clone(&hits.0) };
         self.0.lock().unwrap_or_else(PoisonError::into_inner).push(active);

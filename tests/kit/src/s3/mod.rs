@@ -35,7 +35,7 @@ mod store;
 mod sts;
 mod upstream;
 
-pub use fault::{Fault, HitCounter, Rule};
+pub use fault::{Fault, FaultRule, HitCounter};
 pub use http_layer::RequestRecord;
 pub use session::SessionInfo;
 pub use upstream::ThirdParty;
@@ -290,7 +290,7 @@ impl S3Server {
     }
 
     /// Activates a fault for the requests selected by the rule.
-    pub fn add_fault(&self, rule: Rule) -> HitCounter {
+    pub fn add_fault(&self, rule: FaultRule) -> HitCounter {
         self.http.faults.add(rule)
     }
 

@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use super::first_machine::MachineRecord;
 use super::stack::Stack;
-use crate::s3::{Fault, Rule};
+use crate::s3::{Fault, FaultRule};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum InjectedDefect {
@@ -64,17 +64,17 @@ impl FromStr for InjectedDefect {
 /// Makes the store fail every snapshot write.
 pub fn fail_snapshot_puts(stack: &Stack) {
     for method in ["PUT", "POST"] {
-        stack
-            .store
-            .add_fault(Rule::new(Fault::Status(500)).method(method).key("/system/db/snapshots/").always());
+        stack.store.add_fault(
+            FaultRule::new(Fault::Status(500)).method(method).key("/system/db/snapshots/").always(),
+        );
     }
     println!("      (injected defect: the store fails every snapshot write)");
 }
 
 /// Makes the store corrupt every snapshot and sidecar that is read.
 pub fn corrupt_snapshot_gets(stack: &Stack) {
-    stack.store.add_fault(Rule::new(Fault::CorruptBody).method("GET").key(".dump").always());
-    println!("      (injected defect: the store corrupts every snapshot that is read)");
+    stack.store.add_fault(FaultRule::new(Fault::CorruptBody).method("GET").key(".dump").always());
+    println!("      (injected defect: the store corrupts every snapshot and sidecar that is read)");
 }
 
 /// Replaces the certificate and key on the host's disk, and restarts its gateway.

@@ -9,7 +9,7 @@ use super::first_machine::{LATER_TITLE, MachineRecord, TITLES};
 use super::stack::{HANDLE, Stack, USER, eventually};
 use super::web;
 use crate::provider::Power;
-use crate::s3::{Fault, Rule};
+use crate::s3::{Fault, FaultRule};
 
 pub async fn lose_machine(stack: &Stack, first: &MachineRecord) -> Result<((), String)> {
     stack.provider.kill_server(&first.server).await?;
@@ -50,7 +50,7 @@ pub async fn fail_recovery_midway(
     timeouts: RecoveryTimeouts,
 ) -> Result<(MachineRecord, String)> {
     let expected = stack.web.list_titles(&stack.owner_token()).await?;
-    stack.store.add_fault(Rule::new(Fault::CorruptBody).method("GET").key_suffix(".dump").always());
+    stack.store.add_fault(FaultRule::new(Fault::CorruptBody).method("GET").key_suffix(".dump").always());
     let run = stack.svcctl(&["--json", "recover", USER, "--yes", &timeouts.wait_arg()]).await?;
     stack.store.heal();
     ensure!(

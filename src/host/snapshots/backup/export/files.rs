@@ -104,11 +104,14 @@ fn is_import_target(directory: &Path) -> bool {
 
 fn entry_kind(meta: &Metadata) -> Option<EntryKind> {
     let kind = meta.file_type();
-    match () {
-        () if kind.is_file() => Some(EntryKind::File),
-        () if kind.is_dir() => Some(EntryKind::Directory),
-        () if kind.is_symlink() => Some(EntryKind::Symlink),
-        () => None,
+    if kind.is_file() {
+        Some(EntryKind::File)
+    } else if kind.is_dir() {
+        Some(EntryKind::Directory)
+    } else if kind.is_symlink() {
+        Some(EntryKind::Symlink)
+    } else {
+        None
     }
 }
 

@@ -35,6 +35,8 @@ const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 
 #[derive(Debug, thiserror::Error)]
 enum ExportError {
+    #[error("{} has no file name", .path.display())]
+    NoFileName { path: PathBuf },
     #[error("{} already exists\n  next: choose another file name", .path.display())]
     Exists { path: PathBuf },
     #[error(
@@ -55,7 +57,7 @@ enum ExportError {
     },
     #[error("{program} failed ({status})")]
     Failed { program: &'static str, status: ExitStatus },
-    #[error("{program} did not exit in time")]
+    #[error("{program} did not exit within {} s", EXIT_TIMEOUT.as_secs())]
     TimedOut { program: &'static str },
     #[error("stopped by a signal")]
     Stopped,
@@ -64,7 +66,7 @@ enum ExportError {
 impl ExportError {
     fn exit(&self) -> Exit {
         match self {
-            Self::Exists { .. } | Self::WritableByOthers { .. } => Exit::Refused,
+            Self::NoFileName { .. } | Self::Exists { .. } | Self::WritableByOthers { .. } => Exit::Refused,
             Self::Failed { status, .. } => Exit::from_child(*status),
             Self::Busy | Self::Stopped => Exit::TryAgain,
             Self::File(_) | Self::Run { .. } | Self::TimedOut { .. } => Exit::Internal,
@@ -75,9 +77,9 @@ impl ExportError {
 /// Writes the archive to `output`, which appears only when complete.
 ///
 /// # Errors
-/// `Refused` if `output` exists, or users other than root can change its directory; `TryAgain` if another export is
-/// running, or `stop` ended the run; the exit code of a process that failed; otherwise `Internal`. The partial archive
-/// is removed. If only the final sync of the directory failed, the complete archive exists.
+/// `Refused` if `output` exists or has no file name, or users other than root can change its directory; `TryAgain` if
+/// another export is running, or `stop` ended the run; the exit code of a process that failed; otherwise `Internal`.
+/// The partial archive is removed. If only the final sync of the directory failed, the complete archive exists.
 pub async fn run(layout: &Layout, output: &Path, stop: impl Future<Output = ()>) -> Result<(), Failure> {
     let lock = Lock::acquire(&layout.export_lock()).map_err(|error| match error {
         LockError::Held => ExportError::Busy,
@@ -120,7 +122,7 @@ fn resolve_output_path(layout: &Layout, output: &Path) -> Result<PathBuf, Export
             return Err(ExportError::WritableByOthers { path: dir.to_owned() });
         }
     }
-    let name = output.file_name().ok_or_else(|| ExportError::Exists { path: output.to_owned() })?;
+    let name = output.file_name().ok_or_else(|| ExportError::NoFileName { path: output.to_owned() })?;
     Ok(parent.join(name))
 }
 

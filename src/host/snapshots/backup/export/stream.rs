@@ -145,7 +145,7 @@ fn check_below_home(path: PathBuf) -> io::Result<PathBuf> {
 fn invalid_frame_error() -> io::Error {
     io::Error::new(
         io::ErrorKind::InvalidData,
-        "the process that reads the home directory sent an invalid entry",
+        "the process that reads the home directory sent an invalid frame",
     )
 }
 

@@ -49,7 +49,7 @@ pub enum CopyError {
     )]
     Cascades { table: String, other: String },
     #[error(
-        "rows of {table} conflict with the current data: {}; nothing was copied\n  next: {}",
+        "rows of {table} conflict with the current data: {}; existing tables are unchanged\n  next: {}",
         .violation.description,
         .violation.next_step
     )]

@@ -245,7 +245,7 @@ async fn open(settings: &BackupSettings, choice: &SnapshotChoice, request_id: &s
         (state.status, state.error) = (SideStatus::Failed, Some(format_chain(error)));
         state.tables.clear();
         if let Err(error) = drop_side_database(settings).await {
-            tracing::warn!(error = %format_chain(&error), "could not drop the unusable side database; the next request drops it");
+            tracing::warn!(error = %format_chain(&error), "could not drop the unusable side database; the next open or close request drops it");
         }
     }
     state.write(&settings.layout)?;
@@ -393,8 +393,8 @@ async fn close(settings: &BackupSettings, request_id: &str) -> Result<(), SideEr
     Ok(state.write(&settings.layout)?)
 }
 
-/// Drops the side database, the scratch databases and dumps of earlier runs, and the temporary roles of these
-/// databases.
+/// Drops the side database, the scratch databases and dumps of earlier runs, and the temporary roles that nothing else
+/// uses.
 async fn drop_side_database(settings: &BackupSettings) -> Result<(), SideError> {
     let client: Client = settings.server.connect(postgres::MAINTENANCE_DATABASE, "svc-db-backup").await?;
     client.batch_execute(&format!("DROP DATABASE IF EXISTS {SIDE_DATABASE} WITH (FORCE)")).await?;

@@ -379,7 +379,9 @@ mod tests {
         }
 
         #[test]
-        fn sort_parents_first_terminates_on_cycles(edges in proptest::collection::vec((0_usize..5, 0_usize..5), 0..20)) {
+        fn sort_parents_first_terminates_on_cycles(
+            edges in proptest::collection::vec((0_usize..5, 0_usize..5), 0..20),
+        ) {
             let names: Vec<String> = (0..5).map(|n| format!("t{n}")).collect();
             let tables: Vec<&str> = names.iter().map(String::as_str).collect();
             let references: Vec<(String, String)> =

@@ -49,7 +49,7 @@ pub const FAILPOINTS: &[&str] = &[
     "import.begin",
     "import.checked",
     "import.staged",
-    "import.inspected",
+    "import.settings_reset",
     "import.loaded",
     "import.swapped",
     "import.installed",

@@ -241,7 +241,7 @@ impl ImportRole {
         staging::run_pg_restore(command).await?;
         end_sessions(admin, &self.name).await?;
         reset_database(admin, &scratch.name).await?;
-        failpoint::trigger("import.inspected")?;
+        failpoint::trigger("import.settings_reset")?;
         let client = staging::connect_with_retries(context, &scratch.name).await?;
         let forbidden =
             catalog::find_forbidden_object(&client).await.map_err(query_error("inspect the new database"))?;

@@ -5,12 +5,12 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use object_store::{Error, PutMode};
 
-use super::{Fault, Rule, fixture, fixture_with, pattern};
+use super::{Fault, FaultRule, fixture, fixture_with, pattern};
 
 #[tokio::test]
 async fn lost_reply_leaves_the_write_committed() -> Result<()> {
     let fixture = fixture()?;
-    let lost = fixture.server.add_fault(Rule::new(Fault::LostReply).method("PUT").key("pointer"));
+    let lost = fixture.server.add_fault(FaultRule::new(Fault::LostReply).method("PUT").key("pointer"));
     assert!(fixture.put_if("pointer", "one", PutMode::Create).await.is_err());
     assert_eq!(lost.hits(), 1);
     assert_eq!(fixture.get("pointer").await?, b"one");
@@ -18,7 +18,7 @@ async fn lost_reply_leaves_the_write_committed() -> Result<()> {
 
     // A retry fails on the precondition, because the first attempt was committed.
     let fixture = fixture_with(|builder| builder)?;
-    let after_commit = fixture.server.add_fault(Rule::new(Fault::StatusAfterCommit(503)).method("PUT"));
+    let after_commit = fixture.server.add_fault(FaultRule::new(Fault::StatusAfterCommit(503)).method("PUT"));
     let result = fixture.put_if("pointer", "two", PutMode::Create).await;
     assert!(matches!(result, Err(Error::AlreadyExists { .. })), "{result:?}");
     assert_eq!((after_commit.hits(), fixture.get("pointer").await?.as_slice()), (1, &b"two"[..]));
@@ -32,8 +32,9 @@ async fn rules_select_requests_and_count_faults() -> Result<()> {
     let fixture = fixture()?;
     fixture.server.write("fleet", "one", "content of one");
     fixture.server.write("fleet", "two", "content of two");
-    let unavailable =
-        fixture.server.add_fault(Rule::new(Fault::Status(503)).method("GET").key("one").after(1).times(2));
+    let unavailable = fixture
+        .server
+        .add_fault(FaultRule::new(Fault::Status(503)).method("GET").key("one").after(1).times(2));
     let outcomes = [
         fixture.get("one").await.is_ok(),
         fixture.get("one").await.is_ok(),
@@ -44,13 +45,13 @@ async fn rules_select_requests_and_count_faults() -> Result<()> {
     assert!(fixture.get("one").await.is_ok(), "the fault must occur only twice");
     assert_eq!(unavailable.hits(), 2);
 
-    fixture.server.add_fault(Rule::new(Fault::Disconnect).method("PUT").always());
+    fixture.server.add_fault(FaultRule::new(Fault::Disconnect).method("PUT").always());
     assert!(fixture.put_if("three", "x", PutMode::Overwrite).await.is_err());
     assert!(fixture.server.read("fleet", "three").is_none());
     fixture.server.heal();
     fixture.put_if("three", "x", PutMode::Overwrite).await?;
 
-    fixture.server.add_fault(Rule::new(Fault::Delay(Duration::from_millis(80))));
+    fixture.server.add_fault(FaultRule::new(Fault::Delay(Duration::from_millis(80))));
     let start = Instant::now();
     fixture.get("one").await?;
     assert!(start.elapsed() >= Duration::from_millis(80));
@@ -64,11 +65,11 @@ async fn bodies_are_truncated_and_corrupted() -> Result<()> {
         let content = pattern(len);
         fixture.server.write("fleet", "a", content.clone());
         for after in [0, 10, len as u64 / 2, len as u64] {
-            fixture.server.add_fault(Rule::new(Fault::TruncateBody(after)).method("GET"));
+            fixture.server.add_fault(FaultRule::new(Fault::TruncateBody(after)).method("GET"));
             // A cut after the last byte is not noticed by the client.
             assert_eq!(fixture.get("a").await.is_ok(), after == len as u64, "{after} of {len}");
         }
-        fixture.server.add_fault(Rule::new(Fault::CorruptBody).method("GET"));
+        fixture.server.add_fault(FaultRule::new(Fault::CorruptBody).method("GET"));
         let corrupted = fixture.get("a").await?;
         let different = corrupted.iter().zip(&content).filter(|(a, b)| a != b).count();
         assert_eq!((corrupted.len(), different), (len, 1));
@@ -80,7 +81,7 @@ async fn bodies_are_truncated_and_corrupted() -> Result<()> {
 #[tokio::test]
 async fn stale_read_returns_previous_content() -> Result<()> {
     let fixture = fixture()?;
-    fixture.server.add_fault(Rule::new(Fault::StaleRead).method("GET").always());
+    fixture.server.add_fault(FaultRule::new(Fault::StaleRead).method("GET").always());
     fixture.put_if("a", "one", PutMode::Create).await?;
     assert!(matches!(fixture.get("a").await, Err(Error::NotFound { .. })));
     fixture.put_if("a", "two", PutMode::Overwrite).await?;
@@ -112,11 +113,11 @@ async fn store_keeps_objects_and_port_across_outage() -> Result<()> {
 async fn error_codes_and_wrong_etags_are_injected() -> Result<()> {
     let fixture = fixture()?;
     fixture.server.write("fleet", "one", "content of one");
-    fixture.server.add_fault(Rule::new(Fault::Code(403, "RequestTimeTooSkewed")));
+    fixture.server.add_fault(FaultRule::new(Fault::Code(403, "RequestTimeTooSkewed")));
     let error = fixture.get("one").await.expect_err("the request is rejected");
     assert!(format!("{error:#}").contains("RequestTimeTooSkewed"), "{error:#}");
     let expected = fixture.server.objects("fleet", "one").pop().map(|object| object.etag);
-    fixture.server.add_fault(Rule::new(Fault::WrongEtag));
+    fixture.server.add_fault(FaultRule::new(Fault::WrongEtag));
     let etag = async || -> Result<Option<String>> {
         let meta = object_store::ObjectStoreExt::head(&fixture.client, &"one".into()).await?;
         Ok(meta.e_tag.map(|etag| etag.trim_matches('"').to_owned()))

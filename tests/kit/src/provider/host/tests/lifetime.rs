@@ -167,7 +167,7 @@ async fn hosts_are_controlled_over_http() -> Result<()> {
     assert_eq!((&host["boot"]["state"], &host["listed"]), (&json!("up"), &json!(true)));
     let run = control.post("/hosts/a/units/svc-db-backup/start", json!({"args": ["run"]})).await?.body;
     assert_eq!((&run["code"], &run["stdout"]), (&json!(0), &json!("svc-db-backup runs\n")));
-    assert_eq!(control.post("/servers/a/vanish", json!({})).await?.status, 200);
+    assert_eq!(control.post("/servers/a/lose", json!({})).await?.status, 200);
     assert_eq!(control.get("/hosts/a").await?.body["boot"]["state"], "off");
     assert_eq!(control.post("/hosts/a/start-from-disk", json!({})).await?.status, 200);
     testbed.simulator.wait_until_booted("a", TIMEOUT).await?;

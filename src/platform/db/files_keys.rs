@@ -113,8 +113,8 @@ pub async fn claim_prune(
 
 /// The last prune of a slot's repository.
 pub struct LastPrune {
-    /// When it began or, if it failed, when it ended. `None` before the first prune, and while a requested or
-    /// interrupted one is pending.
+    /// When it began or, if it failed, when it ended. `None` before the first prune, and while one is pending that was
+    /// requested, or that a shutdown of the platform interrupted.
     pub at: Option<Timestamp>,
     /// The reason it failed, if it did.
     pub error: Option<String>,

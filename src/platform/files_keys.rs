@@ -12,7 +12,7 @@ use svc_store::key::SlotPrefix;
 
 use super::context::Platform;
 use super::db::DbError;
-use super::db::file_keys::{self, SealedFilesKey};
+use super::db::files_keys::{self, SealedFilesKey};
 use super::keys::{KeyError, Seal};
 
 /// Maximum number of keys that one call reseals.
@@ -84,7 +84,7 @@ pub async fn load_or_create(
             let prefix = SlotPrefix::new(user, slot);
             let test = |key: RepositoryKey| async {
                 match Repository::open(platform.bucket.clone(), prefix.files(), &key, Cache::none()).await {
-                    Ok(opened) => Ok(Some((key, opened.is_some()))),
+                    Ok(_) => Ok(Some(key)),
                     Err(FilesError::WrongKey) => Ok(None),
                     Err(source) => Err(FilesKeyError::Repository { slot: slot_name(), source }),
                 }
@@ -92,15 +92,12 @@ pub async fn load_or_create(
             if let Some(stored) = stored {
                 // The stored key is never replaced: a host could have replaced the repository's configuration with one
                 // that only the offered key opens.
-                return test(stored)
-                    .await?
-                    .map(|(key, _)| key)
-                    .ok_or_else(|| FilesKeyError::Mismatch(slot_name()));
+                return test(stored).await?.ok_or_else(|| FilesKeyError::Mismatch(slot_name()));
             }
             let key = match offered {
-                Some(offered) => test(offered).await?.map(|(key, _)| key),
+                Some(offered) => test(offered).await?,
                 // A new key passes the test only if the slot has no repository.
-                None => test(generate()?).await?.map(|(key, _)| key),
+                None => test(generate()?).await?,
             };
             let key = key.ok_or_else(|| FilesKeyError::Lost(slot_name()))?;
             store(platform, (user, slot), &key).await
@@ -124,7 +121,7 @@ async fn store(
     let sealed = seal.seal(&name, key.password().expose_secret().as_bytes())?;
     let sealed = SealedFilesKey { user: user_text, slot: slot_text, sealed };
     let session = platform.host_db.session().await?;
-    file_keys::insert_if_absent(&session, &sealed, seal.id()).await?;
+    files_keys::insert_if_absent(&session, &sealed, seal.id()).await?;
     let stored = find(&session, seal, (user, slot)).await?;
     Ok(stored.ok_or(KeyError::Corrupt { kid: name })?)
 }
@@ -138,7 +135,7 @@ pub async fn find(
     seal: &Seal,
     (user, slot): (&IdpUserId, &Slot),
 ) -> Result<Option<RepositoryKey>, KeyError> {
-    let Some(stored) = file_keys::find(client, user.as_str(), slot.as_str()).await? else { return Ok(None) };
+    let Some(stored) = files_keys::find(client, user.as_str(), slot.as_str()).await? else { return Ok(None) };
     let name = seal_name(&stored.user, &stored.slot);
     let opened = zeroize::Zeroizing::new(seal.open(&name, &stored.sealed)?);
     let key = std::str::from_utf8(&opened).ok().and_then(|text| text.parse().ok());
@@ -154,7 +151,7 @@ pub async fn reseal_batch(client: &impl GenericClient, seal: &Seal) -> Result<bo
     let Some(previous) = seal.previous_id() else { return Ok(true) };
     let mut after = (String::new(), String::new());
     loop {
-        let keys = file_keys::list_sealed_with(client, previous, &after, BATCH_SIZE).await?;
+        let keys = files_keys::list_sealed_with(client, previous, &after, BATCH_SIZE).await?;
         let Some(last) = keys.last().filter(|_| keys.len() == BATCH_SIZE as usize) else {
             reseal_all(client, seal, keys).await?;
             return Ok(true);
@@ -178,7 +175,7 @@ async fn reseal_all(
         match seal.open(&name, &key.sealed) {
             Ok(opened) => {
                 key.sealed = seal.seal(&name, &zeroize::Zeroizing::new(opened))?;
-                file_keys::reseal(client, &key, seal.id()).await?;
+                files_keys::reseal(client, &key, seal.id()).await?;
                 has_resealed = true;
             }
             // A key that cannot be opened must not stop the rotation of the others. It still counts as needing the

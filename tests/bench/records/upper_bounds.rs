@@ -20,7 +20,7 @@ pub fn measure(dir: &Path) -> Result<()> {
     let mut line = serde_json::to_vec(&event(1))?;
     line.push(b'\n');
     let measure_rate = |side: &str, events: usize, write: &dyn Fn(File) -> Result<()>| -> Result<()> {
-        let path = dir.join("limit");
+        let path = dir.join("upper-bound");
         let started = Instant::now();
         write(File::create(&path)?)?;
         print_figure("events", side, events as f64 / started.elapsed().as_secs_f64());
@@ -46,7 +46,7 @@ pub fn measure(dir: &Path) -> Result<()> {
         }
         Ok(())
     })?;
-    let path = dir.join("limit");
+    let path = dir.join("upper-bound");
     let (mut file, started, mut written) = (File::create(&path)?, Instant::now(), 0_u32);
     while started.elapsed() < SYNC_DURATION {
         file.write_all(&line)?;
