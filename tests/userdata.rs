@@ -131,7 +131,7 @@ impl UserDataInput {
         let store = StoreAccessIssuer::new(&store, &HostCredentials::Static)?;
         let store = store.with_host_endpoint(hosts.store_endpoint.as_ref());
         let machine = self.machine()?;
-        let access = store.grant_access(&machine, SessionGrant::Working).await?;
+        let access = store.grant_access(&machine, SessionGrant::WorkingOnly).await?;
         let keys = vec![json!({"kid": "k".repeat(36), "x": "x".repeat(43)}); self.proof_keys];
         let keys: ProofKeys = serde_json::from_value(json!({"keys": keys}))?;
         let mint = TokenMint::new(&SecretSlice::from(vec![7_u8; 32]));

@@ -77,7 +77,7 @@ exit_codes! {
         "An unexpected error: a failed system operation, such as writing a file, or a bug in svc.";
     TryAgain = 75,
         "Retry later, or make the decision that the operation is waiting for.";
-    Permission = 77, "Permission denied, or, on a host, this machine has been replaced.";
+    Permission = 77, "Permission denied, or, on a host, this machine has been replaced or deleted.";
     Config = 78, "The configuration is invalid. All errors are reported at once.";
 }
 

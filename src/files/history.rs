@@ -157,7 +157,7 @@ pub struct VersionQuery {
     pub deadline: Option<Instant>,
 }
 
-/// Reads earlier states from a repository.
+/// Reads earlier versions from a repository.
 pub struct History {
     repository: Repository,
     /// All intact snapshots, newest first, or only the latest one. They were read before the index, so the index

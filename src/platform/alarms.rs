@@ -43,9 +43,9 @@ pub enum Alarm {
     UnknownOperations,
     /// The store names a later holder of a slot than the database does.
     DatabaseBehindStore,
-    /// A slot's fence is signed, but no current platform key verifies it.
+    /// A slot's fence is signed, but no active platform key verifies it.
     UnverifiedFence,
-    /// Hosts send tokens that were not issued with a current platform key.
+    /// Hosts send tokens that were not issued with an active platform key.
     HostTokensRejected,
     /// The verification of a release has paused its rollout.
     RolloutHalted,

@@ -137,7 +137,7 @@ pub struct Timing {
     /// after its server was powered on.
     pub host_return_timeout: Duration,
     /// Time without progress after which an operation fails, unless it is a deletion, is waiting for an operator, or is
-    /// blocked because the provider's account does not currently allow the call.
+    /// blocked by a problem with the provider account.
     pub operation_stall_timeout: Duration,
     /// Maximum duration of an operation, with the same exceptions. Also limits a boot that keeps reporting progress.
     pub operation_limit: Duration,

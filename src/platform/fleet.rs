@@ -149,7 +149,7 @@ fn attention_reasons(row: &FleetRow, token_rotation: Duration, trust: &HostTrust
     let failing = |part: Option<&str>| is_reporting && part == Some("failing");
     let backup_age = effective_backup_age(row).unwrap_or(row.age);
     let is_waiting = row.waiting_operation.is_some();
-    // A problem with the provider's account blocks many machines: it raises an alarm and is not a reason here.
+    // A problem with the provider account blocks many machines: it raises an alarm and is not a reason here.
     let is_stuck = !is_waiting
         && !row.is_operation_blocked_by_account
         && (row.operation_age.is_some_and(|age| age > OPERATION_STUCK_SECONDS)

@@ -123,9 +123,9 @@ fn read_sts_endpoint(env: &mut Env, s3: &S3Config) -> Option<Url> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SessionGrant {
     /// Only the working session.
-    Working,
+    WorkingOnly,
     /// Also an outage session, if STS grants one within `OUTAGE_SESSION_TIMEOUT`.
-    WithOutage,
+    WorkingAndOutage,
 }
 
 /// Grants hosts access to the object store.
@@ -286,8 +286,10 @@ impl StoreAccessIssuer {
             let working = issuer.request_session(&name, &policy, WORKING_SESSION_TTL);
             let outage_session = async {
                 match grant {
-                    SessionGrant::Working => None,
-                    SessionGrant::WithOutage => issuer.request_outage_session(&s3.bucket, machine).await,
+                    SessionGrant::WorkingOnly => None,
+                    SessionGrant::WorkingAndOutage => {
+                        issuer.request_outage_session(&s3.bucket, machine).await
+                    }
                 }
             };
             let (granted, outage_granted) = tokio::join!(working, outage_session);

@@ -54,8 +54,8 @@ pub enum RenderError {
     ControlCharacter { path: &'static str, name: String },
 }
 
-/// Renders the user-data of a machine's server. `expects_files`: whether an earlier machine of the slot has saved
-/// files.
+/// Renders the user-data of a machine's server. `expects_files`: whether the machine must restore the slot's saved
+/// files, so that an empty file backup counts as a loss.
 ///
 /// # Errors
 /// [`RenderError`] if the user-data is too large, or a value cannot be stored in an env file.

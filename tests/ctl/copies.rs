@@ -72,19 +72,21 @@ impl Operator {
         }
     }
 
-    async fn send_heartbeat(&self, guest: &UserDataSettings) {
-        let record = self.stack.get(&self.process, &format!("/vps/{}", guest.machine)).await.body;
+    async fn send_heartbeat(&self, host_settings: &UserDataSettings) {
+        let record = self.stack.get(&self.process, &format!("/vps/{}", host_settings.machine)).await.body;
         if matches!(record["status"].as_str(), Some("provisioning" | "recovering")) {
-            self.stack.register(&self.process, guest).await;
+            self.stack.register(&self.process, host_settings).await;
         }
-        let mut heartbeat = heartbeat_of(guest);
-        if let Some(epoch) = self.epochs.lock().unwrap().get(&guest.machine) {
+        let mut heartbeat = heartbeat_of(host_settings);
+        if let Some(epoch) = self.epochs.lock().unwrap().get(&host_settings.machine) {
             heartbeat["epoch"] = epoch.clone();
         }
-        if let Some(response) = self.stack.try_send_heartbeat(&self.process.base, guest, &heartbeat).await {
+        if let Some(response) =
+            self.stack.try_send_heartbeat(&self.process.base, host_settings, &heartbeat).await
+        {
             let epoch = response["epoch"].clone();
             if epoch.is_u64() {
-                self.epochs.lock().unwrap().insert(guest.machine.clone(), epoch);
+                self.epochs.lock().unwrap().insert(host_settings.machine.clone(), epoch);
             }
         }
     }
@@ -97,20 +99,22 @@ impl Operator {
     /// Starts a machine whose host responds to every internal call with `status`.
     async fn start_machine_with_host(&self, status: StatusCode) -> (UserDataSettings, FakeHost) {
         let provisioned = self.stack.provision(&self.process, USER).await;
-        let guest =
-            self.stack.wait_for_guest(&self.process, provisioned["machineId"].as_str().unwrap()).await;
-        let server = self.stack.provider.server_by_name(&format!("svc-{}", guest.machine)).unwrap();
+        let host_settings = self
+            .stack
+            .wait_for_host_settings(&self.process, provisioned["machineId"].as_str().unwrap())
+            .await;
+        let server = self.stack.provider.server_by_name(&format!("svc-{}", host_settings.machine)).unwrap();
         let identity = tls::generate_self_signed(&["host".to_owned()]).unwrap();
-        let mut body = registration(&guest.machine, 1);
+        let mut body = registration(&host_settings.machine, 1);
         body["tlsSpkiSha256"] = json!(identity.pin().unwrap().to_string());
-        let response = self.stack.register_as(&self.process, &guest.registration_token, &body).await;
+        let response = self.stack.register_as(&self.process, &host_settings.registration_token, &body).await;
         assert_eq!(response.status, 200, "{response:?}");
         let listener = TcpListener::bind((server.ipv4, self.stack.provider.https_port())).await.unwrap();
         let stop = CancellationToken::new();
         let router = axum::Router::new().fallback(move || async move { status });
         let tls = Some(Arc::new(identity.server_config().unwrap()));
         tokio::spawn(serve(listener, tls, router, ListenerLimits::default(), stop.clone()));
-        (guest, FakeHost(stop))
+        (host_settings, FakeHost(stop))
     }
 
     fn has_server(&self, machine: &str) -> bool {
@@ -141,8 +145,8 @@ fn assert_contains(output: &str, parts: &[&str]) {
 #[tokio::test(flavor = "multi_thread")]
 async fn machine_with_unreachable_host_can_be_undeleted_and_discarded() {
     let operator = Operator::start(&[]).await;
-    let guest = operator.start_machine().await;
-    let id = guest.machine.as_str();
+    let host_settings = operator.start_machine().await;
+    let id = host_settings.machine.as_str();
     operator.stack.store_snapshot(USER);
 
     let output = operator.run(0, &["delete", HANDLE, "--yes"]).await;
@@ -207,7 +211,7 @@ async fn machine_with_unreachable_host_can_be_undeleted_and_discarded() {
 #[tokio::test(flavor = "multi_thread")]
 async fn recovery_waits_without_final_backup_and_can_be_abandoned() {
     let operator = Operator::start(&[("LAST_BACKUP_STALL_SECONDS", "1")]).await;
-    let (guest, _host) = operator.start_machine_with_host(StatusCode::INTERNAL_SERVER_ERROR).await;
+    let (host_settings, _host) = operator.start_machine_with_host(StatusCode::INTERNAL_SERVER_ERROR).await;
     operator.stack.store_snapshot(USER);
     let output = operator.run(75, &["recover", USER, "--yes", "--wait=60"]).await;
     assert_contains(
@@ -248,10 +252,13 @@ async fn recovery_waits_without_final_backup_and_can_be_abandoned() {
     let output = operator.run(69, &["operation", "show", &operation, "--wait=60"]).await;
     assert_contains(
         &output,
-        &["recovery failed (abandoned)", &format!("machine {} is now serving the slot", guest.machine)],
+        &[
+            "recovery failed (abandoned)",
+            &format!("machine {} is now serving the slot", host_settings.machine),
+        ],
     );
     let output = operator.run(0, &["status", HANDLE]).await;
-    assert_contains(&output, &[&guest.machine, "status       running", "epoch        3"]);
+    assert_contains(&output, &[&host_settings.machine, "status       running", "epoch        3"]);
     let output = operator.run(65, &["operation", "abandon", &operation]).await;
     assert_contains(&output, &["invalid_state", "The recovery failed (abandoned) at "]);
     assert!(!output.contains("svcctl recover"), "{output}");
@@ -260,24 +267,24 @@ async fn recovery_waits_without_final_backup_and_can_be_abandoned() {
 /// Loses a machine's server after an outage session has stored a snapshot newer than the one that the pointer names.
 /// Returns the machine and the newer snapshot's key.
 async fn lose_server_after_outage(operator: &Operator) -> (UserDataSettings, String) {
-    let guest = operator.start_machine().await;
+    let host_settings = operator.start_machine().await;
     let (old, new) = ("2026-01-02T03:45:03.000Z", "2026-01-02T04:00:15.000Z");
     for taken_at in [new, old] {
-        operator.stack.store_snapshot_by(USER, &guest.machine, taken_at);
+        operator.stack.store_snapshot_by(USER, &host_settings.machine, taken_at);
     }
-    let server = format!("svc-{}", guest.machine);
+    let server = format!("svc-{}", host_settings.machine);
     operator.stack.provider.lose_server(&server).await.unwrap();
     let has_failed = || async {
-        (operator.stack.status(&operator.process, &guest.machine).await == "failed").then_some(())
+        (operator.stack.status(&operator.process, &host_settings.machine).await == "failed").then_some(())
     };
     operator.stack.eventually("the machine fails", has_failed).await;
-    (guest, "system/db/snapshots/2026-01-02T04-00-15.000Z-1.dump".to_owned())
+    (host_settings, "system/db/snapshots/2026-01-02T04-00-15.000Z-1.dump".to_owned())
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn recovery_waits_for_snapshot_choice_after_an_outage() {
     let operator = Operator::start(&[]).await;
-    let (guest, newer) = lose_server_after_outage(&operator).await;
+    let (host_settings, newer) = lose_server_after_outage(&operator).await;
     assert_contains(&operator.run(0, &["status", HANDLE]).await, &["newer snapshot", &newer]);
     let output = operator.run(75, &["recover", USER, "--accept-loss", "--yes", "--wait=60"]).await;
     let command = |operation: &str| format!("`svcctl operation continue {operation} --snapshot {newer}`");
@@ -306,7 +313,7 @@ async fn recovery_waits_for_snapshot_choice_after_an_outage() {
     );
     let server = operator.stack.provider.servers().pop().unwrap();
     assert!(server.user_data.contains(&newer), "{}", server.user_data);
-    assert_ne!(server.name, format!("svc-{}", guest.machine));
+    assert_ne!(server.name, format!("svc-{}", host_settings.machine));
     let status = operator.run(0, &["status", HANDLE]).await;
     assert!(!status.contains("unrestored"), "{status}");
     assert_eq!(operator.stack.pointer(USER)["snapshot"]["takenAt"], "2026-01-02T03:45:03.000Z");
@@ -339,8 +346,8 @@ async fn status_shows_the_newer_snapshot_that_was_not_restored() {
 #[tokio::test(flavor = "multi_thread")]
 async fn deletion_during_recovery_names_both_machines() {
     let operator = Operator::start(&[("LAST_BACKUP_STALL_SECONDS", "1")]).await;
-    let (guest, _host) = operator.start_machine_with_host(StatusCode::INTERNAL_SERVER_ERROR).await;
-    let old = guest.machine.as_str();
+    let (host_settings, _host) = operator.start_machine_with_host(StatusCode::INTERNAL_SERVER_ERROR).await;
+    let old = host_settings.machine.as_str();
     operator.stack.store_snapshot(USER);
     operator.run(75, &["recover", USER, "--yes", "--wait=60"]).await;
     let new = operator.json(&["status", HANDLE]).await["machineId"].as_str().unwrap().to_owned();
@@ -376,7 +383,7 @@ async fn deletion_during_recovery_names_both_machines() {
 #[tokio::test(flavor = "multi_thread")]
 async fn accepted_loss_continues_recovery_and_keeps_old_server() {
     let operator = Operator::start(&[("LAST_BACKUP_STALL_SECONDS", "1")]).await;
-    let (guest, _host) = operator.start_machine_with_host(StatusCode::INTERNAL_SERVER_ERROR).await;
+    let (host_settings, _host) = operator.start_machine_with_host(StatusCode::INTERNAL_SERVER_ERROR).await;
     operator.stack.store_snapshot(USER);
     operator.run(75, &["recover", USER, "--yes", "--wait=60"]).await;
     let machine = operator.json(&["status", HANDLE]).await;
@@ -386,21 +393,24 @@ async fn accepted_loss_continues_recovery_and_keeps_old_server() {
     let status = operator.run(0, &["status", HANDLE]).await;
     assert_contains(
         &status,
-        &["status       running", &format!("of replaced machine {}: kept until ", guest.machine)],
+        &["status       running", &format!("of replaced machine {}: kept until ", host_settings.machine)],
     );
-    assert!(operator.has_server(&guest.machine));
-    operator.run(0, &["discard", &guest.machine, "--yes"]).await;
-    operator.wait_for_server_deletion(&guest.machine).await;
+    assert!(operator.has_server(&host_settings.machine));
+    operator.run(0, &["discard", &host_settings.machine, "--yes"]).await;
+    operator.wait_for_server_deletion(&host_settings.machine).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn failed_recovery_names_machine_that_has_the_slot() {
     let operator = Operator::start(&[]).await;
-    let guest = operator.start_machine().await;
+    let host_settings = operator.start_machine().await;
     operator.stack.store_snapshot(USER);
     let recovery =
         operator.json(&["recover", USER, "--server-type", "cpx32", "--location", "hel1", "--yes"]).await;
-    let new = operator.stack.wait_for_guest(&operator.process, recovery["machineId"].as_str().unwrap()).await;
+    let new = operator
+        .stack
+        .wait_for_host_settings(&operator.process, recovery["machineId"].as_str().unwrap())
+        .await;
     let record = operator.stack.get(&operator.process, &format!("/vps/{}", new.machine)).await.body;
     assert_eq!((&record["serverType"], &record["location"]), (&json!("cpx32"), &json!("hel1")));
     let path = format!("/vps/{}/boot-failure", new.machine);
@@ -412,12 +422,12 @@ async fn failed_recovery_names_machine_that_has_the_slot() {
     let output = operator.run(69, &["operation", "show", operation, "--wait=60"]).await;
     assert_contains(
         &output,
-        &["boot_reported at restore: no room", &format!("machine {} ", guest.machine), "next: "],
+        &["boot_reported at restore: no room", &format!("machine {} ", host_settings.machine), "next: "],
     );
     assert_contains(&output, &["`svcctl backup list ", "--snapshot KEY`", "--server-type TYPE`"]);
     let is_serving = || async {
         let output = operator.run(0, &["status", HANDLE]).await;
-        (output.contains("status       running") && output.contains(&guest.machine)).then_some(())
+        (output.contains("status       running") && output.contains(&host_settings.machine)).then_some(())
     };
     operator.stack.eventually("the old machine serves again", is_serving).await;
     operator.wait_for_server_deletion(&new.machine).await;
@@ -426,10 +436,10 @@ async fn failed_recovery_names_machine_that_has_the_slot() {
 #[tokio::test(flavor = "multi_thread")]
 async fn resume_undoes_a_mistaken_fail() {
     let operator = Operator::start(&[]).await;
-    let guest = operator.start_machine().await;
-    operator.send_heartbeat(&guest).await;
+    let host_settings = operator.start_machine().await;
+    operator.send_heartbeat(&host_settings).await;
     let output = operator.run(0, &["fail", HANDLE, "--reason", "a false alarm", "--yes"]).await;
-    assert_contains(&output, &["status       failed", &format!("svcctl resume {}", guest.machine)]);
+    assert_contains(&output, &["status       failed", &format!("svcctl resume {}", host_settings.machine)]);
     assert_contains(&operator.run(0, &["resume", HANDLE]).await, &["status       running"]);
 }
 

@@ -336,7 +336,7 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
     let refused = fleet.check_with("var/lib/svc/heartbeat-failure.json", |_| Some(failure.to_owned())).await;
     refused.expect("platform", "problem", "all heartbeats since 2026-11-28T09:04:00Z have failed: 401");
     let replaced = fleet.check_with("var/lib/svc/superseded.json", |_| Some("{}".to_owned())).await;
-    replaced.expect("platform", "problem", "has replaced this one");
+    replaced.expect("platform", "problem", "has been replaced or deleted");
     let pid = fs::read_to_string(fleet.disk.join("var/lib/postgresql/16/main/postmaster.pid")).unwrap();
     let pid = nix::unistd::Pid::from_raw(pid.lines().next().unwrap().parse().unwrap());
     nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGINT).unwrap();

@@ -412,7 +412,7 @@ async fn apply_without_valid_request_changes_nothing() -> Result<()> {
     fixture.assert_untouched()?;
     fs::write(fixture.machine.path("var/lib/svc/superseded.json"), "{}")?;
     let refused = fixture.apply(NEW_VERSION).await?.expect(65);
-    assert!(refused.stderr.contains("has been replaced"), "{}", refused.stderr);
+    assert!(refused.stderr.contains("has been replaced or deleted"), "{}", refused.stderr);
     fixture.assert_untouched()
 }
 

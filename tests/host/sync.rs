@@ -1,4 +1,5 @@
-//! The sync agent reports the machine's state, stores what it receives, and exits when the machine has been replaced.
+//! The sync agent reports the machine's state, stores what it receives, and exits when the machine has been
+//! replaced or deleted.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -83,7 +84,7 @@ async fn agent_of_replaced_machine_exits() -> Result<()> {
         let machine = Machine::new(&store, 3).await?;
         platform.configure(&machine)?;
         let result = wait_for_exit(machine.spawn(&["svc-sync-agent"], &[])?).await?.expect(0);
-        assert!(result.stderr.contains("this machine has been replaced"), "{}", result.stderr);
+        assert!(result.stderr.contains("this machine has been replaced or deleted"), "{}", result.stderr);
         let record: Value = serde_json::from_slice(&fs::read(machine.path("var/lib/svc/superseded.json"))?)?;
         assert_eq!(record["mine"], 3);
         wait_for_exit(machine.spawn(&["svc-sync-agent"], &[])?).await?.expect(77);

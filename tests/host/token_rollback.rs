@@ -19,7 +19,7 @@ const OVERLAP: [(&str, &str); 1] = [("UPGRADE_TOKEN_OVERLAP_SECONDS", "1")];
 struct Fixture {
     platform: Stack,
     process: Process,
-    guest: UserDataSettings,
+    host_settings: UserDataSettings,
     host: UpdateFixture,
 }
 
@@ -27,30 +27,30 @@ impl Fixture {
     async fn setup() -> Result<Self> {
         let platform = Stack::start().await;
         let process = platform.start_platform_with(&OVERLAP);
-        let guest = platform.start_machine(&process, "user_1").await;
+        let host_settings = platform.start_machine(&process, "user_1").await;
         let store = machine::start_store()?;
         let host = UpdateFixture::for_machine(Machine::in_use(&store, 1).await?).await?;
         store.take_down();
         let env = [
-            ("SVC_MACHINE_ID", guest.machine.as_str()),
+            ("SVC_MACHINE_ID", host_settings.machine.as_str()),
             ("SVC_USER_ID", "user_1"),
-            ("UPGRADE_TOKEN", &guest.upgrade_token),
+            ("UPGRADE_TOKEN", &host_settings.upgrade_token),
             ("PLATFORM_INTERNAL_URL", &process.base),
         ];
         host.machine.set_env_vars("host.env", &env)?;
         host.machine.set_env_vars("update.env", &env[3..])?;
         publish(&platform, &PublishedRelease::new(NEW_VERSION, &[("app/broken", "")])?)?;
-        Ok(Self { platform, process, guest, host })
+        Ok(Self { platform, process, host_settings, host })
     }
 
     async fn request_rotation(&self) {
-        let path = format!("/vps/{}/rotate-token", self.guest.machine);
+        let path = format!("/vps/{}/rotate-token", self.host_settings.machine);
         let response = self.platform.post(&self.process, &path, &json!({})).await;
         assert_eq!(response.status, 200, "{response:?}");
     }
 
     async fn fetch_record(&self) -> Value {
-        self.platform.get(&self.process, &format!("/vps/{}", self.guest.machine)).await.body
+        self.platform.get(&self.process, &format!("/vps/{}", self.host_settings.machine)).await.body
     }
 
     /// Runs the real agent until the platform's record of the machine satisfies the condition.
@@ -70,10 +70,10 @@ impl Fixture {
 
     /// Waits until the platform rejects the token from user-data.
     async fn wait_until_first_token_is_refused(&self) {
-        let path = format!("/vps/{}/storage-credentials", self.guest.machine);
+        let path = format!("/vps/{}/storage-credentials", self.host_settings.machine);
         let check = || async {
             let call = self.platform.request(&self.process, Method::POST, &path);
-            let response = self.platform.send(call.bearer_auth(&self.guest.upgrade_token)).await;
+            let response = self.platform.send(call.bearer_auth(&self.host_settings.upgrade_token)).await;
             (response.status == 401).then_some(())
         };
         self.platform.eventually("the first token is refused", check).await;
@@ -118,7 +118,7 @@ async fn host_reaches_the_platform_after_rotation_and_rollback() -> Result<()> {
     fixture.wait_until_first_token_is_refused().await;
     assert_eq!(
         fixture.read_host_env_token()?,
-        fixture.guest.upgrade_token,
+        fixture.host_settings.upgrade_token,
         "the agent must not have changed host.env"
     );
     // The manifest and the archive are downloaded with the second token; the first is already refused.
@@ -126,7 +126,7 @@ async fn host_reaches_the_platform_after_rotation_and_rollback() -> Result<()> {
     fixture.host.assert_running(OLD_VERSION)?;
     assert_eq!(fixture.host.last_update()?["outcome"], "rolled_back");
     // A previous release may know only the token in host.env, so the updater has written the new token there.
-    assert_ne!(fixture.read_host_env_token()?, fixture.guest.upgrade_token);
+    assert_ne!(fixture.read_host_env_token()?, fixture.host_settings.upgrade_token);
     fs::remove_file(fixture.host.machine.path(TOKEN_FILE))?;
     fixture.run_agent_until("the rollback is reported", is_rolled_back).await
 }

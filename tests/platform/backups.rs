@@ -15,11 +15,11 @@ async fn backup_request_reaches_the_host_with_a_proof() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let mut host = start_host(&stack, &process).await;
-    let path = format!("/vps/{}/backup", host.guest.machine);
+    let path = format!("/vps/{}/backup", host.settings.machine);
     let response = stack.post(&process, &path, &json!({})).await;
     assert_eq!(
         (response.status, &response.body["machineId"]),
-        (202, &json!(host.guest.machine)),
+        (202, &json!(host.settings.machine)),
         "{response:?}"
     );
     assert!(response.body["requestedAt"].as_str().unwrap().ends_with('Z'));
@@ -30,13 +30,13 @@ async fn backup_request_reaches_the_host_with_a_proof() {
         (Route::Internal, Some("/_svc/internal/backup"))
     );
 
-    let drill = stack.post(&process, &format!("/vps/{}/drill", host.guest.machine), &json!({})).await;
+    let drill = stack.post(&process, &format!("/vps/{}/drill", host.settings.machine), &json!({})).await;
     assert_eq!(drill.status, 202, "{drill:?}");
     let last_path = host.proofs.lock().unwrap().last().unwrap().path.clone();
     assert_eq!(last_path.as_deref(), Some("/_svc/internal/drill"));
 
     stack.post(&process, &path, &json!({"now": true})).await.assert_problem(400, "invalid_request");
-    let machine = host.guest.machine.clone();
+    let machine = host.settings.machine.clone();
     host.stop().await;
     stack.post(&process, &path, &json!({})).await.assert_problem(502, "host_unreachable");
     stack.post(&process, &format!("/vps/{machine}/fail"), &json!({"reason": "r"})).await;
@@ -72,7 +72,7 @@ async fn request_is_audited_if_the_database_then_fails() {
         let sql = "ALTER TABLE operator_audit ADD CONSTRAINT broken CHECK (false) NOT VALID";
         client.batch_execute(sql).await.unwrap();
     };
-    let path = format!("/vps/{}/backup", host.guest.machine);
+    let path = format!("/vps/{}/backup", host.settings.machine);
     let body = json!({});
     let (response, ()) = tokio::join!(stack.post(&process, &path, &body), break_database);
     assert!(response.status >= 500, "{response:?}");
@@ -85,7 +85,7 @@ async fn request_is_audited_if_the_operator_disconnects() {
     let process = stack.start_platform();
     let host = start_host(&stack, &process).await;
     host.behavior.lock().unwrap().response_delay = Duration::from_secs(4);
-    let path = format!("/vps/{}/backup", host.guest.machine);
+    let path = format!("/vps/{}/backup", host.settings.machine);
     let request = stack.request(&process, Method::POST, &path).bearer_auth(SECRET).json(&json!({}));
     let request_task = tokio::spawn(request.send());
     let is_called = || async { (host.call_count("POST", "/_svc/internal/backup") > 0).then_some(()) };
@@ -103,12 +103,12 @@ async fn held_snapshot_is_shown_and_accepted() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let host = start_host(&stack, &process).await;
-    let machine = format!("/vps/{}", host.guest.machine);
+    let machine = format!("/vps/{}", host.settings.machine);
     let held =
         json!([{"code": "snapshot_held", "detail": "public.notes has 2 rows, the latest snapshot 400"}]);
-    let mut beat = heartbeat_of(&host.guest);
+    let mut beat = heartbeat_of(&host.settings);
     beat["attention"] = held.clone();
-    assert_eq!(stack.send_heartbeat(&process, &host.guest, &beat).await.status, 200);
+    assert_eq!(stack.send_heartbeat(&process, &host.settings, &beat).await.status, 200);
     assert_eq!(stack.get(&process, &machine).await.body["attention"], held);
     let fleet = stack.get(&process, "/vps/fleet").await.body;
     assert_eq!(fleet["attention"][0]["reasons"], json!(["snapshot_held"]), "{fleet}");
@@ -121,14 +121,14 @@ async fn held_snapshot_is_shown_and_accepted() {
     let sql = "SELECT actor, target, before #>> '{attention,0,code}' FROM operator_audit WHERE action = 'backup.accept'";
     for row in client.query(sql, &[]).await.unwrap() {
         let row: (String, String, String) = (row.get(0), row.get(1), row.get(2));
-        assert_eq!(row, ("operator".to_owned(), host.guest.machine.clone(), "snapshot_held".to_owned()));
+        assert_eq!(row, ("operator".to_owned(), host.settings.machine.clone(), "snapshot_held".to_owned()));
     }
 
     // A heartbeat without the item removes it.
-    stack.send_heartbeat(&process, &host.guest, &heartbeat_of(&host.guest)).await;
+    stack.send_heartbeat(&process, &host.settings, &heartbeat_of(&host.settings)).await;
     assert_eq!(stack.get(&process, &machine).await.body["attention"], json!([]));
     beat["attention"] = json!([{"code": "Not A Code", "detail": "d"}]);
-    stack.send_heartbeat(&process, &host.guest, &beat).await.assert_problem(400, "invalid_request");
+    stack.send_heartbeat(&process, &host.settings, &beat).await.assert_problem(400, "invalid_request");
 }
 
 fn snapshot_key(hour: usize) -> String {
@@ -139,8 +139,8 @@ fn snapshot_key(hour: usize) -> String {
 async fn verified_snapshots_are_listed_newest_first_in_pages() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let guest = stack.start_machine(&process, "user_1").await;
-    let path = format!("/vps/{}/backups", guest.machine);
+    let host_settings = stack.start_machine(&process, "user_1").await;
+    let path = format!("/vps/{}/backups", host_settings.machine);
     let empty = stack.get(&process, &path).await;
     assert_eq!(empty.body, json!({"latest": null, "backups": [], "nextCursor": null}));
 
@@ -149,7 +149,8 @@ async fn verified_snapshots_are_listed_newest_first_in_pages() {
     for hour in 4..9 {
         let taken_at = format!("2026-01-02T{hour:02}:00:00.000Z");
         let sidecar = json!({"version": 1, "key": snapshot_key(hour), "sizeBytes": hour, "sha256": DIGEST, "pgVersion": "16",
-            "machineId": guest.machine, "epoch": 1, "takenAt": taken_at, "verifiedAt": taken_at, "roles": [], "tables": []});
+            "machineId": host_settings.machine, "epoch": 1, "takenAt": taken_at, "verifiedAt": taken_at, "roles": [],
+            "tables": []});
         stack.store.write(BUCKET, &format!("user_1/primary/{}", snapshot_key(hour)), "dump");
         stack.store.write(
             BUCKET,
@@ -175,7 +176,7 @@ async fn verified_snapshots_are_listed_newest_first_in_pages() {
     let first = &all["backups"][0];
     assert_eq!(
         (&first["sizeBytes"], &first["machineId"], &first["epoch"]),
-        (&json!(8), &json!(guest.machine), &json!(1))
+        (&json!(8), &json!(host_settings.machine), &json!(1))
     );
 
     let mut paged = Vec::new();
@@ -204,7 +205,7 @@ async fn verified_snapshots_are_listed_newest_first_in_pages() {
     stack.store.take_down();
     stack.get(&process, &path).await.assert_problem(503, "store_unavailable");
     stack.store.bring_up().unwrap();
-    stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
+    stack.delete(&process, &format!("/vps/{}", host_settings.machine)).await;
     assert_eq!(
         stack.get(&process, &path).await.body["backups"].as_array().unwrap().len(),
         6,
@@ -216,7 +217,7 @@ async fn verified_snapshots_are_listed_newest_first_in_pages() {
 async fn latest_snapshot_is_shown_without_listing_all() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let guest = stack.start_machine(&process, "user_1").await;
+    let host_settings = stack.start_machine(&process, "user_1").await;
     let latest = stack.store_snapshot("user_1");
     let latest = latest.strip_prefix("user_1/primary/").unwrap();
     for n in 0..3000 {
@@ -227,7 +228,7 @@ async fn latest_snapshot_is_shown_without_listing_all() {
         let lists_snapshots = |query: &str| query.contains("list-type=2") && query.contains("snapshots");
         requests.iter().filter(|request| lists_snapshots(&request.query)).count()
     };
-    let path = format!("/vps/{}/backups", guest.machine);
+    let path = format!("/vps/{}/backups", host_settings.machine);
     stack.store.clear_requests();
     let listed = stack.get(&process, &format!("{path}?latest=true")).await.body;
     assert_eq!(
@@ -259,9 +260,9 @@ async fn latest_snapshot_is_shown_without_listing_all() {
 async fn damaged_pointer_does_not_hide_snapshots() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let guest = stack.start_machine(&process, "user_1").await;
+    let host_settings = stack.start_machine(&process, "user_1").await;
     let stored = stack.store_snapshot("user_1");
-    let path = format!("/vps/{}/backups", guest.machine);
+    let path = format!("/vps/{}/backups", host_settings.machine);
     stack.store.write(BUCKET, "user_1/primary/system/db/latest", "{torn");
     stack.get(&process, &format!("{path}?latest=true")).await.assert_problem(409, "snapshot_unusable");
     let listed = stack.get(&process, &path).await;
@@ -276,22 +277,22 @@ async fn damaged_pointer_does_not_hide_snapshots() {
 async fn future_snapshot_time_is_ignored() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let guest = stack.start_machine(&process, "user_1").await;
+    let host_settings = stack.start_machine(&process, "user_1").await;
     let client = stack.database.connect().await.unwrap();
     let load_stored_time = || async {
         let row = client.query_one("SELECT backup_taken_at FROM user_machines", &[]).await.unwrap();
         row.get::<_, Option<jiff::Timestamp>>(0).map(svc::clock::rfc3339_ms)
     };
     let send_heartbeat = async |taken_at: &str| {
-        let mut heartbeat = heartbeat_of(&guest);
+        let mut heartbeat = heartbeat_of(&host_settings);
         heartbeat["lastBackup"] =
             json!({"status": "success", "takenAt": taken_at, "key": "x", "sizeBytes": 4});
-        stack.send_heartbeat(&process, &guest, &heartbeat).await
+        stack.send_heartbeat(&process, &host_settings, &heartbeat).await
     };
     let (future, past) = ("2099-01-02T03:04:05.678Z", "2026-01-02T03:04:05.678Z");
     assert_eq!(send_heartbeat(future).await.status, 200);
     assert_eq!(load_stored_time().await, None);
-    let record = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;
+    let record = stack.get(&process, &format!("/vps/{}", host_settings.machine)).await.body;
     assert_eq!(record["lastBackup"]["takenAt"], future, "the snapshot must still be shown");
     assert!(stack.log().contains("ignored the time of the reported snapshot, which is in the future"));
     send_heartbeat(past).await;
@@ -315,18 +316,18 @@ async fn future_snapshot_time_is_ignored() {
 async fn reported_text_is_truncated_and_sanitized() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let guest = stack.start_machine(&process, "user_1").await;
+    let host_settings = stack.start_machine(&process, "user_1").await;
     let (hostile, clean) = ("\u{1b}[2J\u{202e}x\nö", "\u{FFFD}[2J\u{FFFD}x\nö");
-    let mut beat = heartbeat_of(&guest);
+    let mut beat = heartbeat_of(&host_settings);
     let at = "2026-01-02T03:04:05.678Z";
     beat["lastBackup"] = json!({"status": "error", "key": hostile, "error": "é".repeat(3000)});
     beat["lastUpdate"] =
         json!({"version": "v1", "outcome": "failed", "stage": hostile, "error": hostile, "at": at});
     beat["checks"] = json!({"verify": {"status": "error", "at": at, "key": hostile, "damaged": [hostile], "error": hostile}});
     beat["attention"] = json!([{"code": "full", "detail": format!("{hostile}{}", "y".repeat(3000))}]);
-    let response = stack.send_heartbeat(&process, &guest, &beat).await;
+    let response = stack.send_heartbeat(&process, &host_settings, &beat).await;
     assert_eq!(response.status, 200, "{response:?}");
-    let record = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;
+    let record = stack.get(&process, &format!("/vps/{}", host_settings.machine)).await.body;
     assert_eq!(record["lastBackup"]["error"], json!("é".repeat(2000)));
     assert_eq!(record["lastBackup"]["key"], clean);
     assert_eq!(
@@ -342,7 +343,7 @@ async fn reported_text_is_truncated_and_sanitized() {
     assert!(detail.starts_with(clean) && detail.chars().count() == 2000, "{detail}");
 
     let provisioned = stack.provision(&process, "user_2").await;
-    let booting = stack.wait_for_guest(&process, provisioned["machineId"].as_str().unwrap()).await;
+    let booting = stack.wait_for_host_settings(&process, provisioned["machineId"].as_str().unwrap()).await;
     let path = format!("/vps/{}/boot-failure", booting.machine);
     let report =
         stack.request(&process, reqwest::Method::POST, &path).bearer_auth(&booting.registration_token);

@@ -8,11 +8,11 @@ use super::stack::{ApiResponse, Process, Stack, UserDataSettings};
 async fn post_stage(
     stack: &Stack,
     process: &Process,
-    guest: &UserDataSettings,
+    host_settings: &UserDataSettings,
     token: &str,
     body: &Value,
 ) -> ApiResponse {
-    let request = stack.request(process, Method::POST, &format!("/vps/{}/boot-stage", guest.machine));
+    let request = stack.request(process, Method::POST, &format!("/vps/{}/boot-stage", host_settings.machine));
     stack.send(request.bearer_auth(token).json(body)).await
 }
 
@@ -21,13 +21,20 @@ async fn boot_stages_are_recorded_in_order() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let provisioned = stack.provision(&process, "user_1").await;
-    let guest = stack.wait_for_guest(&process, provisioned["machineId"].as_str().unwrap()).await;
-    let path = format!("/vps/{}", guest.machine);
+    let host_settings =
+        stack.wait_for_host_settings(&process, provisioned["machineId"].as_str().unwrap()).await;
+    let path = format!("/vps/{}", host_settings.machine);
     let record = || stack.get(&process, &path);
     assert_eq!(record().await.body["boot"], Value::Null);
     for stage in ["bundle", "database", "restore"] {
-        let response =
-            post_stage(&stack, &process, &guest, &guest.registration_token, &json!({"stage": stage})).await;
+        let response = post_stage(
+            &stack,
+            &process,
+            &host_settings,
+            &host_settings.registration_token,
+            &json!({"stage": stage}),
+        )
+        .await;
         assert_eq!((response.status, response.text.as_str()), (204, ""));
     }
     let booting = record().await.body;
@@ -37,10 +44,17 @@ async fn boot_stages_are_recorded_in_order() {
     assert_eq!(json!(stages), json!(["bundle", "database", "restore"]));
     assert_eq!(booting["boot"]["at"], booting["boot"]["stages"][2]["at"]);
     // Boot stages do not use up the registration token.
-    assert_eq!(stack.register(&process, &guest).await.status, 200);
+    assert_eq!(stack.register(&process, &host_settings).await.status, 200);
     // The number of stored stages is bounded.
     for _ in 0..30 {
-        post_stage(&stack, &process, &guest, &guest.registration_token, &json!({"stage": "register"})).await;
+        post_stage(
+            &stack,
+            &process,
+            &host_settings,
+            &host_settings.registration_token,
+            &json!({"stage": "register"}),
+        )
+        .await;
     }
     assert_eq!(record().await.body["boot"]["stages"].as_array().unwrap().len(), 20);
 }
@@ -52,16 +66,22 @@ async fn host_cannot_register_before_its_server_is_recorded() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let provisioned = stack.provision(&process, "user_1").await;
-    let guest = stack.wait_for_guest(&process, provisioned["machineId"].as_str().unwrap()).await;
+    let host_settings =
+        stack.wait_for_host_settings(&process, provisioned["machineId"].as_str().unwrap()).await;
     let client = stack.database.connect().await.unwrap();
     let forget_server = "UPDATE user_machines SET provider_server_id = NULL, registration_expires_at = NULL";
     client.execute(forget_server, &[]).await.unwrap();
     let progress = json!({"stage": "restore", "progress": {"bytes": 10, "totalBytes": 100}});
-    assert_eq!(post_stage(&stack, &process, &guest, &guest.registration_token, &progress).await.status, 204);
+    assert_eq!(
+        post_stage(&stack, &process, &host_settings, &host_settings.registration_token, &progress)
+            .await
+            .status,
+        204
+    );
     let recorded = "SELECT registration_expires_at IS NULL, boot_progress IS NOT NULL FROM user_machines";
     let row = client.query_one(recorded, &[]).await.unwrap();
     assert_eq!((row.get(0), row.get(1)), (true, true));
-    stack.register(&process, &guest).await.assert_problem(503, "unavailable");
+    stack.register(&process, &host_settings).await.assert_problem(503, "unavailable");
 }
 
 /// An operation may wait for longer than `OPERATION_LIMIT_SECONDS` before it creates the server.
@@ -70,7 +90,8 @@ async fn progress_extends_registration_of_an_old_machine() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let provisioned = stack.provision(&process, "user_1").await;
-    let guest = stack.wait_for_guest(&process, provisioned["machineId"].as_str().unwrap()).await;
+    let host_settings =
+        stack.wait_for_host_settings(&process, provisioned["machineId"].as_str().unwrap()).await;
     let client = stack.database.connect().await.unwrap();
     let is_recorded = || async {
         let sql = "SELECT 1 FROM user_machines WHERE registration_expires_at IS NOT NULL";
@@ -79,7 +100,8 @@ async fn progress_extends_registration_of_an_old_machine() {
     stack.eventually("the registration period starts", is_recorded).await;
     let remaining_seconds_after = async |progress: u64| -> f64 {
         let progress = json!({"stage": "restore", "progress": {"bytes": progress, "totalBytes": 100}});
-        let reported = post_stage(&stack, &process, &guest, &guest.registration_token, &progress).await;
+        let reported =
+            post_stage(&stack, &process, &host_settings, &host_settings.registration_token, &progress).await;
         assert_eq!(reported.status, 204, "{reported:?}");
         let sql = "SELECT extract(epoch FROM registration_expires_at - now())::float8 FROM user_machines";
         client.query_one(sql, &[]).await.unwrap().get(0)
@@ -101,22 +123,32 @@ async fn boot_stage_requires_registration_token_and_known_stage() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let provisioned = stack.provision(&process, "user_1").await;
-    let guest = stack.wait_for_guest(&process, provisioned["machineId"].as_str().unwrap()).await;
+    let host_settings =
+        stack.wait_for_host_settings(&process, provisioned["machineId"].as_str().unwrap()).await;
     let provisioned = stack.provision(&process, "user_2").await;
-    let other_guest = stack.wait_for_guest(&process, provisioned["machineId"].as_str().unwrap()).await;
+    let other_host_settings =
+        stack.wait_for_host_settings(&process, provisioned["machineId"].as_str().unwrap()).await;
     let stage = json!({"stage": "bundle"});
-    let refused = post_stage(&stack, &process, &guest, &other_guest.registration_token, &stage).await;
+    let refused =
+        post_stage(&stack, &process, &host_settings, &other_host_settings.registration_token, &stage).await;
     refused.assert_problem(401, "registration_rejected");
-    let refused = post_stage(&stack, &process, &guest, &guest.upgrade_token, &stage).await;
+    let refused = post_stage(&stack, &process, &host_settings, &host_settings.upgrade_token, &stage).await;
     refused.assert_problem(401, "registration_rejected");
     // A newer host may send more fields.
     let extended = json!({"stage": "bundle", "message": "x"});
-    assert_eq!(post_stage(&stack, &process, &guest, &guest.registration_token, &extended).await.status, 204);
+    assert_eq!(
+        post_stage(&stack, &process, &host_settings, &host_settings.registration_token, &extended)
+            .await
+            .status,
+        204
+    );
     for invalid in [json!({"stage": "tea"}), json!({})] {
-        let refused = post_stage(&stack, &process, &guest, &guest.registration_token, &invalid).await;
+        let refused =
+            post_stage(&stack, &process, &host_settings, &host_settings.registration_token, &invalid).await;
         refused.assert_problem(400, "invalid_request");
     }
-    stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
-    let refused = post_stage(&stack, &process, &guest, &guest.registration_token, &stage).await;
+    stack.delete(&process, &format!("/vps/{}", host_settings.machine)).await;
+    let refused =
+        post_stage(&stack, &process, &host_settings, &host_settings.registration_token, &stage).await;
     refused.assert_problem(401, "registration_rejected");
 }

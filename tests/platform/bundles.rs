@@ -55,13 +55,14 @@ async fn bundle_is_served_in_full_and_in_ranges() {
 async fn bundle_download_requires_operator_or_host_token() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let guest = stack.start_machine(&process, "user_1").await;
-    let host =
-        stack.request(&process, Method::GET, &format!("{PATH}.sha256")).bearer_auth(&guest.upgrade_token);
+    let host_settings = stack.start_machine(&process, "user_1").await;
+    let host = stack
+        .request(&process, Method::GET, &format!("{PATH}.sha256"))
+        .bearer_auth(&host_settings.upgrade_token);
     assert!(stack.send(host).await.text.ends_with("  svc-host-bundle.tar.gz\n"));
     let anonymous = stack.request(&process, Method::GET, PATH);
     stack.send(anonymous).await.assert_problem(401, "unauthorized");
-    let wrong = stack.request(&process, Method::GET, PATH).bearer_auth(&guest.registration_token);
+    let wrong = stack.request(&process, Method::GET, PATH).bearer_auth(&host_settings.registration_token);
     stack.send(wrong).await.assert_problem(401, "unauthorized");
     let path = "/system-bundles/v1/secret.txt";
     stack.get(&process, path).await.assert_problem(404, "not_found");

@@ -58,14 +58,14 @@ impl Installation {
         let stack = &self.stack;
         let provisioned = stack.provision(process, user).await;
         let id = provisioned["machineId"].as_str().unwrap().to_owned();
-        let guest = stack.wait_for_guest(process, &id).await;
+        let host_settings = stack.wait_for_host_settings(process, &id).await;
         let server = stack.provider.server_by_name(&format!("svc-{id}")).unwrap();
         let mut machine = Machine::new(UNREACHABLE_DATABASE).unwrap();
         let env = [
             ("SVC_MACHINE_ID", id.clone()),
             ("SVC_USER_ID", user.to_owned()),
             ("GATEWAY_LISTEN", format!("{}:{}", server.ipv4, stack.provider.https_port())),
-            ("SVC_HOST_NAME", guest.setting("SVC_HOST_NAME")),
+            ("SVC_HOST_NAME", host_settings.setting("SVC_HOST_NAME")),
             ("ACME_RETRY_SECONDS", "1".to_owned()),
             ("SSL_CERT_FILE", roots.display().to_string()),
         ];
@@ -77,21 +77,26 @@ impl Installation {
         let pin = Identity::read(&path("cert"), &path("key")).unwrap().pin().unwrap();
         let mut body = registration(&id, 1);
         body["tlsSpkiSha256"] = json!(pin.to_string());
-        assert_eq!(stack.register_as(process, &guest.registration_token, &body).await.status, 200);
+        assert_eq!(stack.register_as(process, &host_settings.registration_token, &body).await.status, 200);
         let record =
             json!({"machineId": id, "sent": body.to_string(), "registeredAt": "2026-11-21T11:05:00.000Z"});
         host.machine.write("var/lib/svc/register.json", &record.to_string()).unwrap();
         let has_name = || async { reported_certificate(&host)["hostName"].is_string().then_some(()) };
         stack.eventually("the gateway reports its name", has_name).await;
-        self.send_heartbeat(process, &guest, &host).await;
-        (guest, host)
+        self.send_heartbeat(process, &host_settings, &host).await;
+        (host_settings, host)
     }
 
     /// Sends a heartbeat with the certificate that the gateway reports. Stores the response as the sync agent does.
-    async fn send_heartbeat(&self, process: &Process, guest: &UserDataSettings, host: &Host) -> Value {
-        let mut body = heartbeat_of(guest);
+    async fn send_heartbeat(
+        &self,
+        process: &Process,
+        host_settings: &UserDataSettings,
+        host: &Host,
+    ) -> Value {
+        let mut body = heartbeat_of(host_settings);
         body["certificate"] = reported_certificate(host);
-        let response = self.stack.send_heartbeat(process, guest, &body).await;
+        let response = self.stack.send_heartbeat(process, host_settings, &body).await;
         assert_eq!(response.status, 200, "{response:?}");
         host.machine.write("var/lib/svc/proof-keys.json", &response.body["proofKeys"].to_string()).unwrap();
         let path = "var/lib/svc/tls/settings.json";
@@ -123,8 +128,8 @@ async fn machine_is_validated_through_router_and_its_chain_verified() {
     let installation = Installation::prepare(port, &pebble.directory_url(), &pebble.roots()).await;
     let stack = &installation.stack;
     let mut process = installation.start_platform(&[]);
-    let (guest, host) = installation.start_machine(&process, "user_1", &pebble.roots()).await;
-    let id = guest.machine.clone();
+    let (host_settings, host) = installation.start_machine(&process, "user_1", &pebble.roots()).await;
+    let id = host_settings.machine.clone();
     installation.wait_until_trusted(&host).await;
     assert_eq!(reported_certificate(&host)["hostName"], json!(format!("{id}.{DOMAIN}")));
     assert!(
@@ -132,7 +137,7 @@ async fn machine_is_validated_through_router_and_its_chain_verified() {
         "the authority must reach the name through the router"
     );
 
-    let response = installation.send_heartbeat(&process, &guest, &host).await;
+    let response = installation.send_heartbeat(&process, &host_settings, &host).await;
     let delivered = &response["certificate"];
     assert_eq!(delivered["hostName"], json!(format!("{id}.{DOMAIN}")));
     assert_eq!(delivered["acme"]["contact"], "mailto:ops@example.test");
@@ -174,10 +179,10 @@ async fn missing_certificate_is_reported_with_verification_off_and_on() {
     let installation = Installation::prepare(port, &directory, roots.path()).await;
     let stack = &installation.stack;
     let mut process = installation.start_platform(&[]);
-    let (guest, host) = installation.start_machine(&process, "user_1", roots.path()).await;
+    let (host_settings, host) = installation.start_machine(&process, "user_1", roots.path()).await;
     let has_failed = || async { reported_certificate(&host)["error"].is_string().then_some(()) };
     stack.eventually("the certificate request fails", has_failed).await;
-    installation.send_heartbeat(&process, &guest, &host).await;
+    installation.send_heartbeat(&process, &host_settings, &host).await;
     let reasons = |fleet: &Value| fleet["attention"][0]["reasons"].clone();
     let fleet = stack.get(&process, "/vps/fleet").await.body;
     assert_eq!(fleet["certificates"]["missingHandles"], json!(["h-user-1"]));
@@ -186,7 +191,7 @@ async fn missing_certificate_is_reported_with_verification_off_and_on() {
         Value::Null,
         "a missing certificate must not be reported before it is required"
     );
-    assert!(installation.can_reach_host(&process, &guest.machine).await);
+    assert!(installation.can_reach_host(&process, &host_settings.machine).await);
 
     process.kill();
     process = installation.start_platform(&[("CUSTOMER_VPS_TLS_VERIFY", "true")]);
@@ -194,13 +199,14 @@ async fn missing_certificate_is_reported_with_verification_off_and_on() {
     assert!(stack.log().contains(warning), "{}", stack.log());
     let fleet = stack.get(&process, "/vps/fleet").await.body;
     assert_eq!(reasons(&fleet), json!(["certificate_missing"]));
-    assert!(!installation.can_reach_host(&process, &guest.machine).await);
+    assert!(!installation.can_reach_host(&process, &host_settings.machine).await);
 
     process.kill();
-    let except = [("CUSTOMER_VPS_TLS_VERIFY", "true"), ("CUSTOMER_VPS_TLS_VERIFY_EXCEPT", &*guest.machine)];
+    let except =
+        [("CUSTOMER_VPS_TLS_VERIFY", "true"), ("CUSTOMER_VPS_TLS_VERIFY_EXCEPT", &*host_settings.machine)];
     process = installation.start_platform(&except);
     assert!(
-        installation.can_reach_host(&process, &guest.machine).await,
+        installation.can_reach_host(&process, &host_settings.machine).await,
         "an exempt machine must be reachable"
     );
     let fleet = stack.get(&process, "/vps/fleet").await.body;
@@ -220,11 +226,11 @@ async fn passthrough_serves_only_validations_of_known_machines() {
     std::fs::write(roots.path(), Ca::new().unwrap().root_pem()).unwrap();
     let installation = Installation::prepare(port, "https://127.0.0.1:1/dir", roots.path()).await;
     let process = installation.start_platform(&[]);
-    let (guest, _host) = installation.start_machine(&process, "user_1", roots.path()).await;
+    let (host_settings, _host) = installation.start_machine(&process, "user_1", roots.path()).await;
     installation.stack.wait_for_routes(&process).await;
     let path = |name: &str| installation.dir.path().join(name);
     let router = Identity::read(&path("router.pem"), &path("router.key")).unwrap().pin().unwrap();
-    let name = format!("{}.{DOMAIN}", guest.machine);
+    let name = format!("{}.{DOMAIN}", host_settings.machine);
     let unknown = format!("{}.{DOMAIN}", svc::machine::id::MachineId::new());
     let connect = async |name: &str, protocols: &[&str]| {
         let mut config = pinned_client_config(router, ChainCheck::PinOnly).unwrap();

@@ -30,9 +30,9 @@ async fn row_version(stack: &Stack, operation: &str) -> String {
 async fn platform_leaves_unknown_operations_unchanged() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("OPERATION_DEADLINE_SECONDS", "1")]);
-    let guest = stack.start_machine(&process, "user_1").await;
-    let unknown_kind = create_operation(&stack, &guest.machine, "translocate", "fence").await;
-    let unknown_step = create_operation(&stack, &guest.machine, "provision", "measure_server").await;
+    let host_settings = stack.start_machine(&process, "user_1").await;
+    let unknown_kind = create_operation(&stack, &host_settings.machine, "translocate", "fence").await;
+    let unknown_step = create_operation(&stack, &host_settings.machine, "provision", "measure_server").await;
     let (kind_before, step_before) =
         (row_version(&stack, &unknown_kind).await, row_version(&stack, &unknown_step).await);
     // The alarm shows that the reconciler has seen the operations. The sleep is longer than their deadline.
@@ -44,7 +44,7 @@ async fn platform_leaves_unknown_operations_unchanged() {
     tokio::time::sleep(Duration::from_secs(3)).await;
     assert_eq!(row_version(&stack, &unknown_kind).await, kind_before, "the operation was claimed or ended");
     assert_eq!(row_version(&stack, &unknown_step).await, step_before, "the operation was claimed or ended");
-    assert_eq!(stack.status(&process, &guest.machine).await, "running");
+    assert_eq!(stack.status(&process, &host_settings.machine).await, "running");
     assert!(stack.get(&process, "/metrics").await.text.contains("svc_operations_unknown 2"));
     // Known operations still run.
     let provisioned = stack.provision(&process, "user_2").await;
@@ -63,9 +63,12 @@ async fn platform_works_on_a_newer_schema() {
                  CREATE TABLE later (id bigint)";
     client.batch_execute(newer).await.unwrap();
     let process = stack.start_platform();
-    let guest = stack.start_machine(&process, "user_1").await;
-    assert_eq!(stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await.status, 200);
-    let deleted = stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
+    let host_settings = stack.start_machine(&process, "user_1").await;
+    assert_eq!(
+        stack.send_heartbeat(&process, &host_settings, &heartbeat_of(&host_settings)).await.status,
+        200
+    );
+    let deleted = stack.delete(&process, &format!("/vps/{}", host_settings.machine)).await;
     let ended = stack.wait_until_ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
 }
@@ -74,12 +77,12 @@ async fn platform_works_on_a_newer_schema() {
 async fn unknown_fields_from_hosts_are_ignored() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let guest = stack.start_machine(&process, "user_1").await;
-    let mut body = heartbeat_of(&guest);
+    let host_settings = stack.start_machine(&process, "user_1").await;
+    let mut body = heartbeat_of(&host_settings);
     body["later"] = json!({"any": ["thing"]});
     body["health"]["later"] = json!(1);
     body["disk"]["later"] = json!(null);
-    let response = stack.send_heartbeat(&process, &guest, &body).await;
+    let response = stack.send_heartbeat(&process, &host_settings, &body).await;
     assert_eq!(response.status, 200, "{response:?}");
     // In an operator's request, an unknown field is an error, because it may be a typo.
     let mut body = super::stack::provision_body("user_1");

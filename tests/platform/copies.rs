@@ -12,8 +12,8 @@ async fn fetch_copies(stack: &Stack, process: &Process, machine: &str) -> Value 
     stack.get(process, &format!("/vps/{machine}")).await.body["copies"].clone()
 }
 
-fn server_name(guest: &UserDataSettings) -> String {
-    format!("svc-{}", guest.machine)
+fn server_name(host_settings: &UserDataSettings) -> String {
+    format!("svc-{}", host_settings.machine)
 }
 
 /// Waits until the operation has a question. Returns the question's code.
@@ -32,7 +32,7 @@ async fn start_recovered_slot(stack: &Stack, process: &Process) -> (UserDataSett
     stack.store_snapshot("user_1");
     let body = json!({"idpUserId": "user_1", "acceptLoss": true});
     let recovery = stack.post(process, "/vps/recover", &body).await.body;
-    let new = stack.wait_for_guest(process, recovery["machineId"].as_str().unwrap()).await;
+    let new = stack.wait_for_host_settings(process, recovery["machineId"].as_str().unwrap()).await;
     stack.register(process, &new).await;
     stack.send_heartbeat(process, &new, &heartbeat_of(&new)).await;
     stack.wait_until_ended(process, recovery["operationId"].as_str().unwrap()).await;
@@ -96,31 +96,31 @@ async fn lost_server_is_not_shown_as_an_intact_copy() {
 async fn newest_snapshot_is_read_from_the_store() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let guest = stack.start_machine(&process, "user_1").await;
-    let copies = fetch_copies(&stack, &process, &guest.machine).await;
+    let host_settings = stack.start_machine(&process, "user_1").await;
+    let copies = fetch_copies(&stack, &process, &host_settings.machine).await;
     assert_eq!((&copies["newestSnapshot"], &copies["snapshotProblem"]), (&Value::Null, &Value::Null));
 
     // No heartbeat has reported this snapshot.
-    stack.store_snapshot_by("user_1", &guest.machine, TAKEN_AT);
-    let copies = fetch_copies(&stack, &process, &guest.machine).await;
+    stack.store_snapshot_by("user_1", &host_settings.machine, TAKEN_AT);
+    let copies = fetch_copies(&stack, &process, &host_settings.machine).await;
     let newest = &copies["newestSnapshot"];
-    assert_eq!((&newest["takenAt"], &newest["machineId"]), (&json!(TAKEN_AT), &json!(guest.machine)));
+    assert_eq!((&newest["takenAt"], &newest["machineId"]), (&json!(TAKEN_AT), &json!(host_settings.machine)));
     assert_eq!((&newest["source"], &copies["newestSnapshotAt"]), (&json!("store"), &json!(TAKEN_AT)));
     assert!(newest["key"].as_str().unwrap().ends_with(".dump"), "{copies}");
     let exposed = copies["exposedSeconds"].as_u64().unwrap();
     assert!(exposed > 86_400, "the exposure must count from that snapshot: {copies}");
 
     // The pointer takes precedence over a later time from a heartbeat. The two can differ after a pointer rebuild.
-    let mut beat = heartbeat_of(&guest);
+    let mut beat = heartbeat_of(&host_settings);
     let reported = "2026-03-02T03:04:05.678Z";
     beat["lastBackup"] = json!({"status": "success", "takenAt": reported, "key": "x", "sizeBytes": 4});
-    stack.send_heartbeat(&process, &guest, &beat).await;
-    assert_eq!(fetch_copies(&stack, &process, &guest.machine).await["newestSnapshotAt"], TAKEN_AT);
+    stack.send_heartbeat(&process, &host_settings, &beat).await;
+    assert_eq!(fetch_copies(&stack, &process, &host_settings.machine).await["newestSnapshotAt"], TAKEN_AT);
 
     // If the snapshot is incomplete or the store is unreadable, the reported snapshot is shown with the problem.
     let object = stack.store_snapshot_at("user_1", TAKEN_AT);
     stack.store.remove(BUCKET, &object);
-    let copies = fetch_copies(&stack, &process, &guest.machine).await;
+    let copies = fetch_copies(&stack, &process, &host_settings.machine).await;
     assert_eq!(
         (&copies["newestSnapshot"]["source"], &copies["newestSnapshotAt"]),
         (&json!("reported"), &json!(reported))
@@ -130,7 +130,7 @@ async fn newest_snapshot_is_read_from_the_store() {
         .store
         .add_fault(FaultRule::new(Fault::Delay(std::time::Duration::from_secs(60))).key("latest").always());
     let started = std::time::Instant::now();
-    let copies = fetch_copies(&stack, &process, &guest.machine).await;
+    let copies = fetch_copies(&stack, &process, &host_settings.machine).await;
     assert!(started.elapsed() < std::time::Duration::from_secs(30), "{:?}", started.elapsed());
     assert!(stalled.hits() > 0);
     assert_eq!(copies["snapshotProblem"], "the object store is not responding", "{copies}");
@@ -141,17 +141,21 @@ async fn newest_snapshot_is_read_from_the_store() {
 async fn newer_unpublished_snapshot_is_shown() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let guest = stack.start_machine(&process, "user_1").await;
+    let host_settings = stack.start_machine(&process, "user_1").await;
     let later = svc::clock::rfc3339_ms(jiff::Timestamp::now());
-    stack.store_snapshot_by("user_1", &guest.machine, &later);
-    let copies = fetch_copies(&stack, &process, &guest.machine).await;
+    stack.store_snapshot_by("user_1", &host_settings.machine, &later);
+    let copies = fetch_copies(&stack, &process, &host_settings.machine).await;
     assert_eq!((&copies["newestSnapshotAt"], &copies["newerSnapshot"]), (&json!(later), &Value::Null));
     // The pointer moves back, as if the host had stored its later snapshot but could not advance the pointer.
-    stack.store_snapshot_by("user_1", &guest.machine, TAKEN_AT);
-    let copies = fetch_copies(&stack, &process, &guest.machine).await;
+    stack.store_snapshot_by("user_1", &host_settings.machine, TAKEN_AT);
+    let copies = fetch_copies(&stack, &process, &host_settings.machine).await;
     assert_eq!(copies["newestSnapshotAt"], TAKEN_AT, "{copies}");
     let newer = &copies["newerSnapshot"];
-    assert_eq!((&newer["takenAt"], &newer["machineId"]), (&json!(later), &json!(guest.machine)), "{copies}");
+    assert_eq!(
+        (&newer["takenAt"], &newer["machineId"]),
+        (&json!(later), &json!(host_settings.machine)),
+        "{copies}"
+    );
     // A snapshot from another machine, or one without its dump, is not offered.
     let offered_key = newer["key"].as_str().unwrap().to_owned();
     let still_later = jiff::Timestamp::now().checked_add(jiff::SignedDuration::from_hours(1)).unwrap();
@@ -160,16 +164,16 @@ async fn newer_unpublished_snapshot_is_shown() {
         &uuid::Uuid::now_v7().to_string(),
         &svc::clock::rfc3339_ms(still_later),
     );
-    stack.store_snapshot_by("user_1", &guest.machine, TAKEN_AT);
+    stack.store_snapshot_by("user_1", &host_settings.machine, TAKEN_AT);
     assert_eq!(
-        fetch_copies(&stack, &process, &guest.machine).await["newerSnapshot"]["key"],
+        fetch_copies(&stack, &process, &host_settings.machine).await["newerSnapshot"]["key"],
         offered_key.as_str()
     );
     stack.store.remove(BUCKET, &format!("user_1/primary/{offered_key}"));
-    assert_eq!(fetch_copies(&stack, &process, &guest.machine).await["newerSnapshot"], Value::Null);
-    stack.store_snapshot_by("user_1", &guest.machine, &later);
-    stack.store_snapshot_by("user_1", &guest.machine, TAKEN_AT);
-    let copies = fetch_copies(&stack, &process, &guest.machine).await;
+    assert_eq!(fetch_copies(&stack, &process, &host_settings.machine).await["newerSnapshot"], Value::Null);
+    stack.store_snapshot_by("user_1", &host_settings.machine, &later);
+    stack.store_snapshot_by("user_1", &host_settings.machine, TAKEN_AT);
+    let copies = fetch_copies(&stack, &process, &host_settings.machine).await;
     let newer = &copies["newerSnapshot"];
     let recovery = json!({"idpUserId": "user_1", "snapshotKey": newer["key"], "acceptLoss": true});
     assert_eq!(stack.post(&process, "/vps/recover", &recovery).await.status, 202);
@@ -179,10 +183,10 @@ async fn newer_unpublished_snapshot_is_shown() {
 async fn repeated_recovery_reports_newer_snapshot() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let guest = stack.start_machine(&process, "user_1").await;
+    let host_settings = stack.start_machine(&process, "user_1").await;
     let later = svc::clock::rfc3339_ms(jiff::Timestamp::now());
-    stack.store_snapshot_by("user_1", &guest.machine, &later);
-    stack.store_snapshot_by("user_1", &guest.machine, TAKEN_AT);
+    stack.store_snapshot_by("user_1", &host_settings.machine, &later);
+    stack.store_snapshot_by("user_1", &host_settings.machine, TAKEN_AT);
     let recovery = json!({"idpUserId": "user_1", "acceptLoss": true});
     let first = stack.post(&process, "/vps/recover", &recovery).await.body;
     assert_eq!(first["newerSnapshot"]["takenAt"], later, "{first}");
@@ -199,7 +203,7 @@ async fn repeated_recovery_reports_newer_snapshot() {
     // Without its server, the first machine cannot serve its slot again.
     let client = stack.database.connect().await.unwrap();
     let sql = "UPDATE user_machines SET provider_server_id = NULL WHERE machine_id = $1";
-    client.execute(sql, &[&guest.machine.parse::<uuid::Uuid>().unwrap()]).await.unwrap();
+    client.execute(sql, &[&host_settings.machine.parse::<uuid::Uuid>().unwrap()]).await.unwrap();
     let failed = stack.post(&process, &format!("/vps/{replacement}/fail"), &json!({"reason": "test"})).await;
     assert_eq!(failed.status, 200, "{failed:?}");
     let second = stack.post(&process, "/vps/recover", &recovery).await;
@@ -218,8 +222,8 @@ async fn accepted_loss_reports_newer_snapshot_despite_store_error() {
     wait_for_question(&stack, &process, id).await;
     // In the meantime, the host has stored a snapshot but could not advance the pointer.
     let now = svc::clock::rfc3339_ms(jiff::Timestamp::now());
-    let newer = stack.store_snapshot_by("user_1", &old.guest.machine, &now);
-    stack.store_snapshot_by("user_1", &old.guest.machine, TAKEN_AT);
+    let newer = stack.store_snapshot_by("user_1", &old.settings.machine, &now);
+    stack.store_snapshot_by("user_1", &old.settings.machine, TAKEN_AT);
     let refused = stack.store.add_fault(FaultRule::new(Fault::Status(403)).method("GET").query("snapshots"));
     let path = format!("/vps/operations/{id}/continue");
     let response = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
@@ -243,8 +247,8 @@ async fn retry_after_snapshot_question_restarts_final_backup() {
     let id = recovery["operationId"].as_str().unwrap();
     old.wait_for_backup_request(&stack).await;
     let now = svc::clock::rfc3339_ms(jiff::Timestamp::now());
-    stack.store_snapshot_by("user_1", &old.guest.machine, &now);
-    stack.store_snapshot_by("user_1", &old.guest.machine, TAKEN_AT);
+    stack.store_snapshot_by("user_1", &old.settings.machine, &now);
+    stack.store_snapshot_by("user_1", &old.settings.machine, TAKEN_AT);
     let path = format!("/vps/operations/{id}/continue");
     let skipped = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
     assert_eq!(skipped.status, 200, "{skipped:?}");
@@ -265,14 +269,14 @@ async fn retry_after_snapshot_question_restarts_final_backup() {
 async fn snapshot_of_another_machine_does_not_reduce_exposure() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let guest = stack.start_machine(&process, "user_1").await;
-    let mut beat = heartbeat_of(&guest);
+    let host_settings = stack.start_machine(&process, "user_1").await;
+    let mut beat = heartbeat_of(&host_settings);
     beat["lastBackup"] = json!({"status": "success", "takenAt": TAKEN_AT, "key": "x", "sizeBytes": 4});
-    stack.send_heartbeat(&process, &guest, &beat).await;
+    stack.send_heartbeat(&process, &host_settings, &beat).await;
     // The database does not contain the machine that took this snapshot.
     let now = svc::clock::rfc3339_ms(jiff::Timestamp::now());
     stack.store_snapshot_by("user_1", &uuid::Uuid::now_v7().to_string(), &now);
-    let copies = fetch_copies(&stack, &process, &guest.machine).await;
+    let copies = fetch_copies(&stack, &process, &host_settings.machine).await;
     assert_eq!(copies["newestSnapshotAt"], now);
     assert!(copies["exposedSeconds"].as_u64().unwrap() > 86_400, "{copies}");
 }
@@ -281,10 +285,10 @@ async fn snapshot_of_another_machine_does_not_reduce_exposure() {
 async fn exposure_without_a_backup_starts_at_the_registration() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let guest = stack.start_machine(&process, "user_1").await;
+    let host_settings = stack.start_machine(&process, "user_1").await;
     // An earlier machine took the snapshot, long before this one registered.
     stack.store_snapshot_by("user_1", &uuid::Uuid::now_v7().to_string(), TAKEN_AT);
-    let copies = fetch_copies(&stack, &process, &guest.machine).await;
+    let copies = fetch_copies(&stack, &process, &host_settings.machine).await;
     assert_eq!(copies["newestSnapshotAt"], TAKEN_AT, "{copies}");
     assert!(copies["exposedSeconds"].as_u64().unwrap() < 86_400, "{copies}");
 }

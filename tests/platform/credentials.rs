@@ -25,8 +25,12 @@ use svc::store::{Bucket, pointer_io, snapshot, snapshots};
 use super::super::pointer::actors::sidecar;
 use super::stack::{ApiResponse, BUCKET, Process, SECRET, Stack, UserDataSettings};
 
-async fn request_credentials(stack: &Stack, process: &Process, guest: &UserDataSettings) -> ApiResponse {
-    request_credentials_as(stack, process, &guest.machine, &guest.upgrade_token).await
+async fn request_credentials(
+    stack: &Stack,
+    process: &Process,
+    host_settings: &UserDataSettings,
+) -> ApiResponse {
+    request_credentials_as(stack, process, &host_settings.machine, &host_settings.upgrade_token).await
 }
 
 async fn request_credentials_as(stack: &Stack, process: &Process, machine: &str, token: &str) -> ApiResponse {
@@ -54,9 +58,9 @@ fn open_with_vars<'a>(vars: impl IntoIterator<Item = (&'a str, &'a str)>) -> Buc
 }
 
 /// Parses the `r2.env` in a server's user-data.
-fn parse_store_env(guest: &UserDataSettings) -> BTreeMap<String, String> {
+fn parse_store_env(host_settings: &UserDataSettings) -> BTreeMap<String, String> {
     let config: Value =
-        serde_json::from_str(guest.user_data.strip_prefix("#cloud-config\n").unwrap()).unwrap();
+        serde_json::from_str(host_settings.user_data.strip_prefix("#cloud-config\n").unwrap()).unwrap();
     let files = config["write_files"].as_array().unwrap();
     let file = files.iter().find(|file| file["path"] == "/opt/svc/env/r2.env").unwrap();
     parse_env_file(file["content"].as_str().unwrap()).unwrap().into_iter().collect()
@@ -110,7 +114,7 @@ fn list_objects(stack: &Stack) -> Vec<(String, String)> {
 async fn host_credentials_reach_only_their_own_slot() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let guest = stack.start_machine(&process, "user_1").await;
+    let host_settings = stack.start_machine(&process, "user_1").await;
     stack.start_machine(&process, "user_2").await;
     stack.store_snapshot("user_2");
     stack.store.write(BUCKET, "user_1/primary2/system/db/latest", "a slot with a longer name");
@@ -118,10 +122,10 @@ async fn host_credentials_reach_only_their_own_slot() {
     let foreign =
         ["user_2/primary", "user_1/primary2", "user_1/second", "user_1", "system-bundles/v1", "user_10"];
 
-    let env = parse_store_env(&guest);
+    let env = parse_store_env(&host_settings);
     let initial = open_with_vars(env.iter().map(|(name, value)| (name.as_str(), value.as_str())));
     assert_confined(&stack, &initial, "user_1/primary", &foreign).await;
-    let response = request_credentials(&stack, &process, &guest).await;
+    let response = request_credentials(&stack, &process, &host_settings).await;
     assert_eq!(response.body["prefix"], "user_1/primary/");
     assert_eq!(response.headers["cache-control"], "no-store");
     assert!(
@@ -132,12 +136,12 @@ async fn host_credentials_reach_only_their_own_slot() {
 
     for secret in [stack.store.secret_key(), stack.store.access_key()] {
         assert!(
-            !guest.user_data.contains(secret) && !response.text.contains(secret),
+            !host_settings.user_data.contains(secret) && !response.text.contains(secret),
             "the platform's own credentials were disclosed"
         );
     }
-    assert_eq!(list_sessions(&stack, &guest.machine).len(), 2);
-    for session in list_sessions(&stack, &guest.machine) {
+    assert_eq!(list_sessions(&stack, &host_settings.machine).len(), 2);
+    for session in list_sessions(&stack, &host_settings.machine) {
         assert_eq!(session.requested_lifetime, Duration::from_secs(900), "{session:?}");
     }
     for secret in [&env["AWS_SECRET_ACCESS_KEY"], &env["AWS_SESSION_TOKEN"]] {
@@ -158,11 +162,11 @@ fn open_store_in_outage(response: &ApiResponse) -> Bucket {
 async fn outage_session_adds_only_snapshots_of_its_epoch() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let guest = stack.start_machine(&process, "user_1").await;
+    let host_settings = stack.start_machine(&process, "user_1").await;
     stack.store_snapshot("user_1");
     stack.store_snapshot("user_2");
-    let response = request_credentials(&stack, &process, &guest).await;
-    let name = format!("svc-outage-{}", guest.machine);
+    let response = request_credentials(&stack, &process, &host_settings).await;
+    let name = format!("svc-outage-{}", host_settings.machine);
     let sessions = stack.store.sessions();
     let outage_sessions: Vec<_> = sessions.iter().filter(|session| session.name == name).collect();
     assert_eq!(outage_sessions.len(), 1);
@@ -188,7 +192,7 @@ async fn outage_session_adds_only_snapshots_of_its_epoch() {
 
     // The minimum lifetime disables outage sessions.
     let process = stack.start_platform_with(&[("STS_DURATION_SECONDS", "900")]);
-    let response = request_credentials(&stack, &process, &guest).await;
+    let response = request_credentials(&stack, &process, &host_settings).await;
     assert_eq!((response.status, &response.body["outage"]), (200, &Value::Null));
 }
 
@@ -196,8 +200,8 @@ async fn outage_session_adds_only_snapshots_of_its_epoch() {
 async fn missing_object_in_own_slot_is_reported_as_missing() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let guest = stack.start_machine(&process, "user_1").await;
-    let bucket = open_store(&request_credentials(&stack, &process, &guest).await);
+    let host_settings = stack.start_machine(&process, "user_1").await;
+    let bucket = open_store(&request_credentials(&stack, &process, &host_settings).await);
     let raw = bucket.raw().get(&Path::from("user_1/primary/system/none")).await.unwrap_err();
     assert!(
         matches!(raw, object_store::Error::PermissionDenied { .. }),
@@ -219,7 +223,7 @@ async fn only_current_machine_gets_credentials() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let old = stack.start_machine(&process, "user_1").await;
-    let other_guest = stack.start_machine(&process, "user_2").await;
+    let other_host_settings = stack.start_machine(&process, "user_2").await;
     request_credentials_as(&stack, &process, &old.machine, "nonsense")
         .await
         .assert_problem(401, "unauthorized");
@@ -227,7 +231,7 @@ async fn only_current_machine_gets_credentials() {
     request_credentials_as(&stack, &process, &old.machine, &old.registration_token)
         .await
         .assert_problem(401, "unauthorized");
-    request_credentials_as(&stack, &process, &old.machine, &other_guest.upgrade_token)
+    request_credentials_as(&stack, &process, &old.machine, &other_host_settings.upgrade_token)
         .await
         .assert_problem(403, "forbidden");
     request_credentials_as(&stack, &process, "x", &old.upgrade_token)
@@ -246,12 +250,12 @@ async fn only_current_machine_gets_credentials() {
     let session_count = stack.store.sessions().len();
     request_credentials(&stack, &process, &old).await.assert_problem(403, "superseded");
     assert_eq!(stack.store.sessions().len(), session_count, "a replaced machine must get no session");
-    let new = stack.wait_for_guest(&process, recovery.body["machineId"].as_str().unwrap()).await;
+    let new = stack.wait_for_host_settings(&process, recovery.body["machineId"].as_str().unwrap()).await;
     assert_eq!(request_credentials(&stack, &process, &new).await.status, 200);
 
     let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", new.machine)).await;
     assert_eq!(deleted.status, 202, "{deleted:?}");
-    stack.assert_only_server(&other_guest.machine);
+    stack.assert_only_server(&other_host_settings.machine);
     request_credentials(&stack, &process, &new).await.assert_problem(401, "unauthorized");
 }
 
@@ -259,10 +263,10 @@ async fn only_current_machine_gets_credentials() {
 async fn sts_outage_returns_503_and_delays_provisioning() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let guest = stack.start_machine(&process, "user_1").await;
+    let host_settings = stack.start_machine(&process, "user_1").await;
     for kind in [Fault::Status(503), Fault::Status(403), Fault::Disconnect] {
         let fault = stack.store.add_fault(FaultRule::new(kind.clone()).sts().always());
-        let response = request_credentials(&stack, &process, &guest).await;
+        let response = request_credentials(&stack, &process, &host_settings).await;
         response.assert_problem(503, "store_unavailable");
         assert!(fault.hits() > 0);
         stack.store.heal();
@@ -278,7 +282,7 @@ async fn sts_outage_returns_503_and_delays_provisioning() {
     assert_eq!(operation["state"], "succeeded", "{operation}");
     // A lost response costs one additional session, and has no other effect.
     let lost = stack.store.add_fault(FaultRule::new(Fault::LostReply).sts());
-    assert_eq!(request_credentials(&stack, &process, &guest).await.status, 200);
+    assert_eq!(request_credentials(&stack, &process, &host_settings).await.status, 200);
     assert_eq!(lost.hits(), 1);
 }
 
@@ -290,8 +294,9 @@ async fn user_with_special_characters_is_confined() {
     stack.subscribe(&process, user).await;
     let body = json!({"idpUserId": user, "handle": "special"});
     let provisioned = stack.post(&process, "/vps/provision", &body).await;
-    let guest = stack.wait_for_guest(&process, provisioned.body["machineId"].as_str().unwrap()).await;
-    let response = request_credentials(&stack, &process, &guest).await;
+    let host_settings =
+        stack.wait_for_host_settings(&process, provisioned.body["machineId"].as_str().unwrap()).await;
+    let response = request_credentials(&stack, &process, &host_settings).await;
     let prefix = response.body["prefix"].as_str().unwrap().trim_end_matches('/').to_owned();
     let bucket = open_store(&response);
     let key = Path::parse(format!("{prefix}/system/db/latest")).unwrap();
@@ -314,11 +319,11 @@ async fn user_with_special_characters_is_confined() {
 async fn static_mode_returns_the_platform_credentials() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("STORE_HOST_CREDENTIALS", "static")]);
-    let guest = stack.start_machine(&process, "user_1").await;
-    let env = parse_store_env(&guest);
+    let host_settings = stack.start_machine(&process, "user_1").await;
+    let env = parse_store_env(&host_settings);
     assert_eq!(env["AWS_SECRET_ACCESS_KEY"], stack.store.secret_key());
     assert!(!env.contains_key("AWS_CREDENTIAL_EXPIRATION"), "static credentials must not expire");
-    let response = request_credentials(&stack, &process, &guest).await;
+    let response = request_credentials(&stack, &process, &host_settings).await;
     assert_eq!(response.body["secretAccessKey"], stack.store.secret_key(), "the route must return them, too");
     assert!(stack.store.sessions().is_empty());
 }
@@ -333,9 +338,9 @@ async fn machine_taking_final_backup_still_gets_credentials() {
     let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
     let is_called = || async { (!old.proofs.lock().unwrap().is_empty()).then_some(()) };
     stack.eventually("the platform calls the host", is_called).await;
-    let response = request_credentials(&stack, &process, &old.guest).await;
+    let response = request_credentials(&stack, &process, &old.settings).await;
     open_store(&response).put(&Path::from("user_1/primary/system/db/snapshots/x.dump"), "x").await.unwrap();
-    let session = list_sessions(&stack, &old.guest.machine)
+    let session = list_sessions(&stack, &old.settings.machine)
         .into_iter()
         .find(|session| session.access_key == response.body["accessKeyId"]);
     assert_eq!(
@@ -349,20 +354,20 @@ async fn machine_taking_final_backup_still_gets_credentials() {
     old.store_backup(&stack, "user_1");
     let ended = stack.wait_until_ended(&process, recovery["operationId"].as_str().unwrap()).await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
-    request_credentials(&stack, &process, &old.guest).await.assert_problem(403, "superseded");
+    request_credentials(&stack, &process, &old.settings).await.assert_problem(403, "superseded");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn host_credentials_cannot_overwrite_a_snapshot() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("STORE_WRITE_ONCE", "on")]);
-    let guest = stack.start_machine(&process, "user_1").await;
-    let bucket = open_store(&request_credentials(&stack, &process, &guest).await);
+    let host_settings = stack.start_machine(&process, "user_1").await;
+    let bucket = open_store(&request_credentials(&stack, &process, &host_settings).await);
     let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
 
     // Back up as the host does.
     let sidecar = sidecar(Epoch(1), Timestamp::UNIX_EPOCH);
-    let sidecar = Sidecar { machine_id: guest.machine.parse().unwrap(), ..sidecar };
+    let sidecar = Sidecar { machine_id: host_settings.machine.parse().unwrap(), ..sidecar };
     let dump = slot.snapshot(&sidecar.key).unwrap();
     let upload = async |content: &'static [u8]| {
         let mut upload = Upload::begin(&bucket, &dump, PartLayout::for_max_bytes(1 << 20)).await.unwrap();

@@ -9,9 +9,9 @@ use super::stack::{BUCKET, Stack, heartbeat, heartbeat_of};
 async fn delete_removes_server_and_retry_returns_same_operation() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let guest = stack.start_machine(&process, "user_1").await;
+    let host_settings = stack.start_machine(&process, "user_1").await;
     stack.store_snapshot("user_1");
-    let path = format!("/vps/{}", guest.machine);
+    let path = format!("/vps/{}", host_settings.machine);
     let path_accepting_loss = format!("{path}?acceptLoss=true");
     let first = stack.delete(&process, &path_accepting_loss).await;
     assert_eq!(first.status, 202, "{first:?}");
@@ -30,18 +30,18 @@ async fn delete_removes_server_and_retry_returns_same_operation() {
     assert_eq!((again.status, again.body), (202, expected));
     assert!(stack.store.objects(BUCKET, "user_1/").len() >= 3, "a deleted machine's objects must be kept");
 
-    let beat = stack.send_heartbeat(&process, &guest, &heartbeat()).await;
+    let beat = stack.send_heartbeat(&process, &host_settings, &heartbeat()).await;
     assert_eq!(beat.body["superseded"], true, "{beat:?}");
-    stack.register(&process, &guest).await.assert_problem(401, "registration_rejected");
+    stack.register(&process, &host_settings).await.assert_problem(401, "registration_rejected");
     assert_eq!(stack.get(&process, "/vps").await.body["machines"], json!([]));
     let deleted_machines = stack.get(&process, "/vps?deleted=true").await.body;
-    assert_eq!(deleted_machines["machines"][0]["machineId"], guest.machine);
+    assert_eq!(deleted_machines["machines"][0]["machineId"], host_settings.machine);
 
     // The slot can be provisioned again, with its data.
     let accepted = stack.provision(&process, "user_1").await;
     assert_eq!(accepted["epoch"], 2);
     assert_eq!(
-        stack.wait_for_guest(&process, accepted["machineId"].as_str().unwrap()).await.restore_mode,
+        stack.wait_for_host_settings(&process, accepted["machineId"].as_str().unwrap()).await.restore_mode,
         "required"
     );
 }
@@ -50,15 +50,15 @@ async fn delete_removes_server_and_retry_returns_same_operation() {
 async fn deletion_shows_newest_stored_or_reported_snapshot() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let guest = stack.start_machine(&process, "user_1").await;
+    let host_settings = stack.start_machine(&process, "user_1").await;
     let (reported, taken_at) = ("2026-03-02T03:04:05.678Z", "2026-03-02T04:04:05.678Z");
-    let mut beat = heartbeat_of(&guest);
+    let mut beat = heartbeat_of(&host_settings);
     beat["lastBackup"] = json!({"status": "success", "takenAt": reported, "key": "x", "sizeBytes": 4});
-    stack.send_heartbeat(&process, &guest, &beat).await;
+    stack.send_heartbeat(&process, &host_settings, &beat).await;
     // This snapshot is later than the one in the last heartbeat.
-    stack.store_snapshot_by("user_1", &guest.machine, taken_at);
+    stack.store_snapshot_by("user_1", &host_settings.machine, taken_at);
     let delete_and_get_newest = async || {
-        let deleted = stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
+        let deleted = stack.delete(&process, &format!("/vps/{}", host_settings.machine)).await;
         assert_eq!(deleted.status, 202, "{deleted:?}");
         ["newestSnapshotAt", "newestSnapshotSource", "snapshotProblem"].map(|name| deleted.body[name].clone())
     };
@@ -74,9 +74,9 @@ async fn deletion_shows_newest_stored_or_reported_snapshot() {
 async fn deletion_waits_for_unavailable_store() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let guest = stack.start_machine(&process, "user_1").await;
+    let host_settings = stack.start_machine(&process, "user_1").await;
     stack.store.take_down();
-    let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", guest.machine)).await;
+    let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", host_settings.machine)).await;
     assert_eq!(deleted.status, 202, "{deleted:?}");
     let path = format!("/vps/operations/{}", deleted.body["operationId"].as_str().unwrap());
     let is_waiting = || async {
@@ -96,10 +96,10 @@ async fn deletion_waits_for_unavailable_store() {
 async fn replaced_machine_cannot_be_deleted() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let guest = stack.start_machine(&process, "user_1").await;
+    let host_settings = stack.start_machine(&process, "user_1").await;
     stack.store_snapshot("user_1");
     stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await;
-    let response = stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
+    let response = stack.delete(&process, &format!("/vps/{}", host_settings.machine)).await;
     response.assert_problem(409, "invalid_state");
     assert_eq!(response.body["machineStatus"], "replaced");
     let unknown = format!("/vps/{}", uuid::Uuid::now_v7());

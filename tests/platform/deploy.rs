@@ -50,7 +50,7 @@ fn publish(stack: &Stack, version: &str, expires_at: &str) {
 pub struct Fleet {
     pub stack: Stack,
     pub process: Process,
-    pub guests: Vec<UserDataSettings>,
+    pub hosts: Vec<UserDataSettings>,
 }
 
 impl Fleet {
@@ -61,16 +61,16 @@ impl Fleet {
         let env: Vec<_> =
             [("BUNDLE_PUBLIC_KEYS", keys.as_str())].into_iter().chain(extra_env.iter().copied()).collect();
         let process = stack.start_platform_with(&env);
-        let mut guests = Vec::new();
+        let mut hosts = Vec::new();
         for n in 0..machines {
             let user = format!("user_{n}");
-            let guest = stack.start_machine(&process, &user).await;
+            let host_settings = stack.start_machine(&process, &user).await;
             // A rollout updates machines in test slots in id order.
             set_test_slot(&stack, &process, &user, true).await;
-            stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
-            guests.push(guest);
+            stack.send_heartbeat(&process, &host_settings, &heartbeat_of(&host_settings)).await;
+            hosts.push(host_settings);
         }
-        Self { stack, process, guests }
+        Self { stack, process, hosts }
     }
 
     /// Starts a rollout, by default without verification, which the simulated hosts could not pass.
@@ -82,33 +82,35 @@ impl Fleet {
         response.body
     }
 
-    async fn report_applying(&self, guest: usize) {
-        let guest = &self.guests[guest];
-        let mut beat = heartbeat_of(guest);
+    async fn report_applying(&self, index: usize) {
+        let host_settings = &self.hosts[index];
+        let mut beat = heartbeat_of(host_settings);
         beat["updating"] = json!(true);
-        self.stack.send_heartbeat(&self.process, guest, &beat).await;
+        self.stack.send_heartbeat(&self.process, host_settings, &beat).await;
     }
 
     /// Sends a heartbeat, and returns the release that the response requests.
-    async fn fetch_desired_version(&self, guest: usize) -> Value {
-        let guest = &self.guests[guest];
-        self.stack.send_heartbeat(&self.process, guest, &heartbeat_of(guest)).await.body["desiredImageVersion"].clone()
+    async fn fetch_desired_version(&self, index: usize) -> Value {
+        let host_settings = &self.hosts[index];
+        let beat = heartbeat_of(host_settings);
+        let response = self.stack.send_heartbeat(&self.process, host_settings, &beat).await;
+        response.body["desiredImageVersion"].clone()
     }
 
-    pub async fn wait_until_requested(&self, guest: usize) {
+    pub async fn wait_until_requested(&self, index: usize) {
         self.stack
             .eventually("the update is requested", || async {
-                (self.fetch_desired_version(guest).await == NEXT_VERSION).then_some(())
+                (self.fetch_desired_version(index).await == NEXT_VERSION).then_some(())
             })
             .await;
     }
 
-    pub async fn report_update(&self, guest: usize, version: &str, outcome: &str) {
-        let guest = &self.guests[guest];
-        let mut beat = heartbeat_of(guest);
+    pub async fn report_update(&self, index: usize, version: &str, outcome: &str) {
+        let host_settings = &self.hosts[index];
+        let mut beat = heartbeat_of(host_settings);
         beat["imageVersion"] = json!(version);
         beat["lastUpdate"] = json!({"version": NEXT_VERSION, "outcome": outcome, "stage": "health", "at": "2026-11-21T00:00:00.000Z"});
-        self.stack.send_heartbeat(&self.process, guest, &beat).await;
+        self.stack.send_heartbeat(&self.process, host_settings, &beat).await;
     }
 
     async fn fetch_rollout(&self, rollout: &Value) -> Value {
@@ -137,13 +139,13 @@ async fn rollout_updates_the_canary_then_batches() {
     let rollout = fleet.deploy(&json!({"canary": 1, "batchSize": 2})).await;
     assert_eq!(rollout["totals"]["waiting"], 4);
     fleet.wait_until_requested(0).await;
-    for guest in 1..4 {
-        assert_eq!(fleet.fetch_desired_version(guest).await, "v1", "only the canary must get the request");
+    for index in 1..4 {
+        assert_eq!(fleet.fetch_desired_version(index).await, "v1", "only the canary must get the request");
     }
     // A host that is still applying the update does not count as updated, regardless of the version that it reports.
-    let mut beat = heartbeat_of(&fleet.guests[0]);
+    let mut beat = heartbeat_of(&fleet.hosts[0]);
     (beat["imageVersion"], beat["updating"]) = (json!(NEXT_VERSION), json!(true));
-    fleet.stack.send_heartbeat(&fleet.process, &fleet.guests[0], &beat).await;
+    fleet.stack.send_heartbeat(&fleet.process, &fleet.hosts[0], &beat).await;
     tokio::time::sleep(std::time::Duration::from_millis(600)).await;
     assert_eq!(fleet.fetch_rollout(&rollout).await["totals"]["updated"], 0);
     fleet.report_update(0, NEXT_VERSION, "updated").await;
@@ -152,7 +154,7 @@ async fn rollout_updates_the_canary_then_batches() {
     assert_eq!(fleet.fetch_desired_version(3).await, "v1", "the next batch must not get the request yet");
     fleet.report_update(1, NEXT_VERSION, "updated").await;
     // A machine that fails in the meantime does not delay the others.
-    let path = format!("/vps/{}/fail", fleet.guests[2].machine);
+    let path = format!("/vps/{}/fail", fleet.hosts[2].machine);
     fleet.stack.post(&fleet.process, &path, &json!({"reason": "r"})).await;
     // Another process continues the rollout.
     fleet.process.kill();
@@ -161,7 +163,7 @@ async fn rollout_updates_the_canary_then_batches() {
     fleet.report_update(3, NEXT_VERSION, "updated").await;
     let ended = fleet.wait_for_state(&rollout, "succeeded").await;
     assert_eq!(ended["totals"], json!({"waiting": 0, "asked": 0, "updated": 3, "failed": 0, "skipped": 1}));
-    let record = fleet.stack.get(&fleet.process, &format!("/vps/{}", fleet.guests[1].machine)).await.body;
+    let record = fleet.stack.get(&fleet.process, &format!("/vps/{}", fleet.hosts[1].machine)).await.body;
     assert_eq!(
         (&record["imageVersion"], &record["lastUpdate"]["outcome"]),
         (&json!(NEXT_VERSION), &json!("updated"))
@@ -225,9 +227,9 @@ async fn applying_host_counts_as_silent_only_after_its_deadline() {
         assert_eq!(report_and_fetch().await["totals"]["asked"], 1, "after {:?}", requested.elapsed());
     }
     // The host has finished but is not healthy yet: its last report still counts.
-    let mut beat = heartbeat_of(&fleet.guests[0]);
+    let mut beat = heartbeat_of(&fleet.hosts[0]);
     beat["health"]["gateway"] = json!("failing");
-    fleet.stack.send_heartbeat(&fleet.process, &fleet.guests[0], &beat).await;
+    fleet.stack.send_heartbeat(&fleet.process, &fleet.hosts[0], &beat).await;
     tokio::time::sleep(std::time::Duration::from_millis(1000)).await;
     assert_eq!(fleet.fetch_rollout(&rollout).await["totals"]["asked"], 1);
     while fleet.fetch_rollout(&rollout).await["totals"]["failed"] == 0 {
@@ -257,8 +259,8 @@ async fn paused_rollout_suspends_deadlines() {
 async fn host_receives_the_id_of_the_update_request() {
     let fleet = Fleet::start(1, &[]).await;
     let send_heartbeat = async || {
-        let guest = &fleet.guests[0];
-        fleet.stack.send_heartbeat(&fleet.process, guest, &heartbeat_of(guest)).await.body
+        let host_settings = &fleet.hosts[0];
+        fleet.stack.send_heartbeat(&fleet.process, host_settings, &heartbeat_of(host_settings)).await.body
     };
     assert_eq!(send_heartbeat().await["desiredRequestId"], Value::Null);
     let mut previous_id = Value::Null;
@@ -381,9 +383,9 @@ async fn rollout_rejects_bundles_that_hosts_would_reject() {
 #[tokio::test(flavor = "multi_thread")]
 async fn rollout_refuses_a_powered_off_machine() {
     let fleet = Fleet::start(1, &[]).await;
-    let (stack, process, guest) = (&fleet.stack, &fleet.process, &fleet.guests[0]);
+    let (stack, process, host_settings) = (&fleet.stack, &fleet.process, &fleet.hosts[0]);
     let client = stack.database.connect().await.unwrap();
-    let id: uuid::Uuid = guest.machine.parse().unwrap();
+    let id: uuid::Uuid = host_settings.machine.parse().unwrap();
     let sql = "UPDATE user_machines SET powered_off_at = now() WHERE machine_id = $1";
     client.execute(sql, &[&id]).await.unwrap();
     let start = async |handle: &str| {
@@ -483,7 +485,7 @@ async fn verification_covers_only_machines_that_run_the_release() {
     assert_eq!(paused["verification"]["handles"], json!(["h-user-1"]), "{paused}");
     // The other machine is powered off, so no machine can be verified, and the verification fails.
     let client = fleet.stack.database.connect().await.unwrap();
-    let id: uuid::Uuid = fleet.guests[1].machine.parse().unwrap();
+    let id: uuid::Uuid = fleet.hosts[1].machine.parse().unwrap();
     client
         .execute("UPDATE user_machines SET powered_off_at = now() WHERE machine_id = $1", &[&id])
         .await

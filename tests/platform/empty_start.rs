@@ -95,7 +95,7 @@ async fn slot_is_not_provisioned_during_final_backup() {
         stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "3"), ("DELETE_GRACE_SECONDS", "60")]);
     let old = start_host(&stack, &process).await;
     stack.store_snapshot("user_1");
-    let deleted = stack.delete(&process, &format!("/vps/{}", old.guest.machine)).await.body;
+    let deleted = stack.delete(&process, &format!("/vps/{}", old.settings.machine)).await.body;
     let operation = deleted["operationId"].as_str().unwrap();
     let early = stack.post(&process, "/vps/provision", &provision_body("user_1")).await;
     early.assert_problem(409, "invalid_state");
@@ -110,7 +110,7 @@ async fn slot_is_not_provisioned_during_final_backup() {
     assert!(response.body["detail"].as_str().unwrap().contains("operator's decision"), "{response:?}");
     // The operator can still decide either way, because no other machine has taken the slot.
     assert_eq!(stack.post(&process, &format!("{path}/abandon"), &json!({})).await.status, 200);
-    assert_eq!(stack.status(&process, &old.guest.machine).await, "running");
+    assert_eq!(stack.status(&process, &old.settings.machine).await, "running");
 }
 
 /// No heartbeat has reported the deleted machine's only snapshot, which the store has lost.
@@ -120,7 +120,7 @@ async fn slot_with_a_lost_final_backup_does_not_start_empty() {
     let process =
         stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "60"), ("DELETE_GRACE_SECONDS", "60")]);
     let old = start_host(&stack, &process).await;
-    let deleted = stack.delete(&process, &format!("/vps/{}", old.guest.machine)).await.body;
+    let deleted = stack.delete(&process, &format!("/vps/{}", old.settings.machine)).await.body;
     old.wait_for_backup_request(&stack).await;
     let taken_at = old.store_backup(&stack, "user_1");
     let operation = deleted["operationId"].as_str().unwrap();

@@ -10,19 +10,19 @@ use super::stack::{Stack, heartbeat_of, provision_body};
 async fn fail_takes_a_machine_out_of_service_and_keeps_its_server() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let guest = stack.start_machine(&process, "user_1").await;
-    let path = format!("/vps/{}/fail", guest.machine);
+    let host_settings = stack.start_machine(&process, "user_1").await;
+    let path = format!("/vps/{}/fail", host_settings.machine);
     let response = stack.post(&process, &path, &json!({"reason": "rolled back"})).await;
     assert_eq!(response.status, 200, "{response:?}");
     let failure = json!({"cause": "operator", "stage": "operator", "message": "rolled back"});
     assert_eq!((&response.body["status"], &response.body["failure"]), (&json!("failed"), &failure));
-    assert_eq!(response.body["machineId"], guest.machine);
-    stack.assert_only_server(&guest.machine);
+    assert_eq!(response.body["machineId"], host_settings.machine);
+    stack.assert_only_server(&host_settings.machine);
     // A repeated request changes nothing, not even the reason, and a heartbeat does not return the machine to service.
     let again = stack.post(&process, &path, &json!({"reason": "again"})).await;
     assert_eq!((again.status, &again.body["failure"]), (200, &failure));
-    stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
-    assert_eq!(stack.status(&process, &guest.machine).await, "failed");
+    stack.send_heartbeat(&process, &host_settings, &heartbeat_of(&host_settings)).await;
+    assert_eq!(stack.status(&process, &host_settings.machine).await, "failed");
     let client = stack.database.connect().await.unwrap();
     let audit = client
         .query("SELECT before->>'status', after->>'status' FROM operator_audit WHERE action = 'fail'", &[]);
@@ -37,19 +37,19 @@ async fn fail_ends_the_open_operation_or_is_refused() {
     let process = stack.start_platform();
     let provisioned = stack.provision(&process, "user_1").await;
     let machine = provisioned["machineId"].as_str().unwrap();
-    let guest = stack.wait_for_guest(&process, machine).await;
+    let host_settings = stack.wait_for_host_settings(&process, machine).await;
     let path = format!("/vps/{machine}/fail");
     stack.post(&process, &path, &json!({})).await.assert_problem(400, "invalid_request");
     stack.post(&process, &path, &json!({"reason": ""})).await.assert_problem(400, "invalid_request");
     stack.post(&process, "/vps/x/fail", &json!({"reason": "r"})).await.assert_problem(400, "invalid_request");
-    let host_request = stack.request(&process, Method::POST, &path).bearer_auth(&guest.upgrade_token);
+    let host_request = stack.request(&process, Method::POST, &path).bearer_auth(&host_settings.upgrade_token);
     stack.send(host_request.json(&json!({"reason": "r"}))).await.assert_problem(401, "unauthorized");
 
     let response = stack.post(&process, &path, &json!({"reason": "stuck"})).await;
     assert_eq!(response.status, 200, "{response:?}");
     let operation = format!("/vps/operations/{}", provisioned["operationId"].as_str().unwrap());
     assert_eq!(stack.get(&process, &operation).await.body["state"], "cancelled");
-    let late = stack.register(&process, &guest).await;
+    let late = stack.register(&process, &host_settings).await;
     late.assert_problem(409, "invalid_state");
 
     let unknown = format!("/vps/{}/fail", uuid::Uuid::now_v7());
@@ -62,9 +62,9 @@ async fn fail_ends_the_open_operation_or_is_refused() {
 async fn failed_slot_is_provisioned_with_another_server() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let guest = stack.start_machine(&process, "user_1").await;
+    let host_settings = stack.start_machine(&process, "user_1").await;
     stack.store_snapshot("user_1");
-    stack.post(&process, &format!("/vps/{}/fail", guest.machine), &json!({"reason": "r"})).await;
+    stack.post(&process, &format!("/vps/{}/fail", host_settings.machine), &json!({"reason": "r"})).await;
 
     let mut body = provision_body("user_1");
     body["acceptLoss"] = json!(true);
@@ -74,18 +74,18 @@ async fn failed_slot_is_provisioned_with_another_server() {
     let ended = stack.wait_until_ended(&process, again.body["operationId"].as_str().unwrap()).await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
     stack.assert_only_server(machine);
-    let new = stack.wait_for_guest(&process, machine).await;
+    let new = stack.wait_for_host_settings(&process, machine).await;
     assert_eq!(
         (new.restore_mode.as_str(), new.epoch.as_str()),
         ("required", "2"),
         "the slot's data must be restored"
     );
     assert_eq!(stack.pointer("user_1")["fenceEpoch"], 2);
-    let old = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;
+    let old = stack.get(&process, &format!("/vps/{}", host_settings.machine)).await.body;
     assert_eq!((&old["replacedBy"], old["retiredAt"].is_null()), (&json!(machine), false));
     assert_eq!(stack.provider.call_count("DELETE", "/servers/"), 1);
     stack.assert_only_server(machine);
-    let superseded = stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
+    let superseded = stack.send_heartbeat(&process, &host_settings, &heartbeat_of(&host_settings)).await;
     assert_eq!(superseded.body["superseded"], true);
 }
 
@@ -94,23 +94,24 @@ async fn slot_of_deleted_machine_restarts_from_snapshot_or_empty() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     for (user, snapshot, mode) in [("user_1", true, "required"), ("user_2", false, "empty")] {
-        let guest = stack.start_machine(&process, user).await;
+        let host_settings = stack.start_machine(&process, user).await;
         if snapshot {
             stack.store_snapshot(user);
         }
-        let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", guest.machine)).await;
+        let deleted =
+            stack.delete(&process, &format!("/vps/{}?acceptLoss=true", host_settings.machine)).await;
         stack.wait_until_ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
         let again = stack.post(&process, "/vps/provision", &provision_body(user)).await;
         assert_eq!((again.status, &again.body["epoch"]), (202, &json!(2)), "{again:?}");
-        let new = stack.wait_for_guest(&process, again.body["machineId"].as_str().unwrap()).await;
+        let new = stack.wait_for_host_settings(&process, again.body["machineId"].as_str().unwrap()).await;
         assert_eq!(new.restore_mode, mode);
         assert_eq!(stack.pointer(user)["snapshot"].is_null(), !snapshot);
     }
     // An invalid snapshot does not allow an empty start.
-    let guest = stack.start_machine(&process, "user_3").await;
+    let host_settings = stack.start_machine(&process, "user_3").await;
     let dump = stack.store_snapshot("user_3");
     stack.store.remove(super::stack::BUCKET, &dump);
-    let deleted = stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
+    let deleted = stack.delete(&process, &format!("/vps/{}", host_settings.machine)).await;
     stack.wait_until_ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
     let again = stack.post(&process, "/vps/provision", &provision_body("user_3")).await;
     again.assert_problem(409, "snapshot_unusable");

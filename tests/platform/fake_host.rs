@@ -43,7 +43,7 @@ pub struct FakeHostBehavior {
 pub struct FakeHost {
     /// The claims of the accepted proofs, in the order of the calls.
     pub proofs: Arc<Mutex<Vec<Claims>>>,
-    pub guest: UserDataSettings,
+    pub settings: UserDataSettings,
     /// The keys that verify proofs; an invalid proof is rejected with 401.
     pub keys: Arc<Mutex<ProofKeys>>,
     pub behavior: Arc<Mutex<FakeHostBehavior>>,
@@ -75,7 +75,7 @@ impl FakeHost {
     /// Stores a snapshot and reports it. Returns its time.
     pub fn store_backup(&self, stack: &Stack, user: &str) -> String {
         let taken_at = svc::clock::rfc3339_ms(jiff::Timestamp::now());
-        let key = stack.store_snapshot_by(user, &self.guest.machine, &taken_at);
+        let key = stack.store_snapshot_by(user, &self.settings.machine, &taken_at);
         self.report_backup(&key, &taken_at);
         taken_at
     }
@@ -120,14 +120,15 @@ pub async fn start_host(stack: &Stack, process: &Process) -> FakeHost {
 /// Starts a machine for a user with a fake host.
 pub async fn start_host_for(stack: &Stack, process: &Process, user: &str) -> FakeHost {
     let provisioned = stack.provision(process, user).await;
-    let guest = stack.wait_for_guest(process, provisioned["machineId"].as_str().unwrap()).await;
-    let server = stack.provider.server_by_name(&format!("svc-{}", guest.machine)).unwrap();
+    let host_settings =
+        stack.wait_for_host_settings(process, provisioned["machineId"].as_str().unwrap()).await;
+    let server = stack.provider.server_by_name(&format!("svc-{}", host_settings.machine)).unwrap();
     let identity = tls::generate_self_signed(&["host".to_owned()]).unwrap();
-    let mut body = registration(&guest.machine, 1);
+    let mut body = registration(&host_settings.machine, 1);
     body["tlsSpkiSha256"] = json!(identity.pin().unwrap().to_string());
-    assert_eq!(stack.register_as(process, &guest.registration_token, &body).await.status, 200);
+    assert_eq!(stack.register_as(process, &host_settings.registration_token, &body).await.status, 200);
 
-    let beat = stack.send_heartbeat(process, &guest, &heartbeat()).await;
+    let beat = stack.send_heartbeat(process, &host_settings, &heartbeat()).await;
     let keys: ProofKeys = serde_json::from_value(beat.body["proofKeys"].clone()).unwrap();
     let keys = Arc::new(Mutex::new(keys));
     let behavior = FakeHostBehavior {
@@ -143,7 +144,7 @@ pub async fn start_host_for(stack: &Stack, process: &Process, user: &str) -> Fak
     };
     let behavior = Arc::new(Mutex::new(behavior));
     let (accepted_keys, current_behavior) = (keys.clone(), behavior.clone());
-    let (machine, proofs) = (guest.machine.parse().unwrap(), Arc::new(Mutex::new(Vec::new())));
+    let (machine, proofs) = (host_settings.machine.parse().unwrap(), Arc::new(Mutex::new(Vec::new())));
     let received_proofs = proofs.clone();
     let router = axum::Router::new().fallback(move |request: Request| async move {
         let unauthorized = || StatusCode::UNAUTHORIZED.into_response();
@@ -166,5 +167,5 @@ pub async fn start_host_for(stack: &Stack, process: &Process, user: &str) -> Fak
     let stop = CancellationToken::new();
     let tls = Some(Arc::new(identity.server_config().unwrap()));
     let serving = tokio::spawn(serve(listener, tls, router, ListenerLimits::default(), stop.clone()));
-    FakeHost { proofs, guest, keys, behavior, stop, serving }
+    FakeHost { proofs, settings: host_settings, keys, behavior, stop, serving }
 }

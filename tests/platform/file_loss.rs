@@ -17,7 +17,7 @@ async fn start_with_repository() -> (Stack, Process, FakeHost) {
     let process = stack.start_platform_with(&SETTINGS);
     let old = start_host(&stack, &process).await;
     stack.store_snapshot("user_1");
-    create_repository(&stack, &process, &old.guest).await;
+    create_repository(&stack, &process, &old.settings).await;
     (stack, process, old)
 }
 
@@ -30,7 +30,7 @@ async fn recover(stack: &Stack, process: &Process) -> Value {
 /// Stores a snapshot of the database, and reports it together with this state of the file backup.
 fn report_backup_with_files(old: &FakeHost, stack: &Stack, files: &Value) {
     let taken_at = rfc3339_ms(jiff::Timestamp::now());
-    let key = stack.store_snapshot_by("user_1", &old.guest.machine, &taken_at);
+    let key = stack.store_snapshot_by("user_1", &old.settings.machine, &taken_at);
     let last = json!({"status": "success", "beganAt": taken_at, "takenAt": taken_at, "key": key});
     old.behavior.lock().unwrap().backup_status = json!({"running": false, "last": last, "files": files});
 }
@@ -61,7 +61,7 @@ async fn next_machine_expects_files_that_were_reported_as_saved() {
         assert_eq!(stack.send_heartbeat(&process, &old, &beat).await.status, 200);
         let body = json!({"idpUserId": "user_1", "acceptLoss": true, "allowEmpty": !has_snapshot});
         let accepted = stack.post(&process, "/vps/recover", &body).await;
-        let new = stack.wait_for_guest(&process, accepted.body["machineId"].as_str().unwrap()).await;
+        let new = stack.wait_for_host_settings(&process, accepted.body["machineId"].as_str().unwrap()).await;
         assert_eq!(new.user_data.contains("SVC_EXPECT_FILES"), has_saved, "{accepted:?}");
     }
 }
@@ -75,28 +75,28 @@ async fn unreadable_files_count_as_unsaved() {
     let reason = "1 entry of the owner's home cannot be read, and is not saved (first: home/vm/disk.img)";
     report_backup_with_files(&old, &stack, &json!({"savedUntil": later, "unreadable": reason}));
     let detail = wait_for_backup_detail(&stack, &process, &recovery).await;
-    let discard = format!("svcctl discard {} --accept-loss", old.guest.machine);
+    let discard = format!("svcctl discard {} --accept-loss", old.settings.machine);
     assert!(detail.contains(reason) && detail.contains(&discard), "{detail}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn server_is_kept_if_its_file_backup_is_damaged() {
     let (stack, process, old) = start_with_repository().await;
-    let mut beat = heartbeat_of(&old.guest);
+    let mut beat = heartbeat_of(&old.settings);
     beat["attention"] = json!([{"code": "files_damaged", "detail": "the file backup is damaged: 1 pack"}]);
-    assert_eq!(stack.send_heartbeat(&process, &old.guest, &beat).await.status, 200);
+    assert_eq!(stack.send_heartbeat(&process, &old.settings, &beat).await.status, 200);
     let recovery = recover(&stack, &process).await;
     old.wait_for_backup_request(&stack).await;
     let later = rfc3339_ms(jiff::Timestamp::now() + jiff::SignedDuration::from_mins(1));
     report_backup_with_files(&old, &stack, &json!({"savedUntil": later}));
     let detail = wait_for_backup_detail(&stack, &process, &recovery).await;
-    let discard = format!("svcctl discard {} --accept-loss", old.guest.machine);
+    let discard = format!("svcctl discard {} --accept-loss", old.settings.machine);
     assert!(detail.contains("the file backup is damaged: 1 pack") && detail.contains(&discard), "{detail}");
-    let record = stack.fetch_record(&process, &old.guest.machine).await;
+    let record = stack.fetch_record(&process, &old.settings.machine).await;
     assert_eq!(record["unsavedSince"], record["registeredAt"], "{record}");
     assert!(record["unsavedSince"].is_string(), "{record}");
     assert_eq!(record["unsavedData"], "changes", "{record}");
-    let path = format!("/vps/{}/discard", old.guest.machine);
+    let path = format!("/vps/{}/discard", old.settings.machine);
     stack.post(&process, &path, &json!({})).await.assert_problem(409, "invalid_state");
 }
 
@@ -114,7 +114,7 @@ async fn server_is_kept_if_the_platform_cannot_open_its_file_backup() {
     report_backup_with_files(&old, &stack, &json!({"savedUntil": later}));
     let detail = wait_for_backup_detail(&stack, &process, &recovery).await;
     assert!(detail.contains("the platform's key does not open the file backup"), "{detail}");
-    let record = stack.fetch_record(&process, &old.guest.machine).await;
+    let record = stack.fetch_record(&process, &old.settings.machine).await;
     assert!(record["unsavedSince"].is_string(), "{record}");
 }
 
@@ -128,22 +128,22 @@ async fn server_is_kept_if_its_successor_cannot_restore_files() {
     let detail = wait_for_backup_detail(&stack, &process, &recovery).await;
     assert!(detail.contains("the owner's files are saved as of"), "{detail}");
     let fetch_unsaved =
-        async || stack.fetch_record(&process, &old.guest.machine).await["unsavedSince"].clone();
+        async || stack.fetch_record(&process, &old.settings.machine).await["unsavedSince"].clone();
     assert_eq!(fetch_unsaved().await, Value::Null);
 
-    let new = stack.wait_for_guest(&process, recovery["machineId"].as_str().unwrap()).await;
+    let new = stack.wait_for_host_settings(&process, recovery["machineId"].as_str().unwrap()).await;
     let mut beat = heartbeat_of(&new);
     beat["attention"] = json!([{"code": "files_not_restored", "detail": "a pack is damaged"}]);
     assert_eq!(stack.send_heartbeat(&process, &new, &beat).await.status, 200);
     assert!(fetch_unsaved().await.is_string());
     let copies = stack.fetch_record(&process, &new.machine).await["copies"].clone();
     assert_eq!((&copies["kept"][0]["until"], copies["kept"].as_array().unwrap().len()), (&Value::Null, 1));
-    let record = stack.fetch_record(&process, &old.guest.machine).await;
+    let record = stack.fetch_record(&process, &old.settings.machine).await;
     assert_eq!(
         (&copies["kept"][0]["unsavedData"], &record["unsavedData"]),
         (&json!("files"), &json!("files"))
     );
-    let path = format!("/vps/{}/discard", old.guest.machine);
+    let path = format!("/vps/{}/discard", old.settings.machine);
     let refused = stack.post(&process, &path, &json!({})).await;
     refused.assert_problem(409, "invalid_state");
     let detail = refused.body["detail"].as_str().unwrap();
@@ -167,18 +167,18 @@ async fn servers_of_all_earlier_machines_are_kept() {
     let later = rfc3339_ms(jiff::Timestamp::now() + jiff::SignedDuration::from_mins(1));
     report_backup_with_files(&old, &stack, &json!({"savedUntil": later}));
     wait_for_backup_detail(&stack, &process, &first).await;
-    let middle = stack.wait_for_guest(&process, first["machineId"].as_str().unwrap()).await;
+    let middle = stack.wait_for_host_settings(&process, first["machineId"].as_str().unwrap()).await;
     assert_eq!(stack.send_heartbeat(&process, &middle, &heartbeat_of(&middle)).await.status, 200);
 
     let second = recover(&stack, &process).await;
     wait_for_backup_detail(&stack, &process, &second).await;
-    let newest = stack.wait_for_guest(&process, second["machineId"].as_str().unwrap()).await;
+    let newest = stack.wait_for_host_settings(&process, second["machineId"].as_str().unwrap()).await;
     let fetch_unsaved = async |id: String| stack.fetch_record(&process, &id).await["unsavedSince"].clone();
-    assert_eq!(fetch_unsaved(old.guest.machine.clone()).await, Value::Null);
+    assert_eq!(fetch_unsaved(old.settings.machine.clone()).await, Value::Null);
     let mut beat = heartbeat_of(&newest);
     beat["attention"] = json!([{"code": "files_not_restored", "detail": "a pack is damaged"}]);
     assert_eq!(stack.send_heartbeat(&process, &newest, &beat).await.status, 200);
-    for machine in [&old.guest.machine, &middle.machine] {
+    for machine in [&old.settings.machine, &middle.machine] {
         assert!(fetch_unsaved(machine.clone()).await.is_string(), "{machine}");
     }
     assert_eq!(fetch_unsaved(newest.machine.clone()).await, Value::Null);

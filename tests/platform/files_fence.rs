@@ -15,14 +15,14 @@ use super::stack::{Stack, heartbeat_of};
 async fn raised_fence_of_file_backups_is_restored() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let guest = stack.start_machine(&process, "user_1").await;
+    let host_settings = stack.start_machine(&process, "user_1").await;
     let (bucket, slot) = (open_bucket(&stack), SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary()));
     files_pointer::set_fence(&bucket, &slot, Epoch(900), MachineId::new()).await.unwrap();
     let read_fence = async || files_pointer::read(&bucket, &slot).await.unwrap().unwrap().value.fence_epoch;
     let report_error = async |error: Value| {
-        let mut beat = heartbeat_of(&guest);
+        let mut beat = heartbeat_of(&host_settings);
         beat["files"] = json!({"files": 1, "bytes": 1, "error": error});
-        assert_eq!(stack.send_heartbeat(&process, &guest, &beat).await.status, 200);
+        assert_eq!(stack.send_heartbeat(&process, &host_settings, &beat).await.status, 200);
     };
     report_error(json!("the disk is full")).await;
     assert_eq!(read_fence().await, Epoch(900));

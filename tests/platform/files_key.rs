@@ -20,12 +20,14 @@ use super::stack::{ApiResponse, Process, Stack, UserDataSettings};
 async fn request_key(
     stack: &Stack,
     process: &Process,
-    guest: &UserDataSettings,
+    host_settings: &UserDataSettings,
     body: serde_json::Value,
 ) -> ApiResponse {
-    let path = format!("/vps/{}/files-key", guest.machine);
+    let path = format!("/vps/{}/files-key", host_settings.machine);
     stack
-        .send(stack.request(process, Method::POST, &path).bearer_auth(&guest.upgrade_token).json(&body))
+        .send(
+            stack.request(process, Method::POST, &path).bearer_auth(&host_settings.upgrade_token).json(&body),
+        )
         .await
 }
 
@@ -50,15 +52,16 @@ async fn slot_has_one_key_for_all_its_machines() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let old = stack.start_machine(&process, "user_1").await;
-    let other_guest = stack.start_machine(&process, "user_2").await;
+    let other_host_settings = stack.start_machine(&process, "user_2").await;
     let operator_path = "/vps/slots/files-key?idpUserId=user_1";
     stack.get(&process, operator_path).await.assert_problem(404, "not_found");
 
     let key = extract_key(&request_key(&stack, &process, &old, json!({})).await);
     assert_eq!(key.len(), 43, "{key}");
     assert_eq!(extract_key(&request_key(&stack, &process, &old, json!({})).await), key);
-    assert_ne!(extract_key(&request_key(&stack, &process, &other_guest, json!({})).await), key);
-    let impostor = UserDataSettings { upgrade_token: other_guest.upgrade_token.clone(), ..old.clone() };
+    assert_ne!(extract_key(&request_key(&stack, &process, &other_host_settings, json!({})).await), key);
+    let impostor =
+        UserDataSettings { upgrade_token: other_host_settings.upgrade_token.clone(), ..old.clone() };
     request_key(&stack, &process, &impostor, json!({})).await.assert_problem(403, "forbidden");
     let offered = "A".repeat(43);
     assert_eq!(
@@ -93,7 +96,7 @@ async fn slot_has_one_key_for_all_its_machines() {
         stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1", "acceptLoss": true})).await;
     stack.wait_until_ended(&process, recovery.body["operationId"].as_str().unwrap()).await;
     request_key(&stack, &process, &old, json!({})).await.assert_problem(403, "superseded");
-    let new = stack.wait_for_guest(&process, recovery.body["machineId"].as_str().unwrap()).await;
+    let new = stack.wait_for_host_settings(&process, recovery.body["machineId"].as_str().unwrap()).await;
     assert_eq!(extract_key(&request_key(&stack, &process, &new, json!({})).await), key);
     assert_eq!(read_fence().await, (2, new.machine.clone()));
 }
@@ -103,19 +106,19 @@ async fn slot_has_one_key_for_all_its_machines() {
 async fn key_lost_with_the_database_is_restored_from_the_host() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let guest = stack.start_machine(&process, "user_1").await;
-    let key = extract_key(&request_key(&stack, &process, &guest, json!({})).await);
+    let host_settings = stack.start_machine(&process, "user_1").await;
+    let key = extract_key(&request_key(&stack, &process, &host_settings, json!({})).await);
     let client = stack.database.connect().await.unwrap();
     client.batch_execute("TRUNCATE file_keys").await.unwrap();
-    assert_eq!(extract_key(&request_key(&stack, &process, &guest, json!({"key": key})).await), key);
-    assert_eq!(extract_key(&request_key(&stack, &process, &guest, json!({})).await), key);
+    assert_eq!(extract_key(&request_key(&stack, &process, &host_settings, json!({"key": key})).await), key);
+    assert_eq!(extract_key(&request_key(&stack, &process, &host_settings, json!({})).await), key);
     let sealed: Vec<u8> = client.query_one("SELECT sealed FROM file_keys", &[]).await.unwrap().get(0);
     assert!(!sealed.windows(key.len()).any(|part| part == key.as_bytes()), "the key is stored in clear text");
 }
 
 /// Requests the slot's key and creates its repository, as a host does before its first save.
-pub async fn create_repository(stack: &Stack, process: &Process, guest: &UserDataSettings) {
-    let key = extract_key(&request_key(stack, process, guest, json!({})).await).parse().unwrap();
+pub async fn create_repository(stack: &Stack, process: &Process, host_settings: &UserDataSettings) {
+    let key = extract_key(&request_key(stack, process, host_settings, json!({})).await).parse().unwrap();
     Repository::open_or_create(open_bucket(stack), slot().files(), &key, Cache::none()).await.unwrap();
 }
 
@@ -149,11 +152,11 @@ async fn save_twice(bucket: &Bucket, slot: &SlotPrefix, key: &str, machine: Mach
 async fn platform_prunes_repositories_and_reports_failures() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("FILES_PRUNE_SECONDS", "1")]);
-    let guest = stack.start_machine(&process, "user_1").await;
-    let key = extract_key(&request_key(&stack, &process, &guest, json!({})).await);
+    let host_settings = stack.start_machine(&process, "user_1").await;
+    let key = extract_key(&request_key(&stack, &process, &host_settings, json!({})).await);
     let slot = slot();
     let bucket = open_bucket(&stack);
-    let ids = save_twice(&bucket, &slot, &key, guest.machine.parse().unwrap()).await;
+    let ids = save_twice(&bucket, &slot, &key, host_settings.machine.parse().unwrap()).await;
     let plan = stack.get(&process, "/vps/slots/files-prune?idpUserId=user_1").await;
     assert_eq!((plan.status, &plan.body["keptSnapshots"]), (200, &json!(2)), "{plan:?}");
 

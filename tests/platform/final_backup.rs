@@ -87,7 +87,7 @@ async fn writers_stop_and_only_a_later_snapshot_of_the_host_counts() {
     stack.store_snapshot("user_1");
     let recovery = recover(&stack, &process, json!({})).await;
     wait_for_call(&stack, &old, "POST", BACKUP).await;
-    let response = stack.send_heartbeat(&process, &old.guest, &heartbeat()).await.body;
+    let response = stack.send_heartbeat(&process, &old.settings, &heartbeat()).await.body;
     assert_eq!(response["superseded"], false, "the host must still make its final backup");
     assert_eq!(response["quiesce"], recovery["operationId"], "the host's writers must stay stopped");
     assert_eq!(stack.pointer("user_1")["fenceEpoch"], 1, "the host must still be able to write the pointer");
@@ -98,7 +98,7 @@ async fn writers_stop_and_only_a_later_snapshot_of_the_host_counts() {
     stack.write_pointer("user_1", &moved);
     assert_no_final_backup(&stack, &process, &old, &recovery).await;
     let (other, early, now) = (uuid::Uuid::now_v7().to_string(), "2026-01-02T03:04:06.678Z", format_now());
-    for (machine, taken_at) in [(&old.guest.machine, early), (&other, now.as_str())] {
+    for (machine, taken_at) in [(&old.settings.machine, early), (&other, now.as_str())] {
         let key = stack.store_snapshot_by("user_1", machine, taken_at);
         old.report_backup(&key, taken_at);
         assert_no_final_backup(&stack, &process, &old, &recovery).await;
@@ -106,10 +106,10 @@ async fn writers_stop_and_only_a_later_snapshot_of_the_host_counts() {
 
     old.store_backup(&stack, "user_1");
     assert_eq!(wait_for_backup_detail(&stack, &process, &recovery).await, "the final snapshot was taken");
-    let old_record = stack.get(&process, &format!("/vps/{}", old.guest.machine)).await.body;
+    let old_record = stack.get(&process, &format!("/vps/{}", old.settings.machine)).await.body;
     assert!(old_record["finalBackupAt"].is_string() && old_record["unsavedSince"].is_null(), "{old_record}");
     assert_eq!(
-        stack.send_heartbeat(&process, &old.guest, &heartbeat()).await.body["superseded"],
+        stack.send_heartbeat(&process, &old.settings, &heartbeat()).await.body["superseded"],
         true,
         "the host must be superseded once its successor has registered"
     );
@@ -135,7 +135,7 @@ async fn implausible_fence_is_replaced_before_backup_request() {
     let pointer = stack.pointer("user_1");
     assert_eq!(
         (&pointer["fenceEpoch"], &pointer["fenceMachineId"]),
-        (&json!(1), &json!(old.guest.machine)),
+        (&json!(1), &json!(old.settings.machine)),
         "{pointer}"
     );
     old.store_backup(&stack, "user_1");
@@ -203,7 +203,7 @@ async fn missing_backup_of_reachable_host_waits_for_operator() {
         list_audit(&stack, "last_backup.loss_accepted").await[0]["lostSince"],
         "2026-01-02T03:04:05.678Z"
     );
-    let old_record = stack.get(&process, &format!("/vps/{}", old.guest.machine)).await.body;
+    let old_record = stack.get(&process, &format!("/vps/{}", old.settings.machine)).await.body;
     assert_eq!(old_record["unsavedSince"], Value::Null, "the old server must be removable");
 }
 
@@ -221,7 +221,7 @@ async fn abandoned_recovery_leaves_the_old_machine_running() {
     let path = format!("/vps/operations/{}/abandon", recovery["operationId"].as_str().unwrap());
     let response = stack.post(&process, &path, &json!({})).await;
     assert_eq!((response.status, &response.body["state"]), (200, &json!("failed")), "{response:?}");
-    assert_eq!(stack.status(&process, &old.guest.machine).await, "running");
+    assert_eq!(stack.status(&process, &old.settings.machine).await, "running");
     wait_for_call(&stack, &old, "POST", "/_svc/internal/resume").await;
     assert_eq!(stack.provider.servers().len(), 1);
     assert_eq!(stack.provider.call_count("POST", "/poweroff"), 0);
@@ -229,7 +229,7 @@ async fn abandoned_recovery_leaves_the_old_machine_running() {
     let abandoned = stack.get(&process, &format!("/vps/{successor}")).await.body;
     assert_eq!(
         (&abandoned["failure"]["cause"], &abandoned["replacedBy"]),
-        (&json!("abandoned"), &json!(old.guest.machine))
+        (&json!("abandoned"), &json!(old.settings.machine))
     );
 }
 
@@ -268,7 +268,7 @@ async fn held_back_snapshot_waits_and_counts_after_acceptance() {
     let taken_at = format_now();
     assert_eq!(waiting["question"]["code"], "last_backup_held_back", "{waiting}");
     let detail = waiting["question"]["detail"].as_str().unwrap();
-    let accept = format!("svcctl backup accept {}", old.guest.machine);
+    let accept = format!("svcctl backup accept {}", old.settings.machine);
     for part in
         [loss, &accept, "svcctl operation continue", "2026-01-02T03:04:05.678Z", "--accept-loss", "abandon"]
     {
@@ -280,7 +280,7 @@ async fn held_back_snapshot_waits_and_counts_after_acceptance() {
     assert_eq!(stack.post(&process, &path, &json!({})).await.status, 200);
     let waiting = wait_for_question(&stack, &process, &recovery).await;
     assert!(waiting["log"].to_string().contains("retried the step"), "{waiting}");
-    let accept = format!("/vps/{}/backup-accept", old.guest.machine);
+    let accept = format!("/vps/{}/backup-accept", old.settings.machine);
     let accepted = stack.post(&process, &accept, &json!({})).await;
     assert_eq!(
         accepted.status, 202,
@@ -292,15 +292,15 @@ async fn held_back_snapshot_waits_and_counts_after_acceptance() {
     let accepted = stack.post(&process, &by_slot, &json!({})).await;
     assert_eq!(
         (accepted.status, &accepted.body["machineId"]),
-        (202, &json!(old.guest.machine)),
+        (202, &json!(old.settings.machine)),
         "{accepted:?}"
     );
     assert_eq!(old.call_count("POST", "/_svc/internal/backup-accept"), 2);
-    let key = stack.store_snapshot_by("user_1", &old.guest.machine, &taken_at);
+    let key = stack.store_snapshot_by("user_1", &old.settings.machine, &taken_at);
     old.report_backup(&key, &taken_at);
     assert_eq!(stack.post(&process, &path, &json!({})).await.status, 200);
     assert_eq!(wait_for_backup_detail(&stack, &process, &recovery).await, "the final snapshot was taken");
-    let saved = stack.get(&process, &format!("/vps/{}", old.guest.machine)).await.body;
+    let saved = stack.get(&process, &format!("/vps/{}", old.settings.machine)).await.body;
     assert_eq!(saved["finalBackupAt"], taken_at);
     stack.post(&process, &accept, &json!({})).await.assert_problem(409, "invalid_state");
     stack.post(&process, &by_slot, &json!({})).await.assert_problem(409, "invalid_state");
@@ -333,7 +333,7 @@ async fn older_host_is_backed_up_without_quiescing() {
     }
     let recovery = recover(&stack, &process, json!({})).await;
     wait_for_call(&stack, &old, "POST", BACKUP).await;
-    stack.store_snapshot_by("user_1", &old.guest.machine, &format_now());
+    stack.store_snapshot_by("user_1", &old.settings.machine, &format_now());
     wait_for_backup_detail(&stack, &process, &recovery).await;
 }
 
@@ -448,7 +448,7 @@ async fn forged_snapshot_does_not_count_as_final_backup() {
     let recovery = recover(&stack, &process, json!({})).await;
     wait_for_call(&stack, &old, "POST", BACKUP).await;
     // This snapshot is consistent, but the machine itself reports an earlier snapshot, and then another recent one.
-    stack.store_snapshot_by("user_1", &old.guest.machine, &format_now());
+    stack.store_snapshot_by("user_1", &old.settings.machine, &format_now());
     assert_no_final_backup(&stack, &process, &old, &recovery).await;
     let later = rfc3339_ms(jiff::Timestamp::now() + jiff::SignedDuration::from_mins(1));
     old.report_backup(&format!("system/db/snapshots/{}-1.dump", later.replace(':', "-")), &later);
@@ -456,7 +456,7 @@ async fn forged_snapshot_does_not_count_as_final_backup() {
 
     // A snapshot from the future would count for every later operation on the slot.
     old.behavior.lock().unwrap().reports_backups = false;
-    stack.store_snapshot_by("user_1", &old.guest.machine, "9999-01-01T00:00:00.000Z");
+    stack.store_snapshot_by("user_1", &old.settings.machine, "9999-01-01T00:00:00.000Z");
     assert_no_final_backup(&stack, &process, &old, &recovery).await;
 
     // The first snapshot's object does not match the pointer, and neither does the second snapshot's sidecar.
@@ -464,7 +464,7 @@ async fn forged_snapshot_does_not_count_as_final_backup() {
         // Until the new snapshot has been damaged, the host reports a different one, so the new one does not count.
         old.behavior.lock().unwrap().reports_backups = true;
         assert_no_final_backup(&stack, &process, &old, &recovery).await;
-        let key = stack.store_snapshot_by("user_1", &old.guest.machine, &format_now());
+        let key = stack.store_snapshot_by("user_1", &old.settings.machine, &format_now());
         let object = format!("user_1/primary/{key}");
         match broken {
             ".dump" => stack.store.write(BUCKET, &object, "a dump of another size"),

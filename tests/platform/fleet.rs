@@ -83,19 +83,19 @@ async fn fleet_counts_machines_and_lists_problems() {
 async fn failing_code_server_is_shown_and_counts_as_unhealthy() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let guest = stack.start_machine(&process, "user_1").await;
+    let host_settings = stack.start_machine(&process, "user_1").await;
     for (code, expected_reasons, healthy_count) in [
         (Value::Null, Value::Null, 1),
         (json!("failing"), json!(["code_failing"]), 0),
         (json!("ok"), Value::Null, 1),
     ] {
-        let mut beat = heartbeat_of(&guest);
+        let mut beat = heartbeat_of(&host_settings);
         beat["health"]["code"] = code.clone();
-        assert_eq!(stack.send_heartbeat(&process, &guest, &beat).await.status, 200);
+        assert_eq!(stack.send_heartbeat(&process, &host_settings, &beat).await.status, 200);
         let fleet = stack.get(&process, "/vps/fleet").await.body;
-        assert_eq!(find_reasons(&fleet, &guest.machine), expected_reasons, "{code}");
+        assert_eq!(find_reasons(&fleet, &host_settings.machine), expected_reasons, "{code}");
         assert_eq!(fleet["totals"]["byHealth"]["healthy"], healthy_count, "{code}");
-        let machine = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;
+        let machine = stack.get(&process, &format!("/vps/{}", host_settings.machine)).await.body;
         assert_eq!(machine["health"].get("code").cloned().unwrap_or_default(), code);
     }
 }
@@ -104,18 +104,18 @@ async fn failing_code_server_is_shown_and_counts_as_unhealthy() {
 async fn heartbeat_without_a_disk_is_accepted_and_shown() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let guest = stack.start_machine(&process, "user_1").await;
+    let host_settings = stack.start_machine(&process, "user_1").await;
     let report_disk = async |disk: Option<Value>| {
-        let mut beat = heartbeat_of(&guest);
+        let mut beat = heartbeat_of(&host_settings);
         match disk {
             Some(disk) => beat["disk"] = disk,
             None => drop(beat.as_object_mut().unwrap().shift_remove("disk")),
         }
-        let response = stack.send_heartbeat(&process, &guest, &beat).await;
+        let response = stack.send_heartbeat(&process, &host_settings, &beat).await;
         assert_eq!(response.status, 200, "{response:?}");
-        let record = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;
+        let record = stack.get(&process, &format!("/vps/{}", host_settings.machine)).await.body;
         let fleet = stack.get(&process, "/vps/fleet").await.body;
-        (record["health"]["disk"].clone(), find_reasons(&fleet, &guest.machine))
+        (record["health"]["disk"].clone(), find_reasons(&fleet, &host_settings.machine))
     };
     let measured = json!({"totalBytes": 10, "freeBytes": 5});
     assert_eq!(report_disk(Some(measured.clone())).await, (measured.clone(), Value::Null));
@@ -142,14 +142,18 @@ async fn fleet_shows_the_keys_that_hosts_trust() {
         assert!(user_data.contains(line), "{line} is not in the user-data of a new machine");
     }
     let outdated = stack.start_machine(&process, "user_2").await;
-    let beat_with_keys = |guest: &UserDataSettings, sequence: u64, ids: Value| {
-        let mut beat = heartbeat_of(guest);
+    let beat_with_keys = |host_settings: &UserDataSettings, sequence: u64, ids: Value| {
+        let mut beat = heartbeat_of(host_settings);
         beat["trustedKeys"] = json!({"sequence": sequence, "ids": ids});
         beat
     };
-    for (guest, sequence, ids) in [(&trusts_both, 1, json!([old, new])), (&outdated, 0, json!([old]))] {
+    for (host_settings, sequence, ids) in [(&trusts_both, 1, json!([old, new])), (&outdated, 0, json!([old]))]
+    {
         assert_eq!(
-            stack.send_heartbeat(&process, guest, &beat_with_keys(guest, sequence, ids)).await.status,
+            stack
+                .send_heartbeat(&process, host_settings, &beat_with_keys(host_settings, sequence, ids))
+                .await
+                .status,
             200
         );
     }
@@ -158,8 +162,8 @@ async fn fleet_shows_the_keys_that_hosts_trust() {
     assert_eq!(stack.send_heartbeat(&process, &trusts_both, &heartbeat_of(&trusts_both)).await.status, 200);
     let silent = stack.start_machine(&process, "user_3").await;
 
-    let handle = async |guest: &UserDataSettings| {
-        stack.get(&process, &format!("/vps/{}", guest.machine)).await.body["handle"].clone()
+    let handle = async |host_settings: &UserDataSettings| {
+        stack.get(&process, &format!("/vps/{}", host_settings.machine)).await.body["handle"].clone()
     };
     let (both_handle, outdated_handle, silent_handle) =
         (handle(&trusts_both).await, handle(&outdated).await, handle(&silent).await);

@@ -17,21 +17,21 @@ fn find_alarm<'a>(fleet: &'a Value, name: &str) -> Option<&'a Value> {
     fleet["alarms"].as_array()?.iter().find(|alarm| alarm["alarm"] == name)
 }
 
-fn server_names(guests: &[UserDataSettings]) -> Vec<String> {
-    guests.iter().map(|guest| format!("svc-{}", guest.machine)).collect()
+fn server_names(hosts: &[UserDataSettings]) -> Vec<String> {
+    hosts.iter().map(|host_settings| format!("svc-{}", host_settings.machine)).collect()
 }
 
 async fn start_machines(stack: &Stack, process: &Process, count: usize) -> Vec<UserDataSettings> {
-    let mut guests = Vec::new();
+    let mut hosts = Vec::new();
     for n in 0..count {
-        guests.push(stack.start_machine(process, &format!("user_{n}")).await);
+        hosts.push(stack.start_machine(process, &format!("user_{n}")).await);
     }
-    guests
+    hosts
 }
 
-async fn assert_all_running(stack: &Stack, process: &Process, guests: &[UserDataSettings]) {
-    for guest in guests {
-        assert_eq!(stack.status(process, &guest.machine).await, "running", "{}", stack.log());
+async fn assert_all_running(stack: &Stack, process: &Process, hosts: &[UserDataSettings]) {
+    for host_settings in hosts {
+        assert_eq!(stack.status(process, &host_settings.machine).await, "running", "{}", stack.log());
     }
 }
 
@@ -39,29 +39,28 @@ async fn assert_all_running(stack: &Stack, process: &Process, guests: &[UserData
 async fn unlisted_machine_with_heartbeats_does_not_fail() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("SERVER_GONE_SILENCE_SECONDS", "5")]);
-    let guests = start_machines(&stack, &process, 2).await;
-    stack.provider.hide_servers(&server_names(&guests[..1]));
+    let hosts = start_machines(&stack, &process, 2).await;
+    stack.provider.hide_servers(&server_names(&hosts[..1]));
     let started = Instant::now();
     while started.elapsed() < Duration::from_secs(8) {
-        for guest in &guests {
-            stack.send_heartbeat(&process, guest, &heartbeat_of(guest)).await;
+        for host_settings in &hosts {
+            stack.send_heartbeat(&process, host_settings, &heartbeat_of(host_settings)).await;
         }
         tokio::time::sleep(Duration::from_millis(200)).await;
     }
-    assert_all_running(&stack, &process, &guests).await;
+    assert_all_running(&stack, &process, &hosts).await;
     // A machine that is neither listed nor sending heartbeats is lost.
-    let has_failed =
-        || async { (stack.status(&process, &guests[0].machine).await == "failed").then_some(()) };
+    let has_failed = || async { (stack.status(&process, &hosts[0].machine).await == "failed").then_some(()) };
     stack.eventually("the silent machine fails", has_failed).await;
-    assert_eq!(stack.status(&process, &guests[1].machine).await, "running");
+    assert_eq!(stack.status(&process, &hosts[1].machine).await, "running");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn partial_listing_fails_no_machine_and_raises_an_alarm() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let guests = start_machines(&stack, &process, 6).await;
-    stack.provider.hide_servers(&server_names(&guests[1..]));
+    let hosts = start_machines(&stack, &process, 6).await;
+    stack.provider.hide_servers(&server_names(&hosts[1..]));
     let find_raised_alarm =
         || async { find_alarm(&fetch_fleet(&stack, &process).await, "servers_missing").cloned() };
     let alarm = stack.eventually("the alarm is raised", find_raised_alarm).await;
@@ -69,26 +68,26 @@ async fn partial_listing_fails_no_machine_and_raises_an_alarm() {
     assert!(alarm["next"].as_str().unwrap().contains("svcctl alarm release servers_missing"), "{alarm}");
     // This is much longer than RECONCILE_SECONDS and SERVER_GONE_SILENCE_SECONDS.
     tokio::time::sleep(Duration::from_secs(8)).await;
-    assert_all_running(&stack, &process, &guests).await;
+    assert_all_running(&stack, &process, &hosts).await;
     // Nor do machines fail one by one while the list becomes complete again.
-    stack.provider.hide_servers(&server_names(&guests[4..]));
+    stack.provider.hide_servers(&server_names(&hosts[4..]));
     tokio::time::sleep(Duration::from_secs(4)).await;
-    assert_all_running(&stack, &process, &guests).await;
+    assert_all_running(&stack, &process, &hosts).await;
     assert!(find_alarm(&fetch_fleet(&stack, &process).await, "servers_missing").is_some());
     stack.provider.hide_servers(&[]);
     let has_cleared = || async {
         find_alarm(&fetch_fleet(&stack, &process).await, "servers_missing").is_none().then_some(())
     };
     stack.eventually("the alarm clears", has_cleared).await;
-    assert_all_running(&stack, &process, &guests).await;
+    assert_all_running(&stack, &process, &hosts).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn released_alarm_fails_the_lost_machines() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let guests = start_machines(&stack, &process, 6).await;
-    for name in server_names(&guests[1..]) {
+    let hosts = start_machines(&stack, &process, 6).await;
+    for name in server_names(&hosts[1..]) {
         stack.provider.lose_server(&name).await.unwrap();
     }
     let find_raised_alarm =
@@ -106,12 +105,12 @@ async fn released_alarm_fails_the_lost_machines() {
     let response = stack.post(&process, path, &json!({})).await;
     assert_eq!(response.status, 200, "{response:?}");
     assert!(response.body["releasedUntil"].is_string(), "{response:?}");
-    for guest in &guests[1..] {
+    for host_settings in &hosts[1..] {
         let has_failed =
-            || async { (stack.status(&process, &guest.machine).await == "failed").then_some(()) };
+            || async { (stack.status(&process, &host_settings.machine).await == "failed").then_some(()) };
         stack.eventually("the lost machine fails", has_failed).await;
     }
-    assert_eq!(stack.status(&process, &guests[0].machine).await, "running");
+    assert_eq!(stack.status(&process, &hosts[0].machine).await, "running");
     let client = stack.database.connect().await.unwrap();
     let audit =
         client.query("SELECT 1 FROM operator_audit WHERE action = 'alarm.release'", &[]).await.unwrap();
@@ -125,11 +124,11 @@ async fn released_alarm_fails_the_lost_machines() {
 async fn many_unknown_servers_are_kept_until_released() {
     let stack = Stack::start().await;
     let mut process = stack.start_platform();
-    let guests = start_machines(&stack, &process, 6).await;
+    let hosts = start_machines(&stack, &process, 6).await;
     process.kill();
     let client = stack.database.connect().await.unwrap();
     let deleted_ids: Vec<uuid::Uuid> =
-        guests[1..].iter().map(|guest| guest.machine.parse().unwrap()).collect();
+        hosts[1..].iter().map(|host_settings| host_settings.machine.parse().unwrap()).collect();
     let delete_machines = "WITH log AS (DELETE FROM operation_log WHERE operation_id IN \
                     (SELECT operation_id FROM operations WHERE machine_id = ANY($1))), \
                   operations AS (DELETE FROM operations WHERE machine_id = ANY($1)) \
@@ -155,7 +154,7 @@ async fn many_unknown_servers_are_kept_until_released() {
     assert_eq!(response.status, 200, "{response:?}");
     let is_deleted = || async { (stack.provider.servers().len() == 1).then_some(()) };
     stack.eventually("the unknown servers are deleted", is_deleted).await;
-    assert_eq!(stack.status(&process, &guests[0].machine).await, "running");
+    assert_eq!(stack.status(&process, &hosts[0].machine).await, "running");
 }
 
 /// Makes the provider respond to each request to create a server with this error.
@@ -238,10 +237,10 @@ async fn time_without_capacity_does_not_count_toward_the_deadline() {
 async fn overdue_operation_of_a_deleted_machine_is_shown() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let guest = stack.start_machine(&process, "user_1").await;
+    let host_settings = stack.start_machine(&process, "user_1").await;
     let locked = Fault::Status { status: 423, code: "locked".to_owned(), reset_in_seconds: None };
     stack.provider.add_fault(FaultRule::times(1000, "DELETE", "/servers", locked));
-    let deleted = stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
+    let deleted = stack.delete(&process, &format!("/vps/{}", host_settings.machine)).await;
     assert_eq!(fetch_fleet(&stack, &process).await["overdueOperations"], json!([]));
     let client = stack.database.connect().await.unwrap();
     let old = "UPDATE operations SET created_at = now() - interval '31 minutes' WHERE state = 'running'";

@@ -25,7 +25,7 @@ async fn responses_are_sanitized_and_requests_audited() {
     let process = stack.start_platform();
     let ada = add_operator(&stack, &process, "ada", "operate").await;
     let host = start_host(&stack, &process).await;
-    let machine = &host.guest.machine;
+    let machine = &host.settings.machine;
     let send = async |method: Method, path: &str, body: Option<&Value>| -> ApiResponse {
         let request =
             stack.request(&process, method, &format!("/vps/{machine}/files/{path}")).bearer_auth(&ada);
@@ -107,7 +107,7 @@ async fn file_history_requires_operate_scope() {
     let host = start_host(&stack, &process).await;
     for scope in ["read", "billing", "metrics"] {
         let token = add_operator(&stack, &process, &format!("only-{scope}"), scope).await;
-        let path = format!("/vps/{}/files/at", host.guest.machine);
+        let path = format!("/vps/{}/files/at", host.settings.machine);
         let request = stack.request(&process, Method::GET, &path).bearer_auth(&token);
         stack.send(request).await.assert_problem(403, "forbidden");
     }

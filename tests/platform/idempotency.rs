@@ -40,21 +40,21 @@ async fn idempotency_key_is_refused_for_different_request() {
 async fn every_change_has_an_audit_entry_with_request_id() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let guest = stack.start_machine(&process, "user_1").await;
+    let host_settings = stack.start_machine(&process, "user_1").await;
     stack.post(&process, "/vps/provision", &provision_body("user_1")).await;
-    stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
+    stack.delete(&process, &format!("/vps/{}", host_settings.machine)).await;
     let client = stack.database.connect().await.unwrap();
     let sql =
         "SELECT actor, action, target, before, after, request_id FROM operator_audit ORDER BY at, audit_id";
     let rows = client.query(sql, &[]).await.unwrap();
     let audited: Vec<(String, String, String)> =
         rows.iter().map(|row| (row.get(0), row.get(1), row.get(2))).collect();
-    let actor = format!("machine:{}", guest.machine);
+    let actor = format!("machine:{}", host_settings.machine);
     let expected = [
         ("operator", "slot.set", "user_1/primary"),
         ("operator", "provision", "user_1/primary"),
-        (actor.as_str(), "register", guest.machine.as_str()),
-        ("operator", "delete", guest.machine.as_str()),
+        (actor.as_str(), "register", host_settings.machine.as_str()),
+        ("operator", "delete", host_settings.machine.as_str()),
     ];
     let expected: Vec<_> = expected.map(|(a, b, c)| (a.to_owned(), b.to_owned(), c.to_owned())).into();
     assert_eq!(audited, expected, "a request that changed nothing must have no audit entry");

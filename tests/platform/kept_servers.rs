@@ -31,12 +31,12 @@ async fn wait_for_status(stack: &Stack, process: &Process, machine: &str, status
 }
 
 /// Sends heartbeats as a host that adopts the received epoch, until the machine is running.
-async fn send_heartbeats_until_running(stack: &Stack, process: &Process, guest: &UserDataSettings) {
-    let mut body = heartbeat_of(guest);
+async fn send_heartbeats_until_running(stack: &Stack, process: &Process, host_settings: &UserDataSettings) {
+    let mut body = heartbeat_of(host_settings);
     for _ in 0..800 {
-        let response = stack.send_heartbeat(process, guest, &body).await.body;
+        let response = stack.send_heartbeat(process, host_settings, &body).await.body;
         body["epoch"] = response["epoch"].clone();
-        if stack.status(process, &guest.machine).await == "running" {
+        if stack.status(process, &host_settings.machine).await == "running" {
             return;
         }
         tokio::time::sleep(std::time::Duration::from_millis(50)).await;
@@ -57,17 +57,17 @@ async fn cancelled_recovery_keeps_the_healthy_machine() {
     let failed = stack.post(&process, &path, &json!({"reason": "second thoughts"})).await;
     assert_eq!((failed.status, &failed.body["status"]), (200, &json!("failed")), "{failed:?}");
 
-    let resumed = wait_for_status(&stack, &process, &old.guest.machine, "running").await;
+    let resumed = wait_for_status(&stack, &process, &old.settings.machine, "running").await;
     assert_eq!((&resumed["epoch"], &resumed["replacedBy"]), (&json!(3), &Value::Null), "{resumed}");
     let is_resumed = || async { (old.call_count("POST", "/_svc/internal/resume") > 0).then_some(()) };
     stack.eventually("the host's writers resume", is_resumed).await;
     let has_fence = || async { (stack.pointer("user_1")["fenceEpoch"] == 3).then_some(()) };
     stack.eventually("the fence names the old machine", has_fence).await;
-    stack.assert_only_server(&old.guest.machine);
-    assert_eq!(stack.power_state(&old.guest.machine), Some(Power::Running));
+    stack.assert_only_server(&old.settings.machine);
+    assert_eq!(stack.power_state(&old.settings.machine), Some(Power::Running));
     assert_eq!(stack.provider.call_count("DELETE", "/servers/"), 0);
     assert_eq!(stack.provider.call_count("POST", "/poweroff"), 0);
-    let response = stack.send_heartbeat(&process, &old.guest, &heartbeat_of(&old.guest)).await.body;
+    let response = stack.send_heartbeat(&process, &old.settings, &heartbeat_of(&old.settings)).await.body;
     assert_eq!(
         (&response["epoch"], &response["superseded"], &response["quiesce"]),
         (&json!(3), &json!(false), &Value::Null)
@@ -81,7 +81,7 @@ async fn failed_boot_powers_the_old_machine_on_again() {
     let old = stack.start_machine(&process, "user_1").await;
     stack.store_snapshot("user_1");
     let recovery = recover(&stack, &process, &recovery_body()).await;
-    let new = stack.wait_for_guest(&process, &string_field(&recovery, "machineId")).await;
+    let new = stack.wait_for_host_settings(&process, &string_field(&recovery, "machineId")).await;
     assert_eq!(stack.power_state(&old.machine), Some(Power::Off), "the old server must be kept, powered off");
     assert_eq!(stack.pointer("user_1")["fenceEpoch"], 2);
 
@@ -127,7 +127,7 @@ async fn old_server_is_deleted_only_after_its_successor_has_served() {
     let old = stack.start_machine(&process, "user_1").await;
     stack.store_snapshot("user_1");
     let recovery = recover(&stack, &process, &json!({"idpUserId": "user_1", "acceptLoss": true})).await;
-    let new = stack.wait_for_guest(&process, &string_field(&recovery, "machineId")).await;
+    let new = stack.wait_for_host_settings(&process, &string_field(&recovery, "machineId")).await;
     stack.register(&process, &new).await;
     tokio::time::sleep(std::time::Duration::from_secs(7)).await;
     assert_eq!(
@@ -167,7 +167,7 @@ async fn server_of_unreachable_host_is_kept_until_loss_accepted() {
     let recovery = recover(&stack, &process, &recovery_body()).await;
     let operation = stack.wait_until_ended(&process, &string_field(&recovery, "operationId")).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
-    let new = stack.wait_for_guest(&process, &string_field(&recovery, "machineId")).await;
+    let new = stack.wait_for_host_settings(&process, &string_field(&recovery, "machineId")).await;
     stack.send_heartbeat(&process, &new, &heartbeat_of(&new)).await;
     let record = stack.fetch_record(&process, &old.machine).await;
     assert_eq!(record["unsavedSince"], "2026-01-02T03:04:05.678Z", "{record}");
@@ -223,7 +223,7 @@ async fn refused_power_off_or_delete_does_not_block_a_recovery() {
     let detail = "the provider did not power the server off: locked";
     let is_refused = |line: &Value| line["step"] == "power_off_server" && line["detail"] == detail;
     assert!(operation["log"].as_array().unwrap().iter().any(is_refused), "{operation}");
-    let new = stack.wait_for_guest(&process, &string_field(&recovery, "machineId")).await;
+    let new = stack.wait_for_host_settings(&process, &string_field(&recovery, "machineId")).await;
     stack.send_heartbeat(&process, &new, &heartbeat_of(&new)).await;
     let find_removal = || async {
         let operations = stack.fetch_record(&process, &old.machine).await["operations"].clone();
@@ -258,7 +258,7 @@ async fn replace_first_requires_confirmation_before_data_loss() {
     assert_eq!(waiting["question"]["code"], "replace_first_loses_data", "{waiting}");
     stack.assert_only_server(&old.machine);
     stack.post(&process, &format!("{path}/continue"), &json!({"acceptLoss": true})).await;
-    let new = stack.wait_for_guest(&process, &string_field(&recovery, "machineId")).await;
+    let new = stack.wait_for_host_settings(&process, &string_field(&recovery, "machineId")).await;
     stack.assert_only_server(&new.machine);
 }
 
@@ -267,23 +267,24 @@ async fn boot_progress_extends_the_registration_deadline() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("REGISTRATION_TTL_SECONDS", "6")]);
     let provisioned = stack.provision(&process, "user_1").await;
-    let guest = stack.wait_for_guest(&process, &string_field(&provisioned, "machineId")).await;
+    let host_settings =
+        stack.wait_for_host_settings(&process, &string_field(&provisioned, "machineId")).await;
     let report_bytes = |bytes: u64| {
-        let path = format!("/vps/{}/boot-stage", guest.machine);
+        let path = format!("/vps/{}/boot-stage", host_settings.machine);
         let request = stack.request(&process, reqwest::Method::POST, &path);
         let body = json!({"stage": "restore", "progress": {"bytes": bytes, "totalBytes": 100}});
-        stack.send(request.bearer_auth(&guest.registration_token).json(&body))
+        stack.send(request.bearer_auth(&host_settings.registration_token).json(&body))
     };
     for bytes in 1..=8 {
         assert_eq!(report_bytes(bytes).await.status, 204);
         tokio::time::sleep(std::time::Duration::from_secs(1)).await;
     }
-    let booting = stack.fetch_record(&process, &guest.machine).await;
+    let booting = stack.fetch_record(&process, &host_settings.machine).await;
     assert_eq!((&booting["status"], &booting["bootProgress"]["bytes"]), (&json!("provisioning"), &json!(8)));
     let has_failed = || async {
         // Repeating the same byte count is not progress.
         report_bytes(8).await;
-        (stack.status(&process, &guest.machine).await == "failed").then_some(())
+        (stack.status(&process, &host_settings.machine).await == "failed").then_some(())
     };
     stack.eventually("the registration expires without progress", has_failed).await;
 }
@@ -314,7 +315,7 @@ async fn discard_is_refused_until_deletion_has_final_backup() {
     let settings = [("LAST_BACKUP_STALL_SECONDS", "60"), ("DELETE_GRACE_SECONDS", "60")];
     let process = stack.start_platform_with(&settings);
     let old = start_host(&stack, &process).await;
-    let machine = old.guest.machine.clone();
+    let machine = old.settings.machine.clone();
     let deleted = stack.delete(&process, &format!("/vps/{machine}")).await.body;
     let is_requested = || async { (old.call_count("POST", "/_svc/internal/backup") > 0).then_some(()) };
     stack.eventually("the final backup is requested", is_requested).await;
@@ -354,7 +355,7 @@ async fn discard_is_refused_until_the_recovery_ends() {
     let recovery = recover(&stack, &process, &json!({"idpUserId": "user_1", "acceptLoss": true})).await;
     let is_requested = || async { (old.call_count("POST", "/_svc/internal/backup") > 0).then_some(()) };
     stack.eventually("the final backup is requested", is_requested).await;
-    let path = format!("/vps/{}/discard", old.guest.machine);
+    let path = format!("/vps/{}/discard", old.settings.machine);
     let refused = stack.post(&process, &path, &json!({})).await;
     refused.assert_problem(409, "invalid_state");
     assert!(
@@ -362,7 +363,7 @@ async fn discard_is_refused_until_the_recovery_ends() {
         "{refused:?}"
     );
 
-    let machine = old.guest.machine.clone();
+    let machine = old.settings.machine.clone();
     drop(old);
     let ended = stack.wait_until_ended(&process, &string_field(&recovery, "operationId")).await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
@@ -428,8 +429,9 @@ async fn server_wrongly_reported_gone_runs_after_power_on() {
     let accepted = stack.post(&process, &path, &json!({"action": "on"})).await;
     assert_eq!(accepted.status, 202, "{accepted:?}");
     send_heartbeats_until_running(&stack, &process, &old).await;
-    let operation =
-        stack.wait_until_ended_with_heartbeats(&process, &string_field(&accepted.body, "operationId")).await;
+    let operation = stack
+        .wait_until_ended_without_registrations(&process, &string_field(&accepted.body, "operationId"))
+        .await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
     assert_eq!(stack.fetch_record(&process, &old.machine).await["failure"], Value::Null);
 }

@@ -22,9 +22,9 @@ fn kids(keys: &ProofKeys) -> Vec<String> {
 /// Sends a heartbeat that acknowledges the host's keys, and stores the returned keys. Returns their ids.
 async fn send_heartbeat(stack: &Stack, process: &Process, host: &FakeHost) -> Vec<String> {
     let acknowledged = kids(&host.keys.lock().unwrap());
-    let mut body = heartbeat_of(&host.guest);
+    let mut body = heartbeat_of(&host.settings);
     body["proofKids"] = json!(acknowledged);
-    let response = stack.send_heartbeat(process, &host.guest, &body).await;
+    let response = stack.send_heartbeat(process, &host.settings, &body).await;
     let received: ProofKeys = serde_json::from_value(response.body["proofKeys"].clone()).unwrap();
     *host.keys.lock().unwrap() = received.clone();
     kids(&received)
@@ -35,7 +35,7 @@ async fn keys_rotate_without_refused_proofs() {
     let stack = Stack::start().await;
     let processes = (stack.start_platform_with(&FAST_ROTATION), stack.start_platform_with(&FAST_ROTATION));
     let host = start_host(&stack, &processes.0).await;
-    let path = format!("/vps/{}/backup", host.guest.machine);
+    let path = format!("/vps/{}/backup", host.settings.machine);
     let first = kids(&host.keys.lock().unwrap()).remove(0);
     let mut received_kids = BTreeSet::from([first.clone()]);
     let deadline = Instant::now() + Duration::from_secs(40);
@@ -82,7 +82,8 @@ async fn key_stays_until_every_host_acknowledges_its_successor() {
         if received.len() >= 2 {
             successor_since.get_or_insert_with(Instant::now);
         }
-        let response = stack.post(&process, &format!("/vps/{}/backup", host.guest.machine), &json!({})).await;
+        let response =
+            stack.post(&process, &format!("/vps/{}/backup", host.settings.machine), &json!({})).await;
         assert_eq!(response.status, 202, "{response:?}");
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
@@ -159,7 +160,7 @@ async fn silent_host_keeps_its_key_without_delaying_rotation() {
     stack.eventually("the silent host's key is retired", is_retired).await;
     // Until the process reloads the keys, it may sign with the old ones.
     tokio::time::sleep(Duration::from_secs(2)).await;
-    let path = format!("/vps/{}/backup", host.guest.machine);
+    let path = format!("/vps/{}/backup", host.settings.machine);
     let request_backup = || async { stack.post(&process, &path, &json!({})).await.status };
     assert_eq!(request_backup().await, 202, "proofs for this host must use the key that it has");
     // The response to the host's next heartbeat adds the new keys and removes no key that still signs for the host.

@@ -82,8 +82,8 @@ async fn delete_survives_a_kill_at_every_fail_point() {
     run_for_every_fail_point(OperationKind::Delete, |point| async move {
         let stack = Stack::start().await;
         let mut first = stack.start_platform_with(&[("FAILPOINTS", &kill_setting(&point))]);
-        let guest = stack.start_machine(&first, "user_1").await;
-        let path = format!("/vps/{}?acceptLoss=true", guest.machine);
+        let host_settings = stack.start_machine(&first, "user_1").await;
+        let path = format!("/vps/{}?acceptLoss=true", host_settings.machine);
         let request = stack.request(&first, reqwest::Method::DELETE, &path).bearer_auth(SECRET);
         let _ = request.send().await;
         first.wait_until_killed().await;
@@ -103,13 +103,13 @@ async fn server_removal_survives_a_kill_at_every_fail_point() {
     run_for_every_fail_point(OperationKind::RemoveServer, |point| async move {
         let stack = Stack::start().await;
         let mut first = stack.start_platform_with(&[("FAILPOINTS", &kill_setting(&point))]);
-        let guest = stack.start_machine(&first, "user_1").await;
-        let path = format!("/vps/{}?acceptLoss=true", guest.machine);
+        let host_settings = stack.start_machine(&first, "user_1").await;
+        let path = format!("/vps/{}?acceptLoss=true", host_settings.machine);
         let request = stack.request(&first, reqwest::Method::DELETE, &path).bearer_auth(SECRET);
         let _ = request.send().await;
         first.wait_until_killed().await;
         let second = stack.start_platform();
-        let removal = stack.wait_until_removal_ended(&second, &guest.machine).await;
+        let removal = stack.wait_until_removal_ended(&second, &host_settings.machine).await;
         assert_eq!(removal["state"], "succeeded", "{point}: {removal}\n{}", stack.log());
         stack.assert_no_server();
     })
@@ -123,14 +123,14 @@ async fn reinstatement_survives_a_kill_at_every_fail_point() {
         let settings = [("FAILPOINTS", kill_setting(&point)), ("DELETE_GRACE_SECONDS", "600".to_owned())];
         let settings: Vec<(&str, &str)> = settings.iter().map(|(name, value)| (*name, &**value)).collect();
         let mut first = stack.start_platform_with(&settings);
-        let guest = stack.start_machine(&first, "user_1").await;
-        let deleted = stack.delete(&first, &format!("/vps/{}", guest.machine)).await.body;
+        let host_settings = stack.start_machine(&first, "user_1").await;
+        let deleted = stack.delete(&first, &format!("/vps/{}", host_settings.machine)).await.body;
         stack.wait_until_ended(&first, deleted["operationId"].as_str().unwrap()).await;
-        let path = format!("/vps/{}/undelete", guest.machine);
+        let path = format!("/vps/{}/undelete", host_settings.machine);
         let _ = stack.try_post(&first, &path, &json!({})).await;
-        let mut beat = heartbeat_of(&guest);
+        let mut beat = heartbeat_of(&host_settings);
         beat["epoch"] = json!(2);
-        let (host, body) = (&guest, &beat);
+        let (host, body) = (&host_settings, &beat);
         let stack_ref = &stack;
         first
             .wait_until_killed_while(|base| async move {
@@ -142,12 +142,12 @@ async fn reinstatement_survives_a_kill_at_every_fail_point() {
         let is_running = || async {
             let is_on = stack.provider.servers()[0].status == Power::Running;
             if is_on {
-                stack.send_heartbeat(&second, &guest, &beat).await;
+                stack.send_heartbeat(&second, &host_settings, &beat).await;
             }
-            (is_on && stack.status(&second, &guest.machine).await == "running").then_some(())
+            (is_on && stack.status(&second, &host_settings.machine).await == "running").then_some(())
         };
         stack.eventually(&point, is_running).await;
-        stack.assert_only_server(&guest.machine);
+        stack.assert_only_server(&host_settings.machine);
         assert_eq!(stack.pointer("user_1")["fenceEpoch"], 2, "{point}");
     })
     .await;
@@ -163,8 +163,8 @@ async fn assert_power_operation_survives_kills(
     let run = |point: String| async move {
         let stack = Stack::start().await;
         let mut setup = stack.start_platform();
-        let guest = stack.start_machine(&setup, "user_1").await;
-        let path = format!("/vps/{}/power", guest.machine);
+        let host_settings = stack.start_machine(&setup, "user_1").await;
+        let path = format!("/vps/{}/power", host_settings.machine);
         if kind == OperationKind::PowerOn {
             let off = stack.post(&setup, &path, &json!({"action": "off"})).await;
             stack.wait_until_ended(&setup, off.body["operationId"].as_str().unwrap()).await;
@@ -176,15 +176,15 @@ async fn assert_power_operation_survives_kills(
         first.wait_until_killed_while(|base| stack.try_send_heartbeats(base)).await;
 
         let second = stack.start_platform();
-        let record = stack.get(&second, &format!("/vps/{}", guest.machine)).await.body;
+        let record = stack.get(&second, &format!("/vps/{}", host_settings.machine)).await.body;
         let operation = record["operations"][0]["operationId"].as_str().unwrap();
-        let operation = stack.wait_until_ended_with_heartbeats(&second, operation).await;
+        let operation = stack.wait_until_ended_without_registrations(&second, operation).await;
         assert_eq!(operation["kind"], kind.as_str(), "{point}: {operation}");
         assert_eq!(operation["state"], "succeeded", "{point}: {operation}\n{}", stack.log());
-        let record = stack.get(&second, &format!("/vps/{}", guest.machine)).await.body;
+        let record = stack.get(&second, &format!("/vps/{}", host_settings.machine)).await.body;
         assert_eq!(record["poweredOffAt"].is_null(), expected_power == Power::Running, "{point}: {record}");
         assert_eq!(stack.provider.servers()[0].status, expected_power, "{point}");
-        stack.assert_only_server(&guest.machine);
+        stack.assert_only_server(&host_settings.machine);
     };
     run_for_every_fail_point(kind, run).await;
 }
@@ -209,32 +209,32 @@ async fn resize_survives_a_kill_at_every_fail_point() {
     run_for_every_fail_point(OperationKind::Resize, |point| async move {
         let stack = Stack::start().await;
         let mut setup = stack.start_platform();
-        let guest = stack.start_machine(&setup, "user_1").await;
+        let host_settings = stack.start_machine(&setup, "user_1").await;
         setup.kill();
         // The host ignores the shutdown, so its power must be cut and every step has an effect.
-        stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
+        stack.provider.set_obeys_shutdown(&format!("svc-{}", host_settings.machine), false).unwrap();
         let settings = [("FAILPOINTS", kill_setting(&point)), ("RESIZE_SHUTDOWN_SECONDS", "1".to_owned())];
         let settings: Vec<(&str, &str)> = settings.iter().map(|(name, value)| (*name, &**value)).collect();
         let mut first = stack.start_platform_with(&settings);
-        let path = format!("/vps/{}/resize", guest.machine);
+        let path = format!("/vps/{}/resize", host_settings.machine);
         let request = stack.request(&first, reqwest::Method::POST, &path).bearer_auth(SECRET);
         // The kill can precede the response.
         let _ = request.json(&json!({"serverType": "cpx32"})).send().await;
         first.wait_until_killed_while(|base| stack.try_send_heartbeats(base)).await;
 
         let second = stack.start_platform_with(&[("RESIZE_SHUTDOWN_SECONDS", "1")]);
-        let record = stack.get(&second, &format!("/vps/{}", guest.machine)).await.body;
+        let record = stack.get(&second, &format!("/vps/{}", host_settings.machine)).await.body;
         let operation = record["operations"][0]["operationId"].as_str().unwrap();
-        let operation = stack.wait_until_ended_with_heartbeats(&second, operation).await;
+        let operation = stack.wait_until_ended_without_registrations(&second, operation).await;
         assert_eq!(operation["kind"], "resize", "{point}: {operation}");
         assert_eq!(operation["state"], "succeeded", "{point}: {operation}\n{}", stack.log());
-        let record = stack.get(&second, &format!("/vps/{}", guest.machine)).await.body;
+        let record = stack.get(&second, &format!("/vps/{}", host_settings.machine)).await.body;
         assert_eq!(
             (&record["status"], &record["serverType"]),
             (&json!("running"), &json!("cpx32")),
             "{point}"
         );
-        stack.assert_only_server(&guest.machine);
+        stack.assert_only_server(&host_settings.machine);
         let server = stack.provider.servers().remove(0);
         assert_eq!((server.server_type.as_str(), server.disk_gb), ("cpx32", 80), "{point}");
         assert_eq!(stack.provider.creations().len(), 1, "{point}");
@@ -245,19 +245,21 @@ async fn resize_survives_a_kill_at_every_fail_point() {
 /// Hosts that install the requested release, and the order in which they installed it.
 struct UpdatingHosts<'a> {
     stack: &'a Stack,
-    guests: &'a [UserDataSettings],
+    hosts: &'a [UserDataSettings],
     updated: Mutex<Vec<usize>>,
 }
 
 impl UpdatingHosts<'_> {
     /// Sends a heartbeat from each host to a platform that may have been killed.
     async fn send_heartbeats(&self, base: String) {
-        for (index, guest) in self.guests.iter().enumerate() {
-            let mut body = heartbeat_of(guest);
+        for (index, host_settings) in self.hosts.iter().enumerate() {
+            let mut body = heartbeat_of(host_settings);
             if self.updated.lock().unwrap().contains(&index) {
                 body["imageVersion"] = json!(NEXT_VERSION);
             }
-            let Some(response) = self.stack.try_send_heartbeat(&base, guest, &body).await else { continue };
+            let Some(response) = self.stack.try_send_heartbeat(&base, host_settings, &body).await else {
+                continue;
+            };
             let mut updated = self.updated.lock().unwrap();
             if response["desiredImageVersion"] == NEXT_VERSION && !updated.contains(&index) {
                 updated.push(index);
@@ -276,17 +278,17 @@ async fn rollout_survives_a_kill_at_every_fail_point_of_every_step() {
     }
     let run = |(point, nth): (&'static str, usize)| async move {
         let failpoints = format!("{point}={nth}*off->1*return(kill)");
-        let Fleet { stack, process: mut first, guests } =
+        let Fleet { stack, process: mut first, hosts } =
             Fleet::start(3, &[("FAILPOINTS", &failpoints)]).await;
         let body = json!({"imageVersion": NEXT_VERSION, "canary": 1, "batchSize": 2, "verify": false});
         // The kill can precede the response.
         let _ = stack.try_post(&first, "/vps/deploy", &body).await;
-        let hosts = UpdatingHosts { stack: &stack, guests: &guests, updated: Mutex::default() };
-        first.wait_until_killed_while(|base| hosts.send_heartbeats(base)).await;
+        let updating_hosts = UpdatingHosts { stack: &stack, hosts: &hosts, updated: Mutex::default() };
+        first.wait_until_killed_while(|base| updating_hosts.send_heartbeats(base)).await;
 
         let second = stack.start_platform();
         let check = || async {
-            hosts.send_heartbeats(second.base.clone()).await;
+            updating_hosts.send_heartbeats(second.base.clone()).await;
             let list = stack.get(&second, "/vps/deploy").await.body;
             let rollout = list["rollouts"][0].clone();
             (rollout["state"] != "running").then_some(rollout)
@@ -295,7 +297,7 @@ async fn rollout_survives_a_kill_at_every_fail_point_of_every_step() {
         assert_eq!(ended["state"], "succeeded", "{point} {nth}: {ended}");
         assert_eq!(ended["totals"]["updated"], 3, "{point} {nth}: {ended}");
         assert_eq!(
-            hosts.updated.lock().unwrap().first(),
+            updating_hosts.updated.lock().unwrap().first(),
             Some(&0),
             "{point} {nth}: the canary must come first"
         );

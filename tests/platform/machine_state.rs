@@ -39,16 +39,16 @@ impl Stack {
     pub async fn send_heartbeats_until_running(
         &self,
         process: &Process,
-        guest: &UserDataSettings,
+        host_settings: &UserDataSettings,
         epoch: u64,
     ) {
-        let mut body = heartbeat_of(guest);
+        let mut body = heartbeat_of(host_settings);
         body["epoch"] = json!(epoch);
         let is_running = || async {
-            if self.power_state(&guest.machine) == Some(Power::Running) {
-                self.send_heartbeat(process, guest, &body).await;
+            if self.power_state(&host_settings.machine) == Some(Power::Running) {
+                self.send_heartbeat(process, host_settings, &body).await;
             }
-            (self.status(process, &guest.machine).await == "running").then_some(())
+            (self.status(process, &host_settings.machine).await == "running").then_some(())
         };
         self.eventually("the machine is running", is_running).await;
     }
@@ -58,22 +58,22 @@ impl Stack {
     pub async fn wait_until_ended(&self, process: &Process, operation: &str) -> Value {
         let act_as_hosts = || async {
             for server in self.provider.servers().iter().filter(|server| server.status == Power::Running) {
-                let guest = UserDataSettings::from_server(server);
-                if self.register(process, &guest).await.status == 200 {
-                    self.send_heartbeat(process, &guest, &heartbeat_of(&guest)).await;
+                let host_settings = UserDataSettings::from_server(server);
+                if self.register(process, &host_settings).await.status == 200 {
+                    self.send_heartbeat(process, &host_settings, &heartbeat_of(&host_settings)).await;
                 }
             }
         };
         self.wait_while_running(process, operation, act_as_hosts).await
     }
 
-    /// Sends heartbeats from the hosts of all running servers until the operation has ended or needs a decision.
-    /// Returns the operation.
-    pub async fn wait_until_ended_with_heartbeats(&self, process: &Process, operation: &str) -> Value {
+    /// Sends heartbeats from the hosts of all running servers, without registering the hosts, until the operation has
+    /// ended or needs a decision. Returns the operation.
+    pub async fn wait_until_ended_without_registrations(&self, process: &Process, operation: &str) -> Value {
         let send_heartbeats = || async {
             for server in self.provider.servers().iter().filter(|server| server.status == Power::Running) {
-                let guest = UserDataSettings::from_server(server);
-                self.send_heartbeat(process, &guest, &heartbeat_of(&guest)).await;
+                let host_settings = UserDataSettings::from_server(server);
+                self.send_heartbeat(process, &host_settings, &heartbeat_of(&host_settings)).await;
             }
         };
         self.wait_while_running(process, operation, send_heartbeats).await

@@ -30,11 +30,11 @@ async fn metrics_count_work_and_describe_the_fleet() {
     assert_eq!(before.get("svc_machines{status=\"running\"}"), Some(0.0));
     assert!(before.get("svc_backup_age_seconds{over=\"max\"}").is_some_and(f64::is_nan));
 
-    let guest = stack.start_machine(&process, "user_1").await;
+    let host_settings = stack.start_machine(&process, "user_1").await;
     let mut beat = heartbeat();
     beat["lastBackup"] = json!({"status": "success", "takenAt": "2026-01-02T03:04:05.678Z",
         "key": "system/db/snapshots/2026-01-02T03-04-05.678Z-1.dump", "sizeBytes": 4});
-    assert_eq!(stack.send_heartbeat(&process, &guest, &beat).await.status, 200);
+    assert_eq!(stack.send_heartbeat(&process, &host_settings, &beat).await.status, 200);
     stack.get(&process, "/nothing/here").await.assert_problem(404, "not_found");
     let find_success = || async {
         let scraped = scrape(&stack, &process).await;
@@ -68,7 +68,7 @@ async fn metrics_count_work_and_describe_the_fleet() {
     };
     assert!(stack.eventually("the reconciler ran", find_last_success).await > 1.7e9);
     // No label identifies a machine or a user.
-    let identifies = |series: &&String| series.contains(&guest.machine) || series.contains("user_1");
+    let identifies = |series: &&String| series.contains(&host_settings.machine) || series.contains("user_1");
     assert_eq!(after.samples.keys().filter(identifies).count(), 0);
 }
 
@@ -122,10 +122,10 @@ async fn metrics_require_operator_and_survive_unreadable_tables() {
 async fn request_of_a_disconnected_client_is_counted_and_logged() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let guest = stack.start_machine(&process, "user_1").await;
+    let host_settings = stack.start_machine(&process, "user_1").await;
     // The response waits up to 2 s for the store.
     stack.store.add_fault(FaultRule::new(Fault::Delay(Duration::from_secs(60))).key("latest").always());
-    let path = format!("/vps/{}", guest.machine);
+    let path = format!("/vps/{}", host_settings.machine);
     let series =
         "svc_http_requests_total{listener=\"api\",method=\"GET\",route=\"/vps/{id}\",status=\"cancelled\"}";
     let find_cancelled = || async {

@@ -116,14 +116,14 @@ async fn find_running_process(stack: &Stack, byte: u8) -> String {
     client.query_one(sql, &[&KeyId::from_key(&key(byte)).as_str()]).await.unwrap().get(0)
 }
 
-async fn send_heartbeat(stack: &Stack, process: &Process, guest: &UserDataSettings) -> ApiResponse {
-    stack.send_heartbeat(process, guest, &heartbeat_of(guest)).await
+async fn send_heartbeat(stack: &Stack, process: &Process, host_settings: &UserDataSettings) -> ApiResponse {
+    stack.send_heartbeat(process, host_settings, &heartbeat_of(host_settings)).await
 }
 
 /// Stores the token from a response, as a host does.
-fn store_next_token(guest: &mut UserDataSettings, response: &Value) {
+fn store_next_token(host_settings: &mut UserDataSettings, response: &Value) {
     if let Some(token) = response["nextToken"].as_str() {
-        token.clone_into(&mut guest.upgrade_token);
+        token.clone_into(&mut host_settings.upgrade_token);
     }
 }
 
@@ -132,13 +132,13 @@ async fn complete_key_rotation(
     stack: &Stack,
     process: &Process,
     client: &Client,
-    guest: &mut UserDataSettings,
+    host_settings: &mut UserDataSettings,
 ) {
     let end = std::time::Instant::now() + Duration::from_secs(40);
     while !is_only_new_key_needed(client).await {
-        let response = send_heartbeat(stack, process, guest).await;
+        let response = send_heartbeat(stack, process, host_settings).await;
         assert_eq!(response.status, 200, "{response:?}");
-        store_next_token(guest, &response.body);
+        store_next_token(host_settings, &response.body);
         assert!(std::time::Instant::now() < end, "the rotation did not complete\n{}", stack.log());
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
@@ -160,11 +160,12 @@ async fn key_rotation_completes_with_a_running_machine() {
     let client = stack.database.connect().await.unwrap();
     let process = start_process(&stack, OLD, None, &[]);
     let host = start_host(&stack, &process).await;
-    let (mut guest, usage_path) = (host.guest.clone(), format!("/vps/{}/usage", host.guest.machine));
+    let (mut host_settings, usage_path) =
+        (host.settings.clone(), format!("/vps/{}/usage", host.settings.machine));
     let ada = add_operator(&stack, &process).await.body["token"].as_str().unwrap().to_owned();
     let (before, public) = (
         load_sealed_keys(&client).await,
-        send_heartbeat(&stack, &process, &guest).await.body["proofKeys"].clone(),
+        send_heartbeat(&stack, &process, &host_settings).await.body["proofKeys"].clone(),
     );
     assert!(is_fence_signed(&stack, "user_1", OLD));
     assert!(run_doctor(&stack, &process, OLD, None).await.starts_with("\"ok\""));
@@ -173,18 +174,21 @@ async fn key_rotation_completes_with_a_running_machine() {
     let process = start_process(&stack, NEW, Some(OLD), &[]);
     let needed = run_doctor(&stack, &process, NEW, Some(OLD)).await;
     assert!(needed.contains("still needed") && needed.contains("1 machine's token"), "{needed}");
-    assert!(needed.contains(&guest.machine), "{needed}");
+    assert!(needed.contains(&host_settings.machine), "{needed}");
     let early = assert_refused(&stack, NEW, None).await;
-    assert!(early.contains("PLATFORM_KEY_PREVIOUS") && early.contains(&guest.machine), "{early}");
+    assert!(early.contains("PLATFORM_KEY_PREVIOUS") && early.contains(&host_settings.machine), "{early}");
     assert_eq!(
         add_operator(&stack, &process).await.body["token"],
         json!(ada),
         "a repeated request must get the same response"
     );
-    let old_token = guest.upgrade_token.clone();
-    complete_key_rotation(&stack, &process, &client, &mut guest).await;
-    let record = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;
-    assert_eq!((&record["upgradeToken"]["generation"], old_token == guest.upgrade_token), (&json!(2), false));
+    let old_token = host_settings.upgrade_token.clone();
+    complete_key_rotation(&stack, &process, &client, &mut host_settings).await;
+    let record = stack.get(&process, &format!("/vps/{}", host_settings.machine)).await.body;
+    assert_eq!(
+        (&record["upgradeToken"]["generation"], old_token == host_settings.upgrade_token),
+        (&json!(2), false)
+    );
     let after = load_sealed_keys(&client).await;
     assert!(before.keys().eq(after.keys()) && before.iter().all(|(kid, sealed)| after[kid] != *sealed));
     assert!(are_all_sealed_with(&client, NEW).await && is_fence_signed(&stack, "user_1", NEW));
@@ -194,7 +198,7 @@ async fn key_rotation_completes_with_a_running_machine() {
     stop(process).await;
 
     let process = start_process(&stack, NEW, None, &[]);
-    let response = send_heartbeat(&stack, &process, &guest).await;
+    let response = send_heartbeat(&stack, &process, &host_settings).await;
     assert_eq!((response.status, &response.body["nextToken"]), (200, &Value::Null), "{response:?}");
     assert_eq!(
         response.body["proofKeys"], public,
@@ -213,7 +217,7 @@ async fn key_rotation_completes_with_a_running_machine() {
     // Simulates a host that was silent when the rotation ended: its token was issued with the old key.
     client.batch_execute("UPDATE user_machines SET upgrade_token_hash = 'x'").await.unwrap();
     let late = run_doctor(&stack, &process, NEW, None).await;
-    assert!(late.starts_with("\"warning\"") && late.contains(&guest.machine), "{late}");
+    assert!(late.starts_with("\"warning\"") && late.contains(&host_settings.machine), "{late}");
     stop(process).await;
     stop(start_process(&stack, NEW, None, &[])).await;
     assert!(assert_refused(&stack, OLD, None).await.contains("PLATFORM_KEY_PREVIOUS"));
@@ -237,18 +241,21 @@ async fn processes_with_both_keys_do_not_conflict() {
         stack.log()
     );
     let before = load_sealed_keys(&client).await;
-    let mut guests = Vec::new();
+    let mut hosts = Vec::new();
     for (user, creator, peer) in [("user_1", &old, &new), ("user_2", &new, &old)] {
         let provisioned = stack.provision(creator, user).await;
-        let guest = stack.wait_for_guest(peer, provisioned["machineId"].as_str().unwrap()).await;
-        let registered = stack.register(peer, &guest).await;
+        let host_settings =
+            stack.wait_for_host_settings(peer, provisioned["machineId"].as_str().unwrap()).await;
+        let registered = stack.register(peer, &host_settings).await;
         assert_eq!(registered.status, 200, "{registered:?}\n{}", stack.log());
-        guests.push(guest);
+        hosts.push(host_settings);
     }
     // This takes longer than either process would wait before starting the rotation.
     for _ in 0..12 {
-        for (guest, process) in guests.iter().flat_map(|guest| [(guest, &old), (guest, &new)]) {
-            let response = send_heartbeat(&stack, process, guest).await;
+        for (host_settings, process) in
+            hosts.iter().flat_map(|host_settings| [(host_settings, &old), (host_settings, &new)])
+        {
+            let response = send_heartbeat(&stack, process, host_settings).await;
             assert_eq!((response.status, &response.body["nextToken"]), (200, &Value::Null), "{response:?}");
         }
         tokio::time::sleep(Duration::from_millis(500)).await;
@@ -262,15 +269,15 @@ async fn processes_with_both_keys_do_not_conflict() {
 
     stop(old).await;
     let are_resealed = || async {
-        for guest in &guests {
-            let response = send_heartbeat(&stack, &new, guest).await;
+        for host_settings in &hosts {
+            let response = send_heartbeat(&stack, &new, host_settings).await;
             assert_eq!(response.status, 200, "{response:?}");
         }
         are_all_sealed_with(&client, NEW).await.then_some(())
     };
     stack.eventually("the keys are resealed", are_resealed).await;
-    let mut first = guests[0].clone();
-    let mut second = guests[1].clone();
+    let mut first = hosts[0].clone();
+    let mut second = hosts[1].clone();
     let response = send_heartbeat(&stack, &new, &second).await.body;
     store_next_token(&mut second, &response);
     send_heartbeat(&stack, &new, &second).await;
@@ -316,35 +323,36 @@ async fn assert_survives_a_kill_at(point: &str) {
     let stack = Stack::start().await;
     let client = stack.database.connect().await.unwrap();
     let process = start_process(&stack, OLD, None, &[]);
-    let guest = stack.start_machine(&process, "user_1").await;
-    let path = format!("/vps/{}/files-key", guest.machine);
-    let request = stack.request(&process, reqwest::Method::POST, &path).bearer_auth(&guest.upgrade_token);
+    let host_settings = stack.start_machine(&process, "user_1").await;
+    let path = format!("/vps/{}/files-key", host_settings.machine);
+    let request =
+        stack.request(&process, reqwest::Method::POST, &path).bearer_auth(&host_settings.upgrade_token);
     assert_eq!(stack.send(request.json(&json!({}))).await.status, 200);
-    let guest = Arc::new(Mutex::new(guest));
+    let host_settings = Arc::new(Mutex::new(host_settings));
     stop(process).await;
     let failpoints = format!("{point}=return(kill)");
     let mut process = start_process(&stack, NEW, Some(OLD), &[("FAILPOINTS", &failpoints)]);
     let send_heartbeat_to = |base: String| {
-        let (stack, guest) = (&stack, guest.clone());
+        let (stack, host_settings) = (&stack, host_settings.clone());
         async move {
-            let current = guest.lock().unwrap().clone();
+            let current = host_settings.lock().unwrap().clone();
             if let Some(response) = stack.try_send_heartbeat(&base, &current, &heartbeat_of(&current)).await {
-                store_next_token(&mut guest.lock().unwrap(), &response);
+                store_next_token(&mut host_settings.lock().unwrap(), &response);
             }
         }
     };
     process.wait_until_killed_while(send_heartbeat_to).await;
-    let mut guest = guest.lock().unwrap().clone();
+    let mut host_settings = host_settings.lock().unwrap().clone();
 
     // The rotation can be reverted, and repeated later.
     let process = start_process(&stack, OLD, Some(NEW), &[]);
-    assert_eq!(send_heartbeat(&stack, &process, &guest).await.status, 200, "{point}");
+    assert_eq!(send_heartbeat(&stack, &process, &host_settings).await.status, 200, "{point}");
     stop(process).await;
     let process = start_process(&stack, NEW, Some(OLD), &[]);
-    complete_key_rotation(&stack, &process, &client, &mut guest).await;
+    complete_key_rotation(&stack, &process, &client, &mut host_settings).await;
     stop(process).await;
     let process = start_process(&stack, NEW, None, &[]);
-    assert_eq!(send_heartbeat(&stack, &process, &guest).await.status, 200, "{point}");
+    assert_eq!(send_heartbeat(&stack, &process, &host_settings).await.status, 200, "{point}");
     assert!(are_all_sealed_with(&client, NEW).await && is_fence_signed(&stack, "user_1", NEW), "{point}");
 }
 
@@ -364,11 +372,11 @@ async fn platform_restored_with_its_settings_is_refused() {
     let client = stack.database.connect().await.unwrap();
     let copy = DatabaseCopy::new(&client).await.unwrap();
     let process = start_process(&stack, OLD, None, &[]);
-    let mut guest = stack.start_machine(&process, "user_1").await;
+    let mut host_settings = stack.start_machine(&process, "user_1").await;
     stop(process).await;
     copy.save(&client).await.unwrap();
     let process = start_process(&stack, NEW, Some(OLD), &[]);
-    complete_key_rotation(&stack, &process, &client, &mut guest).await;
+    complete_key_rotation(&stack, &process, &client, &mut host_settings).await;
     stop(process).await;
     stop(start_process(&stack, NEW, None, &[])).await;
 
@@ -382,7 +390,7 @@ async fn platform_restored_with_its_settings_is_refused() {
     assert!(reported.starts_with("\"problem\"") && reported.contains(new_id.as_str()), "{reported}");
     assert!(reported.contains(old_id.as_str()), "{reported}");
     assert_eq!(
-        send_heartbeat(&stack, &process, &guest).await.status,
+        send_heartbeat(&stack, &process, &host_settings).await.status,
         200,
         "with both keys, the machine's host must be accepted"
     );
@@ -431,21 +439,22 @@ async fn wrong_previous_key_is_a_doctor_problem() {
 async fn host_refused_for_its_token_raises_alarm() {
     let stack = Stack::start().await;
     let process = start_process(&stack, OLD, None, &[]);
-    let guest = stack.start_machine(&process, "user_1").await;
-    let machine: MachineId = guest.machine.parse().unwrap();
+    let host_settings = stack.start_machine(&process, "user_1").await;
+    let machine: MachineId = host_settings.machine.parse().unwrap();
     let token = |byte: u8, generation: u32| {
         let mint = TokenMint::new(&key(byte));
         let token = mint.token(machine, Purpose::Upgrade, Generation(generation));
         secrecy::ExposeSecret::expose_secret(&token).to_owned()
     };
-    let report_count = || stack.log().matches("not issued with a current platform key").count();
-    let guest_with = |upgrade_token: String| UserDataSettings { upgrade_token, ..guest.clone() };
+    let report_count = || stack.log().matches("not issued with an active platform key").count();
+    let host_settings_with =
+        |upgrade_token: String| UserDataSettings { upgrade_token, ..host_settings.clone() };
     // An outdated token that the platform itself issued is not reported.
     set_token_generation(&stack, 3).await;
-    assert_eq!(send_heartbeat(&stack, &process, &guest_with(token(OLD, 2))).await.status, 401);
+    assert_eq!(send_heartbeat(&stack, &process, &host_settings_with(token(OLD, 2))).await.status, 401);
     assert_eq!(report_count(), 0, "{}", stack.log());
     for _ in 0..60 {
-        assert_eq!(send_heartbeat(&stack, &process, &guest_with(token(NEW, 4))).await.status, 401);
+        assert_eq!(send_heartbeat(&stack, &process, &host_settings_with(token(NEW, 4))).await.status, 401);
     }
     assert!((1..=40).contains(&report_count()), "{} lines", report_count());
     assert!(!stack.log().contains(&token(NEW, 4)));
@@ -453,7 +462,7 @@ async fn host_refused_for_its_token_raises_alarm() {
     let alarms = fleet["alarms"].as_array().unwrap();
     let alarm = alarms.iter().find(|alarm| alarm["alarm"] == "host_tokens_refused");
     let alarm = alarm.unwrap_or_else(|| panic!("{fleet}"));
-    assert!(alarm["detail"].to_string().contains(&guest.machine), "{alarm}");
+    assert!(alarm["detail"].to_string().contains(&host_settings.machine), "{alarm}");
 }
 
 async fn set_token_generation(stack: &Stack, generation: i32) {

@@ -119,7 +119,7 @@ async fn unknown_slot_is_not_found_and_not_written() {
 async fn rebuild_during_final_backup_keeps_the_old_fence() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("LAST_BACKUP_DEADLINE_SECONDS", "120")]);
-    let guest = stack.start_machine(&process, "user_1").await;
+    let host_settings = stack.start_machine(&process, "user_1").await;
     stack.store_snapshot("user_1");
     let response = stack.post(&process, "/vps/recover", &slot_body()).await;
     assert_eq!((response.status, &response.body["epoch"]), (202, &json!(2)), "{response:?}");
@@ -127,7 +127,10 @@ async fn rebuild_during_final_backup_keeps_the_old_fence() {
     let rebuilt = stack.post(&process, REBUILD, &slot_body()).await;
     assert_eq!(rebuilt.status, 200, "{rebuilt:?}");
     let pointer = &rebuilt.body["pointer"];
-    assert_eq!((&pointer["fenceEpoch"], &pointer["fenceMachineId"]), (&json!(1), &json!(guest.machine)));
+    assert_eq!(
+        (&pointer["fenceEpoch"], &pointer["fenceMachineId"]),
+        (&json!(1), &json!(host_settings.machine))
+    );
 }
 
 async fn rebuild_with_idempotency_key(
@@ -269,8 +272,9 @@ async fn slot_with_all_snapshots_lost_starts_empty_on_request() {
     stack.post(&process, "/vps/recover", &slot_body()).await.assert_problem(409, "snapshot_unusable");
     let response = stack.post(&process, "/vps/recover", &allowed).await;
     assert_eq!(response.status, 202, "{response:?}");
-    let guest = stack.wait_for_guest(&process, response.body["machineId"].as_str().unwrap()).await;
-    assert_eq!(guest.restore_mode, "empty");
+    let host_settings =
+        stack.wait_for_host_settings(&process, response.body["machineId"].as_str().unwrap()).await;
+    assert_eq!(host_settings.restore_mode, "empty");
 }
 
 /// A slot that never had a snapshot keeps its fence when its pointer becomes unreadable.
@@ -278,12 +282,12 @@ async fn slot_with_all_snapshots_lost_starts_empty_on_request() {
 async fn rebuild_without_snapshots_restores_the_fence() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let guest = stack.start_machine(&process, "user_1").await;
+    let host_settings = stack.start_machine(&process, "user_1").await;
     stack.store.write(BUCKET, LATEST, "{not json");
     assert_eq!(stack.post(&process, REBUILD, &slot_body()).await.status, 200);
     let pointer = stack.pointer("user_1");
     assert_eq!((&pointer["snapshot"], &pointer["fenceEpoch"]), (&Value::Null, &json!(1)));
-    assert_eq!(pointer["fenceMachineId"], guest.machine);
+    assert_eq!(pointer["fenceMachineId"], host_settings.machine);
 }
 
 /// If the database is older than the store, a machine that is missing from the database may hold the fence. The next

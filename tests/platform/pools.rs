@@ -14,7 +14,7 @@ const MANY_REQUESTS: usize = 24;
 async fn slow_reports_do_not_delay_heartbeats() {
     let stack = Arc::new(Stack::start().await);
     let process = Arc::new(stack.start_platform());
-    let guest = stack.start_machine(&process, "user_1").await;
+    let host_settings = stack.start_machine(&process, "user_1").await;
     let mut client = stack.database.connect().await.unwrap();
     // Each report reads the alarms, and waits for the lock until the statement timeout.
     let lock = client.transaction().await.unwrap();
@@ -33,10 +33,13 @@ async fn slow_reports_do_not_delay_heartbeats() {
     };
     stack.eventually("reports hold their connections", are_blocked).await;
     for _ in 0..5 {
-        assert_eq!(stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await.status, 200);
+        assert_eq!(
+            stack.send_heartbeat(&process, &host_settings, &heartbeat_of(&host_settings)).await.status,
+            200
+        );
     }
     // A change is not delayed either.
-    let path = format!("/vps/{}/fail", guest.machine);
+    let path = format!("/vps/{}/fail", host_settings.machine);
     let failed = stack.post(&process, &path, &serde_json::json!({"reason": "r"})).await;
     assert_eq!(failed.status, 200, "{failed:?}");
     assert!(reports.iter().all(|report| !report.is_finished()), "a report ended too early");
@@ -51,11 +54,11 @@ async fn slow_reports_do_not_delay_heartbeats() {
 async fn hanging_store_ties_up_no_database_connections() {
     let stack = Arc::new(Stack::start().await);
     let process = Arc::new(stack.start_platform());
-    let guest = stack.start_machine(&process, "user_1").await;
+    let host_settings = stack.start_machine(&process, "user_1").await;
     stack.store_snapshot("user_1");
     let provisioned = stack.provision(&process, "user_2").await;
     let machine = provisioned["machineId"].as_str().unwrap().to_owned();
-    let booting = Arc::new(stack.wait_for_guest(&process, &machine).await);
+    let booting = Arc::new(stack.wait_for_host_settings(&process, &machine).await);
     let hanging =
         stack.store.add_fault(FaultRule::new(Fault::Delay(Duration::from_secs(60))).key("latest").always());
     let register = |_| {
@@ -72,7 +75,10 @@ async fn hanging_store_ties_up_no_database_connections() {
     stack.eventually("a request to the store hangs", is_hanging).await;
     tokio::time::sleep(Duration::from_secs(1)).await;
     for _ in 0..5 {
-        assert_eq!(stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await.status, 200);
+        assert_eq!(
+            stack.send_heartbeat(&process, &host_settings, &heartbeat_of(&host_settings)).await.status,
+            200
+        );
         assert_eq!(
             stack
                 .get(&process, &format!("/vps/operations/{}", provisioned["operationId"].as_str().unwrap()))

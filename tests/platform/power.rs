@@ -12,17 +12,24 @@ use super::stack::{ApiResponse, Process, Stack, UserDataSettings, heartbeat_of};
 async fn request_power(
     stack: &Stack,
     process: &Process,
-    guest: &UserDataSettings,
+    host_settings: &UserDataSettings,
     action: &str,
 ) -> ApiResponse {
-    stack.post(process, &format!("/vps/{}/power", guest.machine), &json!({"action": action})).await
+    stack.post(process, &format!("/vps/{}/power", host_settings.machine), &json!({"action": action})).await
 }
 
 /// Requests the action, sends the host's heartbeats until the operation has ended, and returns the operation.
-async fn run_action(stack: &Stack, process: &Process, guest: &UserDataSettings, action: &str) -> Value {
-    let accepted = request_power(stack, process, guest, action).await;
+async fn run_action(
+    stack: &Stack,
+    process: &Process,
+    host_settings: &UserDataSettings,
+    action: &str,
+) -> Value {
+    let accepted = request_power(stack, process, host_settings, action).await;
     assert_eq!((accepted.status, &accepted.body["action"]), (202, &json!(action)), "{accepted:?}");
-    stack.wait_until_ended_with_heartbeats(process, accepted.body["operationId"].as_str().unwrap()).await
+    stack
+        .wait_until_ended_without_registrations(process, accepted.body["operationId"].as_str().unwrap())
+        .await
 }
 
 fn power_state(stack: &Stack) -> Power {
@@ -33,49 +40,50 @@ fn power_state(stack: &Stack) -> Power {
 async fn start_with_machine(settings: &[(&str, &str)]) -> (Stack, Process, UserDataSettings) {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(settings);
-    let guest = stack.start_machine(&process, "user_1").await;
-    stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
-    (stack, process, guest)
+    let host_settings = stack.start_machine(&process, "user_1").await;
+    stack.send_heartbeat(&process, &host_settings, &heartbeat_of(&host_settings)).await;
+    (stack, process, host_settings)
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn power_off_keeps_machine_off_until_power_on() {
-    let (stack, process, guest) = start_with_machine(&[]).await;
-    let ended = run_action(&stack, &process, &guest, "off").await;
+    let (stack, process, host_settings) = start_with_machine(&[]).await;
+    let ended = run_action(&stack, &process, &host_settings, "off").await;
     assert_eq!((&ended["kind"], &ended["state"]), (&json!("power_off"), &json!("succeeded")), "{ended}");
     assert_eq!(power_state(&stack), Power::Off);
-    let off = fetch_record(&stack, &process, &guest).await;
+    let off = fetch_record(&stack, &process, &host_settings).await;
     assert_eq!((&off["status"], off["poweredOffAt"].is_string()), (&json!("running"), true), "{off}");
-    let again = request_power(&stack, &process, &guest, "off").await;
+    let again = request_power(&stack, &process, &host_settings, "off").await;
     assert_eq!((again.status, &again.body["operationId"]), (200, &Value::Null), "{again:?}");
 
     // Neither the reconciler, which checks every server, nor a late heartbeat from the host changes this.
-    stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
+    stack.send_heartbeat(&process, &host_settings, &heartbeat_of(&host_settings)).await;
     let before = stack.provider.call_count("GET", "/servers?label_selector");
     let has_run =
         || async { (stack.provider.call_count("GET", "/servers?label_selector") > before + 3).then_some(()) };
     stack.eventually("the reconciler has run", has_run).await;
-    let unchanged = fetch_record(&stack, &process, &guest).await;
+    let unchanged = fetch_record(&stack, &process, &host_settings).await;
     assert_eq!((&unchanged["status"], &unchanged["poweredOffAt"]), (&json!("running"), &off["poweredOffAt"]));
     assert_eq!((power_state(&stack), stack.provider.creations().len()), (Power::Off, 1));
     for (path, body) in [("resize", json!({"serverType": "cpx32"})), ("power", json!({"action": "reboot"}))] {
-        let refused = stack.post(&process, &format!("/vps/{}/{path}", guest.machine), &body).await;
+        let refused = stack.post(&process, &format!("/vps/{}/{path}", host_settings.machine), &body).await;
         refused.assert_problem(409, "invalid_state");
         assert!(refused.body["detail"].as_str().unwrap().contains("svcctl power on"), "{refused:?}");
     }
     for path in ["backup", "drill", "backup-accept"] {
-        let refused = stack.post(&process, &format!("/vps/{}/{path}", guest.machine), &json!({})).await;
+        let refused =
+            stack.post(&process, &format!("/vps/{}/{path}", host_settings.machine), &json!({})).await;
         refused.assert_problem(409, "invalid_state");
         let detail = refused.body["detail"].as_str().unwrap();
-        let next = format!("`svcctl power on {} --wait`", guest.machine);
+        let next = format!("`svcctl power on {} --wait`", host_settings.machine);
         assert!(detail.contains("is powered off") && detail.contains(&next), "{detail}");
     }
     let provisioned = stack.post(&process, "/vps/provision", &super::stack::provision_body("user_1")).await;
-    assert_eq!((provisioned.status, &provisioned.body["machineId"]), (200, &json!(guest.machine)));
+    assert_eq!((provisioned.status, &provisioned.body["machineId"]), (200, &json!(host_settings.machine)));
 
-    let ended = run_action(&stack, &process, &guest, "on").await;
+    let ended = run_action(&stack, &process, &host_settings, "on").await;
     assert_eq!((&ended["kind"], &ended["state"]), (&json!("power_on"), &json!("succeeded")), "{ended}");
-    let powered_on = fetch_record(&stack, &process, &guest).await;
+    let powered_on = fetch_record(&stack, &process, &host_settings).await;
     assert_eq!(
         (&powered_on["status"], &powered_on["poweredOffAt"], power_state(&stack)),
         (&json!("running"), &Value::Null, Power::Running)
@@ -95,16 +103,16 @@ async fn power_off_keeps_machine_off_until_power_on() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn operation_continues_when_due_despite_a_long_poll_interval() {
-    let (stack, process, guest) = start_with_machine(&[("PLATFORM_POLL_MS", "600000")]).await;
-    let ended = run_action(&stack, &process, &guest, "off").await;
+    let (stack, process, host_settings) = start_with_machine(&[("PLATFORM_POLL_MS", "600000")]).await;
+    let ended = run_action(&stack, &process, &host_settings, "off").await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn power_off_cuts_the_power_of_an_unresponsive_host() {
-    let (stack, process, guest) = start_with_machine(&[("RESIZE_SHUTDOWN_SECONDS", "1")]).await;
-    stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
-    let ended = run_action(&stack, &process, &guest, "off").await;
+    let (stack, process, host_settings) = start_with_machine(&[("RESIZE_SHUTDOWN_SECONDS", "1")]).await;
+    stack.provider.set_obeys_shutdown(&format!("svc-{}", host_settings.machine), false).unwrap();
+    let ended = run_action(&stack, &process, &host_settings, "off").await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
     assert_eq!((count_actions(&stack, "shutdown"), count_actions(&stack, "poweroff")), (1, 1));
     assert_eq!(power_state(&stack), Power::Off);
@@ -112,10 +120,10 @@ async fn power_off_cuts_the_power_of_an_unresponsive_host() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn shutdown_accepted_late_gets_full_timeout() {
-    let (stack, process, guest) = start_with_machine(&[("RESIZE_SHUTDOWN_SECONDS", "60")]).await;
+    let (stack, process, host_settings) = start_with_machine(&[("RESIZE_SHUTDOWN_SECONDS", "60")]).await;
     let locked = Fault::Status { status: 423, code: "locked".to_owned(), reset_in_seconds: None };
     stack.provider.add_fault(FaultRule::times(1000, "POST", "/actions/shutdown", locked));
-    let accepted = request_power(&stack, &process, &guest, "off").await;
+    let accepted = request_power(&stack, &process, &host_settings, "off").await;
     let is_attempted = || async { (count_actions(&stack, "shutdown") >= 1).then_some(()) };
     stack.eventually("a shutdown is requested", is_attempted).await;
     let client = stack.database.connect().await.unwrap();
@@ -129,10 +137,10 @@ async fn shutdown_accepted_late_gets_full_timeout() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn refused_shutdown_is_followed_by_a_power_cut() {
-    let (stack, process, guest) = start_with_machine(&[]).await;
+    let (stack, process, host_settings) = start_with_machine(&[]).await;
     let refused = Fault::Status { status: 422, code: "invalid_input".to_owned(), reset_in_seconds: None };
     stack.provider.add_fault(FaultRule::times(1000, "POST", "/actions/shutdown", refused));
-    let ended = run_action(&stack, &process, &guest, "off").await;
+    let ended = run_action(&stack, &process, &host_settings, "off").await;
     assert_eq!((&ended["state"], power_state(&stack)), (&json!("succeeded"), Power::Off), "{ended}");
     let note = "the power was cut, because the provider accepted no shutdown request";
     let lines = ended["log"].as_array().unwrap();
@@ -141,9 +149,9 @@ async fn refused_shutdown_is_followed_by_a_power_cut() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn long_shutdown_polls_rarely_and_cuts_the_power_once() {
-    let (stack, process, guest) = start_with_machine(&[("RESIZE_SHUTDOWN_SECONDS", "3600")]).await;
-    stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
-    request_power(&stack, &process, &guest, "off").await;
+    let (stack, process, host_settings) = start_with_machine(&[("RESIZE_SHUTDOWN_SECONDS", "3600")]).await;
+    stack.provider.set_obeys_shutdown(&format!("svc-{}", host_settings.machine), false).unwrap();
+    request_power(&stack, &process, &host_settings, "off").await;
     let is_requested = || async { (count_actions(&stack, "shutdown") == 1).then_some(()) };
     stack.eventually("a shutdown is requested", is_requested).await;
     let client = stack.database.connect().await.unwrap();
@@ -175,10 +183,10 @@ async fn long_shutdown_polls_rarely_and_cuts_the_power_once() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn failing_power_on_is_requested_again_at_long_intervals() {
-    let (stack, process, guest) = start_with_machine(&[]).await;
-    run_action(&stack, &process, &guest, "off").await;
+    let (stack, process, host_settings) = start_with_machine(&[]).await;
+    run_action(&stack, &process, &host_settings, "off").await;
     stack.provider.add_fault(FaultRule::times(1000, "POST", "/actions/poweron", Fault::ActionError));
-    request_power(&stack, &process, &guest, "on").await;
+    request_power(&stack, &process, &host_settings, "on").await;
     let is_requested = || async { (count_actions(&stack, "poweron") >= 1).then_some(()) };
     stack.eventually("the power-on is requested", is_requested).await;
     let client = stack.database.connect().await.unwrap();
@@ -197,37 +205,37 @@ async fn failing_power_on_is_requested_again_at_long_intervals() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn machine_powered_on_at_provider_is_detected_by_heartbeat() {
-    let (stack, process, guest) = start_with_machine(&[]).await;
-    run_action(&stack, &process, &guest, "off").await;
-    stack.provider.power_on(&format!("svc-{}", guest.machine)).unwrap();
+    let (stack, process, host_settings) = start_with_machine(&[]).await;
+    run_action(&stack, &process, &host_settings, "off").await;
+    stack.provider.power_on(&format!("svc-{}", host_settings.machine)).unwrap();
     let is_detected = || async {
-        stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
-        fetch_record(&stack, &process, &guest).await["poweredOffAt"].is_null().then_some(())
+        stack.send_heartbeat(&process, &host_settings, &heartbeat_of(&host_settings)).await;
+        fetch_record(&stack, &process, &host_settings).await["poweredOffAt"].is_null().then_some(())
     };
     stack.eventually("the heartbeat reveals the power-on", is_detected).await;
     let client = stack.database.connect().await.unwrap();
     let audit =
         client.query("SELECT actor FROM operator_audit WHERE action = 'power.found_on'", &[]).await.unwrap();
-    assert_eq!(audit[0].get::<_, String>(0), format!("machine:{}", guest.machine));
+    assert_eq!(audit[0].get::<_, String>(0), format!("machine:{}", host_settings.machine));
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn reboot_ends_with_a_heartbeat_or_reports_silence() {
-    let (stack, process, guest) = start_with_machine(&[("RESIZE_HEALTH_SECONDS", "6")]).await;
-    let ended = run_action(&stack, &process, &guest, "reboot").await;
+    let (stack, process, host_settings) = start_with_machine(&[("RESIZE_HEALTH_SECONDS", "6")]).await;
+    let ended = run_action(&stack, &process, &host_settings, "reboot").await;
     assert_eq!((&ended["kind"], &ended["state"]), (&json!("reboot"), &json!("succeeded")), "{ended}");
     assert_eq!((count_actions(&stack, "reboot"), power_state(&stack)), (1, Power::Running));
 
     // A failing call is retried.
     stack.provider.add_fault(FaultRule::once("POST", "/actions/reboot", Fault::LostRequest));
-    let accepted = request_power(&stack, &process, &guest, "reboot").await;
+    let accepted = request_power(&stack, &process, &host_settings, "reboot").await;
     let operation = format!("/vps/operations/{}", accepted.body["operationId"].as_str().unwrap());
-    let repeated = request_power(&stack, &process, &guest, "reboot").await;
+    let repeated = request_power(&stack, &process, &host_settings, "reboot").await;
     assert_eq!(
         repeated.body["operationId"], accepted.body["operationId"],
         "a repeated request must return the same operation"
     );
-    request_power(&stack, &process, &guest, "off").await.assert_problem(409, "invalid_state");
+    request_power(&stack, &process, &host_settings, "off").await.assert_problem(409, "invalid_state");
     let has_ended = || async {
         let current = stack.get(&process, &operation).await.body;
         (current["state"] != "running").then_some(current)
@@ -235,27 +243,27 @@ async fn reboot_ends_with_a_heartbeat_or_reports_silence() {
     let ended = stack.eventually("the reboot fails", has_ended).await;
     assert_eq!((&ended["state"], &ended["errorCode"]), (&json!("failed"), &json!("host_silent")), "{ended}");
     assert_eq!(count_actions(&stack, "reboot"), 3, "the lost request must be retried once");
-    assert_eq!(fetch_record(&stack, &process, &guest).await["status"], "running");
+    assert_eq!(fetch_record(&stack, &process, &host_settings).await["status"], "running");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn reboot_fails_if_the_provider_cannot_restart_the_server() {
-    let (stack, process, guest) = start_with_machine(&[("RESIZE_HEALTH_SECONDS", "2")]).await;
+    let (stack, process, host_settings) = start_with_machine(&[("RESIZE_HEALTH_SECONDS", "2")]).await;
     stack.provider.add_fault(FaultRule::times(1000, "POST", "/actions/reboot", Fault::ActionError));
-    let ended = run_action(&stack, &process, &guest, "reboot").await;
+    let ended = run_action(&stack, &process, &host_settings, "reboot").await;
     assert_eq!(
         (&ended["state"], &ended["errorCode"]),
         (&json!("failed"), &json!("reboot_failed")),
         "{ended}"
     );
-    assert_eq!(fetch_record(&stack, &process, &guest).await["status"], "running");
+    assert_eq!(fetch_record(&stack, &process, &host_settings).await["status"], "running");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn reboot_requested_late_restarts_the_server() {
-    let (stack, process, guest) = start_with_machine(&[]).await;
+    let (stack, process, host_settings) = start_with_machine(&[]).await;
     stack.provider.add_fault(FaultRule::times(1000, "GET", "/servers/", Fault::LostRequest));
-    let accepted = request_power(&stack, &process, &guest, "reboot").await;
+    let accepted = request_power(&stack, &process, &host_settings, "reboot").await;
     let operation = accepted.body["operationId"].as_str().unwrap();
     let client = stack.database.connect().await.unwrap();
     let age_step = "UPDATE operation_log SET at = at - interval '20 minutes' WHERE step = 'reboot_server'";
@@ -263,15 +271,15 @@ async fn reboot_requested_late_restarts_the_server() {
     stack.eventually("the step has begun", try_age_step).await;
     assert_eq!(count_actions(&stack, "reboot"), 0);
     stack.provider.clear_faults();
-    let ended = stack.wait_until_ended_with_heartbeats(&process, operation).await;
+    let ended = stack.wait_until_ended_without_registrations(&process, operation).await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn reboot_with_lost_responses_fails_after_the_timeout() {
-    let (stack, process, guest) = start_with_machine(&[("RESIZE_HEALTH_SECONDS", "3")]).await;
+    let (stack, process, host_settings) = start_with_machine(&[("RESIZE_HEALTH_SECONDS", "3")]).await;
     stack.provider.add_fault(FaultRule::times(1000, "POST", "/actions/reboot", Fault::LostReplyAfterCommit));
-    let ended = run_action(&stack, &process, &guest, "reboot").await;
+    let ended = run_action(&stack, &process, &host_settings, "reboot").await;
     assert_eq!(
         (&ended["state"], &ended["errorCode"]),
         (&json!("failed"), &json!("reboot_failed")),
@@ -282,25 +290,25 @@ async fn reboot_with_lost_responses_fails_after_the_timeout() {
 /// The owner has shut the host down.
 #[tokio::test(flavor = "multi_thread")]
 async fn reboot_of_a_server_that_is_off_only_powers_it_on() {
-    let (stack, process, guest) = start_with_machine(&[]).await;
-    stack.provider.kill_server(&format!("svc-{}", guest.machine)).await.unwrap();
-    let ended = run_action(&stack, &process, &guest, "reboot").await;
+    let (stack, process, host_settings) = start_with_machine(&[]).await;
+    stack.provider.kill_server(&format!("svc-{}", host_settings.machine)).await.unwrap();
+    let ended = run_action(&stack, &process, &host_settings, "reboot").await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
     assert_eq!((count_actions(&stack, "poweron"), count_actions(&stack, "reboot")), (1, 0));
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn failed_machine_is_powered_on_and_resumed() {
-    let (stack, process, guest) = start_with_machine(&[]).await;
-    let machine = format!("/vps/{}", guest.machine);
-    run_action(&stack, &process, &guest, "off").await;
+    let (stack, process, host_settings) = start_with_machine(&[]).await;
+    let machine = format!("/vps/{}", host_settings.machine);
+    run_action(&stack, &process, &host_settings, "off").await;
     stack.post(&process, &format!("{machine}/fail"), &json!({"reason": "r"})).await;
     let client = stack.database.connect().await.unwrap();
     client.execute("UPDATE user_machines SET heartbeat_at = now() - interval '1 hour'", &[]).await.unwrap();
     let refused = stack.post(&process, &format!("{machine}/resume"), &json!({})).await;
     refused.assert_problem(409, "invalid_state");
     assert!(refused.body["detail"].as_str().unwrap().contains("svcctl power on"), "{refused:?}");
-    assert_eq!(run_action(&stack, &process, &guest, "on").await["state"], "succeeded");
+    assert_eq!(run_action(&stack, &process, &host_settings, "on").await["state"], "succeeded");
     let resumed = stack.post(&process, &format!("{machine}/resume"), &json!({})).await;
     assert_eq!((resumed.status, &resumed.body["status"]), (200, &json!("running")), "{resumed:?}");
 }
@@ -308,10 +316,10 @@ async fn failed_machine_is_powered_on_and_resumed() {
 /// The host cannot take a final backup, so an operator must accept the loss or power the machine on first.
 #[tokio::test(flavor = "multi_thread")]
 async fn powered_off_machine_is_replaced_only_with_accepted_loss() {
-    let (stack, process, guest) = start_with_machine(&[("RESIZE_SHUTDOWN_SECONDS", "6")]).await;
+    let (stack, process, host_settings) = start_with_machine(&[("RESIZE_SHUTDOWN_SECONDS", "6")]).await;
     stack.store_snapshot("user_1");
-    stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
-    let off = request_power(&stack, &process, &guest, "off").await;
+    stack.provider.set_obeys_shutdown(&format!("svc-{}", host_settings.machine), false).unwrap();
+    let off = request_power(&stack, &process, &host_settings, "off").await;
     let recover = async |overrides: Value| {
         let mut body = json!({"idpUserId": "user_1"});
         body.as_object_mut().unwrap().extend(overrides.as_object().unwrap().clone());
@@ -334,7 +342,7 @@ async fn powered_off_machine_is_replaced_only_with_accepted_loss() {
     stack.wait_until_ended(&process, off.body["operationId"].as_str().unwrap()).await;
     assert_refused().await;
 
-    stack.post(&process, &format!("/vps/{}/fail", guest.machine), &json!({"reason": "r"})).await;
+    stack.post(&process, &format!("/vps/{}/fail", host_settings.machine), &json!({"reason": "r"})).await;
     assert_refused().await;
     let again = stack.post(&process, "/vps/provision", &super::stack::provision_body("user_1")).await;
     again.assert_problem(409, "invalid_state");
@@ -344,29 +352,29 @@ async fn powered_off_machine_is_replaced_only_with_accepted_loss() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn power_on_of_a_deleted_machine_returns_not_found() {
-    let (stack, process, guest) = start_with_machine(&[("DELETE_GRACE_SECONDS", "600")]).await;
-    stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
-    request_power(&stack, &process, &guest, "on").await.assert_problem(404, "machine_not_found");
+    let (stack, process, host_settings) = start_with_machine(&[("DELETE_GRACE_SECONDS", "600")]).await;
+    stack.delete(&process, &format!("/vps/{}", host_settings.machine)).await;
+    request_power(&stack, &process, &host_settings, "on").await.assert_problem(404, "machine_not_found");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn heartbeats_of_a_powered_off_machine_cost_few_calls() {
-    let (stack, process, guest) =
+    let (stack, process, host_settings) =
         start_with_machine(&[("SERVER_CHECK_SECONDS", "600"), ("RECONCILE_SECONDS", "600")]).await;
-    run_action(&stack, &process, &guest, "off").await;
+    run_action(&stack, &process, &host_settings, "off").await;
     let lookups = || stack.provider.call_count("GET", "/servers/");
     let before = lookups();
     for _ in 0..20 {
-        stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
+        stack.send_heartbeat(&process, &host_settings, &heartbeat_of(&host_settings)).await;
     }
     assert!(lookups() <= before + 1, "{} lookups", lookups() - before);
     // A heartbeat with another epoch does not show that the machine is on.
     let process = stack.start_platform_with(&[("SERVER_CHECK_SECONDS", "0"), ("RECONCILE_SECONDS", "600")]);
     let before = lookups();
-    let mut late = heartbeat_of(&guest);
+    let mut late = heartbeat_of(&host_settings);
     late["epoch"] = json!(0);
-    assert_eq!(stack.send_heartbeat(&process, &guest, &late).await.status, 200);
+    assert_eq!(stack.send_heartbeat(&process, &host_settings, &late).await.status, 200);
     assert_eq!(lookups(), before);
-    stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
+    stack.send_heartbeat(&process, &host_settings, &heartbeat_of(&host_settings)).await;
     assert_eq!(lookups(), before + 1);
 }

@@ -70,13 +70,15 @@ async fn new_server_gets_its_identity_and_restore_mode() {
     let process = stack.start_platform();
     let provisioned = stack.provision(&process, "user_1").await;
     let machine = provisioned["machineId"].as_str().unwrap();
-    let guest = stack.wait_for_guest(&process, machine).await;
+    let host_settings = stack.wait_for_host_settings(&process, machine).await;
     assert_eq!(
-        (guest.machine.as_str(), guest.restore_mode.as_str(), guest.epoch.as_str()),
+        (host_settings.machine.as_str(), host_settings.restore_mode.as_str(), host_settings.epoch.as_str()),
         (machine, "empty", "1")
     );
-    assert!(guest.user_data.len() < 32 << 10 && guest.user_data.contains(DIGEST));
-    assert!(guest.user_data.contains("http://platform.example/system-bundles/v1/svc-host-bundle.tar.gz"));
+    assert!(host_settings.user_data.len() < 32 << 10 && host_settings.user_data.contains(DIGEST));
+    assert!(
+        host_settings.user_data.contains("http://platform.example/system-bundles/v1/svc-host-bundle.tar.gz")
+    );
     let server = stack.provider.server_by_name(&format!("svc-{machine}")).unwrap();
     assert_eq!((server.labels["svc-machine"].as_str(), server.labels["svc-epoch"].as_str()), (machine, "1"));
     assert_eq!((server.server_type.as_str(), server.image.as_str()), ("cpx22", "debian-12"));
@@ -90,7 +92,7 @@ async fn new_server_gets_its_identity_and_restore_mode() {
     );
     let client = stack.database.connect().await.unwrap();
     let rows = client.query("SELECT to_jsonb(m)::text FROM user_machines m", &[]).await.unwrap();
-    for token in [&guest.registration_token, &guest.upgrade_token] {
+    for token in [&host_settings.registration_token, &host_settings.upgrade_token] {
         assert!(
             !rows[0].get::<_, String>(0).contains(token.as_str()) && !stack.log().contains(token.as_str())
         );
@@ -103,9 +105,9 @@ async fn provision_server(settings: &[(&str, &str)]) -> (String, BTreeMap<String
     let process = stack.start_platform_with(settings);
     let provisioned = stack.provision(&process, "user_1").await;
     let machine = provisioned["machineId"].as_str().unwrap();
-    let guest = stack.wait_for_guest(&process, machine).await;
+    let host_settings = stack.wait_for_host_settings(&process, machine).await;
     let user_data: Value =
-        serde_json::from_str(guest.user_data.strip_prefix("#cloud-config\n").unwrap()).unwrap();
+        serde_json::from_str(host_settings.user_data.strip_prefix("#cloud-config\n").unwrap()).unwrap();
     let files = user_data["write_files"].as_array().unwrap();
     let file = files.iter().find(|file| file["path"] == "/opt/svc/env/update.env").unwrap();
     let variables = parse_env_file(file["content"].as_str().unwrap()).unwrap().into_iter().collect();
@@ -150,7 +152,7 @@ async fn slot_with_a_snapshot_never_starts_empty() {
     stack.write_pointer("user_1", &pointer);
     let provisioned = stack.provision(&process, "user_1").await;
     assert_eq!(
-        stack.wait_for_guest(&process, provisioned["machineId"].as_str().unwrap()).await.restore_mode,
+        stack.wait_for_host_settings(&process, provisioned["machineId"].as_str().unwrap()).await.restore_mode,
         "required"
     );
 

@@ -36,9 +36,12 @@ async fn wrong_tokens_from_an_address_are_limited() {
     let stack = Stack::start().await;
     let settings = [("PLATFORM_ADDRESS_CHECKS_PER_SECOND", "1")];
     let process = stack.start_platform_with(&settings);
-    let guest = stack.start_machine(&process, "user_1").await;
+    let host_settings = stack.start_machine(&process, "user_1").await;
     assert_eq!(get_fleet(&stack, &process, SECRET).await.status, 200);
-    assert_eq!(stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await.status, 200);
+    assert_eq!(
+        stack.send_heartbeat(&process, &host_settings, &heartbeat_of(&host_settings)).await.status,
+        200
+    );
 
     let well_formed = |number: u32| format!("svco_{number:032x}_{}", "0".repeat(64));
     send_until_limited(&stack, &process, ABOVE_BURST, well_formed).await.assert_problem(429, "rate_limited");
@@ -49,7 +52,10 @@ async fn wrong_tokens_from_an_address_are_limited() {
 
     // Tokens that the process has accepted are not limited.
     assert_eq!(get_fleet(&stack, &process, SECRET).await.status, 200);
-    assert_eq!(stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await.status, 200);
+    assert_eq!(
+        stack.send_heartbeat(&process, &host_settings, &heartbeat_of(&host_settings)).await.status,
+        200
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -104,16 +110,19 @@ async fn host_rate_limit_does_not_affect_others() {
 async fn storage_credential_requests_are_rate_limited() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let guest = stack.start_machine(&process, "user_1").await;
-    let path = format!("/vps/{}/storage-credentials", guest.machine);
+    let host_settings = stack.start_machine(&process, "user_1").await;
+    let path = format!("/vps/{}/storage-credentials", host_settings.machine);
     let mut responses = Vec::new();
     for _ in 0..30 {
-        let request = stack.request(&process, Method::POST, &path).bearer_auth(&guest.upgrade_token);
+        let request = stack.request(&process, Method::POST, &path).bearer_auth(&host_settings.upgrade_token);
         responses.push(stack.send(request).await);
     }
     assert_eq!(responses[0].status, 200, "{:?}", responses[0]);
     let refused = responses.last().unwrap();
     refused.assert_problem(429, "rate_limited");
     assert!(refused.headers.contains_key("retry-after"), "{refused:?}");
-    assert_eq!(stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await.status, 200);
+    assert_eq!(
+        stack.send_heartbeat(&process, &host_settings, &heartbeat_of(&host_settings)).await.status,
+        200
+    );
 }

@@ -8,9 +8,9 @@ use serde_json::{Value, json};
 
 use super::stack::{Process, Stack, UserDataSettings, provision_body};
 
-async fn assert_fails_with(stack: &Stack, process: &Process, guest: &UserDataSettings, cause: &str) {
+async fn assert_fails_with(stack: &Stack, process: &Process, host_settings: &UserDataSettings, cause: &str) {
     let has_failed = || async {
-        let record = stack.get(process, &format!("/vps/{}", guest.machine)).await.body;
+        let record = stack.get(process, &format!("/vps/{}", host_settings.machine)).await.body;
         (record["status"] == "failed").then_some(record)
     };
     let record = stack.eventually("the machine fails", has_failed).await;
@@ -46,16 +46,16 @@ async fn fetch_installation_id(stack: &Stack) -> String {
 async fn vanished_server_fails_its_machine_without_replacement() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let (guest, other_guest) =
+    let (host_settings, other_host_settings) =
         (stack.start_machine(&process, "user_1").await, stack.start_machine(&process, "user_2").await);
-    stack.provider.lose_server(&format!("svc-{}", guest.machine)).await.unwrap();
-    assert_fails_with(&stack, &process, &guest, "server_gone").await;
+    stack.provider.lose_server(&format!("svc-{}", host_settings.machine)).await.unwrap();
+    assert_fails_with(&stack, &process, &host_settings, "server_gone").await;
     wait_for_listings(&stack, 2).await;
-    assert_eq!(stack.status(&process, &other_guest.machine).await, "running");
+    assert_eq!(stack.status(&process, &other_host_settings.machine).await, "running");
     assert_eq!(stack.provider.creations().len(), 2);
     // The machine's host may still be running somewhere, but its heartbeat does not return the machine to service.
-    stack.send_heartbeat(&process, &guest, &super::stack::heartbeat_of(&guest)).await;
-    assert_eq!(stack.status(&process, &guest.machine).await, "failed");
+    stack.send_heartbeat(&process, &host_settings, &super::stack::heartbeat_of(&host_settings)).await;
+    assert_eq!(stack.status(&process, &host_settings.machine).await, "failed");
     let client = stack.database.connect().await.unwrap();
     let audit = client.query("SELECT 1 FROM operator_audit WHERE action = 'server.gone'", &[]).await.unwrap();
     assert_eq!(audit.len(), 1);
@@ -73,7 +73,7 @@ async fn vanished_server_fails_its_machine_without_replacement() {
 async fn outage_or_earlier_absence_is_not_a_vanished_server() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let guest = stack.start_machine(&process, "user_1").await;
+    let host_settings = stack.start_machine(&process, "user_1").await;
     let client = stack.database.connect().await.unwrap();
     let count_missing = || async {
         let sql = "SELECT count(*) FROM user_machines WHERE server_missing_since IS NOT NULL";
@@ -84,7 +84,10 @@ async fn outage_or_earlier_absence_is_not_a_vanished_server() {
     let is_over = || async { stack.provider.pending_faults().is_empty().then_some(()) };
     stack.eventually("the outage is over", is_over).await;
     wait_for_listings(&stack, 2).await;
-    assert_eq!((stack.status(&process, &guest.machine).await, count_missing().await), (json!("running"), 0));
+    assert_eq!(
+        (stack.status(&process, &host_settings.machine).await, count_missing().await),
+        (json!("running"), 0)
+    );
 
     // The server was missing from an earlier list, but the next one contains it.
     client
@@ -92,16 +95,19 @@ async fn outage_or_earlier_absence_is_not_a_vanished_server() {
         .await
         .unwrap();
     wait_for_listings(&stack, 2).await;
-    assert_eq!((stack.status(&process, &guest.machine).await, count_missing().await), (json!("running"), 0));
+    assert_eq!(
+        (stack.status(&process, &host_settings.machine).await, count_missing().await),
+        (json!("running"), 0)
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn token_of_another_project_fails_no_machine() {
     let stack = Stack::start().await;
     let mut process = stack.start_platform();
-    let mut guests = Vec::new();
+    let mut hosts = Vec::new();
     for n in 0..4 {
-        guests.push(stack.start_machine(&process, &format!("user_{n}")).await);
+        hosts.push(stack.start_machine(&process, &format!("user_{n}")).await);
     }
     process.kill();
     let other_project =
@@ -119,8 +125,8 @@ async fn token_of_another_project_fails_no_machine() {
     stack
         .eventually("the servers are listed again", || async { (listings() >= expected).then_some(()) })
         .await;
-    for guest in &guests {
-        assert_eq!(stack.status(&process, &guest.machine).await, "running");
+    for host_settings in &hosts {
+        assert_eq!(stack.status(&process, &host_settings.machine).await, "running");
     }
 }
 
@@ -128,7 +134,7 @@ async fn token_of_another_project_fails_no_machine() {
 async fn orphans_are_deleted_once_an_operator_releases_them() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("ORPHAN_GRACE_SECONDS", "2")]);
-    let guest = stack.start_machine(&process, "user_1").await;
+    let host_settings = stack.start_machine(&process, "user_1").await;
     let own_installation = fetch_installation_id(&stack).await;
     let server = stack.provider.servers().remove(0);
     assert_eq!(server.labels["svc-installation"], own_installation);
@@ -178,9 +184,9 @@ async fn orphans_are_deleted_once_an_operator_releases_them() {
     names.sort();
     assert_eq!(
         names,
-        ["older".to_owned(), format!("svc-{}", guest.machine), "theirs".into(), "unrelated".into()]
+        ["older".to_owned(), format!("svc-{}", host_settings.machine), "theirs".into(), "unrelated".into()]
     );
-    assert_eq!(stack.status(&process, &guest.machine).await, "running");
+    assert_eq!(stack.status(&process, &host_settings.machine).await, "running");
 }
 
 async fn find_unknown_servers_alarm(stack: &Stack, process: &Process) -> Option<Value> {
@@ -234,8 +240,8 @@ async fn released_server_is_deleted_after_its_grace_period() {
 
 /// Starts a machine and deletes it without retention, so that the reconciler may delete its server immediately.
 async fn delete_machine_without_retention(stack: &Stack, process: &Process) {
-    let guest = stack.start_machine(process, "user_1").await;
-    let deleted = stack.delete(process, &format!("/vps/{}?acceptLoss=true", guest.machine)).await;
+    let host_settings = stack.start_machine(process, "user_1").await;
+    let deleted = stack.delete(process, &format!("/vps/{}?acceptLoss=true", host_settings.machine)).await;
     stack.wait_until_ended(process, deleted.body["operationId"].as_str().unwrap()).await;
 }
 
@@ -278,8 +284,8 @@ async fn kept_server_stays_while_another_process_takes_inventory() {
 async fn late_server_of_an_ended_machine_is_deleted() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let guest = stack.start_machine(&process, "user_1").await;
-    let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", guest.machine)).await;
+    let host_settings = stack.start_machine(&process, "user_1").await;
+    let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", host_settings.machine)).await;
     stack.wait_until_ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
     stack.assert_no_server();
     // This is the row's state after the platform has assumed that a create request was lost.
@@ -287,8 +293,12 @@ async fn late_server_of_an_ended_machine_is_deleted() {
     let sql =
         "UPDATE user_machines SET server_deleted_at = now() - interval '1 minute', provider_server_id = NULL";
     client.execute(sql, &[]).await.unwrap();
-    create_foreign_server(&stack, &format!("svc-{}", guest.machine), &json!({"svc-machine": guest.machine}))
-        .await;
+    create_foreign_server(
+        &stack,
+        &format!("svc-{}", host_settings.machine),
+        &json!({"svc-machine": host_settings.machine}),
+    )
+    .await;
     let is_deleted = || async { stack.provider.servers().is_empty().then_some(()) };
     stack.eventually("the late server is deleted", is_deleted).await;
 }
@@ -326,13 +336,13 @@ async fn stuck_operation_is_ended_and_its_machine_fails() {
 async fn deletion_is_retried_until_the_provider_completes_it() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("OPERATION_DEADLINE_SECONDS", "2")]);
-    let guest = stack.start_machine(&process, "user_1").await;
+    let host_settings = stack.start_machine(&process, "user_1").await;
     let down = Fault::Status { status: 503, code: "unavailable".to_owned(), reset_in_seconds: None };
     stack.provider.add_fault(FaultRule::times(4, "DELETE", "/servers", down));
-    let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", guest.machine)).await;
+    let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", host_settings.machine)).await;
     let ended = stack.wait_until_ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
-    stack.wait_for_server_deletion(&guest.machine).await;
+    stack.wait_for_server_deletion(&host_settings.machine).await;
     assert!(stack.provider.pending_faults().is_empty());
 }
 
@@ -361,7 +371,8 @@ async fn unstorable_outcome_is_retried_with_backoff() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let provisioned = stack.provision(&process, "user_1").await;
-    let guest = stack.wait_for_guest(&process, provisioned["machineId"].as_str().unwrap()).await;
+    let host_settings =
+        stack.wait_for_host_settings(&process, provisioned["machineId"].as_str().unwrap()).await;
     // The operation's retries are exhausted, but a machine that cannot be read cannot be marked as failed either.
     let client = stack.database.connect().await.unwrap();
     client.execute("UPDATE user_machines SET public_ipv4 = 'nowhere'", &[]).await.unwrap();
@@ -378,7 +389,7 @@ async fn unstorable_outcome_is_retried_with_backoff() {
         || async { (count_log_lines(&stack, "cannot store the outcome of a step") > 1).then_some(()) };
     stack.eventually("the operation is retried", is_retried).await;
     client.execute("UPDATE user_machines SET public_ipv4 = NULL", &[]).await.unwrap();
-    assert_eq!(stack.register(&process, &guest).await.status, 200);
+    assert_eq!(stack.register(&process, &host_settings).await.status, 200);
     let ended = stack.wait_until_ended(&process, provisioned["operationId"].as_str().unwrap()).await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
 }
@@ -390,7 +401,7 @@ async fn unreadable_machine_does_not_stop_the_reconciler() {
     let mut machines = Vec::new();
     for user in ["user_1", "user_2", "user_3"] {
         let machine = stack.provision(&process, user).await["machineId"].as_str().unwrap().to_owned();
-        stack.wait_for_guest(&process, &machine).await;
+        stack.wait_for_host_settings(&process, &machine).await;
         machines.push(machine);
     }
     let client = stack.database.connect().await.unwrap();

@@ -13,18 +13,18 @@ fn recovery_body() -> serde_json::Value {
 async fn recovery_without_a_usable_snapshot_changes_nothing() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let guest = stack.start_machine(&process, "user_1").await;
+    let host_settings = stack.start_machine(&process, "user_1").await;
     let assert_refused = |case: &'static str| {
-        let (stack, process, guest) = (&stack, &process, &guest);
+        let (stack, process, host_settings) = (&stack, &process, &host_settings);
         async move {
             let calls = stack.provider.calls().len();
             let response = stack.post(process, "/vps/recover", &recovery_body()).await;
             assert!(response.status == 409, "{case}: {response:?}");
             response.assert_problem(409, "snapshot_unusable");
-            assert_eq!(stack.status(process, &guest.machine).await, "running", "{case}");
+            assert_eq!(stack.status(process, &host_settings.machine).await, "running", "{case}");
             let changes = stack.provider.calls().into_iter().skip(calls).filter(|call| call.method != "GET");
             assert_eq!(changes.count(), 0, "{case}");
-            stack.assert_only_server(&guest.machine);
+            stack.assert_only_server(&host_settings.machine);
         }
     };
     assert_refused("a pointer without a snapshot").await;
@@ -52,8 +52,8 @@ async fn recovery_without_a_usable_snapshot_changes_nothing() {
     let empty = json!({"idpUserId": "user_1", "allowEmpty": true});
     stack.post(&process, "/vps/recover", &empty).await.assert_problem(503, "store_unavailable");
     stack.store.bring_up().unwrap();
-    assert_eq!(stack.status(&process, &guest.machine).await, "running");
-    stack.assert_only_server(&guest.machine);
+    assert_eq!(stack.status(&process, &host_settings.machine).await, "running");
+    stack.assert_only_server(&host_settings.machine);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -73,9 +73,14 @@ async fn recovery_starts_from_the_requested_snapshot() {
     assert_eq!(response.status, 202, "{response:?}");
     let operation = stack.wait_until_ended(&process, response.body["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
-    let guest = stack.wait_for_guest(&process, response.body["machineId"].as_str().unwrap()).await;
-    assert_eq!(guest.restore_mode, "required");
-    assert!(guest.user_data.contains(&format!("SVC_RESTORE_SNAPSHOT=\\\"{key}\\\"")), "{}", guest.user_data);
+    let host_settings =
+        stack.wait_for_host_settings(&process, response.body["machineId"].as_str().unwrap()).await;
+    assert_eq!(host_settings.restore_mode, "required");
+    assert!(
+        host_settings.user_data.contains(&format!("SVC_RESTORE_SNAPSHOT=\\\"{key}\\\"")),
+        "{}",
+        host_settings.user_data
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -96,7 +101,7 @@ async fn recovery_replaces_the_machine_and_is_idempotent() {
     stack.store.bring_up().unwrap();
 
     let machine = first.body["machineId"].as_str().unwrap();
-    let new = stack.wait_for_guest(&process, machine).await;
+    let new = stack.wait_for_host_settings(&process, machine).await;
     assert_eq!((new.restore_mode.as_str(), new.epoch.as_str()), ("required", "2"));
     assert_eq!(stack.register(&process, &new).await.body, json!({"status": "running", "epoch": 2}));
     stack.send_heartbeat(&process, &new, &super::stack::heartbeat_of(&new)).await;
@@ -177,7 +182,7 @@ async fn without_files_option_reaches_the_new_machine() {
     body["replaceFirst"] = json!(false);
     let accepted = stack.post(&process, "/vps/recover", &body).await;
     assert_eq!(accepted.status, 202, "{accepted:?}");
-    let new = stack.wait_for_guest(&process, accepted.body["machineId"].as_str().unwrap()).await;
+    let new = stack.wait_for_host_settings(&process, accepted.body["machineId"].as_str().unwrap()).await;
     assert_eq!(new.setting("SVC_RESTORE_FILES"), "false");
     let again = stack.post(&process, "/vps/recover", &body).await;
     assert_eq!((again.status, &again.body), (202, &accepted.body), "{again:?}");
@@ -188,11 +193,11 @@ async fn without_files_option_reaches_the_new_machine() {
 async fn recovery_of_a_machine_without_backup_is_rejected() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let guest = stack.start_machine(&process, "user_1").await;
+    let host_settings = stack.start_machine(&process, "user_1").await;
     let refused = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await;
     refused.assert_problem(409, "snapshot_unusable");
     let detail = refused.body["detail"].as_str().unwrap();
-    let command = format!("`svcctl backup now {} --wait`", guest.machine);
+    let command = format!("`svcctl backup now {} --wait`", host_settings.machine);
     assert!(detail.contains(&command) && !detail.contains("allowEmpty"), "{detail}");
 }
 
@@ -213,8 +218,9 @@ async fn empty_start_is_refused_while_the_pointer_is_unreadable() {
     without_allow_empty.assert_problem(409, "invalid_state");
     let detail = without_allow_empty.body["detail"].as_str().unwrap();
     assert!(detail.contains("differs in: `--allow-empty`."), "{detail}");
-    let guest = stack.wait_for_guest(&process, response.body["machineId"].as_str().unwrap()).await;
-    assert_eq!(guest.restore_mode, "empty");
+    let host_settings =
+        stack.wait_for_host_settings(&process, response.body["machineId"].as_str().unwrap()).await;
+    assert_eq!(host_settings.restore_mode, "empty");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -231,8 +237,8 @@ async fn waiting_caller_gets_the_final_state() {
             stack.provider.servers().into_iter().find(|server| server.labels["svc-epoch"] == "2")
         });
         let name = new_server.await.name;
-        let guest = stack.wait_for_guest(&process, name.strip_prefix("svc-").unwrap()).await;
-        stack.register(&process, &guest).await
+        let host_settings = stack.wait_for_host_settings(&process, name.strip_prefix("svc-").unwrap()).await;
+        stack.register(&process, &host_settings).await
     };
     let (response, registered) = tokio::join!(waiting, register_host);
     assert_eq!(registered.status, 200);

@@ -9,7 +9,7 @@ async fn recover(stack: &Stack, process: &Process) -> UserDataSettings {
     let body = json!({"idpUserId": "user_1", "acceptLoss": true});
     let response = stack.post(process, "/vps/recover", &body).await;
     assert_eq!(response.status, 202, "{response:?}");
-    stack.wait_for_guest(process, response.body["machineId"].as_str().unwrap()).await
+    stack.wait_for_host_settings(process, response.body["machineId"].as_str().unwrap()).await
 }
 
 /// Prepares a slot whose second machine has lost its server and whose third machine is booting. Returns the first and

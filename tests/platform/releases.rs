@@ -13,10 +13,14 @@ async fn recovery_keeps_the_release_of_the_slot() {
     let mut body = provision_body("user_1");
     body["imageVersion"] = json!("v2");
     let provisioned = stack.post(&process, "/vps/provision", &body).await.body;
-    let guest = stack.wait_for_guest(&process, provisioned["machineId"].as_str().unwrap()).await;
-    let mut registration = super::stack::registration(&guest.machine, 1);
+    let host_settings =
+        stack.wait_for_host_settings(&process, provisioned["machineId"].as_str().unwrap()).await;
+    let mut registration = super::stack::registration(&host_settings.machine, 1);
     registration["imageVersion"] = json!("v2");
-    assert_eq!(stack.register_as(&process, &guest.registration_token, &registration).await.status, 200);
+    assert_eq!(
+        stack.register_as(&process, &host_settings.registration_token, &registration).await.status,
+        200
+    );
     stack.store_snapshot("user_1");
 
     let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
@@ -33,13 +37,13 @@ async fn recovery_keeps_the_release_of_the_slot() {
 async fn recovery_installs_release_host_rolled_back_to() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let guest = stack.start_machine(&process, "user_1").await;
+    let host_settings = stack.start_machine(&process, "user_1").await;
     let report = async |version: &str, health: &str, updating: bool| {
-        let mut beat = heartbeat_of(&guest);
+        let mut beat = heartbeat_of(&host_settings);
         beat["imageVersion"] = json!(version);
         beat["health"]["gateway"] = json!(health);
         beat["updating"] = json!(updating);
-        assert_eq!(stack.send_heartbeat(&process, &guest, &beat).await.status, 200, "{beat}");
+        assert_eq!(stack.send_heartbeat(&process, &host_settings, &beat).await.status, 200, "{beat}");
     };
     let client = stack.database.connect().await.unwrap();
     let slot_release = async || {

@@ -91,17 +91,22 @@ impl RestorablePlatform {
         self.stack.eventually("the fence has the epoch", has_fence).await;
     }
 
-    pub async fn send_heartbeat(&self, guest: &UserDataSettings, epoch: u64, registration: Value) -> Value {
-        let mut beat = heartbeat_of(guest);
+    pub async fn send_heartbeat(
+        &self,
+        host_settings: &UserDataSettings,
+        epoch: u64,
+        registration: Value,
+    ) -> Value {
+        let mut beat = heartbeat_of(host_settings);
         beat["epoch"] = json!(epoch);
         if !registration.is_null() {
             beat["registration"] = registration;
         }
-        self.stack.send_heartbeat(self.process(), guest, &beat).await.body
+        self.stack.send_heartbeat(self.process(), host_settings, &beat).await.body
     }
 
-    pub async fn send_heartbeats_until_running(&self, guest: &UserDataSettings, epoch: u64) {
-        self.stack.send_heartbeats_until_running(self.process(), guest, epoch).await;
+    pub async fn send_heartbeats_until_running(&self, host_settings: &UserDataSettings, epoch: u64) {
+        self.stack.send_heartbeats_until_running(self.process(), host_settings, epoch).await;
     }
 
     pub async fn wait_until_fleet_shows(&self, text: &str) {
@@ -121,7 +126,7 @@ pub(super) fn string_field(response: &Value, name: &str) -> String {
 async fn recovery_abandoned_after_the_copy_changes_nothing() {
     let mut platform = RestorablePlatform::start(&[("LAST_BACKUP_STALL_SECONDS", "60")]).await;
     let old = start_host(&platform.stack, platform.process()).await;
-    let machine = old.guest.machine.clone();
+    let machine = old.settings.machine.clone();
     platform.stack.store_snapshot("user_1");
     let recovery =
         platform.stack.post(platform.process(), "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
@@ -130,7 +135,7 @@ async fn recovery_abandoned_after_the_copy_changes_nothing() {
     platform.abandon(&format!("/vps/operations/{}", string_field(&recovery, "operationId"))).await;
     platform.wait_for_fence(3).await;
     platform.wait_for_status(&machine, "running").await;
-    platform.send_heartbeat(&old.guest, 3, Value::Null).await;
+    platform.send_heartbeat(&old.settings, 3, Value::Null).await;
 
     platform.restore(&[]).await;
     // With this final backup, the copy's operation would continue and power the server off.
@@ -155,7 +160,10 @@ async fn registration_for_a_failed_recovery_is_rejected() {
     platform.stack.store_snapshot("user_1");
     let recovery =
         platform.stack.post(platform.process(), "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
-    let new = platform.stack.wait_for_guest(platform.process(), &string_field(&recovery, "machineId")).await;
+    let new = platform
+        .stack
+        .wait_for_host_settings(platform.process(), &string_field(&recovery, "machineId"))
+        .await;
     platform.save().await;
     platform.stack.report_boot_failure(platform.process(), &new).await;
     platform.wait_for_fence(3).await;
@@ -173,7 +181,7 @@ async fn registration_for_a_failed_recovery_is_rejected() {
 async fn start_undone_deletion(query: &str) -> (RestorablePlatform, FakeHost, String) {
     let mut platform = RestorablePlatform::start(&[("LAST_BACKUP_STALL_SECONDS", "60")]).await;
     let old = start_host(&platform.stack, platform.process()).await;
-    let machine = old.guest.machine.clone();
+    let machine = old.settings.machine.clone();
     let deleted = platform.stack.delete(platform.process(), &format!("/vps/{machine}{query}")).await.body;
     old.wait_for_backup_request(&platform.stack).await;
     platform.save().await;
@@ -190,19 +198,19 @@ async fn start_undone_deletion(query: &str) -> (RestorablePlatform, FakeHost, St
 #[tokio::test(flavor = "multi_thread")]
 async fn deletion_undone_after_the_copy_waits_for_operator() {
     let (platform, old, operation_path) = start_undone_deletion("").await;
-    let machine = old.guest.machine.clone();
+    let machine = old.settings.machine.clone();
     assert_eq!(platform.power_state(&machine), Some(Power::Running));
     // A host that the fence in the store names is not reported as superseded.
-    assert_eq!(platform.send_heartbeat(&old.guest, 2, Value::Null).await["superseded"], false);
+    assert_eq!(platform.send_heartbeat(&old.settings, 2, Value::Null).await["superseded"], false);
     platform.abandon(&operation_path).await;
-    platform.send_heartbeats_until_running(&old.guest, 2).await;
+    platform.send_heartbeats_until_running(&old.settings, 2).await;
 }
 
 /// A loss that was accepted before the copy was saved applies to an earlier state, so it must be accepted again.
 #[tokio::test(flavor = "multi_thread")]
 async fn deletion_undone_after_the_copy_continues_when_confirmed() {
     let (platform, old, operation_path) = start_undone_deletion("?acceptLoss=true").await;
-    let machine = old.guest.machine.clone();
+    let machine = old.settings.machine.clone();
     // Without `acceptLoss`, the operation only repeats the check.
     assert_eq!(
         platform
@@ -301,23 +309,25 @@ async fn machine_adopts_the_later_signed_epoch() {
 
     platform.restore(&[]).await;
     // An epoch that a host invented is not trusted.
-    assert_eq!(platform.send_heartbeat(&old.guest, 7, Value::Null).await["epoch"], 1);
-    platform.send_heartbeat(&old.guest, 3, Value::Null).await;
-    assert_eq!(platform.fetch_record(&old.guest.machine).await["epoch"], 3);
+    assert_eq!(platform.send_heartbeat(&old.settings, 7, Value::Null).await["epoch"], 1);
+    platform.send_heartbeat(&old.settings, 3, Value::Null).await;
+    assert_eq!(platform.fetch_record(&old.settings.machine).await["epoch"], 3);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn heartbeat_restores_a_lost_registration() {
     let mut platform = RestorablePlatform::start(&[]).await;
     let provisioned = platform.stack.provision(platform.process(), "user_1").await;
-    let guest =
-        platform.stack.wait_for_guest(platform.process(), &string_field(&provisioned, "machineId")).await;
+    let host_settings = platform
+        .stack
+        .wait_for_host_settings(platform.process(), &string_field(&provisioned, "machineId"))
+        .await;
     platform.save().await;
-    assert_eq!(platform.stack.register(platform.process(), &guest).await.status, 200);
+    assert_eq!(platform.stack.register(platform.process(), &host_settings).await.status, 200);
     platform.restore(&[]).await;
-    assert_eq!(platform.stack.status(platform.process(), &guest.machine).await, "provisioning");
-    platform.send_heartbeat(&guest, 1, registration(&guest.machine, 1)).await;
-    let record = platform.fetch_record(&guest.machine).await;
+    assert_eq!(platform.stack.status(platform.process(), &host_settings.machine).await, "provisioning");
+    platform.send_heartbeat(&host_settings, 1, registration(&host_settings.machine, 1)).await;
+    let record = platform.fetch_record(&host_settings.machine).await;
     assert_eq!(record["status"], "running", "{record}");
     let operation =
         platform.stack.wait_until_ended(platform.process(), &string_field(&provisioned, "operationId")).await;
@@ -330,12 +340,14 @@ async fn registration_of_another_machine_is_ignored() {
         RestorablePlatform::start(&[("DELETE_GRACE_SECONDS", "0"), ("SERVER_GONE_SILENCE_SECONDS", "1")])
             .await;
     let provisioned = platform.stack.provision(platform.process(), "user_1").await;
-    let guest =
-        platform.stack.wait_for_guest(platform.process(), &string_field(&provisioned, "machineId")).await;
+    let host_settings = platform
+        .stack
+        .wait_for_host_settings(platform.process(), &string_field(&provisioned, "machineId"))
+        .await;
     let foreign = registration("00000000-0000-7000-8000-000000000000", 1);
-    assert_eq!(platform.send_heartbeat(&guest, 1, foreign).await["superseded"], false);
-    assert_eq!(platform.fetch_record(&guest.machine).await["status"], "provisioning");
-    platform.stack.delete(platform.process(), &format!("/vps/{}", guest.machine)).await;
+    assert_eq!(platform.send_heartbeat(&host_settings, 1, foreign).await["superseded"], false);
+    assert_eq!(platform.fetch_record(&host_settings.machine).await["status"], "provisioning");
+    platform.stack.delete(platform.process(), &format!("/vps/{}", host_settings.machine)).await;
     platform.stack.assert_no_server();
 }
 
@@ -345,8 +357,10 @@ async fn serving_host_of_a_failed_machine_is_kept() {
     let mut platform =
         RestorablePlatform::start(&[("PREDECESSOR_KEEP_SECONDS", "0"), ("DELETE_GRACE_SECONDS", "0")]).await;
     let provisioned = platform.stack.provision(platform.process(), "user_1").await;
-    let guest =
-        platform.stack.wait_for_guest(platform.process(), &string_field(&provisioned, "machineId")).await;
+    let host_settings = platform
+        .stack
+        .wait_for_host_settings(platform.process(), &string_field(&provisioned, "machineId"))
+        .await;
     platform
         .client
         .execute("UPDATE user_machines SET status = 'failed', failure_cause = 'operator'", &[])
@@ -354,11 +368,12 @@ async fn serving_host_of_a_failed_machine_is_kept() {
         .unwrap();
     platform.save().await;
     platform.restore(&[]).await;
-    platform.send_heartbeat(&guest, 1, registration(&guest.machine, 1)).await;
-    let response = platform.stack.delete(platform.process(), &format!("/vps/{}", guest.machine)).await;
+    platform.send_heartbeat(&host_settings, 1, registration(&host_settings.machine, 1)).await;
+    let response =
+        platform.stack.delete(platform.process(), &format!("/vps/{}", host_settings.machine)).await;
     platform.stack.wait_until_ended(platform.process(), &string_field(&response.body, "operationId")).await;
     tokio::time::sleep(std::time::Duration::from_secs(4)).await;
-    assert!(platform.power_state(&guest.machine).is_some(), "{}", platform.stack.log());
+    assert!(platform.power_state(&host_settings.machine).is_some(), "{}", platform.stack.log());
     platform.wait_until_fleet_shows("unsaved_changes").await;
 }
 
@@ -468,11 +483,14 @@ async fn replaced_machine_is_neither_powered_on_nor_resized() {
 async fn heartbeat_with_an_impossible_epoch_is_rejected() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let guest = stack.start_machine(&process, "user_1").await;
+    let host_settings = stack.start_machine(&process, "user_1").await;
     for epoch in [u64::from(u32::MAX) + 1, u64::from(u32::MAX), 1 << 60] {
-        let mut beat = heartbeat_of(&guest);
+        let mut beat = heartbeat_of(&host_settings);
         beat["epoch"] = json!(epoch);
-        stack.send_heartbeat(&process, &guest, &beat).await.assert_problem(400, "invalid_request");
+        stack.send_heartbeat(&process, &host_settings, &beat).await.assert_problem(400, "invalid_request");
     }
-    assert_eq!(stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await.status, 200);
+    assert_eq!(
+        stack.send_heartbeat(&process, &host_settings, &heartbeat_of(&host_settings)).await.status,
+        200
+    );
 }

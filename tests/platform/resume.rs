@@ -8,14 +8,16 @@ use super::stack::{Stack, heartbeat_of};
 async fn failed_machine_with_a_healthy_host_is_resumed() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let guest = stack.start_machine(&process, "user_1").await;
-    let path = format!("/vps/{}/resume", guest.machine);
-    stack.post(&process, &format!("/vps/{}/fail", guest.machine), &json!({"reason": "wrong one"})).await;
+    let host_settings = stack.start_machine(&process, "user_1").await;
+    let path = format!("/vps/{}/resume", host_settings.machine);
+    stack
+        .post(&process, &format!("/vps/{}/fail", host_settings.machine), &json!({"reason": "wrong one"}))
+        .await;
     let silent = stack.post(&process, &path, &json!({})).await;
     silent.assert_problem(409, "invalid_state");
     assert!(silent.body["detail"].as_str().unwrap().contains("heartbeat"), "{silent:?}");
 
-    stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
+    stack.send_heartbeat(&process, &host_settings, &heartbeat_of(&host_settings)).await;
     let resumed = stack.post(&process, &path, &json!({})).await;
     assert_eq!((resumed.status, &resumed.body["status"]), (200, &json!("running")), "{resumed:?}");
     assert_eq!(resumed.body["failure"], Value::Null);

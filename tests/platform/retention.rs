@@ -32,8 +32,8 @@ async fn expired_rows_are_deleted_and_live_ones_kept() {
             AS v (n, expires, revoked, previous)";
     client.batch_execute(fill).await.unwrap();
     let process = stack.start_platform();
-    let guest = stack.start_machine(&process, "user_1").await;
-    let machine: uuid::Uuid = guest.machine.parse().unwrap();
+    let host_settings = stack.start_machine(&process, "user_1").await;
+    let machine: uuid::Uuid = host_settings.machine.parse().unwrap();
     let old = uuid::Uuid::now_v7();
     // One statement, because the platform may delete the operation as soon as it is committed.
     let sql = "WITH old AS (INSERT INTO operations (operation_id, machine_id, kind, state, step, ended_at) \

@@ -64,9 +64,9 @@ async fn rollout_leaves_out_excluded_machines() {
 
     let rollout = fleet.deploy(&json!({"batchSize": 1, "except": ["h-user-0"]})).await;
     assert_eq!(handles_by_batch(&rollout), ["h-user-1", "h-user-2"]);
-    for guest in [1, 2] {
-        fleet.wait_until_requested(guest).await;
-        fleet.report_update(guest, NEXT_VERSION, "updated").await;
+    for index in [1, 2] {
+        fleet.wait_until_requested(index).await;
+        fleet.report_update(index, NEXT_VERSION, "updated").await;
     }
     fleet.wait_for_state(&rollout, "succeeded").await;
     let client = fleet.stack.database.connect().await.unwrap();

@@ -20,7 +20,7 @@ async fn provision_beyond_the_declared_limit_creates_nothing() {
     for user in users {
         stack.subscribe(&process, user).await;
     }
-    let guest = stack.start_machine(&process, "user_1").await;
+    let host_settings = stack.start_machine(&process, "user_1").await;
     // Concurrent requests from other users also count.
     let bodies: Vec<Value> = users[1..].iter().map(|user| provision_body(user)).collect();
     let responses = join_all(bodies.iter().map(|body| stack.post(&process, PROVISION, body))).await;
@@ -33,11 +33,12 @@ async fn provision_beyond_the_declared_limit_creates_nothing() {
     assert_eq!(count_machines(&stack, &process).await, 3);
     // A repeated request still returns the slot's machine.
     let again = stack.post(&process, PROVISION, &provision_body("user_1")).await;
-    assert_eq!((again.status, again.body["machineId"].as_str()), (200, Some(guest.machine.as_str())));
+    assert_eq!((again.status, again.body["machineId"].as_str()), (200, Some(host_settings.machine.as_str())));
 
     // A failed machine is replaced even though no other server fits within the limit.
-    let failed =
-        stack.post(&process, &format!("/vps/{}/fail", guest.machine), &json!({"reason": "test"})).await;
+    let failed = stack
+        .post(&process, &format!("/vps/{}/fail", host_settings.machine), &json!({"reason": "test"}))
+        .await;
     assert_eq!(failed.status, 200, "{failed:?}");
     let mut body = provision_body("user_1");
     (body["allowEmpty"], body["acceptLoss"]) = (json!(true), json!(true));
@@ -56,7 +57,7 @@ async fn repeated_replacement_beyond_the_limit_is_refused() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("PROVIDER_SERVER_LIMIT", "2")]);
     let first = stack.start_machine(&process, "user_1").await;
-    let other_guest = stack.start_machine(&process, "user_2").await;
+    let other_host_settings = stack.start_machine(&process, "user_2").await;
     let replacement = |user: &str| {
         let mut body = provision_body(user);
         (body["allowEmpty"], body["acceptLoss"]) = (json!(true), json!(true));
@@ -71,7 +72,7 @@ async fn repeated_replacement_beyond_the_limit_is_refused() {
     assert_eq!(second.status, 202, "{second:?}");
     // When the second machine fails, the first one gets its slot back, but the second one's server still exists.
     let second = second.body["machineId"].as_str().unwrap();
-    stack.wait_for_guest(&process, second).await;
+    stack.wait_for_host_settings(&process, second).await;
     // The platform would delete that server soon; this fault prevents the deletion during the checks below.
     let locked = Fault::Status { status: 423, code: "locked".to_owned(), reset_in_seconds: None };
     stack.provider.add_fault(FaultRule::times(1000, "DELETE", "/servers/", locked));
@@ -90,7 +91,7 @@ async fn repeated_replacement_beyond_the_limit_is_refused() {
     assert_eq!(stack.provider.servers().len(), 3);
 
     // Another slot may also have one replacement beyond the limit.
-    fail(&other_guest.machine).await;
+    fail(&other_host_settings.machine).await;
     let replaced = stack.post(&process, PROVISION, &replacement("user_2")).await;
     assert_eq!(replaced.status, 202, "{replaced:?}");
     // After a server is discarded, another replacement fits.

@@ -32,11 +32,13 @@ async fn two_processes_share_keys_and_work_and_survive_a_kill() {
     assert_eq!(stack.provider.servers().len(), users.len());
 
     let third_process = stack.start_platform();
-    let guest = stack.wait_for_guest(&second_process, provisioned[0]["machineId"].as_str().unwrap()).await;
+    let host_settings =
+        stack.wait_for_host_settings(&second_process, provisioned[0]["machineId"].as_str().unwrap()).await;
     let mut keys = Vec::new();
     for process in [&second_process, &third_process] {
-        let request = stack.request(process, Method::POST, &format!("/vps/{}/heartbeat", guest.machine));
-        let response = stack.send(request.bearer_auth(&guest.upgrade_token).json(&heartbeat())).await;
+        let request =
+            stack.request(process, Method::POST, &format!("/vps/{}/heartbeat", host_settings.machine));
+        let response = stack.send(request.bearer_auth(&host_settings.upgrade_token).json(&heartbeat())).await;
         keys.push(response.body["proofKeys"].clone());
     }
     assert_eq!(keys[0], keys[1]);
@@ -68,7 +70,7 @@ async fn termination_completes_requests_and_releases_leases() {
     let mut process = stack.start_platform_with(&[("PLATFORM_LEASE_SECONDS", "600")]);
     let provisioned = stack.provision(&process, "user_1").await;
     let machine = provisioned["machineId"].as_str().unwrap();
-    stack.wait_for_guest(&process, machine).await;
+    stack.wait_for_host_settings(&process, machine).await;
     let request = stack.request(&process, Method::DELETE, &format!("/vps/{machine}"));
     let request = request.bearer_auth(super::stack::SECRET).header("prefer", "wait=60");
     stack.provider.add_fault(kit::provider::FaultRule::times(

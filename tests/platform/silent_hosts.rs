@@ -53,7 +53,7 @@ async fn reboot_and_provision_are_not_delayed_by_silent_hosts() {
     let stack = Stack::start().await;
     let process =
         stack.start_platform_with(&[("LAST_BACKUP_DEADLINE_SECONDS", "3600"), ("RECONCILE_SECONDS", "3600")]);
-    let guest = stack.start_machine(&process, "user_1").await;
+    let host_settings = stack.start_machine(&process, "user_1").await;
     stack.subscribe(&process, "user_2").await;
     let (port, calls) = start_silent_listener().await;
     delete_silent_machines(&stack, &process, port).await;
@@ -61,8 +61,9 @@ async fn reboot_and_provision_are_not_delayed_by_silent_hosts() {
     stack.eventually("the silent hosts are called", are_all_called).await;
 
     let before = calls.load(Ordering::Relaxed);
-    let reboot =
-        stack.post(&process, &format!("/vps/{}/power", guest.machine), &json!({"action": "reboot"})).await;
+    let reboot = stack
+        .post(&process, &format!("/vps/{}/power", host_settings.machine), &json!({"action": "reboot"}))
+        .await;
     assert_eq!(reboot.status, 202, "{reboot:?}");
     let is_requested = || async { (stack.provider.call_count("POST", "/actions/reboot") > 0).then_some(()) };
     stack.eventually("the reboot is requested", is_requested).await;

@@ -207,19 +207,19 @@ impl Stack {
     /// Starts a machine and registers it as its host would.
     pub async fn start_machine(&self, process: &Process, user: &str) -> UserDataSettings {
         let provisioned = self.provision(process, user).await;
-        let guest = self
-            .wait_for_guest(
+        let host_settings = self
+            .wait_for_host_settings(
                 process,
                 provisioned["machineId"].as_str().expect("the response must contain the machine's id"),
             )
             .await;
-        let response = self.register(process, &guest).await;
+        let response = self.register(process, &host_settings).await;
         assert_eq!(response.status, 200, "{response:?}\n{}", self.log());
-        guest
+        host_settings
     }
 
     /// Waits until the platform has recorded the machine's server. Returns its host's settings.
-    pub async fn wait_for_guest(&self, process: &Process, machine: &str) -> UserDataSettings {
+    pub async fn wait_for_host_settings(&self, process: &Process, machine: &str) -> UserDataSettings {
         let is_recorded = || async {
             let record = self.get(process, &format!("/vps/{machine}")).await;
             (!record.body["providerServerId"].is_null()).then_some(())
@@ -233,8 +233,9 @@ impl Stack {
         )
     }
 
-    pub async fn register(&self, process: &Process, guest: &UserDataSettings) -> ApiResponse {
-        self.register_as(process, &guest.registration_token, &registration(&guest.machine, 1)).await
+    pub async fn register(&self, process: &Process, host_settings: &UserDataSettings) -> ApiResponse {
+        self.register_as(process, &host_settings.registration_token, &registration(&host_settings.machine, 1))
+            .await
     }
 
     pub async fn register_as(&self, process: &Process, token: &str, body: &Value) -> ApiResponse {
@@ -242,9 +243,10 @@ impl Stack {
     }
 
     /// Reports a failed boot, at the stage `restore`, as the machine's host would.
-    pub async fn report_boot_failure(&self, process: &Process, guest: &UserDataSettings) {
-        let path = format!("/vps/{}/boot-failure", guest.machine);
-        let report = self.request(process, Method::POST, &path).bearer_auth(&guest.registration_token);
+    pub async fn report_boot_failure(&self, process: &Process, host_settings: &UserDataSettings) {
+        let path = format!("/vps/{}/boot-failure", host_settings.machine);
+        let report =
+            self.request(process, Method::POST, &path).bearer_auth(&host_settings.registration_token);
         let body = json!({"stage": "restore", "message": "damaged"});
         let response = self.send(report.json(&body)).await;
         assert_eq!(response.status, 202, "{response:?}");
@@ -254,18 +256,19 @@ impl Stack {
     pub async fn send_heartbeat(
         &self,
         process: &Process,
-        guest: &UserDataSettings,
+        host_settings: &UserDataSettings,
         body: &Value,
     ) -> ApiResponse {
-        let request = self.request(process, Method::POST, &format!("/vps/{}/heartbeat", guest.machine));
-        self.send(request.bearer_auth(&guest.upgrade_token).json(body)).await
+        let request =
+            self.request(process, Method::POST, &format!("/vps/{}/heartbeat", host_settings.machine));
+        self.send(request.bearer_auth(&host_settings.upgrade_token).json(body)).await
     }
 
     /// Sends a heartbeat from every running server to a platform that may have been killed.
     pub async fn try_send_heartbeats(&self, base: String) {
         for server in self.provider.servers().iter().filter(|server| server.status == Power::Running) {
-            let guest = UserDataSettings::from_server(server);
-            self.try_send_heartbeat(&base, &guest, &heartbeat_of(&guest)).await;
+            let host_settings = UserDataSettings::from_server(server);
+            self.try_send_heartbeat(&base, &host_settings, &heartbeat_of(&host_settings)).await;
         }
     }
 
@@ -273,11 +276,11 @@ impl Stack {
     pub async fn try_send_heartbeat(
         &self,
         base: &str,
-        guest: &UserDataSettings,
+        host_settings: &UserDataSettings,
         body: &Value,
     ) -> Option<Value> {
-        let request = self.client.post(format!("{base}/vps/{}/heartbeat", guest.machine));
-        request.bearer_auth(&guest.upgrade_token).json(body).send().await.ok()?.json().await.ok()
+        let request = self.client.post(format!("{base}/vps/{}/heartbeat", host_settings.machine));
+        request.bearer_auth(&host_settings.upgrade_token).json(body).send().await.ok()?.json().await.ok()
     }
 
     /// Waits until the process has loaded its routes.
@@ -353,9 +356,9 @@ pub fn heartbeat() -> Value {
 }
 
 /// Returns the body of a healthy host's heartbeat, with the host's own epoch.
-pub fn heartbeat_of(guest: &UserDataSettings) -> Value {
+pub fn heartbeat_of(host_settings: &UserDataSettings) -> Value {
     let mut body = heartbeat();
-    body["epoch"] = json!(guest.epoch.parse::<u32>().expect("the epoch must be a number"));
+    body["epoch"] = json!(host_settings.epoch.parse::<u32>().expect("the epoch must be a number"));
     body
 }
 

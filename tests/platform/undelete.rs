@@ -29,7 +29,7 @@ async fn deleted_machine_is_backed_up_and_can_be_undeleted() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("DELETE_GRACE_SECONDS", "60")]);
     let old = start_host(&stack, &process).await;
-    let machine = old.guest.machine.clone();
+    let machine = old.settings.machine.clone();
     let deleted = stack.delete(&process, &format!("/vps/{machine}")).await;
     assert_eq!(deleted.status, 202, "{deleted:?}");
     assert!(deleted.body["undeleteUntil"].is_string() && deleted.body["kind"] == "customer", "{deleted:?}");
@@ -46,7 +46,7 @@ async fn deleted_machine_is_backed_up_and_can_be_undeleted() {
 
     let undeleted = stack.post(&process, &format!("/vps/{machine}/undelete"), &json!({})).await;
     assert_eq!((undeleted.status, &undeleted.body["epoch"]), (202, &json!(2)), "{undeleted:?}");
-    stack.send_heartbeats_until_running(&process, &old.guest, 2).await;
+    stack.send_heartbeats_until_running(&process, &old.settings, 2).await;
     assert_eq!(stack.fetch_record(&process, &machine).await["deletedAt"], Value::Null);
     let again = stack.post(&process, &format!("/vps/{machine}/undelete"), &json!({})).await;
     assert_eq!((again.status, &again.body["alreadyUndone"]), (202, &json!(true)), "{again:?}");
@@ -61,8 +61,8 @@ async fn deleted_machine_is_backed_up_and_can_be_undeleted() {
 async fn undelete_of_an_active_machine_is_refused() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let guest = stack.start_machine(&process, "user_1").await;
-    let refused = stack.post(&process, &format!("/vps/{}/undelete", guest.machine), &json!({})).await;
+    let host_settings = stack.start_machine(&process, "user_1").await;
+    let refused = stack.post(&process, &format!("/vps/{}/undelete", host_settings.machine), &json!({})).await;
     refused.assert_problem(409, "invalid_state");
     assert_eq!(
         (&refused.body["machineStatus"], &refused.body["detail"]),
@@ -75,7 +75,7 @@ async fn deletion_without_backup_waits_and_can_be_abandoned() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "1")]);
     let old = start_host(&stack, &process).await;
-    let machine = old.guest.machine.clone();
+    let machine = old.settings.machine.clone();
     let deleted = stack.delete(&process, &format!("/vps/{machine}")).await.body;
     let waiting = wait_until_ended(&stack, &process, &deleted["operationId"]).await;
     assert_eq!(
@@ -116,7 +116,7 @@ async fn grace_period_starts_with_the_power_off() {
     let process =
         stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "1"), ("DELETE_GRACE_SECONDS", "600")]);
     let old = start_host(&stack, &process).await;
-    let machine = old.guest.machine.clone();
+    let machine = old.settings.machine.clone();
     let deleted = stack.delete(&process, &format!("/vps/{machine}")).await.body;
     wait_until_ended(&stack, &process, &deleted["operationId"]).await;
     // The deletion has been waiting for longer than the grace period.
@@ -139,25 +139,27 @@ async fn undeleted_host_that_shuts_down_late_is_powered_on() {
     let stack = Stack::start().await;
     let settings = [("RESIZE_SHUTDOWN_SECONDS", "6"), ("DELETE_GRACE_SECONDS", "600")];
     let process = stack.start_platform_with(&settings);
-    let guest = stack.start_machine(&process, "user_1").await;
-    let name = format!("svc-{}", guest.machine);
+    let host_settings = stack.start_machine(&process, "user_1").await;
+    let name = format!("svc-{}", host_settings.machine);
     stack.provider.set_obeys_shutdown(&name, false).unwrap();
-    stack.delete(&process, &format!("/vps/{}?acceptLoss=true", guest.machine)).await;
+    stack.delete(&process, &format!("/vps/{}?acceptLoss=true", host_settings.machine)).await;
     let is_requested =
         || async { (stack.provider.call_count("POST", "/actions/shutdown") == 1).then_some(()) };
     stack.eventually("a shutdown is requested", is_requested).await;
-    let undeleted = stack.post(&process, &format!("/vps/{}/undelete", guest.machine), &json!({})).await;
+    let undeleted =
+        stack.post(&process, &format!("/vps/{}/undelete", host_settings.machine), &json!({})).await;
     assert_eq!(undeleted.status, 202, "{undeleted:?}");
     // The host sends a heartbeat while it is shutting down.
-    stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
+    stack.send_heartbeat(&process, &host_settings, &heartbeat_of(&host_settings)).await;
     let path = format!("/servers/{}", stack.provider.servers().remove(0).id);
     let polls = || stack.provider.call_count("GET", &path);
     let expected = polls() + 4;
     stack.eventually("the server is polled", || async { (polls() >= expected).then_some(()) }).await;
     stack.provider.kill_server(&name).await.unwrap();
-    let is_on = || async { (stack.power_state(&guest.machine) == Some(Power::Running)).then_some(()) };
+    let is_on =
+        || async { (stack.power_state(&host_settings.machine) == Some(Power::Running)).then_some(()) };
     stack.eventually("the server is on again", is_on).await;
-    stack.send_heartbeats_until_running(&process, &guest, 2).await;
+    stack.send_heartbeats_until_running(&process, &host_settings, 2).await;
 }
 
 /// The retry period has already ended when the first attempt becomes possible.
@@ -170,11 +172,12 @@ async fn late_first_attempt_still_powers_the_server_off() {
         ("POWER_OFF_RETRY_SECONDS", "2"),
         ("DELETE_GRACE_SECONDS", "600"),
     ]);
-    let guest = stack.start_machine(&process, "user_1").await;
-    let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", guest.machine)).await.body;
+    let host_settings = stack.start_machine(&process, "user_1").await;
+    let deleted =
+        stack.delete(&process, &format!("/vps/{}?acceptLoss=true", host_settings.machine)).await.body;
     let operation = wait_until_ended(&stack, &process, &deleted["operationId"]).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
-    assert_eq!(stack.power_state(&guest.machine), Some(Power::Off), "{operation}");
+    assert_eq!(stack.power_state(&host_settings.machine), Some(Power::Off), "{operation}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -183,14 +186,14 @@ async fn provision_of_a_failed_machine_backs_it_up_first() {
     let process = stack.start_platform_with(&[("PREDECESSOR_KEEP_SECONDS", "60")]);
     let old = start_host(&stack, &process).await;
     stack.store_snapshot("user_1");
-    stack.post(&process, &format!("/vps/{}/fail", old.guest.machine), &json!({"reason": "r"})).await;
+    stack.post(&process, &format!("/vps/{}/fail", old.settings.machine), &json!({"reason": "r"})).await;
     let provisioned = stack.post(&process, "/vps/provision", &provision_body("user_1")).await;
     assert_eq!((provisioned.status, &provisioned.body["kind"]), (202, &json!("customer")), "{provisioned:?}");
     store_requested_backup(&stack, &old).await;
     let operation = stack.wait_until_ended(&process, provisioned.body["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
     assert_eq!(
-        stack.power_state(&old.guest.machine),
+        stack.power_state(&old.settings.machine),
         Some(Power::Off),
         "the replaced machine's server must be kept for its retention period"
     );
@@ -205,8 +208,8 @@ async fn expired_preview_is_backed_up_and_kept() {
     let sql = "UPDATE user_machines SET kind = 'preview', preview_expires_at = now()";
     client.execute(sql, &[]).await.unwrap();
     store_requested_backup(&stack, &old).await;
-    wait_until_off(&stack, &old.guest.machine).await;
-    assert!(stack.fetch_record(&process, &old.guest.machine).await["deletedAt"].is_string());
+    wait_until_off(&stack, &old.settings.machine).await;
+    assert!(stack.fetch_record(&process, &old.settings.machine).await["deletedAt"].is_string());
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -228,7 +231,7 @@ async fn deletion_during_recovery_keeps_the_predecessors_server() {
     let old = stack.start_machine(&process, "user_1").await;
     stack.store_snapshot("user_1");
     let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
-    let new = stack.wait_for_guest(&process, recovery["machineId"].as_str().unwrap()).await;
+    let new = stack.wait_for_host_settings(&process, recovery["machineId"].as_str().unwrap()).await;
     let deleted = stack.delete(&process, &format!("/vps/{}", new.machine)).await.body;
     let also_deleted = &deleted["alsoDeleted"];
     assert_eq!((&also_deleted["machineId"], &deleted["undeleteUntil"]), (&json!(old.machine), &Value::Null));
@@ -263,14 +266,14 @@ async fn deletion_of_an_unregistered_machine_offers_no_undelete() {
 async fn deletion_after_the_loss_of_a_server_offers_no_undelete() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("DELETE_GRACE_SECONDS", "60")]);
-    let guest = stack.start_machine(&process, "user_1").await;
-    stack.provider.lose_server(&format!("svc-{}", guest.machine)).await.unwrap();
+    let host_settings = stack.start_machine(&process, "user_1").await;
+    stack.provider.lose_server(&format!("svc-{}", host_settings.machine)).await.unwrap();
     let has_failed = || async {
-        let record = stack.fetch_record(&process, &guest.machine).await;
+        let record = stack.fetch_record(&process, &host_settings.machine).await;
         (record["failure"]["cause"] == "server_gone").then_some(())
     };
     stack.eventually("the machine has failed", has_failed).await;
-    let path = format!("/vps/{}", guest.machine);
+    let path = format!("/vps/{}", host_settings.machine);
     let deleted = stack.delete(&process, &path).await;
     assert_eq!((deleted.status, &deleted.body["undeleteUntil"]), (202, &Value::Null), "{deleted:?}");
     let refused = stack.post(&process, &format!("{path}/undelete"), &json!({})).await;

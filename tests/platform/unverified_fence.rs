@@ -70,7 +70,7 @@ async fn fence_signed_by_later_key_does_not_free_the_slot() {
 #[tokio::test(flavor = "multi_thread")]
 async fn forged_fence_does_not_lock_the_slot() {
     let platform = RestorablePlatform::start(&[("DELETE_GRACE_SECONDS", "0")]).await;
-    let guest = platform.stack.start_machine(platform.process(), "user_1").await;
+    let host_settings = platform.stack.start_machine(platform.process(), "user_1").await;
     platform.stack.store_snapshot("user_1");
     let forge = |epoch: u64| {
         let mut pointer = platform.stack.pointer("user_1");
@@ -82,11 +82,11 @@ async fn forged_fence_does_not_lock_the_slot() {
     };
     forge(7);
     // The forgery does not change the machine's epoch.
-    platform.send_heartbeat(&guest, 7, Value::Null).await;
-    assert_eq!(platform.fetch_record(&guest.machine).await["epoch"], 1);
+    platform.send_heartbeat(&host_settings, 7, Value::Null).await;
+    assert_eq!(platform.fetch_record(&host_settings.machine).await["epoch"], 1);
     let deleted = platform
         .stack
-        .delete(platform.process(), &format!("/vps/{}?acceptLoss=true", guest.machine))
+        .delete(platform.process(), &format!("/vps/{}?acceptLoss=true", host_settings.machine))
         .await
         .body;
     let operation = format!("/vps/operations/{}", string_field(&deleted, "operationId"));
@@ -98,7 +98,7 @@ async fn forged_fence_does_not_lock_the_slot() {
     assert_eq!(response.status, 200, "{response:?}");
     // Another forgery does not require another decision.
     forge(9);
-    platform.stack.wait_for_server_deletion(&guest.machine).await;
+    platform.stack.wait_for_server_deletion(&host_settings.machine).await;
     // No machine in the slot can have had this epoch, so it is ignored.
     forge(100_000);
     let provisioned =

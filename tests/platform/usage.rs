@@ -40,7 +40,7 @@ async fn billing_operator_reads_usage_from_host() {
     let ada = add_operator(&stack, &process, "ada", "billing").await;
     let provisioned = stack.provision(&process, "user_1").await;
     let id = provisioned["machineId"].as_str().unwrap().to_owned();
-    let guest = stack.wait_for_guest(&process, &id).await;
+    let host_settings = stack.wait_for_host_settings(&process, &id).await;
     let server = stack.provider.server_by_name(&format!("svc-{id}")).unwrap();
 
     let mut machine = Machine::new(UNREACHABLE_DATABASE).unwrap();
@@ -62,13 +62,13 @@ async fn billing_operator_reads_usage_from_host() {
     let pin = Identity::read(&path("cert"), &path("key")).unwrap().pin().unwrap();
     let mut body = registration(&id, 1);
     body["tlsSpkiSha256"] = json!(pin.to_string());
-    assert_eq!(stack.register_as(&process, &guest.registration_token, &body).await.status, 200);
+    assert_eq!(stack.register_as(&process, &host_settings.registration_token, &body).await.status, 200);
 
     // The host does not have the platform's keys yet.
     let unproven = read_usage(&stack, &process, &ada, &id, "").await;
     unproven.assert_problem(502, "host_refused");
     assert!(unproven.body["detail"].as_str().unwrap().contains("clock is wrong"), "{unproven:?}");
-    let heartbeat = stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
+    let heartbeat = stack.send_heartbeat(&process, &host_settings, &heartbeat_of(&host_settings)).await;
     gateway.machine.write("var/lib/svc/proof-keys.json", &heartbeat.body["proofKeys"].to_string()).unwrap();
     let query = format!("?groupBy=user&startDate={today}&endDate={today}");
     let try_read = || async {
@@ -104,7 +104,9 @@ async fn usage_without_the_billing_scope_is_forbidden() {
     let host = start_host(&stack, &process).await;
     for scope in ["read", "operate", "metrics", "admin"] {
         let token = add_operator(&stack, &process, &format!("only-{scope}"), scope).await;
-        read_usage(&stack, &process, &token, &host.guest.machine, "").await.assert_problem(403, "forbidden");
+        read_usage(&stack, &process, &token, &host.settings.machine, "")
+            .await
+            .assert_problem(403, "forbidden");
     }
     assert_eq!(host.call_count("GET", "/api/usage"), 0);
     assert!(list_audit(&stack, &process).await.is_empty());
@@ -116,7 +118,7 @@ async fn each_host_failure_is_reported_and_audited() {
     let process = stack.start_platform();
     let ada = add_operator(&stack, &process, "ada", "billing").await;
     let host = start_host(&stack, &process).await;
-    let machine = &host.guest.machine;
+    let machine = &host.settings.machine;
     let large = format!(r#"{{"entries": [], "x": "{}"}}"#, "x".repeat(1 << 20));
     for (status, body, expected_status, code, detail) in [
         (401, "", 502, "host_refused", "clock is wrong"),
@@ -150,15 +152,17 @@ async fn usage_read_fails_for_unavailable_machine() {
     let ada = add_operator(&stack, &process, "ada", "billing").await;
     let unknown = uuid::Uuid::now_v7().to_string();
     read_usage(&stack, &process, &ada, &unknown, "").await.assert_problem(404, "machine_not_found");
-    let guest = stack.start_machine(&process, "user_1").await;
-    read_usage(&stack, &process, &ada, &guest.machine, "").await.assert_problem(502, "host_unreachable");
-    stack.post(&process, &format!("/vps/{}/fail", guest.machine), &json!({"reason": "x"})).await;
-    let failed = read_usage(&stack, &process, &ada, &guest.machine, "").await;
+    let host_settings = stack.start_machine(&process, "user_1").await;
+    read_usage(&stack, &process, &ada, &host_settings.machine, "")
+        .await
+        .assert_problem(502, "host_unreachable");
+    stack.post(&process, &format!("/vps/{}/fail", host_settings.machine), &json!({"reason": "x"})).await;
+    let failed = read_usage(&stack, &process, &ada, &host_settings.machine, "").await;
     failed.assert_problem(409, "invalid_state");
     assert_eq!(failed.body["machineStatus"], "failed");
-    stack.delete(&process, &format!("/vps/{}?now=true&acceptLoss=true", guest.machine)).await;
+    stack.delete(&process, &format!("/vps/{}?now=true&acceptLoss=true", host_settings.machine)).await;
     let read_deleted = || async {
-        let response = read_usage(&stack, &process, &ada, &guest.machine, "").await;
+        let response = read_usage(&stack, &process, &ada, &host_settings.machine, "").await;
         (response.status == 404).then_some(response)
     };
     let deleted = stack.eventually("the deletion is recorded", read_deleted).await;

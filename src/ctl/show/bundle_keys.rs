@@ -40,8 +40,8 @@ fn outdated_sequence(keys: &BundleKeys) -> Option<(String, String)> {
     let highest = keys.highest_sequence?;
     let who = format_machines(keys.ahead, &keys.ahead_handles);
     let what = format!(
-        "BUNDLE_KEYS_SEQUENCE is {}, but {who} {} a later key set, up to {highest}: an older release could give new \
-         hosts a key that was dropped",
+        "BUNDLE_KEYS_SEQUENCE is {}, but {who} {} a newer key set (highest sequence: {highest}): an older release \
+         could give new hosts a key that was dropped",
         keys.sequence,
         choose_form(keys.ahead, "trusts", "trust"),
     );
@@ -140,8 +140,8 @@ mod tests {
             [
                 "7 machines (bob, …) do not trust the key bbbbbbbbbbbbbbbb in BUNDLE_PUBLIC_KEYS",
                 "1 machine (bob) still trusts the key cccccccccccccccc, which BUNDLE_PUBLIC_KEYS does not contain",
-                "BUNDLE_KEYS_SEQUENCE is 0, but 1 machine (ada) trusts a later key set, up to 2: an older release could give \
-                 new hosts a key that was dropped",
+                "BUNDLE_KEYS_SEQUENCE is 0, but 1 machine (ada) trusts a newer key set (highest sequence: 2): an older \
+                 release could give new hosts a key that was dropped",
             ]
         );
         assert!(found[2].next.as_ref().unwrap().contains("BUNDLE_KEYS_SEQUENCE to 2"), "{found:?}");

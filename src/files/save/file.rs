@@ -64,7 +64,7 @@ impl Walker<'_> {
         Ok(Some(node))
     }
 
-    /// Whether the file has not changed since an earlier snapshot, and the repository still has its content.
+    /// Whether the file has not changed since the parent snapshot, and the repository still has its content.
     fn is_saved(&self, earlier: &Node, stat: &Statx) -> bool {
         let has_content = |chunks: &Vec<Id>| chunks.iter().all(|id| self.known.contains(BlobType::Data, *id));
         earlier.node_type == NodeType::File

@@ -49,19 +49,19 @@ impl Walker<'_> {
     pub(super) fn save_git_objects(
         &mut self,
         directory: &OwnedFd,
-        mut earlier: BTreeMap<OsString, Node>,
+        mut parent_nodes: BTreeMap<OsString, Node>,
     ) -> Result<Vec<Node>, EntryError> {
         let mut nodes = Vec::new();
         let mut listed: HashSet<OsString> = HashSet::new();
         for attempt in 1..=MAX_READ_ATTEMPTS {
-            let parent_has_vanished_entry = std::mem::take(&mut self.has_vanished_entry);
+            let outer_has_vanished_entry = std::mem::take(&mut self.has_vanished_entry);
             for name in self.list(directory)? {
                 if listed.insert(name.clone()) {
-                    let earlier = earlier.remove(&name);
+                    let earlier = parent_nodes.remove(&name);
                     nodes.extend(self.save_entry(directory, &name, earlier, Scope::All)?);
                 }
             }
-            if !std::mem::replace(&mut self.has_vanished_entry, parent_has_vanished_entry) {
+            if !std::mem::replace(&mut self.has_vanished_entry, outer_has_vanished_entry) {
                 break;
             }
             if attempt == MAX_READ_ATTEMPTS {

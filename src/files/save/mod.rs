@@ -125,7 +125,7 @@ pub struct SaveCounts {
     pub excluded_sizes: Option<ExcludedSizes>,
     /// Files and databases that changed during every attempt to read them; the content of the last attempt is saved.
     pub unstable: u64,
-    /// Entries that could not be read. Their earlier state is kept, if there is one.
+    /// Entries that could not be read. An entry that is in the parent snapshot is kept as it was.
     pub unreadable: u64,
     pub first_unreadable: Option<String>,
     /// Descriptions of the first special files and unstable entries.

@@ -1,4 +1,4 @@
-//! Walks the home directory. Unchanged files keep the content of the earlier snapshot; all others are read.
+//! Walks the home directory. Unchanged files keep their content from the parent snapshot; all others are read.
 //!
 //! Entries are opened relative to their directory's descriptor, one name at a time and without following symbolic
 //! links, so that a link or a renamed directory never leads out of the home directory. Other file systems are not
@@ -67,8 +67,8 @@ pub(super) struct WalkResult {
 }
 
 impl Walk {
-    /// Walks the home directory, and sends all packs to the uploader. `parent` is the tree of the previous snapshot.
-    pub(super) fn run(self, parent: Option<Id>, scope: Scope<'_>) -> Result<WalkResult, FilesError> {
+    /// Walks the home directory, and sends all packs to the uploader. `parent_tree` is the parent snapshot's tree.
+    pub(super) fn run(self, parent_tree: Option<Id>, scope: Scope<'_>) -> Result<WalkResult, FilesError> {
         let Self { repository, options, known, packs, is_stopped } = self;
         let home = &options.home;
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
@@ -100,7 +100,7 @@ impl Walk {
         if walker.options.should_measure_excluded && matches!(scope, Scope::All) {
             walker.counts.excluded_sizes = Some(ExcludedSizes::default());
         }
-        let saved = walker.save_home(&directory, parent, scope);
+        let saved = walker.save_home(&directory, parent_tree, scope);
         let Walker { counts, retry, trees, known, packs, .. } = walker;
         drop(packs);
         // If a worker's error stopped the walk, that error is the cause.
@@ -150,10 +150,10 @@ impl Walker<'_> {
     fn save_home(
         &mut self,
         directory: &OwnedFd,
-        earlier: Option<Id>,
+        parent_tree: Option<Id>,
         scope: Scope<'_>,
     ) -> Result<Id, FilesError> {
-        let tree = self.save_directory(directory, earlier, scope).map_err(|error| match error {
+        let tree = self.save_directory(directory, parent_tree, scope).map_err(|error| match error {
             EntryError::Fatal(error) => error,
             EntryError::Unreadable(error) => FilesError::io("list", &self.options.home)(error),
             EntryError::Vanished | EntryError::Replaced => {
@@ -164,27 +164,27 @@ impl Walker<'_> {
         Ok(tree)
     }
 
-    /// Saves a directory, and returns the id of its tree.
+    /// Saves a directory, and returns the id of its tree. `parent_tree` is its tree in the parent snapshot.
     fn save_directory(
         &mut self,
         directory: &OwnedFd,
-        earlier: Option<Id>,
+        parent_tree: Option<Id>,
         scope: Scope<'_>,
     ) -> Result<Id, EntryError> {
         self.counts.directories += 1;
-        let earlier_nodes = self.load_earlier(earlier)?;
-        let is_cached = earlier_nodes.is_some();
+        let parent_nodes = self.load_parent_nodes(parent_tree)?;
+        let is_cached = parent_nodes.is_some();
         let outer_bytes = std::mem::take(&mut self.node_bytes);
-        let parent_has_read_database = std::mem::take(&mut self.has_read_database);
-        let nodes = match earlier_nodes {
-            Some(earlier) if can_save_marked(&earlier, scope) => {
-                self.save_marked(directory, earlier, scope).map_err(EntryError::from)
+        let outer_has_read_database = std::mem::take(&mut self.has_read_database);
+        let nodes = match parent_nodes {
+            Some(parent_nodes) if can_save_marked(&parent_nodes, scope) => {
+                self.save_marked(directory, parent_nodes, scope).map_err(EntryError::from)
             }
-            Some(earlier) => self.save_all(directory, earlier, scope),
+            Some(parent_nodes) => self.save_all(directory, parent_nodes, scope),
             None => self.save_all(directory, BTreeMap::new(), Scope::All),
         };
         let node_bytes = std::mem::replace(&mut self.node_bytes, outer_bytes);
-        self.has_read_database = parent_has_read_database;
+        self.has_read_database = outer_has_read_database;
         let mut nodes = nodes?;
         // The listing checks only an estimate. Link targets, attributes and lists of chunks may be long.
         let too_large = || {
@@ -200,7 +200,7 @@ impl Walker<'_> {
             return Err(too_large());
         }
         let id = Id::of(&json);
-        if earlier != Some(id) || !is_cached {
+        if parent_tree != Some(id) || !is_cached {
             self.repository.cache_tree(id, &json);
         }
         if let Some(trees) = &mut self.trees {
@@ -216,11 +216,11 @@ impl Walker<'_> {
     fn save_all(
         &mut self,
         directory: &OwnedFd,
-        mut earlier: BTreeMap<OsString, Node>,
+        mut parent_nodes: BTreeMap<OsString, Node>,
         scope: Scope<'_>,
     ) -> Result<Vec<Node>, EntryError> {
         if self.is_in_git_objects {
-            return self.save_git_objects(directory, earlier);
+            return self.save_git_objects(directory, parent_nodes);
         }
         let mut nodes = Vec::new();
         let mut names = self.list(directory)?;
@@ -231,12 +231,12 @@ impl Walker<'_> {
         }
         let databases = DatabaseFiles::extract_from(&mut names);
         for database in &databases {
-            nodes.extend(self.save_database(directory, database, &mut earlier, scope)?);
+            nodes.extend(self.save_database(directory, database, &mut parent_nodes, scope)?);
         }
         // These databases have been saved with their logs and journals.
         self.has_read_database = false;
         for name in names {
-            let earlier = earlier.remove(&name);
+            let earlier = parent_nodes.remove(&name);
             let node = if is_git_repository && name == git::OBJECTS {
                 self.save_all_git_objects(directory, earlier)?
             } else {
@@ -254,15 +254,15 @@ impl Walker<'_> {
     fn save_marked(
         &mut self,
         directory: &OwnedFd,
-        mut earlier: BTreeMap<OsString, Node>,
+        mut parent_nodes: BTreeMap<OsString, Node>,
         scope: Scope<'_>,
     ) -> Result<Vec<Node>, FilesError> {
         let mut nodes = Vec::new();
         for name in scope.marked_names() {
-            let earlier = earlier.remove(name);
+            let earlier = parent_nodes.remove(name);
             nodes.extend(self.save_entry(directory, name, earlier, scope)?);
         }
-        nodes.extend(earlier.into_values());
+        nodes.extend(parent_nodes.into_values());
         Ok(nodes)
     }
 
@@ -275,16 +275,17 @@ impl Walker<'_> {
         pack.map_or(Ok(()), |pack| self.packs.blocking_send(pack).map_err(|_| FilesError::Stopped))
     }
 
-    /// Returns the earlier nodes of a directory by name; `None` if there is no earlier tree, or if it is not in the
-    /// cache, in which case all files are read again.
-    fn load_earlier(&self, tree: Option<Id>) -> Result<Option<BTreeMap<OsString, Node>>, FilesError> {
+    /// Returns the nodes of a directory's tree in the parent snapshot, by name; `None` if there is no such tree, or if
+    /// it is not in the cache, in which case all files are read again.
+    fn load_parent_nodes(&self, tree: Option<Id>) -> Result<Option<BTreeMap<OsString, Node>>, FilesError> {
         let Some(tree) = tree.map(|id| self.repository.read_cached_tree(id)).transpose()?.flatten() else {
             return Ok(None);
         };
         Ok(Some(tree.nodes.into_iter().filter_map(|node| Some((node.file_name()?, node))).collect()))
     }
 
-    /// Saves an entry; `None` if it is skipped, has vanished, or cannot be read and has no earlier state.
+    /// Saves an entry; `None` if it is skipped, has vanished, or cannot be read and `earlier` is `None`. `earlier` is
+    /// its node in the parent snapshot, or one that this save has already created.
     pub(super) fn save_entry(
         &mut self,
         directory: &OwnedFd,
@@ -362,7 +363,7 @@ impl Walker<'_> {
         }
     }
 
-    /// Counts an entry that cannot be read. Its earlier state stays in the snapshot.
+    /// Counts an entry that cannot be read, and keeps its earlier node.
     fn keep_unreadable(&mut self, error: &dyn std::fmt::Display, earlier: Option<Node>) -> Option<Node> {
         self.counts.unreadable += 1;
         self.mark_for_retry();
@@ -424,12 +425,12 @@ impl Walker<'_> {
         };
         // The ctime also differs if the directory was moved away, changed and moved back, or if its inode was reused.
         let is_untouched = earlier.is_some_and(|earlier| earlier.ctime == node.ctime);
-        let earlier = earlier.and_then(|node| node.subtree);
-        node.subtree = match (scope, earlier) {
+        let parent_tree = earlier.and_then(|node| node.subtree);
+        node.subtree = match (scope, parent_tree) {
             (None, Some(unchanged)) if is_untouched && self.known.contains(BlobType::Tree, unchanged) => {
                 Some(unchanged)
             }
-            (scope, earlier) => Some(self.save_directory(&opened, earlier, scope.unwrap_or(Scope::All))?),
+            (scope, _) => Some(self.save_directory(&opened, parent_tree, scope.unwrap_or(Scope::All))?),
         };
         Ok(Some(node))
     }
@@ -449,10 +450,10 @@ impl Walker<'_> {
 
 /// Whether only the marked entries of a directory need to be saved. A git repository is always listed in full, because
 /// its references must be read before its other files.
-fn can_save_marked(earlier: &BTreeMap<OsString, Node>, scope: Scope<'_>) -> bool {
+fn can_save_marked(parent_nodes: &BTreeMap<OsString, Node>, scope: Scope<'_>) -> bool {
     !scope.lists_directory()
-        && !earlier.contains_key(OsStr::new(CACHE_TAG))
-        && !git::is_repository(|name| earlier.contains_key(name))
+        && !parent_nodes.contains_key(OsStr::new(CACHE_TAG))
+        && !git::is_repository(|name| parent_nodes.contains_key(name))
 }
 
 /// Why an entry was not saved.

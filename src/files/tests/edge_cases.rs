@@ -201,7 +201,7 @@ async fn cache_holds_only_current_trees_despite_unreadable_entry() {
         fixture.write("counter", [round]);
         assert_eq!(fixture.save().await.counts.unreadable, 1);
         let count = files_in(&trees).flat_map(|dir| files_in(&dir)).count();
-        assert_eq!(count, 3, "the home directory, and the two directories whose earlier state is kept");
+        assert_eq!(count, 3, "the home directory, and the two directories whose earlier version is kept");
     }
 }
 

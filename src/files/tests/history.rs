@@ -1,4 +1,4 @@
-//! Earlier states of individual files and directories.
+//! Earlier versions of individual files and directories.
 
 use std::time::Instant;
 

@@ -1,4 +1,4 @@
-//! Checks the connection to the platform, whether another machine has replaced this one, and the clock against the
+//! Checks the connection to the platform, whether this machine has been replaced or deleted, and the clock against the
 //! platform's.
 
 use std::time::Duration;
@@ -43,7 +43,7 @@ pub async fn check(layout: &Layout) -> Findings {
     let findings = Findings::new("platform");
     if layout.superseded().exists() {
         return findings.problem(
-            "another machine has replaced this one",
+            "this machine has been replaced or deleted",
             "do nothing: this machine stops automatically, and its server will be deleted",
         );
     }

@@ -5,8 +5,8 @@
 //! latest snapshot before the database is restored and the gateway starts. The pointer (`svc_store::files_pointer`)
 //! names that snapshot; a replaced machine cannot move the pointer.
 //!
-//! [`history`] lists and sends earlier states of files, and [`restore_entry`] restores a single file or directory on a
-//! running machine.
+//! [`history`] lists and sends earlier versions of files, and [`restore_entry`] restores a single file or directory on
+//! a running machine.
 
 pub mod access;
 mod changes;

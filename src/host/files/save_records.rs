@@ -44,6 +44,15 @@ struct FileBackupRecord {
     error: Option<String>,
 }
 
+/// The start of a save.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct SaveStart {
+    /// The time before which every write is included in the save.
+    pub(super) checked_at: Timestamp,
+    /// From this, the save's duration is measured.
+    pub(super) started_at: Instant,
+}
+
 /// Decides which saves get a line.
 #[derive(Debug, Default)]
 pub(super) struct SaveRecords {
@@ -55,14 +64,13 @@ pub(super) struct SaveRecords {
 }
 
 impl SaveRecords {
-    /// Records a successful save. `size_bytes` is the size of all saved files, and `began` is when the save began, as
-    /// wall-clock and monotonic time.
+    /// Records a successful save. `size_bytes` is the size of all saved files.
     pub(super) fn record_success(
         &mut self,
         layout: &Layout,
         saved: &SaveResult,
         size_bytes: u64,
-        began: (Timestamp, Instant),
+        start: SaveStart,
     ) {
         self.uploaded_bytes += saved.uploaded_bytes;
         self.snapshots += u64::from(!saved.is_unchanged);
@@ -70,21 +78,21 @@ impl SaveRecords {
             stage: "done",
             key: Some(format!("files/snapshots/{}", saved.id)),
             size_bytes: Some(size_bytes.min(MAX_SAFE_INTEGER)),
-            ..self.new_record(Status::Success, began)
+            ..self.new_record(Status::Success, start)
         };
         self.write_if_due(layout, &record);
     }
 
-    /// Records a failed save; `began` is as in [`Self::record_success`].
-    pub(super) fn record_failure(&mut self, layout: &Layout, error: &str, began: (Timestamp, Instant)) {
+    /// Records a failed save.
+    pub(super) fn record_failure(&mut self, layout: &Layout, error: &str, start: SaveStart) {
         let error = Some(error.to_owned());
-        let record = FileBackupRecord { error, ..self.new_record(Status::Error, began) };
+        let record = FileBackupRecord { error, ..self.new_record(Status::Error, start) };
         self.write_if_due(layout, &record);
     }
 
-    fn new_record(&self, status: Status, (timestamp, began): (Timestamp, Instant)) -> FileBackupRecord {
+    fn new_record(&self, status: Status, start: SaveStart) -> FileBackupRecord {
         FileBackupRecord {
-            timestamp,
+            timestamp: start.checked_at,
             kind: BackupKind::Files,
             status,
             stage: "save",
@@ -92,7 +100,7 @@ impl SaveRecords {
             size_bytes: None,
             snapshots: self.snapshots,
             uploaded_bytes: self.uploaded_bytes.min(MAX_SAFE_INTEGER),
-            duration_ms: u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX),
+            duration_ms: u64::try_from(start.started_at.elapsed().as_millis()).unwrap_or(u64::MAX),
             error: None,
         }
     }

@@ -25,7 +25,7 @@ use super::restore_outcome::RestoreOutcome;
 use super::rules::{OwnerRules, read_rules, set_rules};
 use super::save_error::SaveError;
 use super::save_passes::SavePasses;
-use super::save_records::SaveRecords;
+use super::save_records::{SaveRecords, SaveStart};
 use super::save_request::SAVE_REQUEST;
 use super::schedule::{SaveScope, Schedule};
 use super::status::FilesStatus;
@@ -51,7 +51,7 @@ const WARNING_INTERVAL: Duration = Duration::from_secs(600);
 /// The service's fail points.
 pub const FAILPOINTS: &[&str] = &["files.service.saved", "files.service.advanced"];
 
-/// Runs the service until it is stopped or this machine has been replaced.
+/// Runs the service until it is stopped or this machine has been replaced or deleted.
 pub async fn run(layout: Layout) -> Result<(), Failure> {
     let settings = FilesSettings::read(layout)?;
     if settings.layout.superseded().exists() {
@@ -72,7 +72,7 @@ pub async fn run(layout: Layout) -> Result<(), Failure> {
 
 fn superseded() -> Failure {
     let error =
-        anyhow::anyhow!("another machine has replaced this one, so this machine's files are no longer saved");
+        anyhow::anyhow!("this machine has been replaced or deleted, so its files are no longer saved");
     Failure::new(Exit::Permission, error)
 }
 
@@ -130,7 +130,7 @@ impl FileBackup {
         }
     }
 
-    /// Saves until this machine has been replaced.
+    /// Saves until this machine has been replaced or deleted.
     async fn run(&mut self) -> Result<(), Failure> {
         loop {
             self.check_and_save().await?;
@@ -172,18 +172,18 @@ impl FileBackup {
         if scope == SaveScope::Nothing {
             return Ok(());
         }
-        let began = Instant::now();
+        let start = SaveStart { checked_at, started_at: Instant::now() };
         let rules = read_rules(&self.settings.layout);
         // New rules also apply to unchanged directories.
         let scope = if self.rules.as_ref() == Some(&rules) { scope } else { SaveScope::Everything };
         self.rules = Some(rules);
-        match self.save(scope, reply.ok(), (checked_at, began)).await {
+        match self.save(scope, reply.ok(), start).await {
             Ok(FinishedSave { throttled, is_full, is_unchanged }) => {
                 // Only the work counts: a save that mostly waits for the upload limit is not slow.
-                let duration = began.elapsed().saturating_sub(throttled);
+                let duration = start.started_at.elapsed().saturating_sub(throttled);
                 self.schedule.record_success(scope, is_unchanged, duration, Instant::now());
                 if is_full || scope == SaveScope::Everything {
-                    // After the last save, the platform checks that it has the key.
+                    // After the final save, the platform checks that it has the key.
                     self.offer_key(self.last_quiesced_at.is_some()).await;
                 }
                 self.is_full_save_due &= !is_full;
@@ -199,18 +199,18 @@ impl FileBackup {
                 if error.is_withdrawn() {
                     self.settings = FilesSettings::read(self.settings.layout.clone())?;
                 }
-                // The platform waits only a few minutes for a machine's last save.
+                // The platform waits only a few minutes for a machine's final save.
                 let is_awaited = self.last_quiesced_at.is_some();
-                self.schedule.record_failure(began.elapsed(), is_awaited, Instant::now());
-                self.record_failure(&error, (checked_at, began));
+                self.schedule.record_failure(start.started_at.elapsed(), is_awaited, Instant::now());
+                self.record_failure(&error, start);
             }
         }
         Ok(())
     }
 
     /// Passes a request for a save to the schedule, and removes it. Once this machine's writers have been stopped,
-    /// requests a save, and then a full one: the snapshot may be the machine's last, and the watcher does not report
-    /// writes through a hard link outside the home directory.
+    /// requests a save, and then a full one: the snapshot may be the machine's final one, and the watcher does not
+    /// report writes through a hard link outside the home directory.
     fn take_requests(&mut self) {
         let layout = &self.settings.layout;
         let quiesced_at = Quiesce::read(layout).ok().flatten().and_then(|quiesce| quiesce.quiesced_at);
@@ -224,12 +224,12 @@ impl FileBackup {
         }
     }
 
-    /// Saves, and moves the pointer to the snapshot. `began` is the start of the save.
+    /// Saves, and moves the pointer to the snapshot.
     async fn save(
         &mut self,
         scope: SaveScope,
         reply: Option<ChangesReply>,
-        began: (Timestamp, Instant),
+        start: SaveStart,
     ) -> Result<FinishedSave, SaveError> {
         self.ensure_home_is_complete()?;
         let checks = FileChecks::read(&self.settings.layout).map_err(AccessError::File)?;
@@ -291,7 +291,7 @@ impl FileBackup {
                 id: id.clone(),
                 machine_id: self.settings.identity.machine,
                 epoch: self.settings.epoch(),
-                taken_at: began.0,
+                taken_at: start.checked_at,
             };
             files_pointer::advance(&self.settings.bucket, &self.settings.slot, &snapshot).await?;
             open.pointer_target = Some(id);
@@ -302,7 +302,7 @@ impl FileBackup {
         if is_repair {
             self.record_repair(checks.damage_found_at);
         }
-        self.record_saved(&saved, is_full, began);
+        self.record_saved(&saved, is_full, start);
         Ok(FinishedSave { throttled: saved.throttled, is_full, is_unchanged: saved.is_unchanged })
     }
 
@@ -378,7 +378,7 @@ impl FileBackup {
         }
     }
 
-    fn record_saved(&mut self, saved: &SaveResult, is_full: bool, (checked_at, began): (Timestamp, Instant)) {
+    fn record_saved(&mut self, saved: &SaveResult, is_full: bool, start: SaveStart) {
         self.retry = saved.retry.clone();
         if saved.counts.excluded_sizes.is_some() {
             self.measured_excluded = Some((Instant::now(), self.rules.clone().unwrap_or_default()));
@@ -388,16 +388,16 @@ impl FileBackup {
             Quiesce::read(&self.settings.layout).ok().flatten().and_then(|quiesce| quiesce.quiesced_at);
         let saved_until = match quiesced_at {
             Some(quiesced_at) if !is_full && !self.has_final_save(quiesced_at) => {
-                checked_at.min(quiesced_at - SignedDuration::from_millis(1))
+                start.checked_at.min(quiesced_at - SignedDuration::from_millis(1))
             }
-            _ => checked_at,
+            _ => start.checked_at,
         };
         self.status.record_saved(saved, is_full, saved_until);
         self.write_status();
         // Appending to `backup.jsonl` would itself be an unsaved change, which a final backup must not leave behind.
         if quiesced_at.is_none() {
             let (layout, bytes) = (&self.settings.layout, self.status.bytes);
-            self.records.record_success(layout, saved, bytes, (checked_at, began));
+            self.records.record_success(layout, saved, bytes, start);
         }
         if !saved.is_unchanged {
             tracing::info!(
@@ -415,7 +415,7 @@ impl FileBackup {
         self.last_quiesced_at == Some(quiesced_at) && !self.is_full_save_due
     }
 
-    fn record_failure(&mut self, error: &SaveError, began: (Timestamp, Instant)) {
+    fn record_failure(&mut self, error: &SaveError, start: SaveStart) {
         let text = format_chain(error);
         let is_repeated = |(last, at): &(String, Instant)| *last == text && at.elapsed() < WARNING_INTERVAL;
         if !self.last_warning.as_ref().is_some_and(is_repeated) {
@@ -425,7 +425,7 @@ impl FileBackup {
         let now = clock::now_ms();
         self.status.failing_since.get_or_insert(now);
         self.status.failed_at = Some(now);
-        self.records.record_failure(&self.settings.layout, &text, began);
+        self.records.record_failure(&self.settings.layout, &text, start);
         self.status.error = Some(text);
         self.write_status();
     }

@@ -109,7 +109,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
 
 async fn serve(layout: Layout) -> Result<(), Failure> {
     if layout.superseded().exists() {
-        let error = anyhow!("this machine has been replaced ({})", layout.superseded().display());
+        let error = anyhow!("this machine has been replaced or deleted ({})", layout.superseded().display());
         return Err(Failure::new(Exit::Permission, error));
     }
     let config = Config::load(layout)?;

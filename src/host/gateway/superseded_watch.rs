@@ -1,4 +1,4 @@
-//! Stops the gateway when this machine has been replaced.
+//! Stops the gateway when this machine has been replaced or deleted.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -15,7 +15,7 @@ pub async fn watch_superseded(file: PathBuf, stop: CancellationToken) {
             () = tokio::time::sleep(CHECK_INTERVAL) => {}
         }
         if tokio::fs::try_exists(&file).await.unwrap_or(false) {
-            tracing::warn!("this machine has been replaced; stopping");
+            tracing::warn!("this machine has been replaced or deleted; stopping");
             stop.cancel();
         }
     }

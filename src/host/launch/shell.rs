@@ -1,4 +1,4 @@
-//! `svc-shell`: serves the release's shell on `shell.sock`.
+//! `svc-shell`: serves the static files of the release's browser UI (the shell) on `shell.sock`.
 
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -19,7 +19,7 @@ pub const SOCKET: &str = "shell.sock";
 #[command(
     name = "svc-shell",
     version = applet::version(),
-    about = "Serves the release's shell to the gateway, on a Unix socket",
+    about = "Serves the static files of the release's browser UI (the shell) to the gateway, on a Unix socket",
     after_help = "svc-shell serves /opt/svc/app/shell below SVC_ROOT on run/svc/owner/shell.sock."
 )]
 struct Args {}

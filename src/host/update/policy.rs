@@ -20,7 +20,7 @@ const BUNDLED_APPS_PREFIX: &str = "app/apps/";
 /// The reason an update is not permitted.
 #[derive(Debug, thiserror::Error)]
 pub enum PolicyError {
-    #[error("this machine has been replaced")]
+    #[error("this machine has been replaced or deleted")]
     Superseded,
     #[error("the machine has not been restored yet")]
     NotRestored,

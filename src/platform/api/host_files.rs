@@ -1,5 +1,5 @@
-//! `/vps/:id/files/…`: shows the state of a machine's file backup, lists earlier states of the owner's files, and
-//! requests restores. The host reads the earlier states from the slot's file backup. File contents are never sent.
+//! `/vps/:id/files/…`: shows the state of a machine's file backup, lists earlier versions of the owner's files,
+//! and requests restores. The host reads them from the slot's file backup. File contents are never sent.
 //!
 //! File names are the owner's data, so each valid read and each valid request for a restore is audited, even if it then
 //! fails. Reads of a restore's state are not audited.

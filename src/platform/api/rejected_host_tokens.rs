@@ -26,7 +26,7 @@ pub async fn report_rejected_token(
     }
     let (sent_generation, recorded_generation) = (claim.generation.0, machine.upgrade_token.generation.0);
     tracing::warn!(machine = %machine.id, generation = sent_generation, known = recorded_generation,
-        "host token rejected: not issued with a current platform key; check that PLATFORM_KEY is the current key");
+        "host token rejected: not issued with an active platform key; check that PLATFORM_KEY is the current key");
     let detail = json!({machine.handle.as_str(): {"machineId": machine.id, "generation": sent_generation}});
     alarms::raise_or_log(platform, Alarm::HostTokensRejected, &detail).await;
 }

@@ -32,8 +32,8 @@ pub async fn handle(
     call.validate_optional_body()?;
     platform.rate_limits.admit_credentials(id)?;
     let grant = match check_slot_access(&platform, &machine).await? {
-        SlotAccess::Current => SessionGrant::WithOutage,
-        SlotAccess::FinalBackup => SessionGrant::Working,
+        SlotAccess::Current => SessionGrant::WorkingAndOutage,
+        SlotAccess::FinalBackup => SessionGrant::WorkingOnly,
     };
     let access = platform.store_access.grant_access(&machine, grant).await.map_err(|error| {
         tracing::warn!(machine = %id, error = %format_chain(&error), "cannot issue storage credentials");

@@ -182,10 +182,10 @@ pub struct StallLimits<'a> {
 }
 
 impl<'a> StallLimits<'a> {
-    /// - `progress_timeout`: maximum time without progress. Time during which the provider's account is blocked does
-    ///   not count.
-    /// - `max_age`: maximum time since the operation was created, since an operator last continued it, or since the
-    ///   provider's account last stopped blocking it, whichever is latest.
+    /// - `progress_timeout`: maximum time without progress. Time during which a problem with the provider account
+    ///   blocks the operation does not count.
+    /// - `max_age`: maximum time since the operation was created, since an operator last continued it, or since a
+    ///   problem with the provider account last stopped blocking it, whichever is latest.
     /// - `runnable`: operations that only other releases support never count as stalled.
     pub fn new(progress_timeout: Duration, max_age: Duration, runnable: RunnableSteps<'a>) -> Self {
         let (progress_timeout_seconds, max_age_seconds) =
@@ -199,8 +199,8 @@ impl<'a> StallLimits<'a> {
         [&self.progress_timeout_seconds, &self.max_age_seconds, kinds, steps, &PROVIDER_ACCOUNT_BLOCKED]
     }
 
-    /// Excludes operations that are waiting for an operator or for the provider's account, and deletions and server
-    /// removals, which are retried until an operator abandons them.
+    /// Excludes operations that are waiting for an operator or are blocked by a problem with the provider account, and
+    /// deletions and server removals, which are retried until an operator abandons them.
     const CONDITION: &'static str = "state = 'running' AND kind NOT IN ('delete', 'remove_server') \
          AND question IS NULL AND error_code IS DISTINCT FROM $5 AND kind = ANY($3) AND step = ANY($4) \
          AND (greatest(created_at, progress_at) <= clock_timestamp() - make_interval(secs => $1) \
@@ -350,8 +350,8 @@ pub async fn load_step_age(
     Ok(Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or_default())
 }
 
-/// Like [`load_step_age`], but counts from when the provider's account last stopped blocking the operation, if that is
-/// later; zero while the account is blocking it.
+/// Like [`load_step_age`], but counts from when a problem with the provider account last stopped blocking the
+/// operation, if that is later; zero while such a problem is blocking it.
 pub async fn load_unblocked_step_age(
     client: &impl GenericClient,
     id: OperationId,
@@ -375,7 +375,8 @@ pub async fn load_failure_age(client: &impl GenericClient, id: OperationId) -> R
     Ok(Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or_default())
 }
 
-/// The error code for a running operation that is blocked by the provider's account. Such an operation has no deadline.
+/// The error code for a running operation that is blocked by a problem with the provider account. Such an operation has
+/// no deadline.
 pub const PROVIDER_ACCOUNT_BLOCKED: &str = "provider_account";
 
 /// The kinds and steps that this release can run. All other kinds and steps belong to other releases.
@@ -440,7 +441,7 @@ pub struct OperationUpdate<'a> {
 }
 
 /// Advances an operation if `owner` still holds its lease. Returns whether it was advanced. A new step, a new fact and
-/// the unblocking of the provider account count as progress. Failures while the account is blocked do not count toward
+/// the end of a problem with the provider account count as progress. Failures during such a problem do not count toward
 /// `failing_since`.
 pub async fn advance(
     client: &impl GenericClient,

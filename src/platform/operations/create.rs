@@ -203,7 +203,7 @@ async fn build_order(
 ) -> Result<ServerOrder, StepError> {
     let platform = leased.platform;
     let config = &platform.config;
-    let store = platform.store_access.grant_access(machine, SessionGrant::Working).await;
+    let store = platform.store_access.grant_access(machine, SessionGrant::WorkingOnly).await;
     let store =
         store.map_err(|error| StepError::transient("cannot get store credentials for the host", error))?;
     let has_saved_files = async {

@@ -230,7 +230,7 @@ pub async fn fetch_usage(
     }
 }
 
-/// A query about the file backup or earlier states of the owner's files, or a request to restore such a state.
+/// A query about the file backup or earlier versions of the owner's files, or a request to restore such a version.
 #[derive(Debug)]
 pub enum FilesCall {
     Status,

@@ -195,8 +195,8 @@ impl LeasedOperation<'_> {
         db::operations::load_step_age(&session, self.operation.id, &self.operation.step).await
     }
 
-    /// Like [`Self::step_age`], but counts from the end of the last period in which the provider's account blocked the
-    /// operation, if that is later; zero during such a period.
+    /// Like [`Self::step_age`], but counts from when a problem with the provider account last stopped blocking the
+    /// operation, if that is later; zero while such a problem is blocking it.
     pub async fn unblocked_step_age(&self) -> Result<Duration, DbError> {
         let session = self.platform.db.session().await?;
         db::operations::load_unblocked_step_age(&session, self.operation.id, &self.operation.step).await

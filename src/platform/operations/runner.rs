@@ -186,7 +186,7 @@ async fn retry_step(leased: &LeasedOperation<'_>, step: Step, error: &StepError)
     let operation = leased.operation;
     let account_error = as_account_error(error);
     let was_blocked = operation.error_code.as_deref() == Some(db::operations::PROVIDER_ACCOUNT_BLOCKED);
-    // Failures because of the provider's account do not count once it no longer blocks the operation.
+    // Failures because of a problem with the provider account do not count once it no longer blocks the operation.
     let attempts =
         if was_blocked && account_error.is_none() { 1 } else { operation.attempts.saturating_add(1) };
     tracing::warn!(operation = %operation.id, step = step.as_str(), attempts, error = %format_chain(error), "a step failed");

@@ -180,7 +180,7 @@ impl From<ProviderError> for StepError {
         match error.kind() {
             ErrorKind::Refused => Self::permanent("the provider refused the request", error),
             ErrorKind::Account => {
-                Self::transient("the provider's account does not currently allow the call", error)
+                Self::transient("a problem with the provider account blocks the call", error)
             }
             ErrorKind::NotFound | ErrorKind::Conflict | ErrorKind::Transient | ErrorKind::Ambiguous => {
                 Self::transient("the call to the provider failed", error)

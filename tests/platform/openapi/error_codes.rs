@@ -328,7 +328,7 @@ async fn trigger_usage_errors(tester: &mut RejectionTester<'_>) {
     ] {
         host.behavior.lock().unwrap().usage_response =
             (StatusCode::from_u16(status).unwrap(), body.to_owned());
-        tester.send(usage_call(&host.guest.machine), expected_status, code).await;
+        tester.send(usage_call(&host.settings.machine), expected_status, code).await;
     }
 }
 
@@ -363,13 +363,13 @@ async fn trigger_files_errors(tester: &mut RejectionTester<'_>) {
                 if is_older { (502, "host_refused") } else { (expected_status, code) };
             host.behavior.lock().unwrap().files_response =
                 (StatusCode::from_u16(status).unwrap(), body.to_owned());
-            tester.send(files_call(&host.guest.machine), expected_status, code).await;
+            tester.send(files_call(&host.settings.machine), expected_status, code).await;
         }
     }
-    let (stack, machine) = (&platform.stack, &host.guest.machine);
+    let (stack, machine) = (&platform.stack, &host.settings.machine);
     stack.store.write(BUCKET, "user_files/primary/files/config", "no key opens this");
     let files_key = stack.request(&platform.process, Method::POST, &format!("/vps/{machine}/files-key"));
-    let files_key = files_key.bearer_auth(&host.guest.upgrade_token).json(&json!({}));
+    let files_key = files_key.bearer_auth(&host.settings.upgrade_token).json(&json!({}));
     tester.send(files_key, 409, "conflict").await;
     let config = "user_1/primary/files/config";
     stack.store.write(BUCKET, config, "no key opens this");

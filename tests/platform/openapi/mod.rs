@@ -54,7 +54,8 @@ impl TestPlatform {
         let key = stack.request(&process, Method::POST, &path).bearer_auth(&running.upgrade_token);
         assert_eq!(stack.send(key.json(&json!({}))).await.status, 200);
         let provisioned = stack.provision(&process, "user_2").await;
-        let booting = stack.wait_for_guest(&process, provisioned["machineId"].as_str().unwrap()).await;
+        let booting =
+            stack.wait_for_host_settings(&process, provisioned["machineId"].as_str().unwrap()).await;
         let operation = provisioned["operationId"].as_str().unwrap().to_owned();
         // The hosts are simulated, so they cannot pass a verification.
         let deploy = json!({"imageVersion": "v1", "handles": ["h-user-1"], "canary": 0, "verify": false});
@@ -73,7 +74,7 @@ impl TestPlatform {
     }
 
     /// Returns the machine whose id belongs in a valid request for the operation.
-    fn guest(&self, operation: &Operation) -> &UserDataSettings {
+    fn host_settings(&self, operation: &Operation) -> &UserDataSettings {
         if accepts_credential(operation, "registration") { &self.booting } else { &self.running }
     }
 
@@ -111,7 +112,7 @@ impl ApiUnderTest for TestPlatform {
         match operation.id {
             _ if has_operation_id(operation) => self.path_of(operation, &self.operation),
             _ if has_rollout_id(operation) => self.path_of(operation, &self.rollout),
-            _ => self.path_of(operation, &self.guest(operation).machine),
+            _ => self.path_of(operation, &self.host_settings(operation).machine),
         }
     }
 
@@ -193,7 +194,7 @@ impl ApiUnderTest for TestPlatform {
             "handle" => json!("h-user-1"),
             "handles" => json!(["h-user-1"]),
             "except" => json!(["h-user-2"]),
-            "machineId" => json!(self.guest(operation).machine),
+            "machineId" => json!(self.host_settings(operation).machine),
             "serverType" => json!("cpx32"),
             "location" => json!("hel1"),
             "fallbackLocations" => json!(["fsn1"]),

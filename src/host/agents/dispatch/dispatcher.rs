@@ -104,8 +104,8 @@ pub(super) struct DispatchTable {
     pub(super) ended: VecDeque<Arc<Dispatch>>,
     pub(super) ended_bytes: usize,
     /// Journal files of recorded or refused dispatches and of ended batches, removed once the records are durable.
-    pub(super) recorded: Vec<JournalFile>,
-    /// The number of failed log file syncs when such a failure last caused `recorded` to be cleared.
+    pub(super) prunable_files: Vec<JournalFile>,
+    /// The number of failed log file syncs when such a failure last caused `prunable_files` to be cleared.
     pub(super) failed_syncs: u64,
     /// Batches whose files stay in the journal until the next start: the record of an entry was dropped or may not be
     /// on disk, and the batch's file may be the only one that contains the entry.
@@ -376,7 +376,7 @@ impl Dispatcher {
     /// Ends a refused dispatch, which needs no record.
     pub(super) fn end_refused(&self, dispatch: &Arc<Dispatch>, period: Period) {
         let refused = Some(period.reached_message());
-        self.lock().recorded.push(dispatch.accepted.file());
+        self.lock().prunable_files.push(dispatch.accepted.file());
         dispatch.end(DispatchResult { phase: Phase::Refused, interaction: None, text: None, refused });
         dispatch.mark_durable();
         self.retain_ended(dispatch);
@@ -409,7 +409,7 @@ impl Dispatcher {
     ) -> Vec<LimitWarning> {
         let warnings = self.kernel.record(interaction);
         if warnings.is_some() {
-            self.lock().recorded.push(dispatch.accepted.file());
+            self.lock().prunable_files.push(dispatch.accepted.file());
         } else {
             tracing::warn!(
                 id = dispatch.id(),

@@ -84,16 +84,17 @@ impl JournalFile {
     /// Takes the files that can be removed, in the order in which they must be removed. A batch's file lists its
     /// entries as not started, so an entry's own file is removed only after the batch's file: otherwise the entry could
     /// run again.
-    pub fn take_removable(recorded: &mut Vec<Self>) -> Vec<Self> {
+    pub fn take_removable(prunable_files: &mut Vec<Self>) -> Vec<Self> {
         let batch_id = |file: &Self| if let Self::Batch(id) = file { Some(id.clone()) } else { None };
-        let batches: BTreeSet<String> = recorded.iter().filter_map(batch_id).collect();
+        let batches: BTreeSet<String> = prunable_files.iter().filter_map(batch_id).collect();
         let is_removable = |file: &Self| match file {
             Self::Entry { batch, .. } => batches.contains(batch),
             Self::Dispatch(_) | Self::Batch(_) => true,
         };
-        let (mut removable, waiting): (Vec<Self>, Vec<Self>) = recorded.drain(..).partition(is_removable);
+        let (mut removable, waiting): (Vec<Self>, Vec<Self>) =
+            prunable_files.drain(..).partition(is_removable);
         removable.sort_by_key(|file| matches!(file, Self::Entry { .. }));
-        *recorded = waiting;
+        *prunable_files = waiting;
         removable
     }
 }
@@ -422,11 +423,11 @@ mod tests {
     fn entry_file_is_removable_only_with_its_batch_file() {
         let one = dispatch("a", "2026-11-22T10:00:01.000Z").file();
         let (first, second) = (entry(0, 2).file(), entry(1, 2).file());
-        let mut recorded = vec![first.clone(), one.clone()];
-        assert_eq!(JournalFile::take_removable(&mut recorded), [one]);
+        let mut prunable_files = vec![first.clone(), one.clone()];
+        assert_eq!(JournalFile::take_removable(&mut prunable_files), [one]);
         let batch = JournalFile::Batch("b".to_owned());
-        recorded.extend([second.clone(), batch.clone()]);
-        assert_eq!(JournalFile::take_removable(&mut recorded), [batch, first, second]);
-        assert_eq!(recorded, []);
+        prunable_files.extend([second.clone(), batch.clone()]);
+        assert_eq!(JournalFile::take_removable(&mut prunable_files), [batch, first, second]);
+        assert_eq!(prunable_files, []);
     }
 }

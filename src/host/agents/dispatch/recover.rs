@@ -87,9 +87,9 @@ impl Dispatcher {
         let batches = self.restore_batches(&unfinished, recorded_interactions);
         for entry in recorded {
             let mut table = self.lock();
-            table.recorded.push(entry.file());
+            table.prunable_files.push(entry.file());
             if let Some(position) = entry.batch.filter(|position| !batches.contains_key(&position.id)) {
-                table.recorded.push(JournalFile::Batch(position.id));
+                table.prunable_files.push(JournalFile::Batch(position.id));
             }
         }
         let settings = self.kernel.settings();
@@ -175,11 +175,11 @@ impl Dispatcher {
 
     /// Removes from the journal the dispatches whose records are durable.
     pub(super) async fn prune_journal(&self) {
-        let (recorded, earlier_failed_syncs) = {
+        let (removable, earlier_failed_syncs) = {
             let mut table = self.lock();
-            (JournalFile::take_removable(&mut table.recorded), table.failed_syncs)
+            (JournalFile::take_removable(&mut table.prunable_files), table.failed_syncs)
         };
-        if recorded.is_empty() {
+        if removable.is_empty() {
             return;
         }
         let (kernel, journal) = (Arc::clone(&self.kernel), self.journal.clone());
@@ -187,16 +187,16 @@ impl Dispatcher {
             let is_flushed = kernel.flush(FLUSH_TIMEOUT);
             let is_durable = is_flushed && kernel.records().failed_syncs() == earlier_failed_syncs;
             if is_durable {
-                journal.remove_all(&recorded);
+                journal.remove_all(&removable);
             }
-            (is_durable, recorded)
+            (is_durable, removable)
         });
-        let Ok((is_durable, recorded)) = pruned.await else { return };
+        let Ok((is_durable, removable)) = pruned.await else { return };
         let mut table = self.lock();
         if !is_durable {
-            return table.defer_removal(recorded, self.kernel.records().failed_syncs());
+            return table.defer_removal(removable, self.kernel.records().failed_syncs());
         }
-        for file in recorded {
+        for file in removable {
             if let JournalFile::Dispatch(id) | JournalFile::Entry { id, .. } = file
                 && let Some(DispatchTarget::Dispatch(dispatch)) = table.targets.get(&id)
             {
@@ -208,12 +208,12 @@ impl Dispatcher {
 
 impl DispatchTable {
     /// Keeps files whose records are not yet durable, for a later removal. After another failed sync, these and all
-    /// others in `recorded` stay in the journal until the next start, because a later successful flush does not prove
-    /// that the interactions are on disk. The next start records the dispatches whose interactions are missing.
+    /// others in `prunable_files` stay in the journal until the next start, because a later successful flush does not
+    /// prove that the interactions are on disk. The next start records the dispatches whose interactions are missing.
     fn defer_removal(&mut self, files: Vec<JournalFile>, failed_syncs: u64) {
-        self.recorded.extend(files);
+        self.prunable_files.extend(files);
         if failed_syncs != self.failed_syncs {
-            let retained = std::mem::take(&mut self.recorded);
+            let retained = std::mem::take(&mut self.prunable_files);
             let files = retained.len();
             tracing::error!(files, "dispatches stay in the journal until the next start: a sync failed");
             self.failed_syncs = failed_syncs;
@@ -281,16 +281,16 @@ mod tests {
         let file = |id: &str| JournalFile::Dispatch(id.to_owned());
         let mut table = DispatchTable::default();
         table.defer_removal(vec![file("timed-out")], 0);
-        assert_eq!(table.recorded, [file("timed-out")]);
-        table.recorded.push(file("recorded-before-the-failure"));
-        table.recorded.push(JournalFile::Entry { batch: "b".to_owned(), id: "b.0".to_owned() });
+        assert_eq!(table.prunable_files, [file("timed-out")]);
+        table.prunable_files.push(file("recorded-before-the-failure"));
+        table.prunable_files.push(JournalFile::Entry { batch: "b".to_owned(), id: "b.0".to_owned() });
         table.defer_removal(vec![file("not-synced")], 1);
-        assert!(table.recorded.is_empty());
+        assert!(table.prunable_files.is_empty());
         assert!(
             table.kept_batches.contains("b"),
             "the batch's file, perhaps the only copy of its entry, is not kept"
         );
         table.defer_removal(vec![file("recorded-later")], 1);
-        assert_eq!(table.recorded, [file("recorded-later")]);
+        assert_eq!(table.prunable_files, [file("recorded-later")]);
     }
 }

@@ -21,7 +21,7 @@ impl Dispatcher {
         if let Some(batch) = ended_batch
             && !table.kept_batches.contains(&batch.id)
         {
-            table.recorded.push(JournalFile::Batch(batch.id.clone()));
+            table.prunable_files.push(JournalFile::Batch(batch.id.clone()));
         }
         table.ended_bytes += dispatch.bytes();
         table.ended.push_back(Arc::clone(dispatch));
@@ -173,7 +173,7 @@ mod tests {
             } else {
                 vec![entry(&ids[0]), entry(&ids[1]), JournalFile::Batch("b".to_owned())]
             };
-            assert_eq!(dispatcher.lock().recorded, expected);
+            assert_eq!(dispatcher.lock().prunable_files, expected);
             kernel.close();
         }
     }

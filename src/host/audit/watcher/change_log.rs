@@ -112,10 +112,11 @@ impl ChangeLog {
         self.fresh.limit();
     }
 
-    /// Returns the changes since the reply whose token is `saved`. `event_count` is the number of events so far.
-    pub fn take(&mut self, saved: Option<&str>, event_count: u64) -> ChangesReply {
-        let saved =
-            saved.and_then(|token| token.strip_prefix(&self.instance)?.strip_prefix('-')?.parse().ok());
+    /// Returns the changes since the reply whose token is `last_saved_token`. `event_count` is the number of events so
+    /// far.
+    pub fn take(&mut self, last_saved_token: Option<&str>, event_count: u64) -> ChangesReply {
+        let saved = last_saved_token
+            .and_then(|token| token.strip_prefix(&self.instance)?.strip_prefix('-')?.parse().ok());
         let fresh = std::mem::take(&mut self.fresh);
         if saved.is_some() && saved == Some(self.last_reply) {
             (self.unsaved, self.last_saved) = (PathSet::default(), saved);

@@ -179,10 +179,10 @@ impl WatcherHandle {
         self.send_request(Request::Hook(Box::new(request))) && completion.await.is_ok()
     }
 
-    /// Returns the changes since the reply with the token `saved`; `None` if the thread has ended.
-    async fn take_changes(&self, saved: Option<String>) -> Option<ChangesReply> {
+    /// Returns the changes since the reply with the token `last_saved_token`; `None` if the thread has ended.
+    async fn take_changes(&self, last_saved_token: Option<String>) -> Option<ChangesReply> {
         let (reply, changes) = oneshot::channel();
-        if !self.send_request(Request::Changes { saved, reply }) {
+        if !self.send_request(Request::Changes { last_saved_token, reply }) {
             return None;
         }
         changes.await.ok()

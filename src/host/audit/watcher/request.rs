@@ -18,10 +18,10 @@ pub struct HookRequest {
 
 pub enum Request {
     Hook(Box<HookRequest>),
-    /// Requests the changes since the reply with the token `saved`. If `saved` is `None`, the reply states that
+    /// Requests the changes since the reply with the token `last_saved_token`. If it is `None`, the reply states that
     /// anything may have changed.
     Changes {
-        saved: Option<String>,
+        last_saved_token: Option<String>,
         reply: oneshot::Sender<ChangesReply>,
     },
 }

@@ -143,8 +143,8 @@ impl Watcher {
     fn process_request(&mut self, request: Request) {
         let HookRequest { message, peer, received_at, done } = match request {
             Request::Hook(hook) => *hook,
-            Request::Changes { saved, reply } => {
-                let _ = reply.send(self.take_changes(saved.as_deref()));
+            Request::Changes { last_saved_token, reply } => {
+                let _ = reply.send(self.take_changes(last_saved_token.as_deref()));
                 return;
             }
         };
@@ -161,13 +161,13 @@ impl Watcher {
     }
 
     /// Returns the changes that the file backup has not saved.
-    fn take_changes(&mut self, saved: Option<&str>) -> ChangesReply {
+    fn take_changes(&mut self, last_saved_token: Option<&str>) -> ChangesReply {
         self.home_watcher.drain(&mut self.dirty);
         if self.home_watcher.is_at_watch_limit() {
             self.change_log.record_everything();
         }
         self.change_log.record(&self.dirty, &self.tree);
-        self.change_log.take(saved, self.home_watcher.event_count())
+        self.change_log.take(last_saved_token, self.home_watcher.event_count())
     }
 
     fn wait_for_events(&self, wakeups: &UnixStream, timeout: Duration) {

@@ -1,4 +1,4 @@
-//! Archives of earlier states of the owner's files, generated while they are being sent.
+//! Archives of earlier versions of the owner's files, generated while they are being sent.
 
 use std::ffi::{OsStr, OsString};
 use std::io::{self, BufWriter, Read, Write};

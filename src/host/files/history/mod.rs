@@ -1,4 +1,4 @@
-//! `svc-sync-agent history`: serves requests for earlier states of the owner's files.
+//! `svc-sync-agent history`: serves requests for earlier versions of the owner's files.
 //!
 //! The gateway connects to `history.sock` for each request. systemd accepts the connection and starts one process for
 //! it (`svc-files-history@.service`), so that the index of a large repository uses memory only during requests. Without

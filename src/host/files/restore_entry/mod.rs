@@ -1,4 +1,4 @@
-//! Restores one of the owner's files or directories to an earlier state: next to the existing entry, in its place, or
+//! Restores one of the owner's files or directories to an earlier version: next to the existing entry, in its place, or
 //! to another path.
 //!
 //! The gateway writes a request file, and `svc-files-request.service` serves it (`svc-sync-agent serve-restore`). The

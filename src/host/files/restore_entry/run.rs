@@ -73,8 +73,8 @@ enum RestoreError {
     #[error("the current state could not be saved, so nothing was replaced")]
     Unsaved(#[source] SaveRequestError),
     #[error(
-        "the platform has stopped this machine's writers for a final backup, or has replaced this machine; nothing was \
-         restored"
+        "the platform has stopped this machine's writers for a final backup, or has replaced or deleted this machine; \
+         nothing was restored"
     )]
     Quiesced,
     #[error(

@@ -174,8 +174,8 @@ fn read_tree(root: &Path) -> Result<Tree, FileError> {
                 pending.push(path);
             } else if let Ok(relative) = path.strip_prefix(root) {
                 // Symbolic links and special files are never copied, so a tree with one differs from the copied tree.
-                let content = if kind.is_file() { digest(&path)? } else { NOT_A_FILE.to_owned() };
-                files.insert(relative.to_string_lossy().into_owned(), content);
+                let digest = if kind.is_file() { digest(&path)? } else { NOT_A_FILE.to_owned() };
+                files.insert(relative.to_string_lossy().into_owned(), digest);
             }
         }
     }
@@ -218,7 +218,7 @@ fn copy(source: &Path, target: &Path, files: &Tree) -> Result<(), FileError> {
 }
 
 fn copy_files(source: &Path, to: &Path, files: &Tree) -> Result<(), FileError> {
-    for (path, _) in files.iter().filter(|(_, content)| *content != NOT_A_FILE) {
+    for (path, _) in files.iter().filter(|(_, digest)| *digest != NOT_A_FILE) {
         let destination = to.join(path);
         let dir = destination.parent().unwrap_or(to);
         fs::create_dir_all(dir).map_err(FileError::wrap("create directory", dir))?;

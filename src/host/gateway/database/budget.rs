@@ -35,7 +35,7 @@ impl ConnectionBudget {
     }
 
     /// Waits for a permit. While none is available, connections are retired one at a time, each from the pool that then
-    /// has the most spare ones. The result is never `None`, because the semaphore is never closed.
+    /// has the most retirable ones. The result is never `None`, because the semaphore is never closed.
     pub async fn acquire(&self) -> Option<ConnectionPermit> {
         if let Some(permit) = self.try_acquire() {
             return Some(permit);
@@ -57,8 +57,8 @@ impl ConnectionBudget {
             // Ties go to the least recently used pool.
             let usage = pools.iter().filter_map(Weak::upgrade).map(|pool| (pool.usage(), pool));
             usage
-                .filter(|(usage, _)| usage.spare > 0)
-                .max_by_key(|(usage, _)| (usage.spare, std::cmp::Reverse(usage.last_used_ms)))
+                .filter(|(usage, _)| usage.retirable > 0)
+                .max_by_key(|(usage, _)| (usage.retirable, std::cmp::Reverse(usage.last_used_ms)))
                 .map(|(_, pool)| pool)
         };
         if let Some(pool) = candidate {

@@ -80,7 +80,7 @@ impl std::fmt::Debug for Pool {
 /// How many of a pool's connections can be closed, and when the pool was last used.
 pub(super) struct PoolUsage {
     /// Number of connections that the pool could close.
-    pub spare: usize,
+    pub retirable: usize,
     pub last_used_ms: u64,
 }
 
@@ -163,15 +163,15 @@ impl Pool {
     pub(super) fn usage(&self) -> PoolUsage {
         let open = &self.lock().connections;
         let activity = open.iter().map(|connection| connection.last_activity_ms());
-        let spare = open.iter().filter(|connection| connection.can_be_retired());
-        PoolUsage { spare: spare.count(), last_used_ms: activity.max().unwrap_or(0) }
+        let retirable = open.iter().filter(|connection| connection.can_be_retired());
+        PoolUsage { retirable: retirable.count(), last_used_ms: activity.max().unwrap_or(0) }
     }
 
     /// Retires the least busy connection that can be retired, if any. It closes when its statements have finished.
     pub(super) fn retire_connection(&self) {
         let open = &mut self.lock().connections;
-        let spare = (0..open.len()).filter(|&index| open[index].can_be_retired());
-        if let Some(index) = spare.min_by_key(|&index| open[index].requests_in_flight()) {
+        let retirable = (0..open.len()).filter(|&index| open[index].can_be_retired());
+        if let Some(index) = retirable.min_by_key(|&index| open[index].requests_in_flight()) {
             open.swap_remove(index);
         }
     }

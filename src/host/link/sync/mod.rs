@@ -68,7 +68,7 @@ not running, or the files were not restored."
         #[arg(long)]
         before: Option<String>,
     },
-    /// List an earlier state of a directory
+    /// List an earlier version of a directory
     #[command(after_help = "Relative paths start at /home/svc/home.\n\n\
 Example: svc-sync-agent list projects --time 2026-11-27T18:00:00Z")]
     List {
@@ -79,7 +79,7 @@ Example: svc-sync-agent list projects --time 2026-11-27T18:00:00Z")]
         #[arg(long)]
         time: Option<String>,
     },
-    /// Restore an earlier state of a file or directory, and wait until the restore has ended
+    /// Restore an earlier version of a file or directory, and wait until the restore has ended
     #[command(
         after_help = "The entry is restored to its original path or, if that path exists, next to it under a new name. With --replace, \
 an existing file or directory is saved first and kept under a new name.\n\n\
@@ -218,7 +218,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
 async fn run_agent() -> Result<(), Failure> {
     let config = SyncConfig::read(Layout::from_process())?;
     if config.layout.superseded().exists() {
-        let error = anyhow!("this machine has been replaced, so the sync agent does not run here");
+        let error = anyhow!("this machine has been replaced or deleted, so the sync agent does not run here");
         return Err(Failure::new(Exit::Permission, error));
     }
     config.platform.upgrade_token.make_durable().or_exit(Exit::Internal)?;
@@ -230,7 +230,7 @@ async fn run_agent() -> Result<(), Failure> {
     tokio::select! {
         superseded = run_heartbeats(&config, &heartbeats) => {
             superseded.write(&config.layout).or_exit(Exit::Internal)?;
-            tracing::warn!(epoch = ?superseded.epoch, "this machine has been replaced; stopping");
+            tracing::warn!(epoch = ?superseded.epoch, "this machine has been replaced or deleted; stopping");
         }
         never = run_meta_writer(&config) => match never {},
         _ = term.recv() => {}

@@ -71,7 +71,7 @@ pub struct RunOptions {
 /// Why a backup failed.
 #[derive(Debug, thiserror::Error)]
 enum BackupError {
-    #[error("this machine has been replaced (superseded.json): it no longer takes backups")]
+    #[error("this machine has been replaced or deleted (superseded.json): it no longer takes backups")]
     Superseded,
     #[error("{prefix}{0}", prefix = if .0.is_implausible() { "" } else { "this machine has been replaced: " })]
     Fenced(FencedError),
@@ -162,10 +162,10 @@ impl RunProgress {
 /// run.
 ///
 /// # Errors
-/// `Permission` if this machine has been replaced, or its access to the store has been withdrawn; `Refused` if the
-/// database is not this machine's, has lost rows, or has more roles or tables than a sidecar may list; `TryAgain` if
-/// the restore gate is closed, a table stays locked, or `stop` ended the run; `Unavailable` if the database or the
-/// store is unavailable, or the pointer could not be moved; otherwise `Internal`.
+/// `Permission` if this machine has been replaced or deleted, or its access to the store has been withdrawn; `Refused`
+/// if the database is not this machine's, has lost rows, or has more roles or tables than a sidecar may list;
+/// `TryAgain` if the restore gate is closed, a table stays locked, or `stop` ended the run; `Unavailable` if the
+/// database or the store is unavailable, or the pointer could not be moved; otherwise `Internal`.
 pub async fn run(
     lock: &Lock,
     settings: &BackupSettings,

@@ -6,8 +6,8 @@ use serde::Serialize;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Stage {
-    /// Checks whether a backup is permitted: the machine has not been replaced, its restore is complete, and the
-    /// database is the one that it serves.
+    /// Checks whether a backup is permitted: the machine has not been replaced or deleted, its restore is complete,
+    /// and the database is the one that it serves.
     Gate,
     /// Opens the transaction snapshot.
     Snapshot,

@@ -151,8 +151,8 @@ pub static RESTORE: Endpoint = Endpoint {
         id: "restoreFile",
         method: Method::POST,
         path: "/vps/{id}/files/restore",
-        summary: "Requests that a machine restore a file or directory to an earlier state. Nothing is deleted: a replaced file \
-                  or directory is kept under another name.",
+        summary: "Requests that a machine restore a file or directory to an earlier version. Nothing is deleted: a replaced \
+                  file or directory is kept under another name.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
         body: Some(|| {

@@ -80,7 +80,7 @@ enum StepError {
         "the restore gate is closed: `svc-restore` must restore this machine's own snapshot before an import"
     )]
     GateClosed,
-    #[error("this machine has been replaced (superseded.json)")]
+    #[error("this machine has been replaced or deleted (superseded.json)")]
     Superseded,
     #[error(
         "the archive belongs to the user {archive}, but this machine belongs to {machine}\n  next: if this \

@@ -21,7 +21,7 @@ const RESTART_DELAY: Duration = Duration::from_millis(100);
 const START_LIMIT: (usize, Duration) = (5, Duration::from_secs(10));
 /// `RestartPreventExitStatus=78`: a restart does not fix an invalid configuration.
 const EX_CONFIG: i32 = 78;
-/// The machine was replaced.
+/// The machine was replaced or deleted.
 const EX_NOPERM: i32 = 77;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
