@@ -41,7 +41,8 @@ fail() {
   status=0
   register failure --stage "$stage" --message "$1" || status=$?
   case $status in
-    # 77: the report arrived, and the machine has been replaced or deleted.
+    # 77: the platform rejected the registration token: the machine has been replaced or deleted, or its registration
+    # period has ended.
     0 | 77) exit 99 ;;
     75) exit 75 ;;
   esac

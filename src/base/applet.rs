@@ -1,6 +1,6 @@
-//! Code that all applets share: selection, runtime and exit codes.
+//! Shared applet code: dispatch, runtime and exit codes.
 //!
-//! An applet is selected by its exact name in `argv[0]`, or as `svc <name>`.
+//! Applets are selected by their exact name in `argv[0]`, or with `svc <name>`.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -13,8 +13,8 @@ use std::sync::OnceLock;
 use crate::error_chain::format_chain;
 use crate::manual;
 
-/// The program's version and commit. Only the binary's package embeds the commit, so that a new commit does not
-/// recompile the packages that it depends on.
+/// The program's version and commit. Only the binary's package embeds the commit, so a new commit does not rebuild its
+/// dependencies.
 #[derive(Debug, Clone, Copy)]
 pub struct Build {
     /// `0.1.0 (commit 0123456789ab, 2026-11-21)`.
@@ -24,7 +24,8 @@ pub struct Build {
 
 static BUILD: OnceLock<Build> = OnceLock::new();
 
-/// The build that [`dispatch`] was called with; in other processes, such as tests, the package's version.
+/// Returns the build passed to [`dispatch`]. Processes that do not call it, such as tests, get the package version and
+/// an unknown commit.
 pub fn build() -> Build {
     let unknown =
         Build { version: concat!(env!("CARGO_PKG_VERSION"), " (commit unknown)"), commit: "unknown" };
@@ -36,16 +37,16 @@ pub fn version() -> &'static str {
     build().version
 }
 
-/// A program in the multi-call binary. Like `main`, `run` receives the arguments including the program's name.
+/// A program in the multi-call binary. Like `main`, `run` receives the arguments including the program name.
 pub struct Applet {
     pub name: &'static str,
     pub about: &'static str,
-    /// Returns the definition of the command line.
+    /// Builds the command-line definition.
     pub command: fn() -> clap::Command,
     pub run: fn(Vec<OsString>) -> ExitCode,
 }
 
-/// Declares the exit codes with their meaning, so that no list can omit one.
+/// Declares each exit code with its meaning, so that no list can omit one.
 macro_rules! exit_codes {
     ($($name:ident = $code:literal, $meaning:literal;)+) => {
         /// Exit codes, after sysexits(3).
@@ -82,8 +83,8 @@ exit_codes! {
 }
 
 impl Exit {
-    /// Returns the exit code of a failed child process that ran an applet; `Internal` if a signal killed the process,
-    /// or if its code is not listed here.
+    /// Returns the exit code of a failed child applet; `Internal` if a signal killed it, or if its code is not listed
+    /// here.
     pub fn from_child(status: ExitStatus) -> Self {
         let code = status.code().unwrap_or_default();
         Self::ALL.iter().copied().find(|exit| *exit as i32 == code).unwrap_or(Self::Internal)
@@ -96,7 +97,7 @@ impl From<Exit> for ExitCode {
     }
 }
 
-/// A failed run: the exit code, and the error chain that is printed once, on stderr.
+/// A failed run: the exit code, and the error chain to print on stderr.
 pub struct Failure {
     pub exit: Exit,
     pub error: anyhow::Error,
@@ -114,7 +115,7 @@ impl fmt::Debug for Failure {
     }
 }
 
-/// Unclassified errors are internal errors, with exit code 70.
+/// Unclassified errors are internal (exit code 70).
 impl From<anyhow::Error> for Failure {
     fn from(error: anyhow::Error) -> Self {
         Self { exit: Exit::Internal, error }
@@ -138,11 +139,11 @@ impl<T, E: Into<anyhow::Error>> OrExit<T> for Result<T, E> {
     }
 }
 
-/// The option that writes manual pages for a command and its subcommands to a directory instead of running it.
+/// Option that writes man pages for a command and its subcommands to a directory, instead of running the command.
 const WRITE_MAN: &str = "--write-man";
 
-/// Parses the command line, or returns the code to exit with: 0 after `--help`, `--version` or `--write-man`, 64 for an
-/// invalid command line, and 70 if the manual pages cannot be written.
+/// Parses the command line, or returns the exit code: 0 after `--help`, `--version` or `--write-man`, 64 if the command
+/// line is invalid, 70 if the man pages cannot be written.
 pub fn parse<A: clap::Parser>(args: Vec<OsString>) -> Result<A, ExitCode> {
     if let [_, flag, dir] = args.as_slice()
         && flag == WRITE_MAN
@@ -164,7 +165,7 @@ pub fn parse<A: clap::Parser>(args: Vec<OsString>) -> Result<A, ExitCode> {
     })
 }
 
-/// Runs an applet's future on a new runtime, prints a failure once, and returns the exit code.
+/// Runs an applet's future on a new runtime, prints any failure, and returns the exit code.
 pub fn block_on(name: &str, work: impl Future<Output = Result<(), Failure>>) -> ExitCode {
     let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
         Ok(runtime) => runtime,
@@ -185,7 +186,7 @@ pub fn report(name: &str, failure: &Failure) -> ExitCode {
     failure.exit.into()
 }
 
-/// Runs the applet that the command line selects, or handles `svc` itself.
+/// Runs the applet selected by the command line, or handles `svc`'s own options.
 pub fn dispatch(build: Build, applets: &'static [Applet], mut args: Vec<OsString>) -> ExitCode {
     BUILD.get_or_init(|| build);
     let program = args.first().map(Path::new).and_then(Path::file_name).unwrap_or_default().to_owned();

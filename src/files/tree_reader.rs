@@ -1,4 +1,4 @@
-//! Reads trees from the store in whole packs, because the trees of one save are in the same packs.
+//! Reads trees from the store a whole pack at a time, because a save's trees share packs.
 
 use std::collections::VecDeque;
 
@@ -13,20 +13,19 @@ use crate::repository::Repository;
 use crate::tree::Tree;
 use crate::tree_references::TreeReferences;
 
-/// Maximum number of packs kept in memory. The trees of one save are in a few packs, but not in the order of the walk.
+/// Maximum number of packs kept in memory. A save's trees are in a few packs, but not in walk order.
 const MAX_CACHED_PACKS: usize = 4;
 
-/// Larger trees are decrypted and parsed on a blocking thread: a pack of a few KB can hold a tree that decompresses to
-/// 128 MiB.
+/// Larger trees are decrypted and parsed on a blocking thread: a tree in a pack of a few KB can decompress to 128 MiB.
 const MAX_INLINE_BYTES: usize = 256 << 10;
 
 pub(crate) struct TreeReader<'a> {
     repository: &'a Repository,
     locations: &'a BlobLocations,
-    /// The contents of packs, by their positions in `locations`; the most recently used pack is last.
+    /// Pack contents by index in `locations`, most recently used last.
     packs: VecDeque<(u32, Bytes)>,
-    /// Whether trees are written to the cache. A reader of many snapshots does not write to it, because their trees
-    /// would fill it.
+    /// Whether trees are written to the cache. Not set when reading many snapshots, because their trees would fill the
+    /// cache.
     is_caching: bool,
 }
 
@@ -40,11 +39,11 @@ impl<'a> TreeReader<'a> {
         Self { is_caching: false, ..Self::new(repository, locations) }
     }
 
-    /// Reads a tree, from the cache if it is there.
+    /// Reads a tree, from the cache if possible.
     ///
     /// # Errors
-    /// If the store fails or lacks the pack; [`FilesError::Corrupt`] if the tree is not in the index, or if all its
-    /// copies are damaged.
+    /// If the store fails or lacks the pack; [`FilesError::Corrupt`] if the tree is not in the index, or all its copies
+    /// are damaged.
     pub(crate) async fn read(&mut self, id: Id) -> Result<Tree, FilesError> {
         if let Some(tree) = self.repository.read_cached_tree(id)? {
             return Ok(tree);
@@ -56,17 +55,16 @@ impl<'a> TreeReader<'a> {
         run_blocking_if_large(json.len(), move || Tree::parse(id, &json)).await
     }
 
-    /// Reads the blobs to which a tree refers. This takes a fraction of the memory of [`Self::read`], and does not use
-    /// the cache.
+    /// Reads a tree's blob references. Uses a fraction of [`Self::read`]'s memory, and bypasses the cache.
     ///
     /// # Errors
-    /// See [`Self::read`]; the names of the entries are not checked.
+    /// See [`Self::read`]; entry names are not checked.
     pub(crate) async fn read_references(&mut self, id: Id) -> Result<TreeReferences, FilesError> {
         let json = self.read_json(id).await?;
         run_blocking_if_large(json.len(), move || TreeReferences::parse(id, &json)).await
     }
 
-    /// Reads a tree's JSON: the first copy whose hash is the tree's id.
+    /// Reads a tree's JSON: the first copy whose hash matches the tree's id.
     async fn read_json(&mut self, id: Id) -> Result<Vec<u8>, FilesError> {
         let first = self.locations.find(BlobType::Tree, id)?;
         let mut result = self.read_at(id, first).await;
@@ -86,8 +84,8 @@ impl<'a> TreeReader<'a> {
         run_blocking_if_large(length, move || repository.open_blob(&blob, &sealed)).await
     }
 
-    /// Reads an encrypted tree. If the pack is damaged, reads only the tree's range: it may be in the intact part of a
-    /// truncated pack.
+    /// Reads an encrypted tree. If the pack is damaged, reads only the tree's range, which may be in the intact part of
+    /// a truncated pack.
     async fn read_sealed(&mut self, location: BlobLocation) -> Result<Bytes, FilesError> {
         let pack = match self.read_pack(location).await {
             Err(error) if error.is_damage() => {
@@ -105,7 +103,7 @@ impl<'a> TreeReader<'a> {
         self.packs.iter().any(|(cached, _)| *cached == pack)
     }
 
-    /// Adds a pack's content up to the end of its last blob, which the caller has read.
+    /// Adds a pack's content, which the caller has read up to the end of its last blob.
     pub(crate) fn add_pack(&mut self, pack: u32, bytes: Bytes) {
         self.packs.retain(|(cached, _)| *cached != pack);
         if self.packs.len() >= MAX_CACHED_PACKS {

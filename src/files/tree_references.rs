@@ -1,4 +1,4 @@
-//! The blobs to which a tree refers.
+//! Parses a tree's blob references.
 
 use std::fmt;
 
@@ -8,9 +8,9 @@ use serde::de::{Deserializer, IgnoredAny, SeqAccess, Visitor};
 use crate::error::FilesError;
 use crate::id::Id;
 
-/// The blobs to which the entries of a tree refer. This takes 32 bytes of memory per reference, while a
-/// [`crate::tree::Tree`] takes several hundred per entry. Trees come from machines and may have millions of entries, so
-/// memory per entry matters.
+/// The blobs referenced by a tree's entries. Takes 32 bytes of memory per reference, while a [`crate::tree::Tree`]
+/// takes several hundred per entry. Memory per entry matters, because trees are written by machines and can have
+/// millions of entries.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct TreeReferences {
     pub(crate) subtrees: Vec<Id>,
@@ -18,7 +18,7 @@ pub(crate) struct TreeReferences {
 }
 
 impl TreeReferences {
-    /// Parses a tree. Does not check the names of its entries.
+    /// Parses a tree without checking entry names.
     ///
     /// # Errors
     /// [`FilesError::Corrupt`] if the JSON is invalid.

@@ -32,8 +32,8 @@ impl BufferedRequest {
     /// Reads the body within size and time limits.
     ///
     /// # Errors
-    /// `request_too_large` if the body is larger than 64 KiB; `invalid_request` if it is not received completely within
-    /// the read timeout.
+    /// `request_too_large` if the body is larger than 64 KiB; `invalid_request` if it is incomplete or not received
+    /// within the read timeout.
     pub async fn read(request: Request) -> Result<Self, Problem> {
         let (parts, mut body) = request.into_parts();
         let too_large = || {
@@ -49,8 +49,11 @@ impl BufferedRequest {
                 BODY_LIMITS.drain(body).await;
                 return Err(too_large());
             }
-            Err(RequestBodyError::Timeout | RequestBodyError::Incomplete) => {
-                return Err(Problem::field("", "was not received completely within the time limit"));
+            Err(RequestBodyError::Timeout) => {
+                return Err(Problem::field("", "was not received within the read timeout"));
+            }
+            Err(RequestBodyError::Incomplete) => {
+                return Err(Problem::field("", "could not be read completely"));
             }
         };
         Ok(Self { method: parts.method, uri: parts.uri, headers: parts.headers, body })

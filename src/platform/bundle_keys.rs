@@ -18,7 +18,7 @@ const MAX_LISTED_KEYS: usize = 2 * MAX_KEYS;
 /// Builds `bundleKeys` for `GET /vps/fleet`: the hosts that trust each key, those that do not, and those that have not
 /// reported.
 ///
-/// `sequence` is `BUNDLE_KEYS_SEQUENCE`. If a host has a later key set, the variable was not raised when a release was
+/// `sequence` is `BUNDLE_KEYS_SEQUENCE`. If a host has a newer key set, the variable was not raised when a release was
 /// published, and new hosts start with an outdated set.
 pub fn summarize(rows: &[FleetRow], configured: &TrustedKeys, sequence: u32) -> BundleKeys {
     // A booting machine has the keys from its user-data and reports them only once it is running.

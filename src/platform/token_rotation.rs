@@ -453,7 +453,7 @@ mod tests {
     }
 
     #[test]
-    fn forged_generation_is_refused() {
+    fn forged_generation_is_rejected() {
         let model = RotationModel::new();
         let forged = mint((9, None)).token(model.machine, Purpose::Upgrade, Generation(5));
         assert_eq!(model.check_token(&forged), TokenStatus::Rejected);

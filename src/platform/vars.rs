@@ -196,8 +196,8 @@ svc_base::variables! {
         /// How long a final backup may take in total before the operation waits for an operator, regardless of
         /// progress.
         LAST_BACKUP_LIMIT_SECONDS: "seconds" = "43200";
-        /// How long powering off a replaced or deleted machine's server is retried after the shutdown timeout before the
-        /// operation continues.
+        /// How long powering off a replaced or deleted machine's server is retried after the shutdown timeout before
+        /// the operation continues.
         POWER_OFF_RETRY_SECONDS: "seconds" = "120";
         /// How long a replaced server is kept after its successor's first healthy heartbeat. With 0, it is deleted
         /// immediately.
@@ -222,8 +222,8 @@ svc_base::variables! {
         /// Timeout for cutting the power and changing the server type after the shutdown. When it expires, the change
         /// is abandoned.
         RESIZE_CHANGE_SECONDS: "seconds" = "600";
-        /// Timeout for powering on a resized server, for restarting a server, and for the host's first healthy heartbeat
-        /// after that.
+        /// Timeout for powering on a resized server, for restarting a server, and for a host's first healthy heartbeat
+        /// after its server was powered on or restarted.
         RESIZE_HEALTH_SECONDS: "seconds" = "600";
         /// How long a host may report nothing about a requested update. If it reports that the update is in progress,
         /// the limit is six times as long. Time during which the rollout is paused does not count.

@@ -1,8 +1,8 @@
-//! Reads what is published with a host bundle: the archive's digest, and the signed manifest that hosts need for an
-//! update.
+//! Reads and verifies a host bundle's sidecar files: the archive's digest, and the signed manifest that hosts require
+//! for an update.
 //!
-//! A manifest is trusted only as a [`VerifiedManifest`], which only [`verify`] can create. Unknown formats are
-//! rejected; unknown fields are ignored, except in a key set.
+//! A manifest is trusted only as a [`VerifiedManifest`], and only [`verify`] creates one. Unknown formats are rejected;
+//! unknown fields are ignored, except in key sets.
 
 mod keys;
 
@@ -23,10 +23,10 @@ pub const MAX_COMPANION_BYTES: u64 = 64 << 10;
 const MAX_DIGEST_FILE_BYTES: u64 = 1024;
 const FORMAT_VERSION: u32 = 1;
 
-/// Reads the SHA-256 (hex) from a bundle's `.sha256` companion; `None` if there is no such bundle.
+/// Reads the SHA-256 (hex) from a bundle's `.sha256` file; `None` if the bundle does not exist.
 ///
 /// # Errors
-/// [`StoreError`] if the companion cannot be read, `Corrupt` if it contains no digest.
+/// [`StoreError`] if the file cannot be read, `Corrupt` if it contains no digest.
 pub async fn read_digest(bucket: &Bucket, version: &ImageVersion) -> Result<Option<String>, StoreError> {
     let companion = key::bundle(version, ".sha256");
     let Some(read) = bucket.get(&companion, MAX_DIGEST_FILE_BYTES).await? else {
@@ -54,19 +54,19 @@ pub async fn read_signed_manifest(
     }))
 }
 
-/// Parses the digest in a line of `sha256sum` output.
+/// Parses the digest from a line of `sha256sum` output.
 pub fn parse_digest(text: &str) -> Option<String> {
     let digest = text.split_whitespace().next()?;
     let is_hex = digest.len() == 64 && digest.bytes().all(|b| b.is_ascii_hexdigit());
     is_hex.then(|| digest.to_ascii_lowercase())
 }
 
-/// Returns the content of the `.sha256` companion, in `sha256sum` format.
+/// Returns the contents of the `.sha256` file, in `sha256sum` format.
 pub fn digest_line(digest: &str) -> String {
     format!("{digest}  {BUNDLE_FILE}\n")
 }
 
-/// A bundle's manifest: `svc-host-bundle.tar.gz.json`. `version` is its format.
+/// A bundle's manifest, `svc-host-bundle.tar.gz.json`. `version` is the format version.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Manifest {
@@ -74,22 +74,22 @@ pub struct Manifest {
     pub image_version: ImageVersion,
     pub sha256: String,
     pub size_bytes: u64,
-    /// The oldest release that can be updated to this one; `None` if every release can.
+    /// The oldest release that can update to this one; `None` if all can.
     #[serde(default)]
     pub min_version: Option<ImageVersion>,
     #[serde(with = "svc_base::clock::wire")]
     pub created_at: Timestamp,
     #[serde(with = "svc_base::clock::wire")]
     pub expires_at: Timestamp,
-    /// The keys that hosts trust once they are healthy on this release; `None` for no change.
+    /// The keys that hosts trust once they are healthy on this release; `None` to keep their current keys.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub trusted_keys: Option<KeySet>,
-    /// Parts of earlier releases that this one deliberately removes, by their names in `release.json`.
+    /// Parts of earlier releases that this one removes on purpose, by their names in `release.json`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub removes: Vec<String>,
 }
 
-/// The reason a bundle is not trusted.
+/// Why a bundle is not trusted.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ManifestError {
     #[error("it is larger than {} KiB, the maximum that hosts read", MAX_COMPANION_BYTES >> 10)]
@@ -143,7 +143,7 @@ impl Manifest {
         }
     }
 
-    /// Checks that the manifest is signed by a key in the key set that it contains. Succeeds if it contains no key set.
+    /// Checks that the manifest is signed by a key in its own key set, if it has one.
     pub fn check_key_set(&self, signed: &SignedManifest) -> Result<(), ManifestError> {
         self.trusted_keys.as_ref().map_or(Ok(()), |set| set.check_signed_by_own_key(signed))
     }
@@ -151,7 +151,7 @@ impl Manifest {
     /// Checks that the manifest is for this version.
     ///
     /// # Errors
-    /// [`ManifestError::WrongVersion`] if it is for another version.
+    /// [`ManifestError::WrongVersion`] if it is for a different version.
     pub fn check_version(&self, expected: &ImageVersion) -> Result<(), ManifestError> {
         if self.image_version == *expected {
             return Ok(());
@@ -194,8 +194,8 @@ impl VerifiedManifest {
     }
 }
 
-/// Verifies that a manifest is signed by a trusted key, is for the expected version, has not expired, and is also
-/// signed by a key in its own key set, if it has one.
+/// Verifies that a manifest is signed by a trusted key, matches the expected version and has not expired. If it has a
+/// key set, a key in that set must have signed it too.
 pub fn verify(
     signed: &SignedManifest,
     keys: &TrustedKeys,
@@ -212,7 +212,7 @@ pub fn verify(
     Ok(VerifiedManifest(manifest))
 }
 
-/// The reason hosts would not update to a published bundle.
+/// Why hosts would refuse to update to a published bundle.
 #[derive(Debug, thiserror::Error)]
 pub enum BundleUnusable {
     #[error("it was published without a signed manifest")]
@@ -225,10 +225,10 @@ pub enum BundleUnusable {
     Store(#[from] StoreError),
 }
 
-/// Verifies the published manifest for the archive with this SHA-256, as a host does.
+/// Verifies the published manifest against the archive's SHA-256, as hosts do.
 ///
 /// # Errors
-/// [`BundleUnusable`] if no signed manifest is published, if it cannot be read or verified, or if it is for another
+/// [`BundleUnusable`] if no signed manifest is published, if it cannot be read or verified, or if it is for a different
 /// archive.
 pub async fn verify_published(
     bucket: &Bucket,
@@ -244,7 +244,7 @@ pub async fn verify_published(
 /// Parses a signature file: 1 to [`MAX_KEYS`] lines, each a key id and a signature.
 ///
 /// # Errors
-/// [`ManifestError::MalformedSignature`] for any other content.
+/// [`ManifestError::MalformedSignature`] for anything else.
 pub fn parse_signatures(text: &[u8]) -> Result<Vec<(String, Vec<u8>)>, ManifestError> {
     let text = std::str::from_utf8(text).map_err(|_| ManifestError::MalformedSignature)?;
     let parse_line = |line: &str| {

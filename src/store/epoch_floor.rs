@@ -1,5 +1,5 @@
-//! The epoch floor: a slot's highest epoch in the store. The next machine's epoch must be higher, because the
-//! platform's database may have been restored from an older copy.
+//! The epoch floor: a slot's highest epoch in the store. The next machine's epoch must exceed it, even if the
+//! platform's database was restored from an older backup.
 
 use std::time::Duration;
 
@@ -10,19 +10,19 @@ use super::pointer::Pointer;
 use super::{pointer_io, snapshots};
 use svc_machine::epoch::Epoch;
 
-/// Timeout for all requests together, shorter than the timeout of operators' clients. A listing of 10,000 snapshots has
-/// about twenty pages.
+/// Overall timeout for the requests, shorter than operators' client timeout. Listing 10,000 snapshots takes about
+/// twenty pages.
 const FLOOR_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Reads the highest of four epochs: the pointer's fence and its snapshot's epoch, the epoch in `system/vps-meta.json`,
-/// and the highest epoch in a snapshot key. A host can write all of them, so values far above `recorded`, the slot's
-/// highest epoch in the platform's database, are implausible. Implausible epochs in metadata and keys are ignored, and
-/// so is an implausible fence, because the platform's fence replaces it.
+/// Reads the highest of four epochs: the pointer's fence, its snapshot's epoch, the epoch in `system/vps-meta.json`,
+/// and the highest epoch in a snapshot key. Hosts can write all four, so a value far above `recorded`, the slot's
+/// highest epoch in the platform's database, is implausible. Implausible epochs in metadata and keys are ignored. So is
+/// an implausible fence, which the platform's own fence will replace.
 ///
 /// # Errors
-/// [`StoreError`]; `Corrupt` if the pointer is unreadable and its fence therefore unknown, or if its snapshot's epoch
-/// is implausible; `Unavailable` after a timeout. Unreadable metadata is ignored, because a machine's fence is
-/// written before its metadata.
+/// [`StoreError`]; `Corrupt` if the pointer, and so its fence, is unreadable, or if its snapshot's epoch is
+/// implausible; `Unavailable` on timeout. Unreadable metadata is ignored, because a machine's fence is written before
+/// its metadata.
 pub async fn read_floor(bucket: &Bucket, slot: &SlotPrefix, recorded: Epoch) -> Result<Epoch, StoreError> {
     let bound = recorded.max_plausible();
     let read = async {
@@ -69,7 +69,7 @@ pub(super) async fn read_metadata_epoch(
     }
 }
 
-/// Returns the higher of the pointer's fence, if it is plausible, and its snapshot's epoch.
+/// Returns the higher of the pointer's fence, if plausible, and its snapshot's epoch.
 fn highest_in_pointer(slot: &SlotPrefix, pointer: &Pointer, recorded: Epoch) -> Result<Epoch, StoreError> {
     let Pointer { fence_epoch: fence, snapshot, .. } = pointer;
     let snapshot_epoch = snapshot.as_ref().map_or(Epoch::NONE, |snapshot| snapshot.epoch);

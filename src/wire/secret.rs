@@ -1,4 +1,4 @@
-//! Serializes secrets in clear text, for fields whose `Debug` output stays redacted.
+//! Serializes secrets in plaintext, for fields whose `Debug` output stays redacted.
 
 use secrecy::{ExposeSecret, SecretString};
 use serde::Serializer;

@@ -1,4 +1,4 @@
-//! Earlier versions of files: their versions, downloads, and restores into the home of a running machine.
+//! Earlier versions of files: lists, downloads, and restores into the home of a running machine.
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};

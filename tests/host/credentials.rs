@@ -185,7 +185,7 @@ async fn sts_client_works_with_moto() -> Result<()> {
     assert!((600..=960).contains(&remaining.as_secs()), "{remaining}");
     assert!(session.access_key.starts_with("ASIA") && session.session_token.is_some());
     let error = sts.assume_role(&"x".repeat(65), &policy, Duration::from_secs(900)).await.unwrap_err();
-    assert!(error.to_string().starts_with("STS returned 400"), "{error}");
+    assert!(error.to_string().starts_with("STS returned 400 Bad Request to AssumeRole"), "{error}");
     assert!(error.to_string().contains("ValidationError"), "{error}");
     Ok(())
 }

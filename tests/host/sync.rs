@@ -1,5 +1,5 @@
-//! The sync agent reports the machine's state, stores what it receives, and exits when the machine has been
-//! replaced or deleted.
+//! The sync agent reports the machine's state, stores what it receives, and exits when the machine has been replaced or
+//! deleted.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;

@@ -46,13 +46,13 @@ async fn backup_request_reaches_the_host_with_a_proof() {
     stack.delete(&process, &format!("/vps/{machine}")).await;
     stack.post(&process, &path, &json!({})).await.assert_problem(404, "machine_not_found");
     let client = stack.database.connect().await.unwrap();
-    let backups = count_audit_rows(&client, "backup").await;
+    let backups = count_audit_entries(&client, "backup").await;
     assert_eq!(backups, (2, 1), "the host accepted one request, and was unreachable for the other");
-    assert_eq!(count_audit_rows(&client, "drill").await, (1, 1));
+    assert_eq!(count_audit_entries(&client, "drill").await, (1, 1));
 }
 
 /// Counts the action's audit entries: those for a request to the host, and those for an accepted request.
-async fn count_audit_rows(client: &Client, action: &str) -> (i64, i64) {
+async fn count_audit_entries(client: &Client, action: &str) -> (i64, i64) {
     let sql = "SELECT count(*) FILTER (WHERE after->>'outcome' = 'requested'), \
                count(*) FILTER (WHERE after ? 'requestedAt') FROM operator_audit WHERE action = $1";
     let row = client.query_one(sql, &[&action]).await.unwrap();
@@ -76,7 +76,7 @@ async fn request_is_audited_if_the_database_then_fails() {
     let body = json!({});
     let (response, ()) = tokio::join!(stack.post(&process, &path, &body), break_database);
     assert!(response.status >= 500, "{response:?}");
-    assert_eq!(count_audit_rows(&client, "backup").await, (1, 0));
+    assert_eq!(count_audit_entries(&client, "backup").await, (1, 0));
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -94,7 +94,7 @@ async fn request_is_audited_if_the_operator_disconnects() {
     let result = request_task.await;
     assert!(result.is_err_and(|error| error.is_cancelled()), "the response came before the disconnect");
     let client = stack.database.connect().await.unwrap();
-    let is_audited = || async { (count_audit_rows(&client, "backup").await == (1, 1)).then_some(()) };
+    let is_audited = || async { (count_audit_entries(&client, "backup").await == (1, 1)).then_some(()) };
     stack.eventually("the accepted request is audited", is_audited).await;
 }
 
@@ -117,7 +117,7 @@ async fn held_snapshot_is_shown_and_accepted() {
     assert_eq!(accepted.status, 202, "{accepted:?}");
     assert_eq!(host.call_count("POST", "/_svc/internal/backup-accept"), 1);
     let client = stack.database.connect().await.unwrap();
-    assert_eq!(count_audit_rows(&client, "backup.accept").await, (1, 1));
+    assert_eq!(count_audit_entries(&client, "backup.accept").await, (1, 1));
     let sql = "SELECT actor, target, before #>> '{attention,0,code}' FROM operator_audit WHERE action = 'backup.accept'";
     for row in client.query(sql, &[]).await.unwrap() {
         let row: (String, String, String) = (row.get(0), row.get(1), row.get(2));

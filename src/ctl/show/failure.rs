@@ -175,6 +175,6 @@ mod tests {
         machine["operations"][0]["kind"] = "reinstate".into();
         machine["operations"][0]["errorCode"] = "database_behind_store".into();
         let text = machine::details(&plain_view(), &from_json(machine));
-        assert!(!text.contains("being powered on") && text.contains("--accept-loss"), "{text}");
+        assert!(!text.contains("it runs again") && text.contains("--accept-loss"), "{text}");
     }
 }

@@ -232,8 +232,7 @@ impl Saver {
         self.must_check_index = true;
     }
 
-    /// Saves the whole directory. `parent` is the previous snapshot; files that have not changed since then are not
-    /// read again.
+    /// Saves the whole directory. Files that have not changed since the snapshot `parent` are not read again.
     ///
     /// # Errors
     /// If the store fails; [`FilesError::Corrupt`] if the index is damaged; [`FilesError::IndexChanging`] if it changed

@@ -1,8 +1,9 @@
-//! The protocol between the gateway and `svc-agent` over `agent.sock`. A frame has a kind, a length and a payload.
+//! The `agent.sock` protocol between the gateway and `svc-agent`. Each frame has a kind, a length and a payload.
 //!
-//! The gateway sends a request. The runner, `svc-agent`, reports its process id. The gateway registers that id with the
-//! watcher and sends the go-ahead; then the runner starts the agent. A cancellation or a closed connection ends the run
-//! early. The runner forwards the agent's output line by line and finally reports how the agent exited.
+//! The gateway sends a run request, and the runner (`svc-agent`) replies with its process id. The gateway registers
+//! that id with the watcher and sends [`GatewayFrame::Go`]; only then does the runner start the agent. Cancelling the
+//! run or closing the connection ends it early. The runner forwards the agent's output line by line, and finally
+//! reports its exit.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -17,20 +18,20 @@ use super::adapters::{AdapterKind, Exit};
 
 /// The socket's file name in [`crate::system::layout::Layout::owner_sockets`].
 pub const SOCKET: &str = "agent.sock";
-/// Maximum number of bytes in a forwarded line; a tool's input may be a whole file.
+/// Maximum length of a forwarded line; tool input can be a whole file.
 pub const MAX_LINE_BYTES: usize = 8 << 20;
-/// Maximum number of bytes in a frame's payload: a request with its prompt, or a line.
+/// Maximum size of a frame's payload: a line, or a request including its prompt.
 const MAX_FRAME_BYTES: u32 = 16 << 20;
-/// Time between an agent's SIGINT and SIGTERM. Claude Code prints its cost within 0.3 s after SIGINT, and never after
-/// SIGTERM.
+/// Grace period between an agent's SIGINT and SIGTERM. Claude Code prints its cost within 0.3 s of SIGINT, but never
+/// after SIGTERM.
 pub const INTERRUPT_GRACE: Duration = Duration::from_secs(2);
-/// Time between an agent's SIGTERM and SIGKILL.
+/// Grace period between an agent's SIGTERM and SIGKILL.
 pub const TERMINATE_GRACE: Duration = Duration::from_secs(5);
-/// Time that the runner has to end a cancelled run, including the agent's grace periods.
+/// Deadline for the runner to end a cancelled run, including the agent's grace periods.
 pub const END_TIMEOUT: Duration =
     Duration::from_secs(15).saturating_add(INTERRUPT_GRACE).saturating_add(TERMINATE_GRACE);
 
-/// The request to run an agent.
+/// A request to run an agent.
 #[derive(Clone, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct RunRequest {
@@ -39,19 +40,19 @@ pub struct RunRequest {
     pub id: String,
     pub agent_name: String,
     pub adapter: AdapterKind,
-    /// The program and its first arguments; the adapter appends its own.
+    /// The program and its leading arguments; the adapter appends more.
     pub command: Vec<String>,
     pub model: Option<String>,
     pub conversation_id: Option<String>,
     pub prompt: String,
-    /// Environment variables in addition to those set for every run.
+    /// Extra environment variables, besides those set for every run.
     pub environment: BTreeMap<String, String>,
 }
 
 impl RunRequest {
     pub const PROTOCOL_VERSION: u32 = 2;
-    /// The version that the previous release's gateway sends during an update. That gateway does not support
-    /// [`RunnerFrame::Ready`] and sends no go-ahead.
+    /// Sent by the previous release's gateway during an update. That gateway does not support [`RunnerFrame::Ready`],
+    /// and never sends [`GatewayFrame::Go`].
     pub const PROTOCOL_VERSION_WITHOUT_READY: u32 = 1;
 }
 
@@ -60,10 +61,10 @@ impl RunRequest {
 #[serde(rename_all = "camelCase")]
 pub struct RunResult {
     pub exit: Exit,
-    /// The end of the agent's standard error, with the secrets in its environment redacted.
+    /// The tail of the agent's stderr, with secrets from its environment redacted.
     #[serde(rename = "said")]
     pub stderr_tail: String,
-    /// The usage that was found in the program's session files, if any.
+    /// Usage read from the program's session files, if any.
     #[serde(rename = "used", default)]
     pub usage: Option<SessionUsage>,
     /// Whether the program resumed an earlier conversation.
@@ -71,28 +72,28 @@ pub struct RunResult {
     pub is_resumed: bool,
 }
 
-/// A frame that the gateway sends.
+/// A frame sent by the gateway.
 pub enum GatewayFrame {
     Run(Box<RunRequest>),
-    /// The go-ahead after [`RunnerFrame::Ready`].
+    /// Starts the agent, in response to [`RunnerFrame::Ready`].
     Go,
     Cancel,
 }
 
-/// A frame that the runner sends.
+/// A frame sent by the runner.
 #[derive(Debug, PartialEq, Eq)]
 pub enum RunnerFrame {
-    /// The runner supports the request's version. The agent's processes will be descendants of this process.
+    /// The runner supports the request's version. All agent processes will be descendants of this one.
     Ready { pid: u32 },
     /// The agent's process has started.
     Started { pid: u32 },
-    /// A line of standard output, without its terminator.
+    /// A line of stdout, without its terminator.
     Line(Vec<u8>),
-    /// A line longer than [`MAX_LINE_BYTES`], which is skipped.
+    /// Replaces a line that exceeds [`MAX_LINE_BYTES`].
     LongLine,
-    /// The last frame of a run, sent when none of its processes remain.
+    /// The final frame of a run, sent once all its processes are gone.
     Ended(RunResult),
-    /// The last frame if no run took place, with the reason.
+    /// Sent instead of [`Self::Ended`] if the agent was never started, with the reason.
     Refused(String),
 }
 

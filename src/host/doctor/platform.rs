@@ -65,7 +65,7 @@ fn check_heartbeats(findings: Findings, layout: &Layout) -> Findings {
     let Some(HeartbeatFailure { since, error, is_refused, .. }) = failure else {
         return findings.ok(
             "the platform is reachable, no heartbeat has failed since the last success, and this machine has not been \
-             replaced",
+             replaced or deleted",
         );
     };
     let next = if is_refused {

@@ -1,4 +1,4 @@
-//! Requests the changes in the home directory from the watcher, and converts its reply for the schedule and the save.
+//! Fetches home directory changes from the watcher, and converts them for the schedule and the save.
 
 use std::path::Path;
 
@@ -27,7 +27,7 @@ pub enum ChangesError {
 /// Returns the changes since the reply with the token `saved_token`.
 ///
 /// # Errors
-/// [`ChangesError`] if the watcher cannot be reached, does not respond within `REQUEST_TIMEOUT`, or sends an invalid
+/// [`ChangesError`] if the watcher is unreachable, does not respond within `REQUEST_TIMEOUT`, or sends an invalid
 /// response.
 pub async fn request_changes(
     sockets: &Path,
@@ -66,7 +66,7 @@ pub fn to_observation(reply: &Result<ChangesReply, ChangesError>) -> Observation
     }
 }
 
-/// Converts the watcher's paths, which are relative to `home`, to paths relative to the user's home directory.
+/// Converts the watcher's paths, relative to `home`, to paths relative to the user's home directory.
 pub fn watched_changes(paths: Option<&ChangedPaths>) -> ChangeSet {
     use std::os::unix::ffi::OsStrExt;
     let below_home = |path: &[u8]| Path::new("home").join(std::ffi::OsStr::from_bytes(path));
@@ -80,8 +80,8 @@ pub fn watched_changes(paths: Option<&ChangedPaths>) -> ChangeSet {
     changes
 }
 
-/// Returns changes that mark all paths that the watcher does not watch: the programs' settings beside `home`, and the
-/// records and settings in `home/system`.
+/// Marks all unwatched paths as changed: the programs' settings next to `home`, and the records and settings in
+/// `home/system`.
 pub fn unwatched_changes(user_home: &Path) -> ChangeSet {
     let mut changes = ChangeSet::default();
     changes.mark_directory(Path::new(""));

@@ -2,49 +2,49 @@
 
 use std::time::{Duration, Instant};
 
-/// Changes are saved when nothing has changed between two checks, or when the first change is this old.
+/// Maximum debounce delay: changes are saved once nothing changes between two checks, or once the first change is this
+/// old.
 pub const MAX_DELAY: Duration = Duration::from_secs(30);
-/// Interval between checks of files that the watcher does not watch, such as agents' settings.
+/// Interval between checks of unwatched files, such as agents' settings.
 pub const UNWATCHED_INTERVAL: Duration = Duration::from_secs(60);
-/// Minimum pause after a save, because each new snapshot costs several requests to the store. It does not apply to a
-/// requested save.
+/// Minimum pause after a save, because each new snapshot costs several store requests. Requested saves ignore it.
 pub const MIN_PAUSE: Duration = Duration::from_secs(15);
 /// Like [`MIN_PAUSE`], but after a save without changes.
 const MIN_UNCHANGED_PAUSE: Duration = Duration::from_secs(5);
-/// While the watcher reports all changes, checks of unwatched files take at most 1/50 of the time, and saves of the
-/// whole home directory at most 1/100, unless the interval would then exceed its maximum.
+/// While the watcher reports all changes, checks of unwatched files take at most 1/50 of the time, and full saves at
+/// most 1/100, unless the interval would then exceed its maximum.
 const UNWATCHED_INTERVAL_FACTOR: u32 = 50;
 const MAX_UNWATCHED_INTERVAL: Duration = Duration::from_secs(600);
 const FULL_INTERVAL_FACTOR: u32 = 100;
 const MAX_FULL_INTERVAL: Duration = Duration::from_secs(24 * 3600);
-/// The pause after a save, as a multiple of its duration, but at most `MAX_PAUSE`, and less if that is necessary for
-/// [`MAX_CHANGE_AGE`]. Saves that read much more than the changes, for example because the cache cannot be written,
-/// must not keep the processor busy.
+/// The pause after a save, as a multiple of its duration: at most `MAX_PAUSE`, and shorter if [`MAX_CHANGE_AGE`]
+/// requires it. It keeps saves that read far more than the changes, for example because the cache is not writable, from
+/// hogging the CPU.
 const PAUSE_FACTOR: u32 = 10;
 const MAX_PAUSE: Duration = Duration::from_secs(300);
-/// A change that the watcher reports is saved within this time, unless saves fail or take more than 15 s: at worst, it
-/// is made at the start of a save, and waits for the end of that save, the pause (or `MAX_DELAY`, if that is longer)
-/// and the next save.
+/// Changes reported by the watcher are saved within this time, unless saves fail or take longer than 15 s. In the worst
+/// case, a change is made just after a save starts, then waits for that save, the pause (or `MAX_DELAY`, if longer) and
+/// the next save.
 const MAX_CHANGE_AGE: Duration = Duration::from_secs(60);
-/// Interval between saves of the whole home directory, which also find writes that cause no events, such as those
+/// Interval between full saves of the home directory, which also catch writes that raise no events, such as those
 /// through a shared memory map.
 pub const FULL_INTERVAL: Duration = Duration::from_secs(3600);
-/// Interval between saves of the whole home directory while the watcher does not respond.
+/// Interval between full saves while the watcher is not responding.
 pub const WATCHER_UNAVAILABLE_INTERVAL: Duration = Duration::from_secs(600);
-/// Minimum and maximum pause after a failed save.
+/// Minimum and maximum backoff after a failed save.
 const RETRY_BACKOFF_RANGE: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(120));
 
 /// The watcher's report.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Observation {
     Unchanged,
-    /// There are changes; `is_settled` if none of them is newer than the previous check.
+    /// There are changes; `is_settled` if none is newer than the previous check.
     Changed {
         is_settled: bool,
     },
     /// Anything may have changed.
     Unknown,
-    /// The watcher does not respond.
+    /// The watcher is not responding.
     WatcherUnavailable,
 }
 
@@ -52,12 +52,12 @@ pub enum Observation {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SaveScope {
     Nothing,
-    /// The watcher's changes, if any, and everything that it does not watch.
+    /// The watcher's changes, if any, and all unwatched files.
     Changes,
     Everything,
 }
 
-/// The times of past saves and failures, which determine the next save.
+/// Past saves and failures, which determine the next save.
 #[derive(Debug)]
 pub struct Schedule {
     /// When the first unsaved change was detected.
@@ -83,7 +83,7 @@ impl Schedule {
         }
     }
 
-    /// Makes the next [`Self::decide`] return a save, even during the pause after an earlier one.
+    /// Makes the next [`Self::decide`] return a save, even during the pause after the previous one.
     pub fn request(&mut self) {
         self.is_requested = true;
     }
@@ -112,7 +112,7 @@ impl Schedule {
         if now < self.not_before && !is_requested {
             return SaveScope::Nothing;
         }
-        // If the watcher does not respond, only a full save is certain to include all changes.
+        // Without the watcher, only a full save is sure to include all changes.
         let full_interval = match observation {
             Observation::WatcherUnavailable if is_requested => Duration::ZERO,
             Observation::WatcherUnavailable => WATCHER_UNAVAILABLE_INTERVAL,
@@ -133,8 +133,8 @@ impl Schedule {
         }
     }
 
-    /// Records a save that ended at `now` and took `duration`. If nothing had changed, no snapshot was stored, so the
-    /// minimum pause is shorter.
+    /// Records a successful save that ended at `now` and took `duration`. If nothing had changed, no snapshot was
+    /// stored, so the minimum pause is shorter.
     pub fn record_success(&mut self, scope: SaveScope, is_unchanged: bool, duration: Duration, now: Instant) {
         if scope == SaveScope::Everything {
             self.last_full = Some(now);
@@ -151,9 +151,9 @@ impl Schedule {
             + (check_duration * UNWATCHED_INTERVAL_FACTOR).clamp(UNWATCHED_INTERVAL, MAX_UNWATCHED_INTERVAL);
     }
 
-    /// Records a failed save that ended at `now` and took `duration`. The pause before the next one grows with each
-    /// failure. From the second failure on, unless the platform waits for the save (`is_awaited`), it also grows with
-    /// the duration, because each attempt compares all files.
+    /// Records a failed save that ended at `now` and took `duration`. The backoff grows with each failure. From the
+    /// second failure on, unless the platform is waiting for the save (`is_awaited`), it also grows with the duration,
+    /// because each attempt compares all files.
     pub fn record_failure(&mut self, duration: Duration, is_awaited: bool, now: Instant) {
         let (min, max) = RETRY_BACKOFF_RANGE;
         let backoff = (min * 2_u32.saturating_pow(self.failures.min(10))).min(max);
@@ -288,7 +288,7 @@ mod tests {
         assert_eq!(schedule.decide(SETTLED, after(now, 119)), SaveScope::Changes);
         assert_eq!(schedule.decide(SETTLED, after(now, 120)), SaveScope::Changes);
         let mut slow = started().0;
-        // Only repeated failures of slow saves have longer pauses, and not while the platform waits.
+        // Only repeated failures of slow saves lengthen the pause, and not while the platform is waiting.
         for (is_awaited, pause) in [(false, 5), (false, 100), (true, 20)] {
             slow.record_failure(Duration::from_secs(10), is_awaited, now);
             assert_eq!(slow.decide(SETTLED, after(now, pause - 1)), SaveScope::Nothing);

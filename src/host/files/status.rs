@@ -1,5 +1,5 @@
-//! The state of the file backup. The service writes it; the heartbeat, the gateway, `svcctl doctor` and
-//! `svc-sync-agent status` read it.
+//! The file backup's status. Written by the service; read by the heartbeat, the gateway, `svcctl doctor` and
+//! `svc-sync-agent status`.
 
 use std::path::Path;
 
@@ -21,8 +21,8 @@ const FORMAT_VERSION: u32 = 1;
 const STATUS_FILE: &str = "status.json";
 /// Unsaved changes and failures are reported once they are this old.
 const MAX_PENDING_AGE: SignedDuration = SignedDuration::from_mins(10);
-/// The last save is reported as too old after this time. Even without changes, the service saves every few minutes,
-/// because the watcher does not watch all files.
+/// The last save is reported as too old after this time. The service saves every few minutes even without changes,
+/// because some files are not watched.
 const MAX_SAVE_AGE: SignedDuration = SignedDuration::from_mins(40);
 
 /// The content of `/var/lib/svc/files/status.json`.
@@ -30,53 +30,53 @@ const MAX_SAVE_AGE: SignedDuration = SignedDuration::from_mins(40);
 #[serde(rename_all = "camelCase", default)]
 pub struct FilesStatus {
     version: u32,
-    /// Everything that was written before this time is in the store.
+    /// Everything written before this time is in the store.
     #[serde(with = "clock::wire_option")]
     pub saved_until: Option<Timestamp>,
-    /// When the service detected the first change that is not in the store yet.
+    /// When the service detected the first unsaved change.
     #[serde(with = "clock::wire_option")]
     pub changed_since: Option<Timestamp>,
-    /// An estimate of the bytes that are not in the store yet; `None` if there are none, or if their number is unknown.
+    /// Estimated size of the unsaved changes, in bytes; `None` if there are none or the size is unknown.
     pub pending_bytes: Option<u64>,
     /// The latest snapshot's id.
     pub snapshot: Option<String>,
-    /// The counts of the last save of the whole home directory.
+    /// Counts from the last full save.
     pub files: u64,
     pub bytes: u64,
     pub excluded: u64,
     pub special: u64,
     /// Names the first sockets, FIFOs and devices.
     pub notes: Vec<String>,
-    /// The sizes of the excluded files at the last measurement.
+    /// Sizes of the excluded files when last measured.
     pub excluded_files: Option<ExcludedFiles>,
     /// The number of entries that the last save could not read.
     pub unreadable: u64,
     pub first_unreadable: Option<String>,
-    /// The number of files that changed during each attempt of the last save to read them.
+    /// The number of files that kept changing while the last save tried to read them.
     pub unstable: u64,
-    /// The error if the owner's rules cannot be read, and their first invalid lines, which exclude nothing.
+    /// The error if the owner's rules are unreadable, and their first invalid lines, which exclude nothing.
     pub invalid_rules: Vec<String>,
     /// Why the last save failed; `None` if it succeeded.
     pub error: Option<String>,
-    /// When a save first failed since the last success; `None` if the last save succeeded.
+    /// When saves started to fail; `None` if the last save succeeded.
     #[serde(with = "clock::wire_option")]
     pub failing_since: Option<Timestamp>,
-    /// The value of [`FileChecks::damage_found_at`] for which all files were last read again.
+    /// The [`FileChecks::damage_found_at`] for which all files were last reread.
     #[serde(rename = "repairedAt", with = "clock::wire_option")]
     pub repaired_damage_found_at: Option<Timestamp>,
-    /// Why a later machine could not read the file backup; `None` if the platform has its key, as far as is known.
+    /// Why a later machine could not read the file backup; `None` if, as far as is known, the platform has the key.
     pub key_problem: Option<String>,
-    /// When a save last failed. A later success does not clear this time.
+    /// When a save last failed. Later successes do not clear it.
     #[serde(with = "clock::wire_option")]
     pub failed_at: Option<Timestamp>,
 }
 
 impl FilesStatus {
-    /// Reads the file; `None` if there is no file. If the file is invalid or has another format version, returns a
-    /// state in which nothing is known to be saved.
+    /// Reads the status file; `None` if it does not exist. If the file is invalid or has a different format version,
+    /// returns a status with no known saves.
     ///
     /// # Errors
-    /// If the file exists and cannot be read.
+    /// If the file exists but cannot be read.
     pub fn read(layout: &Layout) -> Result<Option<Self>, FileError> {
         let Some(text) = fsx::read_if_exists(&layout.files_state().join(STATUS_FILE))? else {
             return Ok(None);
@@ -91,7 +91,7 @@ impl FilesStatus {
         Ok(Some(status))
     }
 
-    /// Records a save.
+    /// Records a successful save.
     pub(super) fn record_saved(&mut self, saved: &SaveResult, is_full: bool, saved_until: Timestamp) {
         let counts = &saved.counts;
         if is_full {
@@ -111,17 +111,17 @@ impl FilesStatus {
         (self.error, self.failing_since) = (None, None);
     }
 
-    /// Records whether the platform has the key, given the error of the last request for it.
+    /// Records whether the platform has the key, based on the outcome of the last key request.
     pub(super) fn record_key(&mut self, error: Option<&AccessError>) {
         match error {
             None => self.key_problem = None,
-            // Other errors, such as an outage, do not show whether the platform has the key.
+            // Other errors, such as outages, do not show whether the platform has the key.
             Some(error) => self.key_problem = error.to_key_problem().or(self.key_problem.take()),
         }
     }
 
-    /// Corrects times that were recorded while the clock was ahead. Otherwise, changes made now would already count as
-    /// saved, and requested saves as failed. Returns whether any time was corrected.
+    /// Corrects times recorded while the clock was ahead. Otherwise, new changes would already count as saved, and
+    /// requested saves as failed. Returns whether any time was corrected.
     pub fn correct_future_times(&mut self, now: Timestamp) -> bool {
         let before = (self.saved_until, self.changed_since, self.failing_since, self.failed_at);
         self.saved_until = self.saved_until.filter(|at| *at <= now);
@@ -132,21 +132,21 @@ impl FilesStatus {
         before != (self.saved_until, self.changed_since, self.failing_since, self.failed_at)
     }
 
-    /// Whether all files must be read again because of damage, given [`FileChecks::damage_found_at`]. The times are
-    /// compared only for equality, because the clock may have been ahead when the earlier damage was found.
+    /// Whether damage requires rereading all files, given [`FileChecks::damage_found_at`]. Times are only compared for
+    /// equality, because the clock may have been ahead when earlier damage was found.
     pub fn needs_repair(&self, damage_found_at: Option<Timestamp>) -> bool {
         damage_found_at.is_some() && damage_found_at != self.repaired_damage_found_at
     }
 
-    /// Whether changes have been unsaved for too long, or it is not known what has been saved.
+    /// Whether changes have gone unsaved for too long, or the saved state is unknown.
     pub fn is_unsaved(&self, now: Timestamp) -> bool {
-        // The service always records one of these times. Without any, the file is invalid, or the clock was ahead.
+        // The service always records one of these times, so without any, the file is invalid or the clock was ahead.
         let is_unknown =
             self.saved_until.is_none() && self.changed_since.is_none() && self.failing_since.is_none();
         is_unknown || self.find_unsaved_since(now).is_some()
     }
 
-    /// Returns the time since which changes have been unsaved, if that is too long ago: the first unsaved change or
+    /// Returns the time since which changes have been unsaved, if saves are overdue: the first unsaved change or
     /// failure is at least `MAX_PENDING_AGE` old, or the last save is at least `MAX_SAVE_AGE` old.
     pub fn find_unsaved_since(&self, now: Timestamp) -> Option<Timestamp> {
         let since = self.changed_since.or(self.failing_since).or(self.saved_until)?;
@@ -157,7 +157,7 @@ impl FilesStatus {
         (is_pending || is_stale).then_some(since)
     }
 
-    /// Returns the status that the owner and operators see, with the results of the checks.
+    /// Returns the status shown to the owner and operators, including check results.
     pub fn to_report(&self, checks: &FileChecks) -> FileBackupStatus {
         FileBackupStatus {
             saved_until: self.saved_until.map(Into::into),
@@ -194,7 +194,7 @@ impl FilesStatus {
         checks.find_problem().or_else(|| self.key_problem.clone())
     }
 
-    /// Writes the status file, and creates its directory if necessary.
+    /// Writes the status file, creating its directory if necessary.
     pub fn write(&mut self, layout: &Layout) -> Result<(), FileError> {
         self.version = FORMAT_VERSION;
         let dir = layout.files_state();

@@ -1,4 +1,4 @@
-//! The gateway's services. Each handler extracts the ones it uses.
+//! The gateway's services. Each handler extracts the ones it needs.
 
 use std::sync::Arc;
 
@@ -23,7 +23,7 @@ use svc_http::path_params;
 use svc_http::problem::Problem;
 use svc_http::server::ListenerLimits;
 
-/// The services of a running gateway.
+/// A running gateway's services.
 pub struct Services {
     pub layout: Layout,
     pub metrics: MetricsHandle,
@@ -42,8 +42,7 @@ pub struct Services {
 
 impl Services {
     /// # Errors
-    /// The HTTP client for the identity provider's keys, or a thread, cannot be created; or the writers' state cannot
-    /// be read.
+    /// If the JWKS client or a thread cannot be created, or the writers' state cannot be read.
     pub fn new(
         config: &Config,
         event_id_secret: EventIdSecret,
@@ -89,14 +88,14 @@ impl Services {
     }
 }
 
-/// What a handler can extract: the services, and what is known about the request.
+/// The state that handlers extract from: the services and the request's context.
 #[derive(Clone)]
 pub struct RequestState {
     pub services: Arc<Services>,
     pub ingress: Ingress,
-    /// `None` on a route without authentication.
+    /// `None` on unauthenticated routes.
     pub caller: Option<Caller>,
-    /// The value of the path's first parameter, percent-encoded.
+    /// The first path parameter, percent-encoded.
     pub path_parameter: Option<Box<str>>,
 }
 

@@ -46,7 +46,7 @@ svc_base::variables! {
         /// Container image of the database, if it is not the default.
         SVC_POSTGRES_IMAGE: "image name" = derived "the unit's image",
             in "`update.env`", by ["svc-postgres.service"];
-        /// Ed25519 keys whose signature on a bundle's manifest is trusted. An update with a later key
+        /// Ed25519 keys whose signature on a bundle's manifest is trusted. An update with a newer key
         /// set writes this variable and `SVC_BUNDLE_KEYS_SEQUENCE`. The process environment is ignored.
         SVC_BUNDLE_PUBLIC_KEYS: "comma-separated list" = unset, in "`update.env`", by ["svc-update"];
         /// Sequence number of the key set in `SVC_BUNDLE_PUBLIC_KEYS`.

@@ -183,7 +183,7 @@ async fn find_machine_holding_back_snapshot(
         machine.id
     );
     Err(Problem::new(Code::InvalidState, detail)
-        .with("machineStatus", json!(machine.status))
+        .with("machineStatus", json!(machine.status_or_replaced()))
         .with("allowed", json!([])))
 }
 

@@ -291,7 +291,7 @@ pub static ADD: Endpoint = Endpoint {
         method: Method::POST,
         path: "/operators",
         summary: "Adds a named operator with some of the caller's scopes. Only this response, and responses to retries \
-                  with the same key, contain the token.",
+                  with the same `Idempotency-Key`, contain the token.",
         credentials: &[OPERATOR],
         parameters: &[IDEMPOTENCY_KEY],
         body: Some(|| {

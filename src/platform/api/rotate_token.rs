@@ -42,9 +42,8 @@ async fn rotate(platform: &Platform, id: MachineId, mutation: &Mutation) -> Resu
     };
     if !change.machine.is_active() || change.machine.registered_at.is_none() {
         let detail = "Only the token of a registered machine that holds its slot can be rotated.";
-        return Err(
-            Problem::new(Code::InvalidState, detail).with("machineStatus", json!(change.machine.status))
-        );
+        return Err(Problem::new(Code::InvalidState, detail)
+            .with("machineStatus", json!(change.machine.status_or_replaced())));
     }
     let effect = match change.machine.upgrade_token.requested_at {
         Some(_) => ChangeEffect::Unchanged,

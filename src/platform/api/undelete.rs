@@ -153,9 +153,8 @@ async fn ensure_can_reinstate(tx: &Transaction<'_>, machine: &MachineRow) -> Res
 }
 
 fn not_deleted(machine: &MachineRow) -> Problem {
-    let status = if machine.retired_at.is_some() { "replaced" } else { machine.status.as_str() };
     Problem::new(Code::InvalidState, "The machine is not deleted.")
-        .with("machineStatus", json!(status))
+        .with("machineStatus", json!(machine.status_or_replaced()))
         .with("allowed", json!([]))
 }
 

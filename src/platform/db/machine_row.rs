@@ -154,6 +154,11 @@ fn parse_number_column<T: TryFrom<i32>>(row: &Row, column: &'static str) -> Resu
 }
 
 impl MachineRow {
+    /// Returns the status, or `replaced` after the machine has been replaced.
+    pub fn status_or_replaced(&self) -> &'static str {
+        if self.retired_at.is_some() { "replaced" } else { self.status.as_str() }
+    }
+
     /// Parses a row with the columns [`COLUMNS`].
     ///
     /// # Errors

@@ -1,5 +1,4 @@
-//! The platform's database: connection pools, and statements with a timeout. Each subject has its own file in this
-//! directory.
+//! The platform's database: connection pools and statement timeouts. Each submodule covers one topic.
 //!
 //! This module makes no decisions about machines. Invariants: every statement has a timeout, and errors distinguish an
 //! unavailable database from a rejected statement.
@@ -49,7 +48,7 @@ use tokio_postgres::{Client, Config, IsolationLevel, NoTls, Row};
 use svc_base::error_chain::format_chain;
 use svc_http::resolve;
 
-/// Client-side timeout, applied separately to preparing and to running a statement. The server-side timeout is shorter.
+/// Client-side timeout, applied separately to preparing and running a statement. The server-side timeout is shorter.
 const STATEMENT_TIMEOUT: Duration = Duration::from_secs(6);
 const SERVER_STATEMENT_TIMEOUT_MS: u32 = 5000;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -57,7 +56,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// A statement's parameters.
 pub type Params<'a> = &'a [&'a (dyn ToSql + Sync)];
 
-/// A database error, classified by its meaning.
+/// A classified database error.
 #[derive(Debug, thiserror::Error)]
 pub enum DbError {
     #[error("database unavailable: {what}")]
@@ -69,7 +68,7 @@ pub enum DbError {
     /// A unique or foreign key constraint was violated.
     #[error("constraint {constraint} is violated")]
     Violated { constraint: String },
-    /// A conflict with another transaction, or a row that has changed since it was read; the whole transaction may be
+    /// A conflict with another transaction, or a row that changed after it was read. The whole transaction can be
     /// retried.
     #[error("the transaction conflicted with another one")]
     Contended,
@@ -119,7 +118,7 @@ impl From<tokio_postgres::Error> for DbError {
     }
 }
 
-/// The reason a connection to the database could not be opened.
+/// Why a database connection could not be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
     #[error(transparent)]
@@ -145,17 +144,17 @@ pub fn check_supported(config: &Config) -> Result<(), &'static str> {
     Ok(())
 }
 
-/// A connection pool. Each kind of work has its own pool, so that no kind of work waits for another.
+/// A connection pool. Each kind of work has its own, so that none has to wait for another.
 #[derive(Clone)]
 pub struct Db {
     pool: Pool,
 }
 
 impl Db {
-    /// Creates a pool of at most `max_connections` connections, which are opened on demand.
+    /// Creates a pool of up to `max_connections` connections, opened on demand.
     ///
     /// # Errors
-    /// When deadpool rejects the settings.
+    /// If deadpool rejects the settings.
     pub fn new(config: &Config, max_connections: usize) -> anyhow::Result<Self> {
         let settings = ManagerConfig { recycling_method: RecyclingMethod::Fast };
         let manager = Manager::from_connect(config_with_timeouts(config), ResolvingConnector, settings);
@@ -185,12 +184,12 @@ impl Db {
     }
 }
 
-/// Begins a transaction. It is rolled back if it is dropped without [`commit`].
+/// Begins a transaction, which is rolled back if dropped without [`commit`].
 pub async fn begin(session: &mut Object) -> Result<Transaction<'_>, DbError> {
     with_timeout(session.transaction()).await
 }
 
-/// Begins a read-only transaction whose statements all read the same snapshot.
+/// Begins a read-only transaction in which all statements see the same snapshot.
 pub async fn begin_snapshot(session: &mut Object) -> Result<Transaction<'_>, DbError> {
     let transaction = session.build_transaction().isolation_level(IsolationLevel::RepeatableRead);
     with_timeout(transaction.read_only(true).start()).await
@@ -199,7 +198,7 @@ pub async fn begin_snapshot(session: &mut Object) -> Result<Transaction<'_>, DbE
 /// Commits a transaction.
 ///
 /// # Errors
-/// [`DbError`]; after `Unavailable`, it is unknown whether the transaction was committed.
+/// [`DbError`]. After `Unavailable`, the transaction may or may not have been committed.
 pub async fn commit(tx: Transaction<'_>) -> Result<(), DbError> {
     with_timeout(tx.commit()).await
 }
@@ -223,8 +222,8 @@ pub async fn execute(client: &impl GenericClient, sql: &str, params: Params<'_>)
     with_timeout(client.execute(&statement, params)).await
 }
 
-/// Acquires the advisory lock named `subject` and holds it until the transaction ends. Waits for other holders, at most
-/// until the statement's timeout.
+/// Acquires the advisory lock named `subject` until the end of the transaction. Waits for other holders until the
+/// statement times out.
 pub async fn lock(tx: &Transaction<'_>, subject: &str) -> Result<(), DbError> {
     query(tx, "SELECT pg_advisory_xact_lock(hashtextextended($1, 0))", &[&subject]).await.map(drop)
 }
@@ -251,10 +250,10 @@ fn config_with_timeouts(config: &Config) -> Config {
     config
 }
 
-/// Connects after resolving host names: a static glibc binary must not call getaddrinfo.
+/// Resolves host names before connecting: a static glibc binary must not call getaddrinfo.
 struct ResolvingConnector;
 
-/// A connection, and the task that serves it.
+/// A connection and its driver task.
 type Connected = (Client, JoinHandle<()>);
 type DriverResult = Result<Connected, tokio_postgres::Error>;
 
@@ -275,15 +274,15 @@ impl deadpool_postgres::Connect for ResolvingConnector {
     }
 }
 
-/// Opens a connection and spawns the task that serves it.
+/// Opens a connection and spawns its driver task.
 ///
 /// # Errors
-/// When the host name cannot be resolved, or the connection fails.
+/// If the host name cannot be resolved, or the connection fails.
 pub async fn connect(config: &Config) -> Result<Connected, ConnectError> {
     Ok(open(&svc_router::database::resolve_hosts(config).await?).await?)
 }
 
-/// Opens a connection to hosts whose addresses are known.
+/// Opens a connection to hosts that are already resolved.
 async fn open(config: &Config) -> DriverResult {
     let (client, connection) = config.connect(NoTls).await?;
     let connection_task = tokio::spawn(async move {
@@ -300,7 +299,7 @@ mod tests {
 
     #[tokio::test]
     async fn connect_error_names_unresolvable_host() {
-        // DNS does not allow an empty label, so no request is sent.
+        // DNS does not allow empty labels, so no query is sent.
         let error = connect(&"host=a..b user=u".parse().unwrap()).await.err().unwrap();
         assert!(error.to_string().starts_with("cannot resolve a..b: "), "{error}");
     }

@@ -1,4 +1,4 @@
-//! `slots`, `slot_releases` and `handles`: slots' subscriptions, the releases of their machines, and handles' owners.
+//! The `slots`, `slot_releases` and `handles` tables: subscriptions, machine releases and handle owners.
 
 use std::collections::HashMap;
 
@@ -22,7 +22,7 @@ pub struct SlotRow {
     pub plan: Plan,
     pub status: SubscriptionStatus,
     pub current_period_end: Option<Timestamp>,
-    /// Whether this is a test slot, not a customer's.
+    /// Whether this is a test slot rather than a customer's.
     pub is_test: bool,
 }
 
@@ -69,7 +69,7 @@ pub async fn find_subscription(
     query_opt(client, &sql, &[&user.as_str(), &slot.as_str()]).await?.as_ref().map(SlotRow::parse).transpose()
 }
 
-/// Lists one user's slots, or all users' slots, that come after the slot `after`.
+/// Lists the slots that sort after `after`, for one user or all users.
 pub async fn list(
     client: &impl GenericClient,
     user: Option<&IdpUserId>,
@@ -108,7 +108,7 @@ pub async fn upsert_subscription(
     SlotRow::parse(&row.ok_or_else(no_row)?)
 }
 
-/// Assigns the handle to the user permanently if it is free, and returns its owner, who may be another user.
+/// Permanently assigns the handle to the user if it is free. Returns its owner, who may be another user.
 pub async fn claim_handle(
     client: &impl GenericClient,
     handle: &Handle,
@@ -121,7 +121,7 @@ pub async fn claim_handle(
     Ok(owner.map(|row| row.get(0)).unwrap_or_default())
 }
 
-/// Finds the handle's owner, if it has one.
+/// Finds the handle's owner, if any.
 pub async fn find_handle_owner(
     client: &impl GenericClient,
     handle: &Handle,
@@ -130,7 +130,7 @@ pub async fn find_handle_owner(
     Ok(query_opt(client, sql, &[&handle.as_str()]).await?.map(|row| row.get(0)))
 }
 
-/// Finds the release with which the slot's next machine starts; `None` if none is recorded.
+/// Finds the release for the slot's next machine; `None` if none is recorded.
 pub async fn find_release(
     client: &impl GenericClient,
     user: &IdpUserId,
@@ -147,7 +147,7 @@ pub async fn find_release(
         .map_err(|error| DbError::Unreadable { what: "slot_releases", reason: format!("{error}") })
 }
 
-/// Records the release that the slot's machine is running; the slot's next machine starts with it.
+/// Records the release running on the slot's machine. The slot's next machine starts with it.
 pub async fn set_release(
     client: &impl GenericClient,
     user: &IdpUserId,
@@ -161,7 +161,8 @@ pub async fn set_release(
     execute(client, sql, &[&user.as_str(), &slot.as_str(), &version.as_str()]).await.map(drop)
 }
 
-/// Like [`set_release`], but for a machine's slot. Usually the release is unchanged, in which case this locks no row.
+/// Like [`set_release`], but finds the slot by its machine. In the common case of an unchanged release, this locks no
+/// row.
 pub async fn set_release_for_machine(
     client: &impl GenericClient,
     machine: MachineId,

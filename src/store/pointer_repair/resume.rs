@@ -1,6 +1,6 @@
-//! Completes a rebuild that was interrupted, or that got no response to its writes.
+//! Completes a pointer rebuild that was interrupted or whose writes went unacknowledged.
 //!
-//! Invariant: a pointer that has been moved since the rebuild is not changed.
+//! Invariant: a pointer newer than the rebuild's is never changed.
 
 use super::{Inspection, RepairError, rebuild};
 use crate::bucket::{Bucket, StoreError};
@@ -10,7 +10,7 @@ use crate::pointer::Pointer;
 /// Completes an earlier rebuild from its plan; `None` if its log entry was never written.
 ///
 /// # Errors
-/// Same as [`rebuild`]. `ChangedConcurrently` if another writer has replaced the written pointer.
+/// Same as [`rebuild`]. `ChangedConcurrently` here also means that another writer has replaced the rebuilt pointer.
 pub async fn resume(
     bucket: &Bucket,
     slot: &SlotPrefix,
@@ -35,7 +35,7 @@ pub async fn resume(
     }
 }
 
-/// Whether the current pointer is the written one, or a host or the platform has moved the pointer since.
+/// Whether `current` is the pointer that the rebuild wrote, or a newer one from a host or the platform.
 pub(super) fn has_taken_effect(written: &Pointer, current: &Pointer) -> bool {
     current == written || (current.seq > written.seq && current.fence_epoch >= written.fence_epoch)
 }
@@ -50,7 +50,7 @@ mod tests {
     use svc_machine::epoch::Epoch;
     use svc_machine::id::MachineId;
 
-    /// Fences the slot for the next machine, as the platform does in a recovery.
+    /// Fences the slot for the next machine, as the platform does during recovery.
     async fn fence_next_machine(bucket: &Bucket) {
         let next = Fence::unsigned(Epoch(2), MachineId(uuid::Uuid::from_u128(2)));
         pointer_io::fence(bucket, &slot(), &next).await.unwrap();

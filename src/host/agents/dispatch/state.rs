@@ -1,4 +1,4 @@
-//! The in-memory state of dispatches and batches.
+//! In-memory dispatch and batch state.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -25,7 +25,7 @@ pub enum Phase {
     Running,
     Success,
     Error,
-    /// A batch entry that never ran, because a cost limit was reached before its turn.
+    /// A batch entry that never ran, because a cost limit was reached first.
     Refused,
 }
 
@@ -64,7 +64,7 @@ pub struct DispatchResult {
 struct DispatchState {
     phase: Phase,
     started_at: Option<Timestamp>,
-    /// The session id of the conversation that the agent reported.
+    /// The session id of the conversation reported by the agent.
     session_id: Option<String>,
     result: Option<DispatchResult>,
     /// Tool calls that may have changed files.
@@ -75,29 +75,29 @@ struct DispatchState {
 
 /// A prompt for an agent, from acceptance to result, with its event log.
 pub struct Dispatch {
-    /// The dispatch as it was accepted, without its start and its end.
+    /// The journal entry written on acceptance, with no start time, result or refusal.
     pub accepted: JournalEntry,
     pub log: EventLog,
     pub batch: Option<Arc<Batch>>,
-    /// The session id of the requested conversation. Conversations are compared by it, because several conversation ids
-    /// can name the same Claude Code session. With other programs, such ids name different conversations, which wait
-    /// for each other unnecessarily.
+    /// The session id of the requested conversation. Conversations are matched by session id, because several
+    /// conversation ids can map to the same Claude Code session. Other agents treat those ids as separate
+    /// conversations, which then wait for each other unnecessarily.
     session_id: Option<String>,
     pub cancel: CancellationToken,
-    /// Cancelled when the dispatch has been written to the journal, or the write has failed.
+    /// Cancelled once the dispatch's journal write has succeeded or failed.
     pub journaled: CancellationToken,
     state: Mutex<DispatchState>,
     is_durable: AtomicBool,
 }
 
-/// The dispatches from one request.
+/// Dispatches submitted in one request.
 pub struct Batch {
     pub id: String,
     pub fingerprint: String,
-    /// The ids of its dispatches.
+    /// Its dispatches' ids.
     pub entry_ids: Vec<String>,
     pub log: EventLog,
-    /// Cancelled when the batch has been written to the journal, or the write has failed.
+    /// Cancelled once the batch's journal write has succeeded or failed.
     pub journaled: CancellationToken,
     remaining: AtomicUsize,
 }
@@ -146,7 +146,7 @@ impl Dispatch {
             let index = parse_entry_index(&interaction.id);
             BatchPosition { id, index, size: interaction.batch_size.unwrap_or_default() }
         });
-        // Older records lack the times of acceptance and start, so both are approximated by the end minus the duration.
+        // Older records have no acceptance or start time; both are estimated as the end time minus the duration.
         let duration =
             SignedDuration::from_millis(i64::try_from(interaction.duration_ms).unwrap_or(i64::MAX));
         let run_start = interaction.timestamp.checked_sub(duration).unwrap_or(interaction.timestamp);
@@ -206,7 +206,7 @@ impl Dispatch {
         self.lock().reservation.is_some()
     }
 
-    /// The amount that is reserved for this dispatch.
+    /// The amount reserved for this dispatch.
     pub fn reserved_amount(&self) -> Dollars {
         self.lock().reservation.as_ref().map_or(Dollars::ZERO, Reservation::amount)
     }
@@ -215,12 +215,13 @@ impl Dispatch {
         self.lock().reservation = Some(reservation);
     }
 
-    /// Sets the conversation id that the agent reported.
+    /// Sets the conversation id reported by the agent.
     pub fn set_conversation(&self, conversation: &str) {
         self.lock().session_id = Some(to_session_id(conversation));
     }
 
-    /// Adds a tool call that may change files. `has_shared_call_ids` is set if the agent's hooks use the same call ids.
+    /// Adds a tool call that may change files. `has_shared_call_ids` says whether the agent's hooks use the same call
+    /// ids.
     pub fn add_seen_call(&self, call: &str, has_shared_call_ids: bool) {
         let mut state = self.lock();
         state.seen.has_shared_call_ids = has_shared_call_ids;
@@ -231,13 +232,13 @@ impl Dispatch {
         std::mem::take(&mut self.lock().seen)
     }
 
-    /// Whether this dispatch is in the conversation that `other` names.
+    /// Whether this dispatch belongs to the conversation requested by `other`.
     pub fn is_in_conversation_of(&self, other: &Self) -> bool {
         let Some(wanted) = &other.session_id else { return false };
         self.session_id.as_ref() == Some(wanted) || self.lock().session_id.as_ref() == Some(wanted)
     }
 
-    /// The time at which the run began, even if the agent could not be started.
+    /// When the run began; set even if the agent failed to start.
     pub fn started_at(&self) -> Option<Timestamp> {
         self.lock().started_at
     }
@@ -263,7 +264,7 @@ impl Dispatch {
         }
     }
 
-    /// Publishes an event to the listeners of the dispatch and its batch.
+    /// Publishes an event to listeners of the dispatch and its batch.
     pub fn publish(&self, kind: &str, data: &Value) {
         self.push(kind, data, false);
     }
@@ -279,7 +280,7 @@ impl Dispatch {
         }
     }
 
-    /// The JSON representation in the API.
+    /// Returns the dispatch as JSON, as in the API.
     pub fn to_json(&self) -> Value {
         let state = self.lock();
         let result = state.result.as_ref();
@@ -301,14 +302,14 @@ impl Dispatch {
         })
     }
 
-    /// Estimates the dispatch's size in memory from its events and its prompt.
+    /// Estimates the dispatch's memory use from its events and prompt.
     pub fn bytes(&self) -> usize {
         self.log.bytes() + self.accepted.entry.prompt.len()
     }
 }
 
 impl Batch {
-    /// Creates a batch in which `remaining` entries have not ended yet.
+    /// Creates a batch with `remaining` unfinished entries.
     pub fn new(id: String, fingerprint: String, entry_ids: Vec<String>, remaining: usize) -> Arc<Self> {
         Self::with_log(id, fingerprint, entry_ids, remaining, EventLog::default())
     }
@@ -324,10 +325,10 @@ impl Batch {
         Arc::new(Self { id, fingerprint, entry_ids, log, journaled, remaining })
     }
 
-    /// Restores a batch from the records of its entries. Some entries may have no record, such as refused ones.
+    /// Restores a batch from its entries' records. Some entries, such as refused ones, may have none.
     pub fn from_records(id: &DispatchId, interactions: &[Interaction]) -> Arc<Self> {
         let recorded_size = interactions.iter().find_map(|interaction| interaction.batch_size);
-        // The owner can edit the records, so the size may be any number.
+        // Owners can edit their records, so the stored size may be arbitrary.
         let size = recorded_size.map_or(interactions.len(), |size| size.min(MAX_BATCH_ENTRIES));
         let ids = (0..size).map(|index| id.entry_id(index)).collect();
         let fingerprint = interactions.iter().find_map(|interaction| interaction.fingerprint.clone());
@@ -340,7 +341,7 @@ impl Batch {
     }
 }
 
-/// Parses the index of a batch entry from its id; 0 if the id has none.
+/// Parses a batch entry's index from its id; 0 if the id has none.
 pub fn parse_entry_index(id: &str) -> usize {
     id.rsplit_once('.').and_then(|(_, index)| index.parse().ok()).unwrap_or_default()
 }

@@ -1,7 +1,7 @@
 //! `svc-agent`: runs one agent for the gateway, as the owner's user, and leaves no process behind.
 //!
-//! Each connection is one run. systemd accepts it and starts one instance of the unit per run (`svc-agent@.service`),
-//! so that each run has its own control group; `--listen` works without systemd, with one process per run.
+//! Each connection is one run. systemd accepts it and starts a separate unit instance (`svc-agent@.service`), so that
+//! each run has its own cgroup. Without systemd, `--listen` starts one process per run.
 
 mod output;
 pub mod process_tree;
@@ -57,7 +57,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     }
 }
 
-/// Serves the connection on standard input until its run has ended.
+/// Serves the connection on standard input until the run ends.
 async fn serve_stdin(layout: Layout) -> Result<(), Failure> {
     let connection = socket_service::stdin_connection()?;
     let connection = tokio::net::UnixStream::from_std(connection).context("cannot use the connection")?;

@@ -1,6 +1,6 @@
 //! The app registry, used by the bridge, the pages and `/api/apps`.
 //!
-//! Readers get an immutable snapshot; only the supervisor publishes a new one.
+//! Readers get an immutable snapshot; only the supervisor publishes new ones.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -15,21 +15,21 @@ use crate::name::SqlIdentifier;
 pub struct App {
     pub manifest: Manifest,
     pub schema: SqlIdentifier,
-    /// The tables as they exist in the database, by name.
+    /// The tables in the database, by name.
     pub tables: BTreeMap<String, Table>,
     pub pool: Arc<Pool>,
-    /// Parts of the manifest that the last registration could not apply.
+    /// Manifest changes that the last registration could not apply.
     pub unapplied_changes: Vec<String>,
 }
 
-/// The reason that an app's current manifest is not registered.
+/// Why an app's current manifest is not registered.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AppError {
     pub slug: Option<String>,
     pub message: String,
 }
 
-/// The state of all apps at one time.
+/// The state of all apps at a point in time.
 #[derive(Debug, Default, Clone)]
 pub struct AppsSnapshot {
     /// Whether the apps directory has been scanned since the gateway started.
@@ -37,24 +37,24 @@ pub struct AppsSnapshot {
     /// Whether the registered apps have been loaded from the database since the gateway started.
     pub is_loaded: bool,
     pub apps: BTreeMap<String, Arc<App>>,
-    /// Directories with a valid manifest, by slug, with their paths relative to the home directory. Pages are served
-    /// from these.
+    /// App directories with a valid manifest, by slug, with paths relative to the home directory. Pages are served from
+    /// here.
     pub directories: BTreeMap<String, (PathBuf, Manifest)>,
-    /// Directory errors, by directory name for an invalid manifest, and by slug for a rejected registration.
+    /// Errors in app directories: invalid manifests by directory name, rejected registrations by slug.
     pub directory_errors: BTreeMap<String, AppError>,
-    /// Errors in stored manifests that are invalid or were rejected, by slug. These apps may have no directory.
+    /// Errors in stored manifests that are invalid or were rejected, by slug. The apps may have no directory.
     pub stored_errors: BTreeMap<String, AppError>,
 }
 
 impl AppsSnapshot {
-    /// Whether the app has a directory; the manifest in it may be invalid. The owner removes an app by removing its
+    /// Whether the app has a directory, even one with an invalid manifest. Owners uninstall an app by deleting its
     /// directory; its tables stay in the database.
     pub fn is_installed(&self, slug: &str) -> bool {
         self.directories.contains_key(slug) || self.has_directory_error(slug)
     }
 
-    /// Returns the directory errors with their keys, followed by the errors in stored manifests. An app's stored error
-    /// is omitted if its directory has one, because the directory's manifest is the current one.
+    /// Returns the directory errors with their keys, then the stored-manifest errors. A directory error hides the app's
+    /// stored error, because the directory holds the current manifest.
     pub fn errors(&self) -> impl Iterator<Item = (Option<&str>, &AppError)> {
         let directory_errors = self.directory_errors.iter().map(|(key, error)| (Some(key.as_str()), error));
         let stored_errors =

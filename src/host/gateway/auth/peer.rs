@@ -1,4 +1,4 @@
-//! Identifies the process that connected to one of the machine's own sockets, from kernel data only.
+//! Identifies the peer process on one of the machine's own sockets, using only kernel data.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -8,26 +8,26 @@ use nix::unistd::geteuid;
 
 use svc_host::system::unix_socket::PeerCredentials;
 
-/// The slice for the units that run agents (`systemd/system/svc-agent@.service`).
+/// The slice of the agent units (`systemd/system/svc-agent@.service`).
 const AGENTS_SLICE: &str = "svcagents.slice";
 
-/// The trust class of a local process.
+/// A local process's trust class.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Peer {
-    /// A process of root or of the gateway's user, such as `svcctl doctor` or one of the machine's services.
+    /// A process running as root or as the gateway's user, such as `svcctl doctor` or one of the machine's services.
     Machine,
-    /// A process of the owner's user: a terminal, the editor, the shell.
+    /// A process running as the owner's user: a terminal, the editor, the shell.
     OwnerProcess,
-    /// A dispatched agent's process, or any descendant of it.
+    /// A dispatched agent's process or one of its descendants.
     Agent,
-    /// A process of any other user.
+    /// A process running as any other user.
     Untrusted,
 }
 
-/// Determines the trust class of local processes.
+/// Classifies local processes by trust.
 pub struct PeerClassifier {
     gateway_uid: u32,
-    /// A directory that belongs to the owner's user, in a directory to which only root can write.
+    /// A directory owned by the owner's user, in a directory that only root can write to.
     owners_dir: PathBuf,
     proc: PathBuf,
 }
@@ -37,7 +37,7 @@ impl PeerClassifier {
         Self { gateway_uid: geteuid().as_raw(), owners_dir, proc: PathBuf::from("/proc") }
     }
 
-    /// Classifies the process at the other end of a connection. Without credentials, the process is untrusted.
+    /// Classifies a connection's peer process. Without credentials, it is untrusted.
     pub fn classify(&self, credentials: Option<PeerCredentials>) -> Peer {
         let Some(PeerCredentials { uid: Some(uid), pid }) = credentials else { return Peer::Untrusted };
         if uid == 0 || uid == self.gateway_uid {
@@ -49,8 +49,8 @@ impl PeerClassifier {
         Peer::Untrusted
     }
 
-    /// A process cannot leave its control group. A process that has already exited cannot be checked; it counts as an
-    /// agent, which has fewer permissions.
+    /// A process cannot leave its cgroup. One that has already exited cannot be checked, so it counts as an agent,
+    /// which has fewer permissions.
     fn is_agent(&self, pid: Option<i32>) -> bool {
         let Some(pid) = pid else { return true };
         let groups = fs::read_to_string(self.proc.join(pid.to_string()).join("cgroup"));
@@ -58,7 +58,7 @@ impl PeerClassifier {
     }
 }
 
-/// `groups` is the text of `/proc/PID/cgroup`: lines `hierarchy:controllers:path`.
+/// `groups` is the content of `/proc/PID/cgroup`: lines `hierarchy:controllers:path`.
 fn is_in_agents_slice(groups: &str) -> bool {
     let paths = groups.lines().filter_map(|line| line.splitn(3, ':').nth(2));
     paths.map(Path::new).any(|path| path.components().any(|part| part.as_os_str() == AGENTS_SLICE))

@@ -97,7 +97,7 @@ impl CertificateIssuance<'_> {
     }
 
     async fn start_challenges(&self, order: &mut Order) -> anyhow::Result<Vec<ChallengeGuard>> {
-        let mut guards = Vec::new();
+        let (mut guards, mut start_error) = (Vec::new(), None);
         let mut authorizations = order.authorizations();
         while let Some(authorization) = authorizations.next().await {
             let mut authorization = authorization.context("cannot read the order's authorization")?;
@@ -111,9 +111,16 @@ impl CertificateIssuance<'_> {
             };
             let digest = challenge.key_authorization().digest();
             guards.push(self.resolver.respond_to_challenge(self.name, digest.as_ref())?);
-            challenge.set_ready().await.context("the authority did not start the validation")?;
+            if let Err(error) = challenge.set_ready().await {
+                start_error = Some(error);
+                break;
+            }
         }
-        Ok(guards)
+        match start_error {
+            // The authority may have validated, and failed, before it responded.
+            Some(error) => Err(self.explain_refusal(order, Some(error)).await),
+            None => Ok(guards),
+        }
     }
 
     /// Returns an error with the authority's reason. The reason is read from the failed challenge if there is one,

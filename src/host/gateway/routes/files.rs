@@ -1,7 +1,7 @@
-//! `/api/files`: the state of the file backup, the history of the owner's files, and restores from it.
+//! `/api/files`: the owner's file backup, with its status, file history and restores.
 //!
-//! Requests to the file history are proxied to `history.sock`, where a separate process serves each. A request for a
-//! restore becomes a file that a unit consumes.
+//! History requests are proxied to `history.sock`, where a separate process serves each one. A restore request is a
+//! file that triggers a systemd path unit.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -41,7 +41,7 @@ use svc_wire::files::{
     FileRestoreResponse, FileVersions, MAX_ENTRIES, MAX_PATH_CHARS, MAX_VERSIONS,
 };
 
-/// `Retry-After`, in seconds, while the key cannot be shown: an operator must fix the cause first.
+/// `Retry-After`, in seconds, while the key is unavailable: an operator must fix the cause.
 const RETRY_AFTER_SECONDS: u64 = 60;
 
 /// `GET /api/files/status`
@@ -68,7 +68,7 @@ fn read_key(layout: &Layout) -> Result<ResticAccess, Problem> {
         unavailable("The key of the file backup cannot be read; see the machine's log.")
     })?;
     let access = access.ok_or_else(|| Problem::new(Code::NotFound, "No files have been saved yet."))?;
-    // The key is shown only if the request is recorded.
+    // Never reveal the key unless the request is in the activity log.
     activity::append(layout, "the key of the file backup was shown").map_err(|error| {
         tracing::error!(error = %format_chain(&error), "cannot record that the key of the file backup was shown");
         unavailable("The request cannot be recorded in activity.log; see the machine's log.")
@@ -92,7 +92,7 @@ pub async fn show_restore(State(layout): State<Layout>) -> Result<Response, Prob
     Ok(Json(FileRestoreResponse { restore }).into_response())
 }
 
-/// `POST /api/files/restore`: requests that a file or directory be restored.
+/// `POST /api/files/restore`: requests a file or directory restore.
 pub async fn restore(
     State(layout): State<Layout>,
     headers: HeaderMap,
@@ -132,11 +132,11 @@ pub async fn restore(
     Ok((StatusCode::ACCEPTED, Json(accepted)).into_response())
 }
 
-/// Responds to a request that has the idempotency key of the pending or last restore: returns that restore and starts
-/// no new one.
+/// Responds to a request that reuses the idempotency key of the pending or last restore: returns that restore instead
+/// of starting another.
 ///
 /// # Errors
-/// 422 if the earlier request was different.
+/// 422 if the two requests differ.
 fn respond_to_repeat(request: &RestoreRequest, earlier: FileRestore) -> Result<Response, Problem> {
     if earlier.request_id != request.request_id {
         let detail = "This Idempotency-Key was used for a different request.";

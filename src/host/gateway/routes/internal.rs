@@ -1,5 +1,5 @@
-//! `POST /_svc/internal/…`: the platform's requests for backups, checks and updates. Each becomes a file that a unit
-//! consumes.
+//! `POST /_svc/internal/…`: backup, check and update requests from the platform. Each one is written to a file that
+//! triggers a systemd path unit.
 
 use axum::Json;
 use axum::body::Body;
@@ -28,7 +28,7 @@ pub async fn request_backup(State(layout): State<Layout>) -> Result<Response, Pr
     write_request(&layout, "backup").await
 }
 
-/// `POST /_svc/internal/backup-accept`: requests that the held-back snapshot be made the latest.
+/// `POST /_svc/internal/backup-accept`: requests promotion of the held-back snapshot to the latest.
 pub async fn request_backup_acceptance(State(layout): State<Layout>) -> Result<Response, Problem> {
     write_request(&layout, "accept").await
 }
@@ -38,12 +38,12 @@ pub async fn request_drill(State(layout): State<Layout>) -> Result<Response, Pro
     write_request(&layout, "drill").await
 }
 
-/// `POST /_svc/internal/files-verify`: requests a verification of part of the file backup.
+/// `POST /_svc/internal/files-verify`: requests verification of part of the file backup.
 pub async fn request_files_verification(State(layout): State<Layout>) -> Result<Response, Problem> {
     write_request(&layout, verify::REQUEST).await
 }
 
-/// Writes the request file with this name; replaces an earlier request that no unit has consumed yet.
+/// Writes the named request file, replacing an earlier request that is still pending.
 async fn write_request(layout: &Layout, name: &'static str) -> Result<Response, Problem> {
     let path = layout.request(name);
     let requested_at = rfc3339_ms(Timestamp::now());
@@ -55,8 +55,8 @@ async fn write_request(layout: &Layout, name: &'static str) -> Result<Response, 
     Ok((StatusCode::ACCEPTED, Json(body)).into_response())
 }
 
-/// `POST /_svc/internal/update`: requests an update. The request only names the release; the updater, which runs as
-/// root and trusts no other process, decides whether to install it.
+/// `POST /_svc/internal/update`: requests an update. The request only names the release; the updater runs as root,
+/// trusts no other process, and decides whether to install it.
 pub async fn request_update(
     State(layout): State<Layout>,
     headers: HeaderMap,

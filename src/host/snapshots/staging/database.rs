@@ -8,7 +8,7 @@ use tokio_postgres::{Client, Error};
 use crate::system::postgres::quote_ident;
 use svc_base::error_chain::format_chain;
 
-/// The purpose of a scratch database. Programs with the same purpose exclude each other with a lock.
+/// What a scratch database is for. A lock ensures that only one program per purpose runs at a time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ScratchPurpose {
     /// A restore or an import: the database becomes the owner's, and its roles are kept.
@@ -18,7 +18,7 @@ pub enum ScratchPurpose {
 }
 
 impl ScratchPurpose {
-    /// The name of a scratch database is this prefix and a number.
+    /// A scratch database's name is this prefix followed by a number.
     pub(super) fn name_prefix(self) -> &'static str {
         match self {
             Self::Restore => "svc_restore_",
@@ -27,20 +27,20 @@ impl ScratchPurpose {
     }
 }
 
-/// A scratch database with the other purpose that is older than this belongs to a killed run.
+/// Scratch databases with the other purpose that are older than this count as left behind by a killed run.
 const MAX_SCRATCH_AGE: SignedDuration = SignedDuration::from_hours(48);
 
-/// A database into which a snapshot is loaded.
+/// A database that a snapshot is loaded into.
 #[derive(Debug)]
 pub struct ScratchDatabase {
     pub name: String,
     pub oid: u32,
-    /// The number in its name: when it was created, in milliseconds since 1970. The database that it replaces is
-    /// renamed to a name with the same number.
+    /// The number in its name: its creation time, in milliseconds since the Unix epoch. The database it replaces is
+    /// renamed with the same number.
     pub number: i64,
 }
 
-/// Finds a database's oid, which does not change when the database is renamed.
+/// Finds a database's oid, which does not change on rename.
 ///
 /// # Errors
 /// If a query fails.
@@ -52,10 +52,10 @@ pub async fn find_oid(client: &Client, database: &str) -> Result<Option<u32>, Er
 /// How long to wait for terminated sessions to end.
 const SESSION_END_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Ends the sessions of killed runs, because a server completes a statement even after its client has exited. Once the
-/// sessions have ended, their work is committed or rolled back, so the caller sees every database that they created.
-/// The caller holds a lock, so all other sessions with this application name belong to killed runs. After
-/// `SESSION_END_TIMEOUT`, returns without an error.
+/// Ends sessions left behind by killed runs: the server completes a statement even after its client has exited. Once
+/// the sessions have ended, their work is committed or rolled back, so the caller sees every database they created. The
+/// caller holds a lock, so any other session with this application name belongs to a killed run. Gives up after
+/// `SESSION_END_TIMEOUT` without an error.
 ///
 /// # Errors
 /// If a query fails.
@@ -72,8 +72,8 @@ pub async fn end_application_sessions(client: &Client, application: &str) -> Res
     }
 }
 
-/// Drops the scratch databases of killed runs: all those with this purpose, because the caller holds that purpose's
-/// lock, and old ones with the other purpose.
+/// Drops scratch databases left behind by killed runs: all those with this purpose, because the caller holds its lock,
+/// and old ones with the other purpose.
 ///
 /// # Errors
 /// If a query fails.
@@ -90,7 +90,7 @@ pub async fn drop_scratch_databases(client: &Client, purpose: ScratchPurpose) ->
     Ok(())
 }
 
-/// Drops a scratch database. On an error, the next run drops it.
+/// Drops a scratch database. On failure, the next run drops it.
 pub async fn drop_scratch(client: &Client, name: &str) {
     if let Err(error) = client.batch_execute(&build_drop_statement(name)).await {
         tracing::warn!(error = %format_chain(&error), database = name, "could not drop the scratch database");

@@ -12,7 +12,7 @@ use crate::keys::KeyError;
 use crate::operations::leased::LeasedOperation;
 
 /// Returns `files`, or `Unreliable` if the files are completely saved but the platform cannot open the backup. The
-/// machine sends its key after its last save, so the caller waits for a while if the key is missing.
+/// machine sends its key after its final save, so the caller waits for a while if the key is missing.
 pub async fn check_key(leased: &LeasedOperation<'_>, machine: &MachineRow, files: SavedFiles) -> SavedFiles {
     if !matches!(files, SavedFiles::Complete { .. }) {
         return files;

@@ -1,4 +1,4 @@
-//! Lists the files under the home directory, each directory before its contents.
+//! Lists the files in the home directory, parents before children.
 
 use std::fs::{self, Metadata};
 use std::os::unix::fs::MetadataExt;
@@ -15,11 +15,11 @@ pub struct HomeEntry {
     pub path: PathBuf,
     pub kind: EntryKind,
     pub mode: u32,
-    /// Seconds since 1970.
+    /// Seconds since the Unix epoch.
     pub modified: u64,
 }
 
-/// An entry in the home directory that is missing from the archive, or incomplete in it.
+/// A home directory entry that is missing from the archive, or incomplete in it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OmittedEntry {
     /// Relative to the home directory.
@@ -27,15 +27,14 @@ pub struct OmittedEntry {
     pub reason: String,
 }
 
-/// Lists everything under `home`, apart from the files in `except` and import directories. The second list contains the
-/// entries that cannot be exported: those that cannot be read, and those that are not files, directories or symbolic
-/// links. Symbolic links are not followed. A missing home directory counts as empty.
+/// Lists everything under `home`, except import directories and the files in `except`. Does not follow symbolic links.
+/// The second list holds the entries that cannot be exported: unreadable ones, and those that are not files,
+/// directories or symbolic links. A missing home directory is treated as empty.
 ///
 /// # Errors
-/// [`FileError`] if `home` itself cannot be listed completely: an unknown part of the owner's data would be missing
-/// from the archive.
+/// [`FileError`] if `home` itself cannot be listed in full: the archive would lack an unknown part of the owner's data.
 pub fn list_files(home: &Path, except: &[&Path]) -> Result<(Vec<HomeEntry>, Vec<OmittedEntry>), FileError> {
-    // Compared by inode: `home` may be a symbolic link, and then its files have more than one path.
+    // Compare inodes rather than paths: `home` may be a symbolic link, so a file can have several paths.
     let except: Vec<_> = except.iter().filter_map(|path| fs::symlink_metadata(path).ok()).collect();
     let is_excluded =
         |meta: &Metadata| except.iter().any(|file| (file.dev(), file.ino()) == (meta.dev(), meta.ino()));
@@ -97,7 +96,7 @@ pub fn list_files(home: &Path, except: &[&Path]) -> Result<(Vec<HomeEntry>, Vec<
     Ok((listed, omitted))
 }
 
-/// Returns whether imports stage files in this directory: the home directory, and the gateway's part of it.
+/// Returns whether imports stage files in this directory: the home directory or its `system` subdirectory.
 fn is_import_target(directory: &Path) -> bool {
     directory.as_os_str().is_empty() || directory == Path::new(archive::SYSTEM)
 }
