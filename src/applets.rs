@@ -68,7 +68,7 @@ pub static APPLETS: &[Applet] = &[
     },
     Applet {
         name: "svc-shell",
-        about: "serves the shell to the gateway",
+        about: "serves the shell, the release's browser UI, to the gateway",
         command: host::launch::shell::command,
         run: host::launch::shell::run,
     },

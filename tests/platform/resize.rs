@@ -128,7 +128,8 @@ async fn impossible_resize_is_refused_and_changes_nothing() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let host_settings = stack.start_machine(&process, "user_1").await;
-    let path = format!("/vps/{}/resize", host_settings.machine);
+    let machine = &host_settings.machine;
+    let path = format!("/vps/{machine}/resize");
     let assert_refused = |response: ApiResponse, status: u16, code: &'static str| {
         response.assert_problem(status, code);
         let text = response.text.to_lowercase();
@@ -152,56 +153,28 @@ async fn impossible_resize_is_refused_and_changes_nothing() {
     assert_refused(stack.post(&process, &path, &json!({"serverType": 32})).await, 400, "invalid_request");
     let unknown = uuid::Uuid::now_v7().to_string();
     assert_refused(resize(&stack, &process, &unknown, "cpx32").await, 404, "machine_not_found");
-    assert_refused(
-        resize(&stack, &process, &host_settings.machine, "cpx99").await,
-        403,
-        "server_type_not_allowed",
-    );
+    assert_refused(resize(&stack, &process, machine, "cpx99").await, 403, "server_type_not_allowed");
     // The provider offers this type, but no plan includes it.
-    assert_refused(
-        resize(&stack, &process, &host_settings.machine, "cpx42").await,
-        403,
-        "server_type_not_allowed",
-    );
+    assert_refused(resize(&stack, &process, machine, "cpx42").await, 403, "server_type_not_allowed");
 
     let slot = |plan: &str, status: &str| json!({"idpUserId": "user_1", "plan": plan, "status": status});
     stack.set_slot(&process, &slot("starter", "active")).await;
-    assert_refused(
-        resize(&stack, &process, &host_settings.machine, "cpx32").await,
-        403,
-        "server_type_not_allowed",
-    );
+    assert_refused(resize(&stack, &process, machine, "cpx32").await, 403, "server_type_not_allowed");
     stack.set_slot(&process, &slot("max", "inactive")).await;
-    assert_refused(
-        resize(&stack, &process, &host_settings.machine, "cpx32").await,
-        402,
-        "subscription_required",
-    );
+    assert_refused(resize(&stack, &process, machine, "cpx32").await, 402, "subscription_required");
     // Without billing enforcement, only the server's disk size limits the types.
     let without_billing = stack.start_platform_with(&[("BILLING_ENFORCEMENT", "false")]);
-    assert_refused(
-        resize(&stack, &without_billing, &host_settings.machine, "cpx12").await,
-        409,
-        "disk_would_shrink",
-    );
-    let unknown_type = resize(&stack, &without_billing, &host_settings.machine, "cpx99").await;
+    assert_refused(resize(&stack, &without_billing, machine, "cpx12").await, 409, "disk_would_shrink");
+    let unknown_type = resize(&stack, &without_billing, machine, "cpx99").await;
     assert_eq!(unknown_type.body["errors"][0]["pointer"], "/serverType", "{unknown_type:?}");
     assert_refused(unknown_type, 400, "invalid_request");
     stack.set_slot(&process, &slot("max", "active")).await;
 
     let broken = || Fault::Status { status: 500, code: "server_error".to_owned(), reset_in_seconds: None };
     stack.provider.add_fault(FaultRule::times(1000, "GET", "/server_types", broken()));
-    assert_refused(
-        resize(&stack, &process, &host_settings.machine, "cpx32").await,
-        502,
-        "provisioning_error",
-    );
+    assert_refused(resize(&stack, &process, machine, "cpx32").await, 502, "provisioning_error");
     // A type that no plan includes is rejected without a call to the provider.
-    assert_refused(
-        resize(&stack, &process, &host_settings.machine, "cpx42").await,
-        403,
-        "server_type_not_allowed",
-    );
+    assert_refused(resize(&stack, &process, machine, "cpx42").await, 403, "server_type_not_allowed");
     stack.provider.clear_faults();
     assert_eq!(fetch_record(&stack, &process, &host_settings).await["status"], "running");
 
