@@ -5,6 +5,7 @@ mod app_files;
 mod app_quota;
 mod apps;
 mod bridge;
+mod bridge_batch;
 mod bridge_bounds;
 mod bridge_cancel;
 mod bridge_changes;

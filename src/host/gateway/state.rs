@@ -7,7 +7,7 @@ use http::request::Parts;
 
 use super::apps::{AppFiles, Quotas, Registry};
 use super::auth::{AuthFailure, Caller, Ingress, PrincipalResolver};
-use super::bridge::{Bridge, ChangeFeed, EventIdSecret, StreamLimits};
+use super::bridge::{Bridge, ChangeFeed, EventIdSecret, InsertBatcher, StreamLimits};
 use super::config::Config;
 use super::database::Database;
 use super::endpoint::PathParameter;
@@ -68,6 +68,7 @@ impl Services {
             changes: changes.clone(),
             event_id_secret,
             epoch: config.epoch(),
+            inserts: InsertBatcher::new(config.statement_timeout),
             statement_timeout: config.statement_timeout,
         });
         Ok(Self {

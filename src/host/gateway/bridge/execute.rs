@@ -19,7 +19,7 @@ use svc_http::problem::{Code, Problem};
 /// Maximum number of statements with possibly large results in flight per transaction.
 const MAX_LARGE_IN_FLIGHT: usize = 2;
 /// Extra time after the statement timeout before the connection is abandoned.
-const TIMEOUT_GRACE: Duration = Duration::from_secs(5);
+pub const TIMEOUT_GRACE: Duration = Duration::from_secs(5);
 
 /// Why a transaction failed, and the index of the failed plan; `None` if no single plan failed.
 #[derive(Debug)]

@@ -10,12 +10,13 @@ use http::{HeaderMap, StatusCode};
 use serde_json::json;
 
 use super::describe::MAX_QUERY_BYTES;
-use super::plan::{self, Plan};
-use super::request::{Action, BridgeRequest, TableCall};
+use super::insert_batch::InsertRequest;
+use super::plan::{self, NewRow, Plan};
+use super::request::{Action, BridgeRequest, Operation, TableCall};
 use super::response::{self, BridgeResponse, ResponseBudget};
 use super::service::Bridge;
 use super::{execute, problems, schemas};
-use crate::apps::{App, ChangedRows, InFlightWrite, WriteSize};
+use crate::apps::{App, ChangedRows, InFlightWrite, Table, WriteSize};
 use crate::auth::{Caller, Principal};
 use crate::body;
 use svc_base::metrics::BRIDGE_ACTIONS;
@@ -57,6 +58,18 @@ async fn handle_query(
     // While writers are stopped, the bridge rejects reads as well.
     let _permit = bridge.writers.admit()?;
     let app = bridge.find_app(slug)?;
+    if let Action::Table(TableCall { table, operation: Operation::Insert { data } }) = &action {
+        let table = find_table(&app, table)?;
+        let row = NewRow::parse(&app.schema, table, data).map_err(|errors| Problem::invalid(&errors))?;
+        bridge.quotas.admit(|| bridge.kernel.settings(), principal, slug)?;
+        let size = WriteSize { body_bytes: body.len(), rows: 1, is_filtered_mutation: false };
+        let write = bridge.quotas.begin_write(|| bridge.kernel.settings(), slug, size);
+        let request = InsertRequest { app: &app, table, row, body_bytes: body.len() };
+        let response = bridge.inserts.execute(request, &write.changed_rows).await?;
+        write.complete();
+        bridge.changes.wake();
+        return Ok(response::json_response(response.status, response.body));
+    }
     let is_transaction = matches!(action, Action::Transaction(_));
     let add_index = |problem, index| {
         if is_transaction { problems::with_operation_index(problem, index) } else { problem }
@@ -111,9 +124,12 @@ fn begin_write<'b>(
 }
 
 fn plan_call<'a>(app: &'a App, call: &TableCall<'_>) -> Result<Plan<'a>, Problem> {
-    let table = app.tables.get(&*call.table);
-    let table = table.ok_or_else(|| Problem::new(Code::NotFound, "The app has no such table."))?;
+    let table = find_table(app, &call.table)?;
     plan::plan(&app.schema, table, &call.operation).map_err(|errors| Problem::invalid(&errors))
+}
+
+fn find_table<'a>(app: &'a App, name: &str) -> Result<&'a Table, Problem> {
+    app.tables.get(name).ok_or_else(|| Problem::new(Code::NotFound, "The app has no such table."))
 }
 
 /// Checks access to an app's tables: an app may use only its own, an agent those of the apps that the owner listed for

@@ -13,6 +13,8 @@ mod filter;
 #[cfg(feature = "fuzzing")]
 pub mod fuzzing;
 mod handler;
+mod insert_batch;
+mod insert_queue;
 mod order;
 mod param;
 mod plan;
@@ -28,5 +30,6 @@ mod value;
 pub use changes::{ChangeFeed, EventIdSecret, StreamLimits, stream_changes};
 pub use describe::{CHANGES, QUERY, SCHEMAS, app_schema};
 pub use handler::{list_schemas, query};
+pub use insert_batch::InsertBatcher;
 pub use response::json_response;
 pub use service::Bridge;

@@ -173,6 +173,33 @@ pub fn plan<'t>(
     }
 }
 
+/// A row to insert. Its statement is built only once it's known whether other rows share it.
+#[derive(Debug, Clone)]
+pub struct NewRow {
+    /// Positions of the columns that get a value, in the table.
+    pub columns: Vec<usize>,
+    pub values: Vec<Param>,
+}
+
+impl NewRow {
+    /// Parses the `data` of an insert.
+    ///
+    /// # Errors
+    /// The invalid fields.
+    pub fn parse(schema: &SqlIdentifier, table: &Table, data: &RawValue) -> Result<Self, FieldErrors> {
+        TablePlanner { schema, table }.new_row(data)
+    }
+
+    pub fn plan<'t>(&self, schema: &SqlIdentifier, table: &'t Table) -> Plan<'t> {
+        TablePlanner { schema, table }.insert_row(self)
+    }
+}
+
+/// Plans one statement for rows with the same columns. The result rows have the same order.
+pub fn insert_rows<'t>(schema: &SqlIdentifier, table: &'t Table, rows: &[&NewRow]) -> RowQuery<'t> {
+    TablePlanner { schema, table }.insert_rows(rows)
+}
+
 struct TablePlanner<'s, 't> {
     schema: &'s SqlIdentifier,
     table: &'t Table,

@@ -29,6 +29,10 @@ impl ErrorContext {
         Self { data_pointer: plan.data_pointer(), is_write: plan.is_write() }
     }
 
+    pub fn for_insert() -> Self {
+        Self { data_pointer: "/data", is_write: true }
+    }
+
     pub fn for_transaction_control() -> Self {
         Self { data_pointer: "", is_write: true }
     }

@@ -18,7 +18,7 @@ use super::problems::{self, ErrorContext};
 use super::request::Returning;
 use super::row::{self, RowError, RowFormat};
 use super::sql::Sql;
-use crate::apps::ChangedRows;
+use crate::apps::{ChangedRows, Column};
 use crate::database::Connection;
 use svc_http::problem::{Code, Problem};
 
@@ -147,9 +147,9 @@ impl<'p, 't> PreparedPlan<'p, 't> {
 
 /// A connection and the context for its errors.
 #[derive(Clone, Copy)]
-struct Executor<'c> {
-    connection: &'c Connection,
-    context: ErrorContext,
+pub struct Executor<'c> {
+    pub connection: &'c Connection,
+    pub context: ErrorContext,
 }
 
 /// Executes a prepared plan. In a transaction, all statements are sent on the first poll.
@@ -168,8 +168,7 @@ pub async fn execute(
     let response = match (plan, statements.as_slice()) {
         (Plan::Insert(query), [statement]) => {
             let rows = executor.query_rows(statement, &query.sql).await?;
-            let row = rows.first().ok_or_else(problems::missing_row)?;
-            Ok(BridgeResponse::created(executor.row_data(row, RowFormat::for_write(0, &query.columns))?))
+            executor.created_row(rows.first(), &query.columns)
         }
         (Plan::InsertMany(groups), statements) => executor.insert_many(groups, statements).await,
         (Plan::Upsert { write, fallback }, [first, rest @ ..]) => {
@@ -418,6 +417,12 @@ impl Executor<'_> {
         }
         body.extend_from_slice(b"}}");
         Ok(BridgeResponse::ok(body))
+    }
+
+    /// Returns the response to a single-row insert.
+    pub fn created_row(self, row: Option<&Row>, columns: &[&Column]) -> Result<BridgeResponse, Problem> {
+        let row = row.ok_or_else(problems::missing_row)?;
+        Ok(BridgeResponse::created(self.row_data(row, RowFormat::for_write(0, columns))?))
     }
 
     async fn query_rows(self, statement: &Statement, sql: &Sql) -> Result<Vec<Row>, Problem> {

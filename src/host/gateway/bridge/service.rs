@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::changes::{ChangeFeed, EventIdSecret};
+use super::insert_batch::InsertBatcher;
 use super::problems;
 use crate::apps::{App, Quotas, Registry};
 use crate::database::Database;
@@ -25,6 +26,7 @@ pub struct Bridge {
     pub changes: Arc<ChangeFeed>,
     pub event_id_secret: EventIdSecret,
     pub epoch: Epoch,
+    pub inserts: Arc<InsertBatcher>,
     /// Timeout of a single statement of an app's role. A whole transaction gets a few seconds more.
     pub statement_timeout: Duration,
 }

@@ -55,6 +55,14 @@ impl Lease {
         self.has_unfinished_work = false;
     }
 
+    /// Abandons the connection and cancels its statements, but not this lease: its statement still gets a result. Other
+    /// requests' statements on the connection are retried.
+    pub fn cancel(&self) {
+        if self.pool.abandon(&self.connection) {
+            spawn_cleanup(&self.pool, &self.connection);
+        }
+    }
+
     /// Reserves the connection; `false` when another lease has reserved it.
     pub(super) fn reserve(&mut self) -> bool {
         self.holds_reservation = self.connection.reserve();
@@ -68,17 +76,20 @@ impl Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        if self.has_unfinished_work
-            && self.pool.abandon(&self.connection)
-            && let Ok(runtime) = tokio::runtime::Handle::try_current()
-        {
-            runtime.spawn(end_connection(self.pool.clone(), self.connection.clone()));
+        if self.has_unfinished_work && self.pool.abandon(&self.connection) {
+            spawn_cleanup(&self.pool, &self.connection);
         }
         self.connection.leave();
         if self.holds_reservation {
             self.connection.release();
         }
         self.pool.notify_freed();
+    }
+}
+
+fn spawn_cleanup(pool: &Arc<Pool>, connection: &Arc<Connection>) {
+    if let Ok(runtime) = tokio::runtime::Handle::try_current() {
+        runtime.spawn(end_connection(pool.clone(), connection.clone()));
     }
 }
 

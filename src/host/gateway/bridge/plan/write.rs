@@ -3,7 +3,7 @@
 use serde_json::value::RawValue;
 
 use super::{
-    FieldErrors, InsertGroup, MutationPlan, MutationTarget, Plan, RowQuery, TablePlanner, field_error,
+    FieldErrors, InsertGroup, MutationPlan, MutationTarget, NewRow, Plan, RowQuery, TablePlanner, field_error,
 };
 use crate::apps::{Column, ColumnOrigin};
 use crate::bridge::fields::{Fields, array_elements};
@@ -40,9 +40,7 @@ enum MutationKind<'t> {
 
 impl<'t> TablePlanner<'_, 't> {
     pub(super) fn insert(&self, data: &RawValue) -> Result<Plan<'t>, FieldErrors> {
-        let values = self.with_id(self.parse_values(data, "/data", RowState::New)?);
-        let sql = self.insert_sql(values);
-        Ok(Plan::Insert(self.with_returning(sql)))
+        Ok(self.insert_row(&self.new_row(data)?))
     }
 
     /// Rows with the same columns are inserted by one statement, from one array for each column. A column that a row
@@ -79,8 +77,32 @@ impl<'t> TablePlanner<'_, 't> {
             errors.truncate(MAX_ERRORS);
             return Err(errors);
         }
-        let groups = groups.into_iter().map(|group| self.insert_group(group)).collect();
-        Ok(Plan::InsertMany(groups))
+        let groups = groups
+            .into_iter()
+            .map(|group| InsertGroup { query: self.insert_lists(group.columns), rows: group.rows });
+        Ok(Plan::InsertMany(groups.collect()))
+    }
+
+    pub(super) fn new_row(&self, data: &RawValue) -> Result<NewRow, FieldErrors> {
+        let row = self.with_id(self.parse_values(data, "/data", RowState::New)?);
+        let position =
+            |column| self.table.columns.iter().position(|candidate| std::ptr::eq(candidate, column));
+        let (columns, values) =
+            row.into_iter().filter_map(|(column, value)| Some((position(column)?, value))).unzip();
+        Ok(NewRow { columns, values })
+    }
+
+    pub(super) fn insert_row(&self, row: &NewRow) -> Plan<'t> {
+        let columns = row.columns.iter().filter_map(|position| self.table.columns.get(*position));
+        let sql = self.insert_sql(columns.zip(row.values.iter().cloned()).collect());
+        Plan::Insert(self.with_returning(sql))
+    }
+
+    pub(super) fn insert_rows(&self, rows: &[&NewRow]) -> RowQuery<'t> {
+        let positions = rows.first().map_or(&[][..], |row| &row.columns);
+        let columns = positions.iter().filter_map(|position| self.table.columns.get(*position));
+        let values_at = |index: usize| rows.iter().filter_map(|row| row.values.get(index).cloned()).collect();
+        self.insert_lists(columns.enumerate().map(|(index, column)| (column, values_at(index))).collect())
     }
 
     /// The approximate size of a response row without its values.
@@ -95,17 +117,18 @@ impl<'t> TablePlanner<'_, 't> {
         RowQuery { sql, columns }
     }
 
-    fn insert_group(&self, group: RowGroup<'t>) -> InsertGroup<'t> {
+    /// Inserts rows from one list of values for each column.
+    fn insert_lists(&self, lists: Vec<(&'t Column, Vec<Param>)>) -> RowQuery<'t> {
         let mut sql = Sql::new("INSERT INTO ");
         self.push_table(&mut sql);
-        sql.push(" (").push_list(&group.columns, ", ", |sql, (column, _)| {
+        sql.push(" (").push_list(&lists, ", ", |sql, (column, _)| {
             sql.push_name(&column.name);
         });
-        sql.push(") SELECT * FROM unnest(").push_list(group.columns, ", ", |sql, (column, values)| {
+        sql.push(") SELECT * FROM unnest(").push_list(lists, ", ", |sql, (column, values)| {
             sql.bind_many(column.kind, values);
         });
         sql.push(")");
-        InsertGroup { query: self.with_returning(sql), rows: group.rows }
+        self.with_returning(sql)
     }
 
     /// Both resolutions lock an existing row, so that the `fallback` of [`Resolution::Ignore`] finds it in the same
