@@ -1,10 +1,10 @@
-//! The applet table. It is part of the library because the reference pages are generated from it.
+//! The applet table. It lives in the library so the reference pages can be generated from it.
 
 use crate::applet::Applet;
 use crate::ctl::local::{LocalChecks, PlatformReport};
 use crate::{ctl, gateway, host, platform};
 
-/// All applets, in the order in which the help lists them.
+/// All applets, in help order.
 pub static APPLETS: &[Applet] = &[
     Applet {
         name: "svc-gateway",
@@ -92,8 +92,8 @@ pub static APPLETS: &[Applet] = &[
     },
 ];
 
-/// The local installation's checks, for `svcctl doctor` and `svcctl verify-rollout`. They are passed to `svcctl`,
-/// because its package depends on neither the host's nor the platform's.
+/// Local installation checks for `svcctl doctor` and `svcctl verify-rollout`, injected because the `svcctl` package
+/// depends on neither the host nor the platform package.
 const LOCAL_CHECKS: LocalChecks = LocalChecks {
     is_host: host::doctor::is_installed,
     check_host: || Box::pin(host::doctor::run_checks()),

@@ -1,18 +1,18 @@
-//! Reads users and groups directly from `/etc/passwd` and `/etc/group`, because a static binary must not call the C
-//! library's lookup functions.
+//! Reads users and groups straight from `/etc/passwd` and `/etc/group`: a static binary must not call the libc lookup
+//! functions.
 
 use std::collections::HashMap;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
 
-/// The users and groups of a system. Unreadable files count as empty.
+/// A system's users and groups. Unreadable files are treated as empty.
 #[derive(Default)]
 pub struct Accounts {
     passwd: String,
     group: String,
 }
 
-/// The user and groups of a process, which the kernel compares with a file's owner and group.
+/// A process's uid and gids, which the kernel checks against a file's owner and group.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Credentials {
     uid: u32,
@@ -20,13 +20,13 @@ pub struct Credentials {
 }
 
 impl Accounts {
-    /// Reads `etc/passwd` and `etc/group` below the system's root directory.
+    /// Reads `etc/passwd` and `etc/group` under the system root.
     pub fn load(root: &Path) -> Self {
         let read = |path| std::fs::read_to_string(root.join(path)).unwrap_or_default();
         Self { passwd: read("etc/passwd"), group: read("etc/group") }
     }
 
-    /// Returns all names, for looking up the owners of many files.
+    /// Builds lookup tables, for resolving the owners of many files.
     pub fn names(&self) -> AccountNames {
         AccountNames { users: NameTable::parse(&self.passwd), groups: NameTable::parse(&self.group) }
     }
@@ -35,7 +35,7 @@ impl Accounts {
         find_fields(&self.passwd, user)?.get(2)?.parse().ok()
     }
 
-    /// Returns the user's id and primary group, and the groups that list the user as a member.
+    /// Returns the user's uid and gids: the primary group, then every group listing the user as a member.
     pub fn credentials(&self, user: &str) -> Option<Credentials> {
         let primary_gid = find_fields(&self.passwd, user)?.get(3)?.parse().ok()?;
         let other_gids = self.group.lines().filter_map(|line| {
@@ -50,7 +50,7 @@ impl Accounts {
     }
 }
 
-/// The names and ids of a system's users and groups.
+/// Name and id lookup tables for users and groups.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct AccountNames {
     users: NameTable,
@@ -64,7 +64,7 @@ struct NameTable {
 }
 
 impl NameTable {
-    /// Parses lines of `<name>:<password>:<id>:…`. If a name or an id occurs on several lines, the first one counts.
+    /// Parses `<name>:<password>:<id>:…` lines. The first line wins if a name or id is duplicated.
     fn parse(text: &str) -> Self {
         let mut table = Self::default();
         for line in text.lines() {
@@ -101,8 +101,7 @@ fn find_fields<'a>(text: &'a str, name: &str) -> Option<Vec<&'a str>> {
 }
 
 impl Credentials {
-    /// Whether the file's mode lets this user read it: as its owner, as a member of its group, or as another user. Root
-    /// may read every file.
+    /// Whether the mode bits let this user read the file as owner, group member or other. Root can read every file.
     pub fn can_read(&self, file: &std::fs::Metadata) -> bool {
         let shift = if file.uid() == self.uid {
             6

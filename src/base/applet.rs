@@ -1,6 +1,6 @@
-//! Shared applet code: dispatch, runtime and exit codes.
+//! Common applet plumbing: dispatch, runtime and exit codes.
 //!
-//! Applets are selected by their exact name in `argv[0]`, or with `svc <name>`.
+//! Applets are selected by exact name, through `argv[0]` or `svc <name>`.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -13,7 +13,7 @@ use std::sync::OnceLock;
 use crate::error_chain::format_chain;
 use crate::manual;
 
-/// The program's version and commit. Only the binary's package embeds the commit, so a new commit does not rebuild its
+/// Program version and commit. Only the binary crate embeds the commit, so a new commit doesn't rebuild its
 /// dependencies.
 #[derive(Debug, Clone, Copy)]
 pub struct Build {
@@ -24,7 +24,7 @@ pub struct Build {
 
 static BUILD: OnceLock<Build> = OnceLock::new();
 
-/// Returns the build passed to [`dispatch`]. Processes that do not call it, such as tests, get the package version and
+/// Returns the build passed to [`dispatch`]. Processes that never call it, such as tests, get the package version and
 /// an unknown commit.
 pub fn build() -> Build {
     let unknown =
@@ -37,7 +37,7 @@ pub fn version() -> &'static str {
     build().version
 }
 
-/// A program in the multi-call binary. Like `main`, `run` receives the arguments including the program name.
+/// A program in the multi-call binary. Like `main`, `run` gets the full argument list, including the program name.
 pub struct Applet {
     pub name: &'static str,
     pub about: &'static str,
@@ -46,7 +46,7 @@ pub struct Applet {
     pub run: fn(Vec<OsString>) -> ExitCode,
 }
 
-/// Declares each exit code with its meaning, so that no list can omit one.
+/// Declares the exit codes along with their meanings, so no list can miss one.
 macro_rules! exit_codes {
     ($($name:ident = $code:literal, $meaning:literal;)+) => {
         /// Exit codes, after sysexits(3).
@@ -83,8 +83,8 @@ exit_codes! {
 }
 
 impl Exit {
-    /// Returns the exit code of a failed child applet; `Internal` if a signal killed it, or if its code is not listed
-    /// here.
+    /// Returns the exit code of a failed child applet, or `Internal` if it was killed by a signal or its code isn't
+    /// listed here.
     pub fn from_child(status: ExitStatus) -> Self {
         let code = status.code().unwrap_or_default();
         Self::ALL.iter().copied().find(|exit| *exit as i32 == code).unwrap_or(Self::Internal)
@@ -97,7 +97,7 @@ impl From<Exit> for ExitCode {
     }
 }
 
-/// A failed run: the exit code, and the error chain to print on stderr.
+/// A failed run: the exit code, plus the error chain to print to stderr.
 pub struct Failure {
     pub exit: Exit,
     pub error: anyhow::Error,
@@ -139,11 +139,11 @@ impl<T, E: Into<anyhow::Error>> OrExit<T> for Result<T, E> {
     }
 }
 
-/// Option that writes man pages for a command and its subcommands to a directory, instead of running the command.
+/// Writes man pages for a command and its subcommands to a directory instead of running the command.
 const WRITE_MAN: &str = "--write-man";
 
-/// Parses the command line, or returns the exit code: 0 after `--help`, `--version` or `--write-man`, 64 if the command
-/// line is invalid, 70 if the man pages cannot be written.
+/// Parses the command line. `Err` is the exit code: 0 after `--help`, `--version` or `--write-man`, 64 for an invalid
+/// command line, 70 if the man pages can't be written.
 pub fn parse<A: clap::Parser>(args: Vec<OsString>) -> Result<A, ExitCode> {
     if let [_, flag, dir] = args.as_slice()
         && flag == WRITE_MAN
@@ -159,13 +159,13 @@ pub fn parse<A: clap::Parser>(args: Vec<OsString>) -> Result<A, ExitCode> {
             error.kind(),
             clap::error::ErrorKind::DisplayHelp | clap::error::ErrorKind::DisplayVersion
         );
-        // A closed stdout or stderr is ignored.
+        // Ignore a closed stdout or stderr.
         let _ = error.print();
         if is_requested { ExitCode::SUCCESS } else { Exit::Usage.into() }
     })
 }
 
-/// Runs an applet's future on a new runtime, prints any failure, and returns the exit code.
+/// Runs an applet to completion on a new runtime, prints any failure, and returns the exit code.
 pub fn block_on(name: &str, work: impl Future<Output = Result<(), Failure>>) -> ExitCode {
     let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
         Ok(runtime) => runtime,
@@ -181,7 +181,7 @@ pub fn block_on(name: &str, work: impl Future<Output = Result<(), Failure>>) -> 
 
 /// Prints a failure and returns its exit code.
 pub fn report(name: &str, failure: &Failure) -> ExitCode {
-    // A closed stderr is ignored: the exit code still reports the failure.
+    // Ignore a closed stderr: the exit code still reports the failure.
     let _ = writeln!(io::stderr(), "{name}: {}", format_chain(failure.error.as_ref()));
     failure.exit.into()
 }
@@ -213,7 +213,7 @@ pub fn dispatch(build: Build, applets: &'static [Applet], mut args: Vec<OsString
             return Exit::Usage.into();
         }
     };
-    // Like clap, ignores a closed or full stdout.
+    // Like clap, ignore a closed or full stdout.
     let _ = io::stdout().write_all(text.as_bytes());
     ExitCode::SUCCESS
 }

@@ -1,8 +1,8 @@
-//! Safe access to files below a directory that a less trusted user can change.
+//! Safe access to files below a directory that a less trusted user can modify.
 //!
-//! A path is resolved from an open descriptor, one component at a time. Symbolic links are not followed, the path
-//! cannot leave the directory, and a FIFO does not block. The caller gets the checked descriptor and never opens the
-//! path again. (openat2(2) would do this in one call, but systemd's `RestrictSUIDSGID=` blocks it.)
+//! Paths are resolved one component at a time from an open descriptor: symlinks are never followed, paths can't escape
+//! the directory, and opening a FIFO doesn't block. Callers get the checked descriptor and never reopen the path.
+//! (openat2(2) would do this in one call, but systemd's `RestrictSUIDSGID=` blocks it.)
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -19,51 +19,48 @@ use nix::sys::stat::{Mode, SFlag, fstat, fstatat};
 
 const LINK_REFUSED: &str = "symbolic links are not followed";
 
-/// An open directory; files and directories below it are opened relative to its descriptor.
+/// An open directory. Everything below it is opened relative to its descriptor.
 #[derive(Debug)]
 pub struct DirFd {
     fd: OwnedFd,
-    /// The directory's owner, or the user set by [`Self::with_owner`]. Another user's file is opened only for reading,
-    /// and only if everyone can read it.
+    /// Expected file owner: the directory's owner, unless overridden by [`Self::with_owner`]. Other users' files are
+    /// opened read-only, and only if world-readable.
     owner: u32,
 }
 
 impl DirFd {
-    /// Opens a directory by its path. No component of the path may be writable by a user that this process does not
-    /// trust.
+    /// Opens a directory by path. No component may be writable by a user we don't trust.
     ///
     /// # Errors
-    /// `NotADirectory` if a component is not a directory, or if the last one is a link; other file system errors.
+    /// `NotADirectory` if a component isn't a directory or the last one is a symlink; other file system errors.
     pub fn open(path: &Path) -> io::Result<Self> {
         let flags = OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
         Self::new(open(path, flags, Mode::empty())?)
     }
 
-    /// Expects files to belong to this user instead of the directory's owner, for a root-owned directory that contains
-    /// this user's files.
+    /// Overrides the expected file owner, for a root-owned directory containing this user's files.
     pub fn with_owner(self, owner: u32) -> Self {
         Self { owner, ..self }
     }
 
-    /// Opens a directory below this one. Files in it are checked against its owner, not against this directory's owner.
+    /// Opens a directory below this one. Its files are checked against its own owner, not this directory's.
     ///
     /// # Errors
-    /// `NotFound` if a component does not exist; `NotADirectory` if one is not a directory; `InvalidInput` if one is a
-    /// link, or if the path is not below this directory; other file system errors.
+    /// `NotFound` if a component doesn't exist; `NotADirectory` if one isn't a directory; `InvalidInput` if one is a
+    /// symlink or the path isn't below this directory; other file system errors.
     pub fn open_dir(&self, path: &Path) -> io::Result<Self> {
         Self::new(self.resolve(path, OFlag::O_DIRECTORY)?)
     }
 
     /// Opens a regular file below this directory for reading.
     ///
-    /// The file must belong to the expected owner or be readable by everyone: a hard link to another user's private
-    /// file is not opened, even if this process could read it.
+    /// The file must belong to the expected owner or be world-readable. Otherwise, a hard link could expose another
+    /// user's private file that this process happens to be able to read.
     ///
     /// # Errors
-    /// `NotFound` if a component does not exist; `NotADirectory` if one above the file is not a directory;
-    /// `InvalidInput` if it is a directory, a FIFO or a device, if a component is a link, or if the path is not below
-    /// this directory; `PermissionDenied` if this process may not read it, or if the rule above forbids it; other file
-    /// system errors.
+    /// `NotFound` if a component doesn't exist; `NotADirectory` if a parent isn't a directory; `InvalidInput` if the
+    /// file is a directory, FIFO or device, a component is a symlink, or the path isn't below this directory;
+    /// `PermissionDenied` if this process can't read the file or the rule above rejects it; other file system errors.
     pub fn open_file(&self, path: &Path) -> io::Result<File> {
         let file = File::from(self.resolve(path, OFlag::O_NONBLOCK | OFlag::O_NOCTTY)?);
         let meta = file.metadata()?;
@@ -71,19 +68,19 @@ impl DirFd {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
         }
         if meta.uid() != self.owner && meta.mode() & 0o004 == 0 {
-            return Err(io::Error::new(io::ErrorKind::PermissionDenied, "the file belongs to another user"));
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, "file belongs to another user"));
         }
         Ok(file)
     }
 
     /// Opens or creates a file in this directory for appending.
     ///
-    /// The file must be regular, belong to the expected owner, and have a single hard link. If this process runs as
-    /// root, a new file is given to the directory's owner.
+    /// It must be a regular file with a single hard link, owned by the expected user. When running as root, a new file
+    /// is chowned to the directory's owner.
     ///
     /// # Errors
-    /// `InvalidInput` if the name is a link, a FIFO or a device; `IsADirectory` if it is a directory;
-    /// `PermissionDenied` if the file belongs to another user or has several hard links; other file system errors.
+    /// `InvalidInput` if the name is a symlink, FIFO or device; `IsADirectory` if it is a directory; `PermissionDenied`
+    /// if the file belongs to another user or has multiple hard links; other file system errors.
     pub fn open_for_append(&self, name: &OsStr) -> io::Result<File> {
         let flags = OFlag::O_RDWR | OFlag::O_APPEND | OFlag::O_NONBLOCK | OFlag::O_NOCTTY;
         let file = match open_in(self.fd.as_fd(), name, flags) {
@@ -95,10 +92,10 @@ impl DirFd {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
         }
         if meta.uid() != self.owner {
-            return Err(io::Error::new(io::ErrorKind::PermissionDenied, "the file belongs to another user"));
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, "file belongs to another user"));
         }
         if meta.nlink() != 1 {
-            return Err(io::Error::new(io::ErrorKind::PermissionDenied, "the file has several hard links"));
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, "file has multiple hard links"));
         }
         Ok(file)
     }
@@ -107,7 +104,7 @@ impl DirFd {
         let flags = flags | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
         let file = match openat(&self.fd, name, flags, Mode::from_bits_truncate(0o640)) {
             Ok(created) => File::from(created),
-            // Another process has created the file in the meantime.
+            // Another process created it concurrently.
             Err(Errno::EEXIST) => {
                 return open_in(self.fd.as_fd(), name, flags & !(OFlag::O_CREAT | OFlag::O_EXCL))
                     .map(File::from);
@@ -124,10 +121,10 @@ impl DirFd {
     /// Reads a whole file of at most `max` bytes.
     ///
     /// # Errors
-    /// Those of [`Self::open_file`]; `FileTooLarge` if the file is larger than `max` bytes; read errors.
+    /// Same as [`Self::open_file`], plus `FileTooLarge` if the file is larger than `max` bytes, and read errors.
     pub fn read(&self, path: &Path, max: u64) -> io::Result<Vec<u8>> {
         let mut content = Vec::new();
-        // The size from the metadata is not enough: another process may be appending.
+        // Checking the size in the metadata isn't enough: another process may be appending.
         self.open_file(path)?.take(max.saturating_add(1)).read_to_end(&mut content)?;
         if content.len() as u64 > max {
             return Err(io::Error::new(io::ErrorKind::FileTooLarge, format!("larger than {max} bytes")));
@@ -135,7 +132,7 @@ impl DirFd {
         Ok(content)
     }
 
-    /// Returns the names of the entries in this directory, sorted.
+    /// Returns the sorted names of the directory's entries.
     ///
     /// # Errors
     /// File system errors.
@@ -175,13 +172,13 @@ impl DirFd {
 }
 
 fn not_below() -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidInput, "not a path below the directory")
+    io::Error::new(io::ErrorKind::InvalidInput, "path is not below the directory")
 }
 
 fn open_in(directory: BorrowedFd<'_>, name: &OsStr, flags: OFlag) -> io::Result<OwnedFd> {
     let flags = flags | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
     openat(directory, name, flags, Mode::empty()).map_err(|error| {
-        // With O_DIRECTORY the kernel reports a link as "not a directory".
+        // With `O_DIRECTORY`, the kernel reports a symlink as `ENOTDIR`.
         let is_link = || {
             fstatat(directory, name, AtFlags::AT_SYMLINK_NOFOLLOW)
                 .is_ok_and(|meta| meta.st_mode & SFlag::S_IFMT.bits() == SFlag::S_IFLNK.bits())
@@ -269,7 +266,7 @@ mod tests {
         }
     }
 
-    /// Needs root, to give a file to another user.
+    /// Requires root for the chown.
     #[test]
     fn open_file_refuses_hard_link_to_foreign_secret() {
         let (dir, directory) = create_home();

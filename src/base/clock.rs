@@ -1,4 +1,4 @@
-//! The wire format of timestamps: RFC 3339, UTC, milliseconds.
+//! Wire format for timestamps: RFC 3339, UTC, millisecond precision.
 
 use jiff::{Timestamp, Unit};
 
@@ -7,7 +7,7 @@ pub fn rfc3339_ms(at: Timestamp) -> String {
     format!("{at:.3}")
 }
 
-/// Returns the current time, truncated to milliseconds so that it equals its stored form.
+/// Returns the current time, truncated to milliseconds so it equals its stored form.
 pub fn now_ms() -> Timestamp {
     let now = Timestamp::now();
     now.round(jiff::TimestampRound::new().smallest(Unit::Millisecond).mode(jiff::RoundMode::Trunc))

@@ -1,8 +1,7 @@
-//! Configuration from environment variables and env files. All errors are collected and reported together.
+//! Configuration from environment variables and env files, with all errors reported at once.
 //!
-//! A caller reads declared [`Variable`]s from an [`Env`], then calls [`Env::finish`]. Until then, an invalid value is
-//! read as `None` or as the default, so one run reports every error. Values never appear in an error, because they may
-//! be secrets.
+//! Callers read declared [`Variable`]s from an [`Env`], then call [`Env::finish`]. Until then, invalid values read as
+//! `None` or the default, so a single run reports every error. Values may be secrets, so they never appear in errors.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
@@ -18,9 +17,9 @@ use url::Url;
 use crate::variable::Variable;
 use crate::vars;
 
-/// Maximum size of an env file. The cloud-init user-data that carries the file is limited to less than this.
+/// Maximum env file size, above the limit of the cloud-init user-data that carries the file.
 const MAX_FILE_BYTES: u64 = 1 << 20;
-/// Minimum length of an operator's secret, which must be unguessable.
+/// Minimum length of an operator secret, to make it unguessable.
 pub const MIN_SECRET_CHARS: usize = 32;
 
 /// All configuration errors, one per line; exit code 78.
@@ -30,23 +29,23 @@ pub struct ConfigError {
     pub errors: Vec<String>,
 }
 
-/// Returns the platform's env file: the one that `option` names, or else the one that `PLATFORM_ENV_FILE` names.
+/// Returns the platform env file: `option` if given, otherwise the path in `PLATFORM_ENV_FILE`.
 pub fn platform_env_file(option: Option<PathBuf>) -> Option<PathBuf> {
     option.or_else(|| vars::PLATFORM_ENV_FILE.env_value().map(PathBuf::from))
 }
 
-/// Variables from the process environment and from env files, with the errors found so far.
+/// Variables from the process environment and env files, plus any errors so far.
 #[derive(Default)]
 pub struct Env {
     vars: BTreeMap<String, String>,
-    /// Variables that are set to a value that is not UTF-8.
-    undecodable: BTreeSet<String>,
+    /// Variables with non-UTF-8 values.
+    non_utf8: BTreeSet<String>,
     errors: Vec<String>,
 }
 
 impl Env {
-    /// The process environment. An empty variable counts as unset. A value that is not UTF-8 is an error only if it is
-    /// read: the environment also contains other programs' variables.
+    /// Loads the process environment. Empty variables are treated as unset. A non-UTF-8 value is an error only if it's
+    /// read, since the environment also holds other programs' variables.
     pub fn from_process() -> Self {
         Self::from_os_pairs(std::env::vars_os())
     }
@@ -54,7 +53,7 @@ impl Env {
     fn from_os_pairs(pairs: impl IntoIterator<Item = (OsString, OsString)>) -> Self {
         let mut env = Self::default();
         for (name, value) in pairs {
-            // The names of declared variables are ASCII.
+            // Declared names are ASCII.
             let Ok(name) = name.into_string() else { continue };
             match value.into_string() {
                 Ok(value) if value.is_empty() => {}
@@ -62,14 +61,14 @@ impl Env {
                     env.vars.insert(name, value);
                 }
                 Err(_) => {
-                    env.undecodable.insert(name);
+                    env.non_utf8.insert(name);
                 }
             }
         }
         env
     }
 
-    /// The process environment and, if `file` is given, the file's variables that are not set in the environment.
+    /// Loads the process environment and, if given, an env file. The environment takes precedence.
     pub fn from_process_and_file(file: Option<&Path>) -> Self {
         let env = Self::from_process();
         if let Some(file) = file { env.with_file(file) } else { env }
@@ -81,12 +80,12 @@ impl Env {
         Self { vars, ..Self::default() }
     }
 
-    /// Adds the variables of an env file that are not set yet. A missing file adds nothing.
+    /// Adds variables from an env file unless they're already set. A missing file is ignored.
     pub fn with_file(self, path: &Path) -> Self {
         self.with_file_where(path, |_, _| true)
     }
 
-    /// Like [`Self::with_file`], for the accepted names and values only.
+    /// Like [`Self::with_file`], but only for accepted names and values.
     pub fn with_file_where(mut self, path: &Path, is_accepted: impl Fn(&str, &str) -> bool) -> Self {
         match read_bounded(path) {
             Ok(text) => match parse_env_file(&text) {
@@ -106,25 +105,25 @@ impl Env {
         self
     }
 
-    /// Records an error about a variable.
+    /// Records an error for a variable.
     pub fn add_error(&mut self, variable: &Variable, reason: impl Display) {
         self.errors.push(format!("{}: {reason}", variable.name));
     }
 
-    /// Records an error about a command-line option.
+    /// Records an error for a command-line option.
     pub fn add_option_error(&mut self, option: &str, reason: impl Display) {
         self.errors.push(format!("{option}: {reason}"));
     }
 
     pub fn is_set(&self, variable: &Variable) -> bool {
-        self.vars.contains_key(variable.name) || self.undecodable.contains(variable.name)
+        self.vars.contains_key(variable.name) || self.non_utf8.contains(variable.name)
     }
 
     /// Returns a variable's raw text, if set.
     pub fn text(&mut self, variable: &Variable) -> Option<String> {
-        if self.undecodable.contains(variable.name) {
+        if self.non_utf8.contains(variable.name) {
             let error = format!("{}: must be UTF-8", variable.name);
-            // A variable may be read twice.
+            // Variables may be read more than once.
             if !self.errors.contains(&error) {
                 self.errors.push(error);
             }
@@ -148,7 +147,7 @@ impl Env {
         self.optional(variable).unwrap_or_else(|| variable.default_value())
     }
 
-    /// The URL, which must be `http` or `https`.
+    /// Reads an `http` or `https` URL.
     pub fn web_url(&mut self, variable: &Variable) -> Option<Url> {
         let url: Url = self.optional(variable)?;
         if !matches!(url.scheme(), "http" | "https") {
@@ -176,7 +175,7 @@ impl Env {
         self.text(variable).map(PathBuf::from)
     }
 
-    /// Records an error if a variable is not set.
+    /// Records an error if a variable isn't set.
     pub fn require(&mut self, variable: &Variable) {
         if !self.is_set(variable) {
             self.add_error(variable, "is required but not set");
@@ -192,11 +191,11 @@ impl Env {
     }
 }
 
-/// Checks a secret that operators send as a bearer token.
+/// Validates a secret that operators send as a bearer token.
 ///
 /// # Errors
-/// If the secret is shorter than [`MIN_SECRET_CHARS`], has a character that is not printable ASCII, or has a space at
-/// either end. The message completes "the secret …" and does not contain the secret.
+/// If the secret is shorter than [`MIN_SECRET_CHARS`], contains anything but printable ASCII, or has leading or
+/// trailing spaces. The message completes "the secret …" and never includes the secret.
 pub fn check_operator_secret(secret: &str) -> Result<(), String> {
     if secret.chars().count() < MIN_SECRET_CHARS {
         return Err(format!(
@@ -220,7 +219,7 @@ fn read_bounded(path: &Path) -> io::Result<String> {
     Ok(text)
 }
 
-/// A setting that is on or off.
+/// An on/off setting.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Flag {
     On,
@@ -246,11 +245,11 @@ impl Flag {
     }
 }
 
-/// Parses an env file like systemd's `EnvironmentFile=`, but requires each assignment to be on one line.
+/// Parses an env file the way systemd reads `EnvironmentFile=`, except that an assignment can't span lines.
 ///
 /// # Errors
-/// Returns the number of the first line that is neither an assignment nor a comment nor blank, contains NUL or a
-/// carriage return before its end, has an unclosed quote, or ends with a continuation backslash.
+/// Returns the number of the first line that isn't an assignment, a comment or blank, contains NUL or a carriage return
+/// before its end, has an unterminated quote, or ends with a continuation backslash.
 pub fn parse_env_file(text: &str) -> Result<Vec<(String, String)>, usize> {
     let mut pairs = Vec::new();
     for (index, line) in text.split_terminator('\n').enumerate() {
@@ -260,7 +259,7 @@ pub fn parse_env_file(text: &str) -> Result<Vec<(String, String)>, usize> {
             return Err(number);
         }
         if line.starts_with(['#', ';']) {
-            // systemd before v254 treats the line after such a comment as part of it.
+            // Before v254, systemd continues such a comment on the next line.
             if ends_with_continuation(line) {
                 return Err(number);
             }
@@ -286,11 +285,11 @@ fn is_blank(c: char) -> bool {
     matches!(c, ' ' | '\t')
 }
 
-/// Removes quotes and escapes. Returns `None` if the value ends inside a quote or after a backslash.
+/// Removes quotes and escapes. Returns `None` on an unterminated quote or a dangling backslash.
 fn unquote(value: &str) -> Option<String> {
     let mut out = String::new();
     let mut chars = value.chars();
-    // Quoted parts, separated only by spaces and tabs, are concatenated.
+    // Concatenate quoted parts separated only by spaces and tabs.
     let first = loop {
         match chars.next() {
             None => return Some(out),
@@ -314,7 +313,7 @@ fn unquote(value: &str) -> Option<String> {
             Some(c) => break c,
         }
     };
-    // After the first unquoted character, quotes have no special meaning.
+    // Quotes are literal after the first unquoted character.
     let mut next = Some(first);
     let mut trimmed_len = out.len();
     while let Some(c) = next {
@@ -335,13 +334,13 @@ fn ends_with_continuation(line: &str) -> bool {
 }
 
 /// Formats an env file line, quoted so that [`parse_env_file`] and systemd read the same value. `value` must not
-/// contain a line feed, a carriage return or NUL.
+/// contain LF, CR or NUL.
 pub fn format_env_line(name: &str, value: &str) -> String {
     let escaped = value.replace('\\', "\\\\").replace('"', "\\\"");
     format!("{name}=\"{escaped}\"\n")
 }
 
-/// Sets these variables in an env file's text: removes their existing assignments and appends the new ones.
+/// Sets variables in the text of an env file, removing existing assignments and appending the new ones.
 pub fn set_env_lines(text: &str, pairs: &[(&str, &str)]) -> String {
     let is_kept = |line: &&str| {
         let name = line.trim_start_matches(is_blank).split('=').next().unwrap_or_default();
@@ -381,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn finish_reports_undecodable_variable_only_if_read() {
+    fn finish_reports_non_utf8_variable_only_if_read() {
         let os = |bytes: &[u8]| OsString::from_vec(bytes.to_vec());
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("host.env");

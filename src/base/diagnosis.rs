@@ -1,7 +1,7 @@
-//! Findings about a running installation; each warning and problem has a next step.
+//! Diagnostics for a running installation. Every warning and problem comes with a next step.
 //!
-//! Every check has a timeout, and a check that could not run or finish is reported under its name, so a report covers
-//! every check even if a service does not respond. No finding contains a secret.
+//! Every check has a timeout, and one that couldn't run or finish is reported by name, so a report covers all checks
+//! even if a service is unresponsive. Findings never contain secrets.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -18,11 +18,11 @@ use serde_json::{Value, json};
 #[strum(serialize_all = "lowercase")]
 pub enum Level {
     Ok,
-    /// The checked part works, but needs attention.
+    /// Working, but needs attention.
     Warning,
-    /// The checked part does not work, or will fail when it is needed.
+    /// Broken, or will fail when needed.
     Problem,
-    /// The check could not run.
+    /// The check couldn't run.
     Skipped,
 }
 
@@ -38,11 +38,11 @@ pub struct Finding {
     pub check: &'static str,
     pub level: Level,
     pub what: String,
-    /// The recommended action; `None` if none is needed.
+    /// Recommended action, if any.
     pub next: Option<String>,
 }
 
-/// The findings of one check, under its name.
+/// Findings from a single check.
 #[derive(Debug)]
 pub struct Findings {
     check: &'static str,
@@ -79,7 +79,7 @@ impl Findings {
         self.with(Level::Skipped, reason, None)
     }
 
-    /// Adds an OK finding if there is no other finding.
+    /// Adds an OK finding if there are no findings yet.
     #[must_use]
     pub fn or_ok(self, what: impl Into<String>) -> Self {
         if self.list.is_empty() { self.ok(what) } else { self }
@@ -94,7 +94,7 @@ impl Findings {
     }
 }
 
-/// A check that has not run yet.
+/// A pending check.
 pub struct Check<'a> {
     name: &'static str,
     timeout: Duration,
@@ -119,13 +119,13 @@ impl<'a> Check<'a> {
     }
 }
 
-/// Runs all checks concurrently; the findings are in the order of the checks.
+/// Runs all checks concurrently. Findings are returned in check order.
 pub async fn run_checks(checks: Vec<Check<'_>>) -> Vec<Finding> {
     let results = join_all(checks.into_iter().map(Check::run)).await;
     results.into_iter().flat_map(|findings| findings.list).collect()
 }
 
-/// All findings about one subject.
+/// All findings for one subject.
 #[derive(Debug)]
 pub struct Report {
     pub subject: String,
@@ -148,7 +148,7 @@ impl Report {
         })
     }
 
-    /// Counts the findings by level, without zeros: `1 problem, 2 warnings, 3 ok`.
+    /// Summarizes non-zero counts by level: `1 problem, 2 warnings, 3 ok`.
     pub fn tally(&self) -> String {
         let count_text = |level: Level, one: &str, many: &str| {
             let count = self.count(level);

@@ -1,11 +1,11 @@
-//! Formats an error and its causes as one string, without the row values that database errors quote.
+//! Formats an error chain as a single string, omitting row values quoted by database errors.
 
 use std::error::Error;
 
 use tokio_postgres::error::DbError;
 
-/// Formats an error and its causes. If a PostgreSQL message may quote row values, only the SQLSTATE and the constraint
-/// are printed. The `DETAIL` field is never printed.
+/// Formats an error and its causes. PostgreSQL messages that may quote row values are reduced to the SQLSTATE and
+/// constraint. The `DETAIL` field is never included.
 pub fn format_chain(error: &(dyn Error + 'static)) -> String {
     let mut text = format_cause(error);
     let mut cause = error.source();
@@ -26,7 +26,7 @@ fn format_cause(error: &(dyn Error + 'static)) -> String {
 
 fn format_db_error(error: &DbError) -> String {
     let code = error.code().code();
-    // Data exceptions (class 22), constraint violations (23) and PL/pgSQL errors (P0), such as those of triggers, quote
+    // Data exceptions (class 22), constraint violations (23) and PL/pgSQL errors (P0), e.g. from triggers, quote
     // values.
     if !["22", "23", "P0"].iter().any(|class| code.starts_with(class)) {
         return format!("{}: {} (SQLSTATE {code})", error.severity(), error.message());

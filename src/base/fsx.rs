@@ -1,8 +1,8 @@
-//! Crash-safe file operations: content is written to a temporary file, which is synced and then renamed or hard-linked
-//! to its final name; then the directory is synced.
+//! Crash-safe file operations: write to a temporary file, sync it, rename or hard-link it to its final name, then sync
+//! the directory.
 //!
-//! A reader sees either the old content or the new, never a mix, except with [`write_atomic_or_in_place`] on a full
-//! disk. All functions block; async callers use `spawn_blocking`.
+//! Readers see either the old content or the new, never a mix, except with [`write_atomic_or_in_place`] on a full disk.
+//! All functions block; use `spawn_blocking` in async code.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
@@ -30,14 +30,14 @@ impl FileError {
     }
 }
 
-/// Replaces `path` with `content`, durably. The new file has the permission bits `mode`, less the process's umask.
-/// Missing parent directories are created.
+/// Durably replaces `path` with `content`, creating missing parent directories. The new file's permission bits are
+/// `mode` minus the process umask.
 pub fn write_atomic(path: &Path, content: &[u8], mode: u32) -> Result<(), FileError> {
     write_and_publish(path, content, mode, |temp| fs::rename(temp, path))
 }
 
-/// Like [`write_atomic`], but overwrites the file in place if there is no space for a second one. A reader may then see
-/// partial content, and a crash may leave the file incomplete.
+/// Like [`write_atomic`], but overwrites the file in place if the disk has no room for a second copy. Readers may then
+/// see partial content, and a crash may leave the file incomplete.
 pub fn write_atomic_or_in_place(path: &Path, content: &[u8], mode: u32) -> Result<(), FileError> {
     match write_atomic(path, content, mode) {
         Err(error) if error.source.kind() == io::ErrorKind::StorageFull => {
@@ -47,8 +47,8 @@ pub fn write_atomic_or_in_place(path: &Path, content: &[u8], mode: u32) -> Resul
     }
 }
 
-/// Overwrites a file in place. Fails if the content needs more blocks than the file has, because there may be no free
-/// blocks.
+/// Overwrites a file in place. Fails if the content needs more blocks than the file already has, as there may be no
+/// free ones.
 fn overwrite(path: &Path, content: &[u8]) -> io::Result<()> {
     let mut file = OpenOptions::new().write(true).open(path)?;
     if file.metadata()?.blocks() * 512 < content.len() as u64 {
@@ -59,7 +59,7 @@ fn overwrite(path: &Path, content: &[u8]) -> io::Result<()> {
     file.sync_all()
 }
 
-/// Like [`write_atomic`], but only if the file does not exist; otherwise returns `false`.
+/// Like [`write_atomic`], but returns `false` if the file already exists.
 pub fn create_atomic(path: &Path, content: &[u8], mode: u32) -> Result<bool, FileError> {
     let created = write_and_publish(path, content, mode, |temp| {
         fs::hard_link(temp, path)?;
@@ -88,20 +88,20 @@ fn write_and_publish(
         publish(&temp)
     })();
     if let Err(source) = written {
-        // The incomplete file is useless; only the first error is reported.
+        // Best-effort cleanup: report only the first error.
         let _ = fs::remove_file(&temp);
         return Err(FileError { action: "write", path: path.to_owned(), source });
     }
     sync_dir(dir)
 }
 
-/// Removes temporary files for `path` that killed writers left behind. Running writers also have such files, so the
-/// caller must hold the lock that all writers take.
+/// Removes temporary files for `path` left behind by killed writers. Running writers have such files too, so the caller
+/// must hold the lock shared by all writers.
 pub fn remove_leftover_temps(path: &Path) -> Result<(), FileError> {
     remove_leftover_temps_in(parent(path), |name| name == file_name(path))
 }
 
-/// Like [`remove_leftover_temps`], for the temporary files of all files in `dir` whose names `is_target` accepts.
+/// Like [`remove_leftover_temps`], but for all files in `dir` whose names `is_target` accepts.
 pub fn remove_leftover_temps_in(dir: &Path, is_target: impl Fn(&str) -> bool) -> Result<(), FileError> {
     let entries = match fs::read_dir(dir) {
         Ok(entries) => entries,
@@ -118,15 +118,15 @@ pub fn remove_leftover_temps_in(dir: &Path, is_target: impl Fn(&str) -> bool) ->
     Ok(())
 }
 
-/// Returns the name of the file that a temporary file is to replace.
+/// Returns the target name encoded in a temporary file name.
 fn temp_file_target(temp: &str) -> Option<&str> {
     let (name, random) = temp.strip_prefix('.')?.strip_suffix(".tmp")?.rsplit_once('.')?;
     let is_uuid = random.len() == 32 && random.bytes().all(|b| b.is_ascii_hexdigit());
     is_uuid.then_some(name)
 }
 
-/// Durably creates the symbolic link `link` to `target`, or replaces it with one rename, so that an existing link is
-/// never missing.
+/// Durably creates the symlink `link` to `target`. An existing link is replaced with a single rename, so it's never
+/// missing.
 pub fn symlink_atomic(target: &Path, link: &Path) -> Result<(), FileError> {
     let dir = parent(link);
     fs::create_dir_all(dir).map_err(FileError::wrap("create directory", dir))?;
@@ -139,8 +139,8 @@ pub fn symlink_atomic(target: &Path, link: &Path) -> Result<(), FileError> {
     sync_dir(dir)
 }
 
-/// Returns the file that a write to `path` must replace: a symbolic link's target, or `path` itself. A rename onto a
-/// link would replace the link. Only one link is followed.
+/// Returns the file to replace when writing to `path`: the target of a symlink, or `path` itself. Renaming onto a
+/// symlink would replace the link. Follows one link only.
 pub fn resolve_link(path: &Path) -> PathBuf {
     match fs::read_link(path) {
         Ok(target) => parent(path).join(target),
@@ -148,12 +148,12 @@ pub fn resolve_link(path: &Path) -> PathBuf {
     }
 }
 
-/// Makes renames and creations in `dir` durable.
+/// Makes file creations and renames in `dir` durable.
 pub fn sync_dir(dir: &Path) -> Result<(), FileError> {
     File::open(dir).and_then(|dir| dir.sync_all()).map_err(FileError::wrap("sync directory", dir))
 }
 
-/// Returns a file's content, or `None` if it does not exist.
+/// Reads a file, returning `None` if it doesn't exist.
 pub fn read_if_exists(path: &Path) -> Result<Option<Vec<u8>>, FileError> {
     match fs::read(path) {
         Ok(content) => Ok(Some(content)),
@@ -162,12 +162,12 @@ pub fn read_if_exists(path: &Path) -> Result<Option<Vec<u8>>, FileError> {
     }
 }
 
-/// Returns whether the file exists, or an error if the check fails.
+/// Like [`Path::try_exists`], but with the path in the error.
 pub fn exists(path: &Path) -> Result<bool, FileError> {
     path.try_exists().map_err(FileError::wrap("check for", path))
 }
 
-/// Removes a file if it exists. A file whose parent is not a directory counts as absent.
+/// Removes a file if it exists. A file whose parent isn't a directory is treated as missing.
 pub fn remove_if_exists(path: &Path) -> Result<(), FileError> {
     match fs::remove_file(path) {
         Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {

@@ -1,4 +1,4 @@
-//! Formats log lines for people: time, level, applet, message and request.
+//! Human-readable log lines: time, level, applet, message and request.
 
 use std::fmt;
 
@@ -8,16 +8,16 @@ use tracing_subscriber::fmt::format::{FormatEvent, FormatFields, Writer};
 use tracing_subscriber::fmt::{FmtContext, FormattedFields};
 use tracing_subscriber::registry::LookupSpan;
 
-/// Format of the time, always in UTC.
+/// Timestamp format, always in UTC.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TimeFormat {
-    /// `07:31:05.123`, for a terminal.
+    /// `07:31:05.123`, for terminals.
     Short,
-    /// With the date, for a file.
+    /// With the date, for files.
     Full,
 }
 
-/// The format of a line:
+/// Log line format:
 /// `07:31:05.123  WARN svc-platform a step failed attempts=2 | kind="resize" svc_request_id=…`
 #[derive(Debug, Clone, Copy)]
 pub struct LogFormat {

@@ -1,4 +1,4 @@
-//! Generates manual pages from the commands' help: section 1 for user commands, 8 for services.
+//! Generates man pages from clap help: section 1 for user commands, section 8 for services.
 
 use std::io;
 use std::path::Path;
@@ -11,7 +11,7 @@ const USER_COMMAND: &str = "svcctl";
 /// Writes `<command>.<section>` for a command and its subcommands.
 ///
 /// # Errors
-/// If a file cannot be written.
+/// If a file can't be written.
 pub fn write_pages(mut command: Command, dir: &Path) -> io::Result<()> {
     command.build();
     let section = if command.get_name() == USER_COMMAND { "1" } else { "8" };

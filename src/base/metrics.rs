@@ -1,8 +1,8 @@
-//! Records metrics, and formats them for Prometheus.
+//! Records metrics and exposes them to Prometheus.
 //!
-//! The metrics are declared in `families.rs`; values are recorded where the events happen. Invariants: a series has a
-//! help text and a type, a label has few values (never a machine, a user or a path), and recording a count or a gauge
-//! in an existing series does not allocate.
+//! Metrics are declared in `families.rs` and recorded where the events happen. Invariants: every series has a help text
+//! and a type, labels are low-cardinality (never a machine, user or path), and recording a count or gauge in an
+//! existing series doesn't allocate.
 
 mod families;
 
@@ -16,17 +16,17 @@ use tokio_util::sync::CancellationToken;
 
 pub use self::families::*;
 
-/// The media type of [`MetricsHandle::render`].
+/// Media type of [`MetricsHandle::render`] output.
 pub const MEDIA_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
 
 /// Buckets for requests and calls, in seconds.
 const CALL_BUCKETS: [f64; 12] = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0];
 /// Buckets for operations and their steps, in seconds.
 const OPERATION_BUCKETS: [f64; 11] = [0.1, 0.5, 1.0, 5.0, 15.0, 30.0, 60.0, 180.0, 600.0, 1800.0, 7200.0];
-/// Interval at which recorded durations are sorted into their buckets, regardless of scrapes.
+/// How often recorded durations are drained into their buckets, regardless of scrapes.
 const UPKEEP_INTERVAL: Duration = Duration::from_secs(10);
 
-/// One metric's series by label values, created on first use.
+/// A metric's series keyed by label values, created on first use.
 struct Family<H, const N: usize> {
     name: &'static str,
     help: &'static str,
@@ -56,7 +56,7 @@ impl<H: Clone, const N: usize> Family<H, N> {
     }
 }
 
-/// A metric that only increases while the process runs.
+/// A monotonic counter, starting from zero in each process.
 pub struct Counters<const N: usize>(Family<Counter, N>);
 
 impl<const N: usize> Counters<N> {
@@ -77,7 +77,7 @@ impl<const N: usize> Counters<N> {
     }
 }
 
-/// A metric that goes up and down.
+/// A value that can go up and down.
 pub struct Gauges<const N: usize>(Family<Gauge, N>);
 
 impl<const N: usize> Gauges<N> {
@@ -116,7 +116,7 @@ impl<const N: usize> Durations<N> {
     }
 }
 
-/// Interns a string from a small fixed set, such as the route templates, as a label value.
+/// Interns a label value from a small fixed set, such as the route templates.
 pub fn intern_label(text: &str) -> &'static str {
     static INTERNED: RwLock<BTreeSet<&'static str>> = RwLock::new(BTreeSet::new());
     if let Some(interned) = INTERNED.read().unwrap_or_else(PoisonError::into_inner).get(text) {
@@ -127,12 +127,12 @@ pub fn intern_label(text: &str) -> &'static str {
     leaked
 }
 
-/// The metrics of this process. A series whose first value is recorded before [`install`] never appears in the output,
-/// because the handle that was cached at that time discards all values.
+/// This process's metrics. A series first recorded before [`install`] never shows up in the output, because its cached
+/// handle discards all values.
 #[derive(Clone)]
 pub struct MetricsHandle(PrometheusHandle);
 
-/// Starts recording, for the lifetime of the process.
+/// Starts recording for the lifetime of the process.
 ///
 /// # Errors
 /// If a recorder is already installed.
@@ -151,15 +151,15 @@ pub fn install() -> anyhow::Result<MetricsHandle> {
 }
 
 impl MetricsHandle {
-    /// Returns all series in the Prometheus text format 0.0.4.
+    /// Renders all series in the Prometheus text format 0.0.4.
     pub fn render(&self) -> String {
         measure_process();
         self.0.run_upkeep();
         self.0.render()
     }
 
-    /// Sorts recorded durations into their buckets periodically until `stop` is cancelled, so that their memory is
-    /// bounded even without scrapes.
+    /// Periodically drains recorded durations into their buckets until `stop` is cancelled, to bound memory even
+    /// without scrapes.
     pub fn spawn_upkeep(&self, stop: CancellationToken) {
         let handle = self.0.clone();
         tokio::spawn(async move {
@@ -182,7 +182,7 @@ fn measure_process() {
         RESIDENT_MEMORY.set([], pages * page_size as f64);
     }
     if let Ok(fds) = std::fs::read_dir("/proc/self/fd") {
-        // One descriptor belongs to this listing itself.
+        // Don't count the descriptor of the listing itself.
         OPEN_FDS.set([], fds.count().saturating_sub(1) as f64);
     }
 }

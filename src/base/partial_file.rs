@@ -1,5 +1,5 @@
-//! A file downloaded in pieces, with the SHA-256 of its content so far. When an interrupted download is resumed, the
-//! existing part is hashed again, so that the digest matches the file's actual content.
+//! A resumable download with a running SHA-256. Resuming rehashes the existing part, so the digest matches what is
+//! actually in the file.
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write};
@@ -10,7 +10,7 @@ use sha2::{Digest, Sha256};
 
 use crate::fsx::FileError;
 
-/// A partial file, with the hash of its content.
+/// A partially downloaded file and the hash of its content.
 pub struct PartialFile {
     path: PathBuf,
     file: File,
@@ -19,8 +19,8 @@ pub struct PartialFile {
 }
 
 impl PartialFile {
-    /// Opens or creates the file, readable only by its owner, and hashes its content. If the file is longer than
-    /// `size`, the length of the complete download, it is emptied.
+    /// Opens the file, or creates it readable only by its owner, and hashes its content. A file longer than `size`, the
+    /// length of the complete download, is truncated to zero.
     pub fn open(path: PathBuf, size: u64) -> Result<Self, FileError> {
         let open_and_hash = || -> std::io::Result<(File, u64, Sha256)> {
             let mut options = File::options();
@@ -44,12 +44,12 @@ impl PartialFile {
         Ok(Self { path, file, length, digest })
     }
 
-    /// The number of bytes downloaded so far.
+    /// Bytes downloaded so far.
     pub fn length(&self) -> u64 {
         self.length
     }
 
-    /// SHA-256 of the content so far, in hexadecimal.
+    /// Hex-encoded SHA-256 of the content so far.
     pub fn sha256(&self) -> String {
         hex::encode(self.digest.clone().finalize())
     }
@@ -61,7 +61,7 @@ impl PartialFile {
         Ok(())
     }
 
-    /// Discards the content.
+    /// Discards the content and starts over.
     pub fn restart(&mut self) -> Result<(), FileError> {
         let emptied = self.file.set_len(0).and_then(|()| self.file.seek(SeekFrom::Start(0)));
         emptied.map_err(FileError::wrap("truncate", &self.path))?;

@@ -1,11 +1,11 @@
-//! Formats counts and sizes for people.
+//! Human-readable counts and sizes.
 
-/// Formats a count with its noun, as `1 row` or `2 rows`.
+/// Formats a count with its noun: `1 row`, `2 rows`.
 pub fn pluralize(count: u64, noun: &str) -> String {
     if count == 1 { format!("1 {noun}") } else { format!("{count} {noun}s") }
 }
 
-/// Formats a size with a binary unit, as `1.2 MiB`.
+/// Formats a size with a binary unit, such as `1.2 MiB`.
 pub fn format_bytes(bytes: u64) -> String {
     const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];
     if bytes < 1024 {

@@ -1,4 +1,4 @@
-//! Prints the output of commands. A reader such as `head` may close standard output early.
+//! Prints command output, tolerating readers such as `head` that close stdout early.
 
 use std::io::{self, ErrorKind, Write};
 
@@ -6,17 +6,17 @@ use anyhow::Context;
 
 use crate::applet::{Exit, Failure, OrExit};
 
-/// Whether the output's reader is still connected.
+/// Whether anyone is still reading the output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OutputState {
     Open,
     Closed,
 }
 
-/// Prints to standard output. A closed pipe is not an error.
+/// Prints to stdout. A broken pipe isn't an error.
 ///
 /// # Errors
-/// If writing to standard output fails for another reason.
+/// If writing to stdout fails for any other reason.
 pub fn print(text: &str) -> Result<OutputState, Failure> {
     write(&mut io::stdout().lock(), text)
 }
@@ -34,7 +34,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn write_accepts_a_closed_pipe() {
+    fn write_tolerates_closed_pipe() {
         let (reader, mut writer) = io::pipe().unwrap();
         assert_eq!(write(&mut writer, "first\n").unwrap(), OutputState::Open);
         drop(reader);

@@ -1,7 +1,7 @@
-//! Writes logs: to the journal under systemd, and otherwise as readable lines to stderr.
+//! Logging: to the journal under systemd, otherwise as human-readable lines on stderr.
 //!
-//! Each error is logged once, where it is handled. Invariant: in the journal, a request's lines have the field
-//! `SVC_REQUEST_ID`, and a machine's lines `SVC_MACHINE_ID`.
+//! Errors are logged once, where they're handled. Invariant: journal entries for a request carry `SVC_REQUEST_ID`, and
+//! those for a machine `SVC_MACHINE_ID`.
 
 use std::ffi::OsStr;
 use std::os::fd::AsFd;
@@ -18,12 +18,12 @@ use crate::log_line::{LogFormat, TimeFormat};
 use crate::vars::{NO_COLOR, RUST_LOG};
 use svc_machine::id::MachineId;
 
-/// Starts logging for one applet. `RUST_LOG` sets the filter; the default is `info`.
+/// Initializes logging for an applet. `RUST_LOG` sets the filter; the default is `info`.
 pub fn init(applet: &'static str) {
     start(applet, None);
 }
 
-/// Like [`init`], but lines in the journal have this machine's id in the field `SVC_MACHINE_ID`.
+/// Like [`init`], but tags journal entries with the machine id as `SVC_MACHINE_ID`.
 pub fn init_on_machine(applet: &'static str, machine: Option<MachineId>) {
     start(applet, machine);
 }
@@ -39,7 +39,7 @@ fn start(applet: &'static str, machine: Option<MachineId>) {
         Some(journal) => registry.with(journal).try_init(),
         None => registry.with(stderr_layer(applet)).try_init(),
     };
-    // A second initialization in the same process, as in tests, is ignored.
+    // Ignore a second initialization in the same process, as in tests.
     drop(started);
     if let Some(error) = filter_error {
         let default = RUST_LOG.default_value::<String>();
@@ -47,20 +47,20 @@ fn start(applet: &'static str, machine: Option<MachineId>) {
     }
 }
 
-/// Parses the value of `RUST_LOG`. Without a value, returns the default filter: an empty filter would match nothing.
+/// Parses `RUST_LOG`. If unset, returns the default filter, since an empty filter would match nothing.
 fn parse_filter(value: Option<&OsStr>) -> Result<EnvFilter, String> {
     let Some(value) = value else { return Ok(RUST_LOG.default_value()) };
     let value = value.to_str().ok_or("not UTF-8")?;
     value.parse().map_err(|error: ParseError| error.to_string())
 }
 
-/// Whether an event may be logged. The database driver's messages below the warning level may not, regardless of
-/// `RUST_LOG`, because they quote statements with row values.
+/// Whether an event may be logged. Database driver events below `WARN` may not, regardless of `RUST_LOG`, because they
+/// quote statements with row values.
 fn is_loggable(metadata: &Metadata<'_>) -> bool {
     !metadata.target().starts_with("tokio_postgres") || *metadata.level() <= Level::WARN
 }
 
-/// Field names are upper-cased: `svc_request_id` becomes `SVC_REQUEST_ID`.
+/// The journal layer upper-cases field names: `svc_request_id` becomes `SVC_REQUEST_ID`.
 fn journal_layer<S>(applet: &str, machine: Option<MachineId>) -> std::io::Result<impl Layer<S>>
 where
     S: Subscriber + for<'a> LookupSpan<'a>,
@@ -86,8 +86,8 @@ where
         .event_format(LogFormat { applet, time_format })
 }
 
-/// Whether stderr is the journal: systemd sets `JOURNAL_STREAM` to the device and inode of the journal's stream
-/// (systemd.exec(5)).
+/// Whether stderr goes to the journal. systemd sets `JOURNAL_STREAM` to the device and inode of the journal stream; see
+/// systemd.exec(5).
 fn is_stderr_journal() -> bool {
     let Ok(stream) = std::env::var("JOURNAL_STREAM") else { return false };
     let Ok(stat) = nix::sys::stat::fstat(std::io::stderr().as_fd()) else { return false };

@@ -1,14 +1,13 @@
-//! Makes untrusted text safe to display in terminals and browsers. Such text comes, for example, from hosts, archives
-//! and stored objects.
+//! Sanitizes untrusted text for terminals and browsers, e.g. from hosts, archives and stored objects.
 
 use std::borrow::Cow;
 
 use serde_json::Value;
 
-/// Maximum length of reported text, in characters; the rest is cut off.
+/// Maximum length of reported text, in characters. Longer text is truncated.
 pub const MAX_CHARS: usize = 2000;
 
-/// Replaces each character that could move the cursor, change colors or reorder text with U+FFFD. Newlines are kept.
+/// Replaces characters that could move the cursor, change colors or reorder text with U+FFFD. Newlines are kept.
 pub fn replace_unprintable(text: &str) -> Cow<'_, str> {
     if text.contains(is_unsafe) { text.replace(is_unsafe, "\u{FFFD}").into() } else { text.into() }
 }
@@ -32,7 +31,7 @@ fn is_line_break(c: char) -> bool {
     matches!(c, '\n' | '\r' | '\u{0B}' | '\u{0C}' | '\u{85}' | '\u{2028}' | '\u{2029}')
 }
 
-/// Applies [`replace_unprintable`] to every string in a JSON value, but not to member names.
+/// Applies [`replace_unprintable`] to every string in a JSON value, but not to object keys.
 pub fn make_printable(value: &mut Value) {
     match value {
         Value::String(text) => {
@@ -46,8 +45,8 @@ pub fn make_printable(value: &mut Value) {
     }
 }
 
-/// Whether `c` is a control character (C0, DEL or C1) other than the newline, or starts or ends a run of text in a
-/// different direction. Marks such as U+200E are kept: names in Arabic and Hebrew contain them.
+/// Whether `c` is a control character (C0, DEL or C1) other than newline, or a bidirectional embedding, override or
+/// isolate. Marks such as U+200E are allowed, as they occur in Arabic and Hebrew names.
 fn is_unsafe(c: char) -> bool {
     (c.is_control() && c != '\n') || matches!(c, '\u{202A}'..='\u{202E}' | '\u{2066}'..='\u{2069}')
 }

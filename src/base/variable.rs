@@ -1,5 +1,5 @@
-//! Declarations of environment variables. Each name, default and meaning is written once: code takes a [`Variable`]
-//! instead of a name, and `docs/reference/configuration.md` is generated from the same declarations.
+//! Environment variable declarations, the single source of each name, default and description: code takes a
+//! [`Variable`] instead of a name, and `docs/reference/configuration.md` is generated from the same declarations.
 
 use std::ffi::OsString;
 use std::fmt::Display;
@@ -9,27 +9,27 @@ use std::str::FromStr;
 #[derive(Debug, Clone, Copy)]
 pub struct Variable {
     pub name: &'static str,
-    /// The value's format: its type, unit or choices.
+    /// Value format: type, unit or choices.
     pub format: &'static str,
     pub default: DefaultValue,
     /// The declaration's doc comment.
     pub meaning: &'static str,
-    /// Where it is set, if different from its section's `source`.
+    /// Where it's set, if not the section's `source`.
     pub source: Option<&'static str>,
-    /// The programs that read it, if different from its section's `readers`.
+    /// Programs that read it, if not the section's `readers`.
     pub readers: Option<&'static [&'static str]>,
 }
 
-/// A program's behavior if a variable is not set.
+/// Behavior if a variable isn't set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DefaultValue {
-    /// The program does not start.
+    /// The program refuses to start.
     Required,
     /// The program runs without a value.
     Unset,
     /// The program uses this value.
     Value(&'static str),
-    /// The program derives a value, or requires the variable in some cases, as this text explains.
+    /// The value is derived, or required in some cases, as this text explains.
     Derived(&'static str),
 }
 
@@ -37,7 +37,7 @@ impl Variable {
     /// Parses the default as `T`.
     ///
     /// # Panics
-    /// If the declaration has no default of this type, which is a bug in the program.
+    /// If the declaration has no default of this type, which is a bug.
     pub fn default_value<T: FromStr<Err: Display>>(&self) -> T {
         let DefaultValue::Value(text) = self.default else {
             panic!("{} is declared without a default", self.name)
@@ -45,27 +45,27 @@ impl Variable {
         text.parse().unwrap_or_else(|error| panic!("invalid default of {}: {error}", self.name))
     }
 
-    /// The value in the process environment. An empty variable counts as unset.
+    /// Returns the value from the process environment. Empty variables are treated as unset.
     pub fn env_value(&self) -> Option<OsString> {
         std::env::var_os(self.name).filter(|value| !value.is_empty())
     }
 }
 
-/// Variables that are documented together, as one table.
+/// Variables documented together, in one table.
 #[derive(Debug, Clone, Copy)]
 pub struct Section {
-    /// The name of the marker on the page where the table is inserted.
+    /// Name of the marker on the page where the table goes.
     pub id: &'static str,
-    /// Where its variables are set.
+    /// Where the variables are set.
     pub source: &'static str,
-    /// The programs that read them.
+    /// Programs that read them.
     pub readers: &'static [&'static str],
     pub variables: &'static [Variable],
 }
 
-/// Declares sections of variables: a constant for each variable, and the list `SECTIONS`. A variable's doc comment is
-/// its meaning in the reference. Its default is a string, or `required`, `unset`, or `derived` with an explanation.
-/// `in` and `by` override the section's source and readers.
+/// Declares variables by section: a constant for each variable, plus the `SECTIONS` list. A variable's doc comment
+/// becomes its description in the reference. Its default is a string, `required`, `unset`, or `derived` with an
+/// explanation. `in` and `by` override the section's source and readers.
 ///
 /// ```
 /// svc_base::variables! {
@@ -100,7 +100,7 @@ macro_rules! variables {
             };
         )+)+
 
-        /// Every variable that this package declares.
+        /// All variables declared by this package.
         pub const SECTIONS: &[$crate::variable::Section] = &[$($crate::variable::Section {
             id: $id,
             source: $source,

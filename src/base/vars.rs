@@ -1,4 +1,4 @@
-//! Environment variables that several programs read.
+//! Environment variables shared by several programs.
 
 crate::variables! {
     "all", in "process environment", by [] {

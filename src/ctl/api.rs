@@ -1,5 +1,5 @@
-//! Calls the platform's API. A mutating call sends the same `Idempotency-Key` with every retry, so that a retry
-//! after a lost response has no second effect.
+//! Platform API client. Mutating calls send the same `Idempotency-Key` on every attempt, so a retry after a lost
+//! response has no second effect.
 
 use std::time::Duration;
 
@@ -19,10 +19,10 @@ use svc_http::client::{self, Timeouts};
 use svc_http::{problem, request_id};
 
 const MAX_ATTEMPTS: usize = 5;
-/// If `Retry-After` is longer, the call fails without another attempt.
+/// Give up instead of retrying if `Retry-After` exceeds this.
 const MAX_RETRY_AFTER: Duration = Duration::from_secs(10);
 
-/// A successful response, with its unchanged body.
+/// A successful response with its raw body.
 #[derive(Debug)]
 pub struct ApiResponse {
     pub text: String,
@@ -31,10 +31,10 @@ pub struct ApiResponse {
 }
 
 impl ApiResponse {
-    /// Parses the body, and makes all strings in it printable, because some of them were written by hosts.
+    /// Parses the body and sanitizes all strings in it, since some of them come from hosts.
     ///
     /// # Errors
-    /// [`CallError::InvalidResponse`] if the body is not a JSON document of this type.
+    /// [`CallError::InvalidResponse`] if the body isn't valid JSON for this type.
     pub fn parse<T: DeserializeOwned>(&self) -> Result<T, CallError> {
         let invalid = |error: serde_json::Error| CallError::InvalidResponse {
             request: self.request.clone(),
@@ -46,7 +46,7 @@ impl ApiResponse {
     }
 }
 
-/// A client for the platform's API.
+/// Client for the platform API.
 pub struct ApiClient {
     client: reqwest::Client,
     base: Url,
@@ -54,17 +54,17 @@ pub struct ApiClient {
     timeout: Duration,
 }
 
-/// Whether retries are reported on standard error.
+/// Whether to report retries on stderr.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum RetryMessages {
     Shown,
-    /// Not reported, because the caller reports what it is waiting for.
+    /// The caller reports what it's waiting for.
     Hidden,
 }
 
 impl ApiClient {
     /// # Errors
-    /// If the secret is not a valid header value, or the TLS roots cannot be read.
+    /// If the secret isn't a valid header value, or the TLS roots can't be read.
     pub fn new(base: Url, secret: &SecretString, timeout: Duration) -> anyhow::Result<Self> {
         let mut bearer = HeaderValue::from_str(&format!("Bearer {}", secret.expose_secret()))?;
         bearer.set_sensitive(true);
@@ -73,22 +73,22 @@ impl ApiClient {
     }
 
     /// # Errors
-    /// [`CallError`] if the call is refused or gets no valid response; transient failures are retried first.
+    /// [`CallError`] if the call is rejected or gets no valid response, after retrying transient failures.
     pub async fn get(&self, path: &[&str], query: &[(&str, String)]) -> Result<ApiResponse, CallError> {
         self.call_with_retries(&Method::GET, &self.url_with(path, query), None, RetryMessages::Shown).await
     }
 
-    /// Like [`Self::get`], for a caller that polls and reports what it is waiting for.
+    /// Like [`Self::get`], but for polling callers that report what they're waiting for.
     ///
     /// # Errors
-    /// Those of [`Self::get`].
+    /// Same as [`Self::get`].
     pub async fn poll(&self, path: &[&str], query: &[(&str, String)]) -> Result<ApiResponse, CallError> {
         self.call_with_retries(&Method::GET, &self.url_with(path, query), None, RetryMessages::Hidden).await
     }
 
     /// # Errors
-    /// [`CallError`] if the call is refused or gets no valid response; transient failures are retried first, with the
-    /// same idempotency key.
+    /// [`CallError`] if the call is rejected or gets no valid response, after retrying transient failures with the same
+    /// idempotency key.
     pub async fn send(
         &self,
         method: Method,
@@ -101,7 +101,7 @@ impl ApiClient {
     /// Like [`Self::send`], but with a query instead of a body.
     ///
     /// # Errors
-    /// Those of [`Self::send`].
+    /// Same as [`Self::send`].
     pub async fn send_with_query(
         &self,
         method: Method,
@@ -111,10 +111,10 @@ impl ApiClient {
         self.call_with_retries(&method, &self.url_with(path, query), None, RetryMessages::Shown).await
     }
 
-    /// Sends a GET without retries; returns any status with its body.
+    /// Sends a GET without retries, returning any status along with its body.
     ///
     /// # Errors
-    /// [`CallError::TimedOut`] if the response times out; [`CallError::Unreachable`] if there is no response for any
+    /// [`CallError::TimedOut`] if the response times out; [`CallError::Unreachable`] if there's no response for any
     /// other reason.
     pub async fn get_once(&self, path: &[&str]) -> Result<(StatusCode, String), CallError> {
         let request = self.client.get(self.url(path)).header(header::AUTHORIZATION, self.bearer.clone());
@@ -124,11 +124,11 @@ impl ApiClient {
         Ok((status, response.text().await.map_err(|error| self.no_response_error(error))?))
     }
 
-    /// Starts the download of a file at an offset, without retries and without a timeout for the whole body.
+    /// Starts downloading a file from an offset, without retries or an overall timeout.
     ///
     /// # Errors
-    /// [`CallError::Unreachable`] if the client cannot be created or there is no response; [`CallError::Problem`] if
-    /// the status is not 200 or, with an offset, not 206.
+    /// [`CallError::Unreachable`] if the client can't be built or there's no response; [`CallError::Problem`] if the
+    /// status isn't 200, or 206 with an offset.
     pub async fn open_download(&self, path: &[&str], offset: u64) -> Result<reqwest::Response, CallError> {
         let unreachable = |reason: String| CallError::Unreachable { base: self.base.clone(), reason };
         let client = client::build(Timeouts::DOWNLOAD).map_err(|error| unreachable(format!("{error:#}")))?;
@@ -165,7 +165,7 @@ impl ApiClient {
         url
     }
 
-    /// Returns the error for a call that got no complete response.
+    /// Returns the error for a missing or incomplete response.
     fn no_response_error(&self, error: reqwest::Error) -> CallError {
         let base = self.base.clone();
         if error.is_timeout() && !error.is_connect() {
@@ -255,7 +255,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parse_makes_strings_printable_and_keeps_the_body() {
+    fn parse_sanitizes_strings_and_keeps_raw_body() {
         let text = r#"{"detail": "\u001b[2J\u202e ok"}"#.to_owned();
         let response = ApiResponse { text: text.clone(), request: "GET /".to_owned() };
         let parsed: Value = response.parse().unwrap();

@@ -1,4 +1,4 @@
-//! Parses error responses from the platform, and determines the advice for the operator and the exit code.
+//! Parses platform error responses, and picks the operator advice and exit code.
 
 use std::time::Duration;
 
@@ -35,7 +35,7 @@ struct Problem {
 }
 
 impl ApiProblem {
-    /// Reads the problem in an error response. A body that is not problem+json is replaced with a message.
+    /// Parses an error response. A body that isn't problem+json is replaced with a generic message.
     pub fn parse(status: StatusCode, body: &str, retry_after: Option<Duration>) -> Self {
         let one_line = |text: &str| untrusted_text::one_line(text).into_owned();
         let (code, mut detail, request_id) = match serde_json::from_str::<Problem>(body) {
@@ -53,11 +53,11 @@ impl ApiProblem {
         Self { status, code, detail, request_id, body, retry_after }
     }
 
-    /// Whether a retry may succeed without any intervention.
+    /// Whether a retry may succeed without intervention.
     pub fn is_transient(&self) -> bool {
         match self.code.as_deref() {
             Some("disabled" | "cost_limit_reached" | "preview_limit_reached") => false,
-            // Without a code, the response is from an intermediary, for example while the platform restarts.
+            // Without a code, the response came from an intermediary, e.g. while the platform restarts.
             None => {
                 matches!(self.status.as_u16(), 502..=504)
             }
@@ -71,7 +71,7 @@ impl ApiProblem {
 
     pub fn exit(&self) -> Exit {
         match (self.code.as_deref(), self.status.as_u16()) {
-            // Despite the status, retries are refused until the configuration or the machines change.
+            // Despite the status, retries fail until the configuration or the machines change.
             (Some("disabled" | "preview_limit_reached"), _) => Exit::Refused,
             (_, 401 | 403) => Exit::Permission,
             (_, 429 | 503 | 504) => Exit::TryAgain,
@@ -98,14 +98,14 @@ impl ApiProblem {
         let code = self.code.as_deref()?;
         let body = self.body.as_deref();
         match code {
-            // The detail names the command.
+            // The detail already names the command.
             "invalid_state" if self.detail.contains("`svcctl ") => None,
             "invalid_state" => body.and_then(state_advice).or_else(|| default_advice(code)),
             "snapshot_unusable" if self.detail.contains("svcctl backup now") => Some(BACKUP_FIRST_ADVICE),
             "snapshot_unusable" if self.detail.contains("pointer") || self.detail.contains("/latest ") => {
                 Some(UNUSABLE_POINTER_ADVICE)
             }
-            // The detail names the option that overrides the refusal.
+            // The detail already names the override option.
             "snapshot_unusable" if self.detail.contains("svcctl provision --allow-empty") => None,
             "conflict" | "not_found" if self.detail.contains("`svcctl ") => None,
             "conflict" if self.detail.contains("ollout") => Some(OPEN_ROLLOUT_ADVICE),
@@ -131,11 +131,11 @@ const CONFIGURED_SERVER_LIMIT_ADVICE: &str = "raise PROVIDER_SERVER_LIMIT and th
 const BACKUP_FIRST_ADVICE: &str =
     "run `svcctl backup now <machine> --wait`, and then run `svcctl recover` again";
 
-/// Never suggests `--allow-empty`: snapshots may exist even if the pointer is missing or damaged.
+/// Never suggests `--allow-empty`: snapshots may exist even if the pointer is missing or corrupt.
 const UNUSABLE_POINTER_ADVICE: &str = "run `svcctl pointer show <user>` to see which snapshots exist, and \
      `svcctl pointer rebuild <user>` to make the pointer point to one of them";
 
-/// Returns the advice for `invalid_state`, if it depends on the state.
+/// Returns state-specific advice for `invalid_state`, if any.
 fn state_advice(body: &Value) -> Option<&'static str> {
     if body["kind"].is_string() {
         return Some(
@@ -166,7 +166,7 @@ fn state_advice(body: &Value) -> Option<&'static str> {
     })
 }
 
-/// Replaces the names of invalid fields in `detail` with the `svcctl` options that set them.
+/// Replaces invalid field names in `detail` with the corresponding `svcctl` options.
 fn replace_fields_with_options(detail: &str, body: &Value) -> String {
     let errors = body["errors"].as_array().into_iter().flatten();
     errors.filter_map(|error| error["pointer"].as_str()).fold(detail.to_owned(), |detail, pointer| {
@@ -174,7 +174,7 @@ fn replace_fields_with_options(detail: &str, body: &Value) -> String {
     })
 }
 
-/// Returns the option that sets a request field, or the field itself if there is none.
+/// Returns the option for a request field, or the field itself if there is none.
 fn option_for_field(pointer: &str) -> String {
     let name = match pointer.trim_start_matches(['/', '?']) {
         "snapshotKey" => "snapshot".to_owned(),
@@ -198,8 +198,7 @@ fn has_option(command: &clap::Command, name: &str) -> bool {
         || command.get_subcommands().any(|sub| has_option(sub, name))
 }
 
-/// Describes the optional members that `detail` does not mention: the invalid fields, the current state and the allowed
-/// states.
+/// Describes optional members not mentioned in `detail`: invalid fields, and the current and allowed states.
 fn describe_members(body: &Value, detail: &str) -> String {
     let mut message = String::new();
     for error in body["errors"].as_array().into_iter().flatten() {
@@ -211,9 +210,9 @@ fn describe_members(body: &Value, detail: &str) -> String {
     }
     let allowed: Vec<_> =
         body["allowed"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
-    // The state explains the refusal only if it is not itself allowed.
+    // The state explains the rejection only if it isn't itself allowed.
     let status = body["machineStatus"].as_str().filter(|status| !allowed.contains(status));
-    // Platforms running an earlier release write "; this needs ".
+    // Older platforms write "; this needs ".
     let has_states = detail.contains(", but must be ") || detail.contains("; this needs ");
     if let Some(status) = status.filter(|_| !allowed.is_empty() && !has_states) {
         message.push_str(&format!(" The state is {status}, but must be {}.", allowed.join(" or ")));
@@ -221,7 +220,7 @@ fn describe_members(body: &Value, detail: &str) -> String {
     message
 }
 
-/// Formats a failure as JSON: the platform's problem, if any, with the exit code and the advice.
+/// Formats a failure as JSON: the platform's problem, if any, plus the exit code and advice.
 pub fn failure_json(failure: &Failure) -> Value {
     let problem = failure.error.downcast_ref::<CallError>().and_then(|error| match error {
         CallError::Problem(problem) => Some(problem),
@@ -241,7 +240,7 @@ pub fn failure_json(failure: &Failure) -> Value {
     body
 }
 
-/// Returns the advice for a code, regardless of the rest of the problem.
+/// Returns the default advice for a problem code.
 fn default_advice(code: &str) -> Option<&'static str> {
     Some(match code {
         "invalid_request" => {
@@ -414,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn invalid_state_advice_depends_on_the_state() {
+    fn invalid_state_advice_depends_on_state() {
         let message_of = |member: &str| {
             let text = format!(r#"{{"code":"invalid_state","detail":"No.",{member}}}"#);
             ApiProblem::parse(StatusCode::CONFLICT, &text, None).to_string()
@@ -435,7 +434,7 @@ mod tests {
     }
 
     #[test]
-    fn missing_pointer_never_suggests_starting_empty() {
+    fn missing_pointer_advice_omits_allow_empty() {
         let text = r#"{"code":"snapshot_unusable","detail":"user_1/primary/system/db/latest cannot be recovered from: the pointer is missing."}"#;
         let message = ApiProblem::parse(StatusCode::CONFLICT, text, None).to_string();
         assert!(
@@ -453,7 +452,7 @@ mod tests {
     }
 
     #[test]
-    fn json_adds_exit_and_next_to_the_problem() {
+    fn failure_json_adds_exit_and_next() {
         let failure = Failure::from(CallError::from(api_problem(404, "bundle_not_found")));
         let body = failure_json(&failure);
         assert_eq!((&body["code"], &body["exit"]), (&"bundle_not_found".into(), &65.into()));
@@ -463,7 +462,7 @@ mod tests {
     }
 
     #[test]
-    fn exit_depends_on_the_status_and_code() {
+    fn exit_depends_on_status_and_code() {
         for (code, exit) in [
             (Code::InvalidRequest, Exit::Refused),
             (Code::Unauthorized, Exit::Permission),

@@ -1,4 +1,4 @@
-//! Prints responses: the API's unchanged JSON, or text.
+//! Prints API responses, as text or as unmodified JSON.
 
 use super::api::{ApiResponse, CallError};
 use super::show::View;
@@ -12,7 +12,7 @@ pub struct Output {
 
 impl Output {
     /// # Errors
-    /// If `format_text` cannot parse the response, or standard output cannot be written to.
+    /// If `format_text` can't parse the response, or writing to standard output fails.
     pub fn print_response(
         &self,
         response: &ApiResponse,
@@ -26,10 +26,10 @@ impl Output {
     }
 }
 
-/// Prints to standard output. A closed pipe, such as one to `head`, is not an error.
+/// Prints to standard output. A closed pipe (as with `| head`) isn't an error.
 ///
 /// # Errors
-/// If writing to standard output fails for another reason.
+/// If writing fails for any other reason.
 pub fn print(text: &str) -> Result<(), Failure> {
     stdout::print(text).map(|_| ())
 }

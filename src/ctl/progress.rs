@@ -1,4 +1,4 @@
-//! Shows progress on standard error: a line for each completed step and, on a terminal, a spinner for the current one.
+//! Progress output on standard error: one line per completed step and, on a terminal, a spinner for the current one.
 
 use std::io::IsTerminal;
 use std::time::Duration;
@@ -49,7 +49,7 @@ impl Progress {
         }
     }
 
-    /// Returns the view for the printed lines.
+    /// Returns the view for formatting printed lines.
     pub fn view(&self) -> &View {
         &self.view
     }

@@ -1,5 +1,5 @@
-//! Waits until an operation has ended and its machine is in a stable state, and reports the progress. The wait also
-//! ends if the operation needs a decision, because it makes no progress until an operator answers.
+//! Waits for an operation to finish and its machine to settle, reporting progress. Also stops waiting if the operation
+//! needs a decision, since it can't proceed until an operator answers.
 
 use std::time::Duration;
 
@@ -17,21 +17,21 @@ use svc_wire::operation::Operation;
 
 const MIN_POLL_INTERVAL: Duration = Duration::from_millis(200);
 const MAX_POLL_INTERVAL: Duration = Duration::from_secs(2);
-/// The last poll starts this long before the deadline, or a quarter of the timeout before it if that is less. A poll
-/// that started at the deadline would be cancelled immediately.
+/// How long before the deadline the last poll starts, capped at a quarter of the timeout. A poll started at the
+/// deadline would be cancelled right away.
 const LAST_POLL_MARGIN: Duration = Duration::from_secs(1);
 
-/// The condition for a successful wait.
+/// Condition for a successful wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Goal {
-    /// The operation, if one is followed, succeeds, and the machine is then running, unless the operation deletes it,
-    /// removes its server or changes its power state.
+    /// The followed operation, if any, succeeds and leaves the machine running, unless it deletes the machine, removes
+    /// its server or changes its power state.
     Success,
-    /// The machine is running, regardless of how the operation ends.
+    /// The machine is running, whatever the operation's outcome.
     MachineRunning,
 }
 
-/// A time limit, which several waits can share.
+/// A time limit that several waits can share.
 #[derive(Debug, Clone, Copy)]
 pub struct TimeLimit {
     timeout: Duration,
@@ -43,17 +43,18 @@ impl TimeLimit {
         Self { timeout, deadline: Instant::now() + timeout }
     }
 
-    /// Returns the latest time at which a poll starts, unless it is the first one.
+    /// Returns the latest start time for any poll but the first.
     fn last_poll_at(self) -> Instant {
         self.deadline - LAST_POLL_MARGIN.min(self.timeout / 4)
     }
 }
 
-/// Follows a machine's operation, or its status if there is no operation. Returns the last response with the machine.
+/// Follows a machine's operation, or its status if there is no operation. Returns the last response and the machine
+/// parsed from it.
 ///
 /// # Errors
-/// [`Exit::Unavailable`] if the goal is not reached; [`Exit::TryAgain`] if the machine has not settled by the deadline,
-/// or if the operation is waiting for a decision; the error of a call, unless it is transient.
+/// [`Exit::Unavailable`] if the goal isn't reached; [`Exit::TryAgain`] if the machine hasn't settled by the deadline or
+/// the operation is waiting for a decision; any non-transient API error.
 pub async fn wait_until_settled(
     api: &ApiClient,
     machine_id: &str,
@@ -100,8 +101,8 @@ async fn follow(
         .ok_or_else(|| Failure::new(Exit::TryAgain, timeout_error(machine_id, operation_id, limit.timeout)))
 }
 
-/// Polls at growing intervals until `poll` returns a value; `None` if it returns none before the timeout. A poll
-/// that is in progress at the timeout is cancelled, because its retries could take minutes.
+/// Polls with backoff until `poll` returns a value, or returns `None` on timeout. A poll in flight at the timeout is
+/// cancelled, since its retries could take minutes.
 ///
 /// # Errors
 /// The first error from `poll`.
@@ -132,7 +133,7 @@ async fn poll_until_deadline<T>(
     }
 }
 
-/// Fetches the awaited resource. A transient error is returned as the inner `Err`, so that the caller keeps polling.
+/// Fetches the awaited resource. Transient errors are returned as the inner `Err`, so that the caller keeps polling.
 pub async fn poll_once(
     api: &ApiClient,
     path: &[&str],
@@ -144,7 +145,7 @@ pub async fn poll_once(
     }
 }
 
-/// Like [`poll_once`], for a machine. The inner `Err` is the error's message.
+/// Like [`poll_once`], but for a machine. The inner `Err` is the error message.
 pub async fn poll_machine(
     api: &ApiClient,
     machine_id: &str,
@@ -175,7 +176,7 @@ fn is_settled(machine: &MachineDetail, operation: Option<&Operation>) -> bool {
     has_ended && (!is_transitional || operation.is_some_and(|operation| operation.state != "succeeded"))
 }
 
-/// Describes a machine's activity during an operation, or else its state.
+/// Describes the machine's activity during an operation, or its state otherwise.
 fn describe_activity(machine: &MachineDetail, operation: Option<&Operation>) -> String {
     let in_progress = operation.filter(|operation| operation.is_in_progress());
     let is_being_reinstated = machine.failure.as_ref().is_some_and(failure::is_reinstating)
@@ -193,7 +194,7 @@ fn describe_activity(machine: &MachineDetail, operation: Option<&Operation>) -> 
     }
 }
 
-/// Returns the error with an operation's question and the commands that answer it.
+/// Builds an error from an operation's question and the commands that answer it.
 fn decision_error(operation: &Operation) -> anyhow::Error {
     let question = operation.question().map(|question| one_line(&question.detail)).unwrap_or_default();
     let answers = operation::format_answers(operation).join("\n        or ");
@@ -203,8 +204,8 @@ fn decision_error(operation: &Operation) -> anyhow::Error {
     )
 }
 
-/// Checks that the operation, if any, has succeeded, and that the machine is in the state that follows from it. The
-/// error contains the next step.
+/// Checks that the operation, if any, succeeded and left the machine in the expected state. The error includes the next
+/// step.
 async fn check_result(
     api: &ApiClient,
     machine: &MachineDetail,
@@ -253,14 +254,14 @@ fn outcome_phrase(operation: &Operation) -> &str {
     }
 }
 
-/// The machine that holds the slot instead of the awaited machine.
+/// The machine holding the slot instead of the awaited one.
 struct SlotHolder {
     machine: MachineDetail,
 }
 
 impl SlotHolder {
-    /// Finds the holder. Returns `None` if the machine holds its slot itself, if no machine does, if the platform does
-    /// not report the holder, or after a transient error.
+    /// Finds the holder. Returns `None` if the machine itself or no machine holds the slot, if the platform doesn't
+    /// report the holder, or on a transient error.
     async fn find(api: &ApiClient, machine: &MachineDetail) -> Result<Option<Self>, Failure> {
         let live = machine.copies.as_ref().and_then(|copies| copies.live.as_ref());
         let Some(live) = live.filter(|live| live.machine_id != machine.machine_id) else { return Ok(None) };
@@ -289,15 +290,15 @@ impl SlotHolder {
     }
 }
 
-/// Reports an operation's progress, each change once.
+/// Reports an operation's progress, printing each change once.
 struct ProgressReporter {
     progress: Progress,
     state: String,
-    /// The highest sequence number of the log lines seen so far.
+    /// Highest log sequence number seen so far.
     last_seq: u64,
     /// Number of boot stages seen so far.
     seen_stages: usize,
-    /// The boot progress in the last report, in tens of percent.
+    /// Last reported boot progress, in tens of percent.
     last_tens: u64,
     has_reported_error: bool,
 }
@@ -326,8 +327,7 @@ impl ProgressReporter {
             self.last_seq = last;
         }
         let stages = machine.boot.as_ref().map_or(&[][..], |boot| &boot.stages);
-        // The stages of a boot before the operation are not part of its progress: a machine that is resized has already
-        // booted.
+        // Skip boot stages from before the operation: a machine being resized has already booted.
         let is_earlier = |at: &str| operation.is_some_and(|operation| at < operation.created_at.as_str());
         for stage in stages.iter().skip(self.seen_stages).filter(|stage| !is_earlier(&stage.at)) {
             let at = operation.map_or_else(
@@ -337,7 +337,7 @@ impl ProgressReporter {
             lines.push((&stage.at, format!("{at}  boot: {}", stage.stage)));
         }
         self.seen_stages = stages.len();
-        // All times have the same format, so their strings sort by time.
+        // All timestamps have the same format, so they sort lexicographically.
         lines.sort_by_key(|(at, _)| *at);
         let is_first = self.state.is_empty();
         let state = format!("machine {} {}", machine.machine_id, describe_activity(machine, operation));
@@ -349,7 +349,7 @@ impl ProgressReporter {
             self.progress.print_line(&state);
         }
         self.state = state;
-        // The progress of a completed stage is omitted: it would be printed after the next stage's line.
+        // Skip the progress of completed stages: it would be printed after the next stage's line.
         let is_current = |progress: &&BootProgress| {
             machine.registered_at.is_none()
                 && machine.boot.as_ref().is_none_or(|boot| boot.stage == progress.stage)
@@ -373,9 +373,9 @@ impl ProgressReporter {
         self.progress.set_message(format!("{step}{boot}"));
     }
 
-    fn report_error(&mut self, what: &str) {
+    fn report_error(&mut self, error: &str) {
         if !self.has_reported_error {
-            self.progress.print_line(&format!("still waiting: {what}"));
+            self.progress.print_line(&format!("still waiting: {error}"));
         }
         self.has_reported_error = true;
     }
@@ -386,7 +386,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn poll_until_cancels_a_poll_at_the_timeout() {
+    async fn poll_until_cancels_in_flight_poll_at_timeout() {
         let start = Instant::now();
         let polled = poll_until(Duration::from_millis(20), async || {
             sleep(Duration::from_secs(60)).await;
@@ -397,7 +397,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn poll_until_leaves_time_for_the_last_poll() {
+    async fn poll_until_leaves_time_for_last_poll() {
         let start = Instant::now();
         // After the polls at 0, 200 and 500 ms, only the last one can find the value.
         let polled = poll_until(Duration::from_millis(800), async || {

@@ -1,5 +1,4 @@
-//! Finds the files that need damaged blobs, and the times of the first and the last snapshot in which each file needs
-//! one.
+//! Finds the files affected by damaged blobs, with the times of the first and last snapshots in which each is affected.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::{Path, PathBuf};
@@ -17,23 +16,23 @@ use crate::tree_reader::TreeReader;
 /// Maximum number of paths in the result.
 const MAX_PATHS: usize = 20;
 
-/// The files and snapshots that damaged blobs affect.
+/// Files and snapshots affected by damaged blobs.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct AffectedFiles {
-    /// The first `MAX_PATHS` affected files: those of the latest snapshot, sorted by path, and then the others. A
-    /// directory whose tree is damaged is listed instead of its entries, which are unknown.
+    /// The first `MAX_PATHS` affected files: those in the latest snapshot, sorted by path, then the others. If a
+    /// directory's tree is damaged, the directory is listed in place of its unknown entries.
     pub paths: Vec<AffectedPath>,
-    /// Whether there may be other affected files.
+    /// Whether there may be more affected files.
     pub has_more: bool,
-    /// The number of snapshots that need a damaged blob.
+    /// Number of affected snapshots.
     pub snapshots: u64,
 }
 
-/// The times of the first and the last snapshot in which each path is damaged. `find_below` returns only the first
-/// paths, so the range between the two times can be too narrow if a snapshot has many affected files.
+/// Times of the first and last snapshots in which each path is damaged. `find_below` only returns the first paths, so
+/// the range can be too narrow if a snapshot has many affected files.
 type TimesByPath = BTreeMap<PathBuf, (Timestamp, Timestamp)>;
 
-/// A path below the home directory, and the times of the first and the last snapshot in which it is damaged.
+/// A path relative to the home directory, with the times of the first and last snapshots in which it is damaged.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AffectedPath {
     pub path: PathBuf,
@@ -41,12 +40,12 @@ pub struct AffectedPath {
     pub last: Timestamp,
 }
 
-/// Finds the files that need damaged blobs, in all snapshots. A directory that several snapshots share is read only
+/// Finds the files affected by damaged blobs across all snapshots. Directories shared between snapshots are read only
 /// once.
 ///
 /// # Errors
-/// If the store fails, or if the index is damaged or changed during every attempt to read it. Damaged directories are
-/// part of the result, and damaged snapshots are skipped.
+/// If the store fails, or if the index is corrupt or changed during every attempt to read it. Damaged directories are
+/// reported in the result, and corrupt snapshots are skipped.
 pub async fn find_affected_files(
     repository: &Repository,
     damaged: &HashSet<Id>,
@@ -56,7 +55,7 @@ pub async fn find_affected_files(
     let mut search = Search::new(repository, &locations, damaged);
     let mut affected = AffectedFiles::default();
     let (mut in_latest, mut others) = (TimesByPath::new(), TimesByPath::new());
-    // The latest snapshot is the first one.
+    // Snapshots are sorted newest first.
     for (index, (_, snapshot)) in snapshots.into_iter().enumerate() {
         let paths = search.find_below(snapshot.tree).await?;
         affected.snapshots += u64::from(!paths.is_empty());
@@ -81,9 +80,9 @@ pub async fn find_affected_files(
 struct Search<'a> {
     damaged: &'a HashSet<Id>,
     trees: TreeReader<'a>,
-    /// The affected paths below each tree.
+    /// Affected paths below each tree searched so far.
     paths_by_tree: HashMap<Id, SharedPaths>,
-    /// The shared value for trees without affected paths.
+    /// Shared empty value for unaffected trees.
     no_paths: SharedPaths,
 }
 
@@ -96,15 +95,15 @@ impl<'a> Search<'a> {
         Self { damaged, trees, paths_by_tree: HashMap::new(), no_paths: Arc::from([]) }
     }
 
-    /// Returns the first [`MAX_PATHS`] affected paths below a tree, or only the empty path if the tree itself is
-    /// damaged. They are in the order of [`Path`], because the entries of a tree are sorted by name.
+    /// Returns the first [`MAX_PATHS`] affected paths below a tree, or just the empty path if the tree itself is
+    /// damaged. Tree entries are sorted by name, so the paths are in [`Path`] order.
     fn find_below(&mut self, id: Id) -> SharedPathsFuture<'_> {
         Box::pin(async move {
             if let Some(paths) = self.paths_by_tree.get(&id) {
                 return Ok(Arc::clone(paths));
             }
             let tree = if self.damaged.contains(&id) {
-                // This machine's cache may still have the tree, but other machines cannot read it.
+                // This machine may still have the tree cached, but other machines can't read it.
                 Err(FilesError::corrupt(format!("tree {id}"), &"its pack is damaged"))
             } else {
                 self.trees.read(id).await
@@ -139,7 +138,7 @@ impl<'a> Search<'a> {
     }
 }
 
-/// Joins a name with a path below it, which is empty if the named directory itself is damaged.
+/// Joins a directory name and a path below it, which is empty if the directory itself is damaged.
 fn join(name: &std::ffi::OsStr, below: &Path) -> PathBuf {
     if below.as_os_str().is_empty() { PathBuf::from(name) } else { Path::new(name).join(below) }
 }

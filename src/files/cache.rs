@@ -1,6 +1,6 @@
-//! Caches index files, snapshots and trees in a local directory, so that they are not read from the store again. The
-//! directory can be deleted at any time. Copies that cannot be written, for example because the disk is full, are kept
-//! in memory, up to a limit.
+//! Caches index files, snapshots and trees in a local directory, to avoid reading them from the store again. The
+//! directory can be deleted at any time. Files that can't be written, for example because the disk is full, are held in
+//! memory instead, up to a limit.
 
 use std::collections::{HashMap, VecDeque};
 use std::io::Write;
@@ -9,24 +9,24 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::id::Id;
 
-/// Maximum total size of the files that are kept in memory because they cannot be written.
+/// Maximum total size of files held in memory because they couldn't be written.
 const MAX_UNWRITTEN_BYTES: usize = 16 << 20;
 
-/// A local cache of a repository. Clones share the copies in memory.
+/// A local cache of a repository. Clones share the in-memory files.
 #[derive(Debug, Clone)]
 pub struct Cache {
-    /// `None` if nothing is cached.
+    /// `None` disables caching.
     dir: Option<PathBuf>,
-    /// Copies that could not be written. Without the trees of the last save, the next save would read the whole home
+    /// Files that couldn't be written. Without the last save's trees, the next save would have to reread the whole home
     /// directory.
     unwritten: Arc<Mutex<UnwrittenFiles>>,
 }
 
-/// Files that could not be written, by kind and id.
+/// Files that couldn't be written, by kind and id.
 #[derive(Debug, Default)]
 struct UnwrittenFiles {
     files: HashMap<(String, Id), Vec<u8>>,
-    /// The files' keys, oldest first. The oldest are evicted first, because the next save reads the newest tree of each
+    /// Keys in insertion order. The oldest are evicted first, since the next save reads the newest tree of each
     /// directory.
     order: VecDeque<(String, Id)>,
     bytes: usize,
@@ -73,20 +73,20 @@ impl Cache {
         self.unwritten.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Reads a file whose hash is its id; `None` if it is missing or damaged.
+    /// Reads a file whose hash is its id. Returns `None` if it is missing or corrupt.
     pub(crate) fn read(&self, kind: &str, id: Id) -> Option<Vec<u8>> {
         self.read_unverified(kind, id).filter(|bytes| Id::of(bytes) == id)
     }
 
-    /// Like [`Self::read`], but the caller checks the content.
+    /// Like [`Self::read`], but leaves verification to the caller.
     pub(crate) fn read_unverified(&self, kind: &str, id: Id) -> Option<Vec<u8>> {
         let path = self.path(kind, id)?;
-        // A file that could not be replaced may be damaged, so the copy in memory comes first.
+        // Prefer the copy in memory: the file it couldn't replace may be corrupt.
         let unwritten = self.lock_unwritten().files.get(&(kind.to_owned(), id)).cloned();
         unwritten.or_else(|| std::fs::read(path).ok())
     }
 
-    /// Writes a file. A failure is only logged: the file is kept in memory, or read from the store again.
+    /// Writes a file. Failures are only logged: the file is held in memory, or read from the store again.
     pub(crate) fn write(&self, kind: &str, id: Id, bytes: &[u8]) {
         if let Some(path) = self.path(kind, id)
             && let Err(error) = write_atomically(&path, bytes)
@@ -96,7 +96,7 @@ impl Cache {
         }
     }
 
-    /// Removes the files of a kind whose ids `is_used` rejects.
+    /// Removes files of the given kind whose ids `is_used` rejects.
     pub(crate) fn retain(&self, kind: &str, is_used: impl Fn(Id) -> bool) {
         let Some(dir) = &self.dir else { return };
         self.lock_unwritten().retain(kind, &is_used);
@@ -104,7 +104,7 @@ impl Cache {
         for file in entries(&dir.join(kind)).flat_map(|dir| entries(&dir.path())) {
             let id = file.file_name().to_str().and_then(|name| name.parse::<Id>().ok());
             if !id.is_some_and(&is_used) {
-                // A failure is harmless; the next call retries it.
+                // Best effort: the next call retries.
                 let _ = std::fs::remove_file(file.path());
             }
         }
@@ -125,7 +125,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn newest_copies_are_kept_in_memory() {
+    fn newest_unwritten_files_are_held_in_memory() {
         let root = tempfile::tempdir().unwrap();
         // A file in place of the directory makes every write fail.
         std::fs::write(root.path().join("cache"), "").unwrap();
@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn copy_in_memory_hides_damaged_file() {
+    fn copy_in_memory_shadows_corrupt_file() {
         let root = tempfile::tempdir().unwrap();
         let cache = Cache::new(root.path());
         let id = Id::of(b"intact");

@@ -1,5 +1,4 @@
-//! Splits files into chunks at positions that depend on the content, so that an insertion changes only the chunks
-//! around it.
+//! Content-defined chunking: an insertion changes only the chunks around it.
 
 use std::io::{self, Read};
 
@@ -8,38 +7,38 @@ use rustic_cdc::{Polynom, Rabin64, RollingHash64};
 use crate::error::FilesError;
 use crate::random::fill_random;
 
-/// A polynomial over GF(2), with one bit for each coefficient.
+/// A polynomial over GF(2), with one bit per coefficient.
 pub(crate) type Polynomial = u64;
 
-/// The degree of a repository's polynomial, as in `restic`.
+/// Degree of a repository's polynomial, as in `restic`.
 const DEGREE: u32 = 53;
 const WINDOW_BYTES: usize = 64;
 const MIN_CHUNK_BYTES: usize = 512 << 10;
-/// Also bounds the memory for one chunk.
+/// Also bounds the memory used per chunk.
 pub(crate) const MAX_CHUNK_BYTES: usize = 8 << 20;
-/// A chunk ends where these bits of the rolling hash are zero: on average 1 MiB after the minimum.
+/// Chunks end where these bits of the rolling hash are zero: on average, 1 MiB past the minimum.
 const SPLIT_MASK: u64 = (1 << 20) - 1;
 const BUFFER_BYTES: usize = 256 << 10;
 
-/// Generates a random irreducible polynomial. Each repository has a different polynomial, so its chunk sizes do not
-/// reveal which known files it contains.
+/// Generates a random irreducible polynomial. Each repository uses its own, so that chunk sizes don't reveal which
+/// known files it contains.
 ///
 /// # Errors
-/// If the system provides no random bytes.
+/// If the system's random number generator fails.
 pub(crate) fn generate_polynomial() -> Result<Polynomial, FilesError> {
     loop {
         let mut bytes = [0; 8];
         fill_random(&mut bytes)?;
-        // The highest coefficient gives the degree; without the lowest, x would be a factor.
+        // Set the highest coefficient for the degree, and the lowest because x would be a factor otherwise.
         let candidate = u64::from_le_bytes(bytes) & ((1 << DEGREE) - 1) | 1 << DEGREE | 1;
-        // About one in 27 is irreducible.
+        // About 1 in 27 candidates is irreducible.
         if is_irreducible(candidate) {
             return Ok(candidate);
         }
     }
 }
 
-/// Ben-Or's test: an irreducible polynomial has no factor in common with x^(2^i) - x, for any i up to half its degree.
+/// Ben-Or's irreducibility test: the polynomial must be coprime to x^(2^i) - x for all i up to half its degree.
 fn is_irreducible(polynomial: Polynomial) -> bool {
     const X: Polynomial = 2;
     let mut power = X;
@@ -69,7 +68,7 @@ fn greatest_common_divisor(mut a: Polynomial, mut b: Polynomial) -> Polynomial {
     a
 }
 
-/// Serializes the polynomial in a repository's configuration as hexadecimal digits.
+/// Hexadecimal serialization of the polynomial in a repository's configuration.
 pub(crate) mod hex_polynomial {
     use serde::{Deserialize, Deserializer, Serializer, de};
 
@@ -85,7 +84,7 @@ pub(crate) mod hex_polynomial {
         if value >> DEGREE == 1 {
             Ok(value)
         } else {
-            Err(de::Error::custom(format!("the polynomial must have degree {DEGREE}")))
+            Err(de::Error::custom(format!("expected a polynomial of degree {DEGREE}")))
         }
     }
 }
@@ -94,7 +93,7 @@ pub(crate) mod hex_polynomial {
 pub(crate) struct Chunker {
     rabin: Rabin64,
     buffer: Vec<u8>,
-    /// The part of `buffer` that belongs to the next chunk.
+    /// Range of `buffer` that belongs to the next chunk.
     unread: std::ops::Range<usize>,
 }
 
@@ -109,7 +108,7 @@ impl Chunker {
         self.unread = 0..0;
     }
 
-    /// Returns the next chunk; `None` at the end of the file.
+    /// Returns the next chunk, or `None` at the end of the file.
     ///
     /// # Errors
     /// If the reader fails.
@@ -121,7 +120,7 @@ impl Chunker {
         if read < missing {
             return Ok(Some(chunk).filter(|chunk| !chunk.is_empty()));
         }
-        // The buffer is smaller than the minimum chunk size, so the chunk now has exactly the minimum size.
+        // The buffer is smaller than the minimum chunk size, so the chunk is now exactly the minimum size.
         let window = &chunk[chunk.len() - WINDOW_BYTES..];
         self.rabin.reset();
         for byte in window {
@@ -140,7 +139,7 @@ impl Chunker {
         Ok(Some(chunk))
     }
 
-    /// Returns how many of the buffer's bytes belong to the current chunk.
+    /// Returns how many buffered bytes belong to the current chunk.
     fn find_boundary(&mut self, length: usize, limit: usize) -> usize {
         let length = length.min(limit);
         for (index, byte) in self.buffer[..length].iter().enumerate() {
@@ -168,7 +167,7 @@ mod tests {
 
     use super::*;
 
-    /// `restic`'s example of an irreducible polynomial.
+    /// Example of an irreducible polynomial from `restic`.
     const POLYNOMIAL: Polynomial = 0x003D_A335_8B4D_C173;
 
     fn pseudo_random(length: usize, seed: u64) -> Vec<u8> {
@@ -182,7 +181,7 @@ mod tests {
         (0..length).map(|_| next()).collect()
     }
 
-    /// A reader that returns at most this number of bytes per read.
+    /// A reader that returns at most this many bytes per read.
     struct SlowReader<'a>(&'a [u8], usize);
 
     impl Read for SlowReader<'_> {
@@ -212,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn chunks_stay_within_their_limits() {
+    fn chunks_stay_within_size_limits() {
         let content = pseudo_random(24 << 20, 7);
         let chunks = split(&content, usize::MAX);
         assert_eq!(chunks.concat(), content);

@@ -1,4 +1,4 @@
-//! Errors from making, reading and restoring backups.
+//! Errors from creating, reading and restoring backups.
 
 use std::path::PathBuf;
 
@@ -9,23 +9,20 @@ use svc_store::StoreError;
 pub enum FilesError {
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// An object or blob is malformed, or does not match its name or the index.
+    /// An object or blob is malformed, or doesn't match its name or the index.
     #[error("the repository's {what} is damaged: {reason}")]
     Corrupt { what: String, reason: String },
-    #[error(
-        "cannot decrypt the repository's configuration: the key is wrong, or the configuration is damaged"
-    )]
+    #[error("cannot decrypt the repository configuration: wrong key, or the configuration is damaged")]
     WrongKey,
-    #[error("the repository has format version {0}; only version 2 is supported")]
+    #[error("unsupported repository format version {0}: expected version 2")]
     UnsupportedVersion(u32),
-    #[error("the repository's index changed during every attempt to read it; try again later")]
+    #[error("the repository index kept changing while it was being read; try again later")]
     IndexChanging,
     #[error(
-        "the save took so long that pruning may have deleted packs that its snapshot needs; the next save writes them \
-         again"
+        "the save took so long that a prune may have deleted packs it needs; the next save writes them again"
     )]
     SaveTooLong,
-    #[error("the system provides no random bytes")]
+    #[error("the system's random number generator failed")]
     NoRandomness,
     #[error("cannot {action} {}", path.display())]
     Io {
@@ -34,7 +31,7 @@ pub enum FilesError {
         #[source]
         source: std::io::Error,
     },
-    #[error("the restored files need at least {needed} bytes, but only {available} are available")]
+    #[error("the restore needs at least {needed} bytes, but only {available} are available")]
     NoSpace { needed: u64, available: u64 },
     #[error(
         "the restore creates at least {needed} files and directories, but the file system has room for only {available}"
@@ -45,7 +42,7 @@ pub enum FilesError {
          and ask the operator to prune earlier snapshots; pruned chunks count until they are deleted, three days later"
     )]
     TooManyBlobs(usize),
-    #[error("the operation was cancelled, or one of its threads panicked")]
+    #[error("operation cancelled, or a worker thread panicked")]
     Stopped,
     #[error("cannot start a thread")]
     Thread(#[source] std::io::Error),
@@ -65,7 +62,7 @@ impl FilesError {
         Self::Encode { what, reason: reason.to_string() }
     }
 
-    /// Returns a function that adds the action and the path to an I/O error.
+    /// Returns a closure for `map_err` that adds the action and path to an I/O error.
     pub(crate) fn io<E: Into<std::io::Error>>(
         action: &'static str,
         path: impl Into<PathBuf>,
@@ -73,18 +70,18 @@ impl FilesError {
         move |source| Self::Io { action, path: path.into(), source: source.into() }
     }
 
-    /// Whether an object is missing or damaged, in which case another copy may be intact.
+    /// Whether an object is missing or corrupt, in which case another copy may be intact.
     pub fn is_damage(&self) -> bool {
         matches!(self, Self::Corrupt { .. } | Self::Store(StoreError::NotFound { .. }))
     }
 
-    /// Whether the file system has too little free space or too few free inodes.
+    /// Whether the file system is out of space or inodes.
     pub fn is_no_space(&self) -> bool {
         matches!(self, Self::NoSpace { .. } | Self::NoInodes { .. })
     }
 
-    /// Converts an I/O error to `NoSpace` if the disk is full: other programs may have filled it since the free space
-    /// was checked.
+    /// Converts a disk-full I/O error to `NoSpace`: other programs may have filled the disk since free space was
+    /// checked.
     pub(crate) fn or_no_space(self, needed: u64) -> Self {
         match self {
             Self::Io { source, .. } if source.kind() == std::io::ErrorKind::StorageFull => {

@@ -1,9 +1,10 @@
-//! File names in JSON. They are bytes on Linux but text in JSON, so `restic` escapes them as Go's `strconv.Quote` does.
+//! Escapes file names for JSON. They're bytes on Linux but text in JSON, so `restic` escapes them like Go's
+//! `strconv.Quote`.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 
-/// Escapes double quotes, backslashes, ASCII control characters, and bytes that are not UTF-8.
+/// Escapes double quotes, backslashes, ASCII control characters, and invalid UTF-8.
 pub(crate) fn escape_name(name: &OsStr) -> String {
     let mut escaped = String::with_capacity(name.len());
     for chunk in name.as_bytes().utf8_chunks() {
@@ -26,7 +27,7 @@ fn push_byte(escaped: &mut String, byte: u8) {
     escaped.push_str(&hex::encode([byte]));
 }
 
-/// Reverses [`escape_name`]. Also accepts Go's other escape sequences; `None` if a sequence is invalid.
+/// Reverses [`escape_name`], and also accepts Go's other escape sequences. Returns `None` if a sequence is invalid.
 pub(crate) fn unescape_name(escaped: &str) -> Option<OsString> {
     let mut bytes = Vec::with_capacity(escaped.len());
     let mut rest = escaped;
@@ -44,7 +45,7 @@ pub(crate) fn unescape_name(escaped: &str) -> Option<OsString> {
         let start = if matches!(kind, '0'..='7') { 0 } else { kind.len_utf8() };
         let number = rest.get(start..start + digits)?;
         rest = &rest[start + digits..];
-        // `from_str_radix` accepts a sign.
+        // `from_str_radix` would accept a sign.
         if number.starts_with('+') {
             return None;
         }
@@ -92,7 +93,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn names_survive_escaping(name in prop::collection::vec(any::<u8>(), 0..40)) {
+        fn escaped_names_round_trip(name in prop::collection::vec(any::<u8>(), 0..40)) {
             let name = OsString::from_vec(name);
             prop_assert_eq!(unescape_name(&escape_name(&name)), Some(name));
         }

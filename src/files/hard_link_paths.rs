@@ -1,4 +1,4 @@
-//! The first path of each file with several hard links.
+//! Tracks the first path of each hard-linked file.
 
 use std::collections::HashMap;
 use std::ffi::OsStr;
@@ -7,19 +7,19 @@ use std::sync::Arc;
 
 use crate::tree::HardLinkKey;
 
-/// The first path of each file with several hard links.
+/// The first path of each hard-linked file.
 ///
-/// Consecutive paths in one directory share the directory's path, because a path can be 4 KiB long and a directory can
-/// contain any number of such files.
+/// To save memory, consecutive paths in a directory share its path: a path can be 4 KiB long, and a directory can
+/// contain any number of hard links.
 #[derive(Debug, Default)]
 pub struct HardLinkPaths {
     paths: HashMap<HardLinkKey, (Arc<Path>, Box<OsStr>)>,
-    /// The directory of the path that was added last.
+    /// Directory of the most recently added path.
     directory: Option<Arc<Path>>,
 }
 
 impl HardLinkPaths {
-    /// Returns the first path of the file if `path` is an additional one. Otherwise, `path` becomes the first one.
+    /// Returns the file's first path, or records `path` as the first one and returns `None`.
     pub fn find_or_insert(&mut self, path: &Path, key: HardLinkKey) -> Option<PathBuf> {
         if let Some((directory, name)) = self.paths.get(&key) {
             return Some(directory.join(&**name));

@@ -24,25 +24,23 @@ use crate::tree::{Node, NodeType, Tree};
 
 /// Maximum number of snapshots searched concurrently.
 const MAX_CONCURRENT_SEARCHES: usize = 16;
-/// Maximum number of trees in which names are looked up concurrently. A large tree takes a lot of memory.
+/// Maximum number of trees searched for names concurrently. Large trees take a lot of memory.
 const MAX_CONCURRENT_TREES: usize = 4;
-/// Maximum compressed size of a tree that is cached on disk.
+/// Maximum compressed size of trees cached on disk.
 const MAX_CACHED_TREE_BYTES: u32 = 16 << 10;
-/// Maximum number of chunks of a file read concurrently.
+/// Maximum number of concurrent chunk reads per file.
 const MAX_CONCURRENT_READS: usize = 4;
 
-/// The kind of an entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EntryKind {
     File,
     Directory,
-    /// A symbolic link.
     Symlink,
-    /// A device, FIFO or socket, which only other programs save.
+    /// A device, FIFO or socket, saved only by other programs.
     Special,
 }
 
-/// An entry of a snapshot.
+/// A snapshot entry.
 #[derive(Debug, Clone)]
 pub struct Entry {
     pub(crate) node: Node,
@@ -55,7 +53,7 @@ impl Entry {
         Some(Self { node, name })
     }
 
-    /// The home directory of a snapshot, whose name and attributes are not saved.
+    /// A snapshot's home directory. Its name and attributes aren't saved.
     fn root(snapshot: &Snapshot) -> Self {
         let mut node = Node::new(OsStr::new(""), NodeType::Dir, 0o755);
         node.subtree = Some(snapshot.tree);
@@ -63,7 +61,7 @@ impl Entry {
         Self { node, name: OsString::new() }
     }
 
-    /// The name; empty for the home directory itself.
+    /// Returns the name, which is empty for the home directory itself.
     pub fn name(&self) -> &OsStr {
         &self.name
     }
@@ -77,12 +75,12 @@ impl Entry {
         }
     }
 
-    /// The number of bytes in a file; 0 for other kinds.
+    /// Returns the file size in bytes, or 0 for other kinds.
     pub fn size(&self) -> u64 {
         self.node.size
     }
 
-    /// The lowest twelve bits of the Unix mode.
+    /// Returns the low twelve bits of the Unix mode.
     pub fn mode(&self) -> u32 {
         self.node.unix_mode()
     }
@@ -95,19 +93,19 @@ impl Entry {
         self.node.link_target()
     }
 
-    /// The entry's ctime and inode on the machine that saved it.
+    /// Returns the ctime and inode on the machine that saved the entry.
     pub fn ctime_and_inode(&self) -> (Timestamp, u64) {
         (self.node.ctime, self.node.inode)
     }
 
-    /// Identifies a file with several names; `None` for other entries. Entries of a snapshot with the same key are hard
-    /// links to one file, and have the same content.
+    /// Identifies a hard-linked file. Returns `None` for other entries. Within a snapshot, entries with the same key
+    /// are links to the same file, and have the same content.
     pub fn hard_link_key(&self) -> Option<HardLinkKey> {
         self.node.hard_link_key()
     }
 
-    /// Whether both entries are the same version. A directory's modification time is ignored: it changes with every
-    /// temporary file.
+    /// Whether both entries are the same version. Directory modification times are ignored, since they change with
+    /// every temporary file.
     pub fn is_same_version(&self, other: &Self) -> bool {
         let (a, b) = (&self.node, &other.node);
         let is_same_time = a.node_type == NodeType::Dir || a.mtime == b.mtime;
@@ -121,15 +119,15 @@ impl Entry {
     }
 }
 
-/// A version of an entry: its state in one or more consecutive snapshots between which it did not change.
+/// A version of an entry, covering one or more consecutive snapshots between which it didn't change.
 #[derive(Debug, Clone)]
 pub struct Version {
-    /// The entry; `None` if it did not exist.
+    /// `None` if the entry didn't exist.
     pub entry: Option<Entry>,
-    /// The times of the first and the last snapshot with this version.
+    /// Times of the first and last snapshots with this version.
     pub first_saved_at: Timestamp,
     pub last_saved_at: Timestamp,
-    /// The last of these snapshots.
+    /// The last snapshot with this version.
     pub snapshot: Id,
 }
 
@@ -137,10 +135,10 @@ pub struct Version {
 #[derive(Debug, Clone, Default)]
 pub struct VersionPage {
     pub versions: Vec<Version>,
-    /// The [`VersionQuery::before`] for the next page; `None` on the last page. The last version on a page may also be
-    /// in snapshots before those that the page covers.
+    /// [`VersionQuery::before`] for the next page, or `None` on the last page. The last version on a page may extend to
+    /// earlier snapshots than the page covers.
     pub next_before: Option<Timestamp>,
-    /// The number of snapshots that are damaged, or in which a directory above the entry is damaged.
+    /// Number of snapshots that are damaged, or contain a damaged directory above the entry.
     pub damaged_snapshots: u64,
 }
 
@@ -151,49 +149,49 @@ pub struct VersionQuery {
     pub before: Option<Timestamp>,
     /// Maximum number of versions.
     pub limit: usize,
-    /// Maximum number of snapshots to search, rounded up to a multiple of 16, because they are searched in batches.
+    /// Maximum number of snapshots to search, rounded up to a multiple of 16 since they're searched in batches.
     pub max_snapshots: usize,
-    /// When to stop the search, after the current batch of snapshots.
+    /// When to stop the search. Checked after each batch of snapshots.
     pub deadline: Option<Instant>,
 }
 
 /// Reads earlier versions from a repository.
 pub struct History {
     repository: Repository,
-    /// All intact snapshots, newest first, or only the latest one. They were read before the index, so the index
-    /// contains their blobs.
+    /// All intact snapshots, newest first, or only the latest one. Read before the index, so the index is sure to
+    /// contain their blobs.
     snapshots: Vec<(Id, Snapshot)>,
     damaged_snapshots: u64,
     locations: BlobLocations,
-    /// Whether the entries that [`Self::find`] returns have their lists of chunks. If not, each list is replaced by its
-    /// hash, to save memory.
+    /// Whether entries returned by [`Self::find`] include their chunk lists. If not, each list is replaced by its hash
+    /// to save memory.
     has_chunk_lists: bool,
     tree_reads: Semaphore,
-    /// The results of looking up names in trees. They are cached because snapshots share most of their trees.
+    /// Cached name lookups by tree. Snapshots share most of their trees.
     lookups: Mutex<HashMap<(Id, OsString), Option<Node>>>,
-    /// A cache of whole packs, if whole packs are read; the most recently used pack is last.
+    /// LRU cache of packs, most recently used last. `None` unless whole packs are read.
     packs: Option<tokio::sync::Mutex<VecDeque<(u32, Bytes)>>>,
 }
 
-/// Larger packs, which only other programs write, are read in ranges.
+/// Larger packs, which only other programs write, are fetched with range reads.
 const MAX_WHOLE_PACK_BYTES: u64 = 32 << 20;
-/// Maximum number of packs kept in memory. Files that were saved together are in the same packs.
+/// Maximum number of packs held in memory. Files saved together share packs.
 const MAX_CACHED_PACKS: usize = 3;
 
 impl History {
-    /// Reads the index of directories, which is enough to list and compare entries.
+    /// Reads only the tree index, which is enough to list and compare entries.
     ///
     /// # Errors
-    /// If the store fails; [`FilesError::Corrupt`] if the index is damaged; [`FilesError::IndexChanging`] if the index
-    /// changed during every attempt to read it.
+    /// If the store fails; [`FilesError::Corrupt`] if the index is corrupt; [`FilesError::IndexChanging`] if it changed
+    /// during every attempt to read it.
     pub async fn open(repository: Repository) -> Result<Self, FilesError> {
         let snapshots = repository.list_intact_snapshots().await?;
         let locations = repository.load_tree_locations().await?;
         Ok(Self::new(repository, snapshots, locations, false))
     }
 
-    /// Like [`Self::open`], but reads only the snapshot `latest`. If `latest` is `None`, missing or damaged, reads all
-    /// snapshots.
+    /// Like [`Self::open`], but reads only the `latest` snapshot, or all snapshots if `latest` is `None`, missing or
+    /// corrupt.
     ///
     /// # Errors
     /// See [`Self::open`].
@@ -203,7 +201,7 @@ impl History {
         Ok(Self::new(repository, snapshots, locations, false))
     }
 
-    /// Like [`Self::open`], but [`Self::find`] returns entries that can be restored.
+    /// Like [`Self::open`], but [`Self::find`] returns restorable entries.
     ///
     /// # Errors
     /// See [`Self::open`].
@@ -211,7 +209,7 @@ impl History {
         Ok(Self { has_chunk_lists: true, ..Self::open(repository).await? })
     }
 
-    /// Like [`Self::open_latest`], but reads the whole index, so that file contents can be read as well.
+    /// Like [`Self::open_latest`], but reads the full index, so that file contents can be read too.
     ///
     /// # Errors
     /// See [`Self::open`].
@@ -239,20 +237,20 @@ impl History {
         }
     }
 
-    /// Makes reads fetch whole packs, which is faster for many small files.
+    /// Fetches whole packs when reading, which is faster for many small files.
     #[must_use]
     pub fn with_whole_packs(self) -> Self {
         Self { packs: Some(tokio::sync::Mutex::default()), ..self }
     }
 
-    /// Returns the last snapshot at or before `time`, or the latest one for `None`. Times are compared in milliseconds,
-    /// the precision at which they are shown. Damaged snapshots are skipped.
+    /// Returns the last snapshot at or before `time`, or the latest one for `None`. Times are compared at millisecond
+    /// precision, as displayed. Corrupt snapshots are skipped.
     pub fn find_snapshot(&self, time: Option<Timestamp>) -> Option<&(Id, Snapshot)> {
         let is_wanted = |at: Timestamp| time.is_none_or(|time| at.as_millisecond() <= time.as_millisecond());
         self.snapshots.iter().find(|(_, snapshot)| is_wanted(snapshot.time))
     }
 
-    /// Returns the newest snapshot at or before `up_to` in which `directory` can be read or does not exist.
+    /// Returns the newest snapshot at or before `up_to` in which `directory` is readable or doesn't exist.
     ///
     /// # Errors
     /// If the store fails.
@@ -275,16 +273,16 @@ impl History {
         Ok(None)
     }
 
-    /// Returns a snapshot; `None` if it does not exist, is damaged, or was not read.
+    /// Returns a snapshot, or `None` if it doesn't exist, is corrupt, or wasn't read.
     pub fn find_snapshot_by_id(&self, id: Id) -> Option<&(Id, Snapshot)> {
         self.snapshots.iter().find(|(other, _)| *other == id)
     }
 
-    /// Finds an entry; `None` if it did not exist. `path` is relative to the snapshot's root; the empty path is the
-    /// root.
+    /// Finds an entry, or returns `None` if it didn't exist. `path` is relative to the snapshot's root, and an empty
+    /// path is the root itself.
     ///
     /// # Errors
-    /// If the store fails; [`FilesError::Corrupt`] if an object is damaged.
+    /// If the store fails; [`FilesError::Corrupt`] if an object is corrupt.
     pub async fn find(&self, snapshot: &Snapshot, path: &Path) -> Result<Option<Entry>, FilesError> {
         let mut entry = Entry::root(snapshot);
         for component in path.components() {
@@ -319,10 +317,10 @@ impl History {
         Ok(node)
     }
 
-    /// Lists a directory, sorted by name; empty for an entry of another kind.
+    /// Lists a directory, sorted by name. Other kinds of entries yield an empty list.
     ///
     /// # Errors
-    /// If the store fails; [`FilesError::Corrupt`] if an object is damaged.
+    /// If the store fails; [`FilesError::Corrupt`] if an object is corrupt.
     pub async fn list(&self, directory: &Entry) -> Result<Vec<Entry>, FilesError> {
         let Some(tree) = directory.node.subtree else { return Ok(Vec::new()) };
         let mut entries: Vec<Entry> =
@@ -334,9 +332,9 @@ impl History {
     /// Returns the versions of an entry, newest first.
     ///
     /// # Errors
-    /// If the store fails. Damaged snapshots are not an error: the page contains their number.
+    /// If the store fails. Damaged snapshots aren't errors: the page counts them.
     pub async fn list_versions(&self, path: &Path, query: VersionQuery) -> Result<VersionPage, FilesError> {
-        // A loop, because the compiler cannot prove that a borrowing iterator over a filter is `Send`.
+        // Not a `filter`: the compiler can't prove that the borrowing iterator is `Send`.
         let mut wanted = Vec::new();
         for snapshot in &self.snapshots {
             let at = snapshot.1.time.as_millisecond();
@@ -349,7 +347,7 @@ impl History {
         let mut searched = 0;
         while pending.peek().is_some() {
             let batch: Vec<_> = pending.by_ref().take(MAX_CONCURRENT_SEARCHES).collect();
-            // A loop, because the compiler cannot prove that futures of a borrowing closure are `Send`.
+            // Not a `map`: the compiler can't prove that a borrowing closure's futures are `Send`.
             let mut searches = Vec::with_capacity(batch.len());
             for (_, snapshot) in &batch {
                 searches.push(self.find(snapshot, path));
@@ -383,20 +381,20 @@ impl History {
                 return Ok(page);
             }
         }
-        // The absence of the entry before its first version is not a version.
+        // The entry's absence before its first version isn't a version.
         if page.versions.last().is_some_and(|last| last.entry.is_none()) {
             page.versions.pop();
         }
         Ok(page)
     }
 
-    /// Reads a file's content, chunk by chunk. Every chunk's hash is checked. Requires [`Self::open_with_contents`].
+    /// Reads a file's content chunk by chunk, verifying each chunk's hash. Requires [`Self::open_with_contents`].
     pub fn read_content<'a>(&'a self, file: &Entry) -> impl Stream<Item = Result<Vec<u8>, FilesError>> + 'a {
         let chunks = file.node.content.clone().unwrap_or_default();
         stream::iter(chunks).map(|chunk| self.read_blob(BlobType::Data, chunk)).buffered(MAX_CONCURRENT_READS)
     }
 
-    /// Checks that all chunks of a file are in the index, before any of them is sent to a client.
+    /// Checks that the index contains all of a file's chunks, before any of them are sent to a client.
     ///
     /// # Errors
     /// [`FilesError::Corrupt`] if a chunk is not in the index.
@@ -410,14 +408,14 @@ impl History {
             return Ok(tree);
         }
         let json = self.read_blob(BlobType::Tree, id).await?;
-        // The large trees of many snapshots would fill the disk.
+        // Caching large trees of many snapshots would fill the disk.
         if self.locations.find(BlobType::Tree, id)?.length <= MAX_CACHED_TREE_BYTES {
             self.repository.cache_tree(id, &json);
         }
         Tree::parse(id, &json)
     }
 
-    /// Reads a blob, from another copy if the first is damaged.
+    /// Reads a blob, falling back to other copies if the first is damaged.
     async fn read_blob(&self, blob_type: BlobType, id: Id) -> Result<Vec<u8>, FilesError> {
         let first = self.locations.find(blob_type, id)?;
         let others = self.locations.find_others(blob_type, id);
@@ -466,10 +464,10 @@ impl History {
     }
 }
 
-/// Intact snapshots, newest first, and the ids of the damaged ones.
+/// Intact snapshots, newest first, and the ids of corrupt ones.
 type ListedSnapshots = (Vec<(Id, Snapshot)>, Vec<Id>);
 
-/// Reads the snapshot `latest`; all snapshots if `latest` is `None`, missing or damaged.
+/// Reads the `latest` snapshot, or all snapshots if `latest` is `None`, missing or corrupt.
 async fn read_latest(repository: &Repository, latest: Option<Id>) -> Result<ListedSnapshots, FilesError> {
     if let Some(id) = latest {
         match repository.read_snapshot(id).await {
@@ -483,7 +481,7 @@ async fn read_latest(repository: &Repository, latest: Option<Id>) -> Result<List
 }
 
 impl VersionPage {
-    /// Extends the last version to an earlier snapshot, if the entry was the same there. Returns whether it was.
+    /// Extends the last version to an earlier snapshot if the entry is the same there, and returns whether it is.
     fn extend_last(&mut self, entry: Option<&Entry>, time: Timestamp) -> bool {
         let Some(last) = self.versions.last_mut() else { return false };
         let is_same = match (&last.entry, entry) {

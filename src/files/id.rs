@@ -1,4 +1,4 @@
-//! The ids of objects and blobs in a repository.
+//! Object and blob ids.
 
 use std::fmt;
 use std::str::FromStr;
@@ -6,20 +6,20 @@ use std::str::FromStr;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use sha2::{Digest, Sha256};
 
-/// The SHA-256 of an object's stored bytes, or of a blob's plaintext. A repository's own id is random.
+/// SHA-256 of an object's stored bytes or of a blob's plaintext. A repository's own id is random.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Id([u8; 32]);
 
 impl Id {
-    /// The number of bytes in an id.
+    /// Length of an id in bytes.
     pub(crate) const BYTES: usize = 32;
 
-    /// Returns the id of these bytes.
+    /// Hashes `bytes` into an id.
     pub fn of(bytes: &[u8]) -> Self {
         Self(Sha256::digest(bytes).into())
     }
 
-    /// Returns the hash of a list of ids.
+    /// Hashes a list of ids.
     pub(crate) fn of_all(ids: &[Self]) -> Self {
         let mut hash = Sha256::new();
         ids.iter().for_each(|id| hash.update(id.0));

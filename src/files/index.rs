@@ -1,4 +1,4 @@
-//! The index records which pack each blob is in. It is the union of all index files in the repository.
+//! The index maps blobs to packs. It is the union of all index files in the repository.
 
 use std::collections::{HashMap, HashSet};
 
@@ -10,19 +10,19 @@ use crate::id::Id;
 use crate::key::OVERHEAD_BYTES;
 use crate::pack::{BlobType, FinishedPack, PackedBlob};
 
-/// One index file.
+/// A single index file.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub(crate) struct IndexFile {
     pub(crate) packs: Vec<IndexedPack>,
-    /// Packs that are marked for deletion: when they were marked, the other packs contained every blob that any
-    /// snapshot needed. A save must not rely on them; a restore may read them until they are deleted. `rustic` uses the
-    /// same field, and `restic` ignores it.
+    /// Packs marked for deletion. At the time of marking, the other packs held every referenced blob. Saves must not
+    /// rely on these packs; restores may read them until they are deleted. `rustic` uses the same field; `restic`
+    /// ignores it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) packs_to_delete: Vec<IndexedPack>,
 }
 
 impl IndexFile {
-    /// Removes the blobs of other types.
+    /// Drops blobs of all other types.
     pub(crate) fn retain_blobs(&mut self, blob_type: BlobType) {
         for pack in self.packs.iter_mut().chain(&mut self.packs_to_delete) {
             pack.blobs.retain(|blob| blob.blob_type == blob_type);
@@ -34,27 +34,26 @@ impl IndexFile {
     }
 }
 
-/// An index as pruning reads it.
+/// The index as loaded for pruning.
 #[derive(Debug)]
 pub(crate) struct IndexToPrune {
-    /// Each pack is only in the first file that lists it with the same marking.
+    /// Each pack appears only in the first file that lists it with a given marking.
     pub(crate) files: Vec<(Id, IndexFile)>,
     /// See [`ListedPacks::files_with_duplicates`].
     pub(crate) files_with_duplicates: HashSet<Id>,
-    /// The number of blobs that the index lists.
+    /// Number of blobs listed in the index.
     pub(crate) blobs: usize,
 }
 
-/// The packs in the index files that have been read so far. After an interrupted prune, several files list the same
-/// pack.
+/// Packs in the index files read so far. An interrupted prune can leave the same pack listed in several files.
 #[derive(Debug, Default)]
 pub(crate) struct ListedPacks {
-    /// The first file that lists each pack, by the pack's digest and whether it is marked for deletion.
+    /// The first file that lists each pack, keyed by pack digest and whether the pack is marked for deletion.
     first_files: HashMap<(Id, bool), Id>,
-    /// The number of blobs in these packs.
+    /// Number of blobs in these packs.
     pub(crate) blobs: usize,
-    /// The files with packs that other files list as well. Pruning replaces all of these files: another prune that is
-    /// still in progress might delete any one of them, so none can be relied on.
+    /// Files that share packs with other files. Pruning replaces all of them: a concurrent prune might delete any one
+    /// of them, so none can be relied on.
     pub(crate) files_with_duplicates: HashSet<Id>,
 }
 
@@ -63,8 +62,8 @@ impl ListedPacks {
         self.first_files.len()
     }
 
-    /// Removes the packs that an earlier file lists with the same marking. Counts the blobs of packs that no earlier
-    /// file lists.
+    /// Removes packs already listed with the same marking by an earlier file. Counts the blobs of packs not listed by
+    /// any earlier file.
     pub(crate) fn remove_duplicate_packs(&mut self, id: Id, file: &mut IndexFile) {
         for (packs, is_marked) in [(&mut file.packs, false), (&mut file.packs_to_delete, true)] {
             packs.retain(|pack| {
@@ -74,7 +73,7 @@ impl ListedPacks {
                 if let Some(first) = same_marking.or(other_marking) {
                     self.files_with_duplicates.extend([first, id]);
                 } else {
-                    // A pack without blobs also takes memory, so it counts as one blob.
+                    // Empty packs take memory too, so count each as one blob.
                     self.blobs += pack.blobs.len().max(1);
                 }
                 if same_marking.is_none() {
@@ -97,8 +96,8 @@ pub(crate) struct IndexedPack {
 }
 
 impl IndexedPack {
-    /// Returns a hash of the pack's id and its blobs. The id does not suffice: someone with a stolen key could list
-    /// other blobs for the pack, and this list must not replace the genuine one.
+    /// Hashes the pack's id together with its blobs. The id alone isn't enough: someone with a stolen key could list
+    /// different blobs for the pack, and that list must not replace the genuine one.
     pub(crate) fn digest(&self) -> Id {
         let mut bytes = self.id.as_bytes().to_vec();
         for PackedBlob { id, blob_type, offset, length, uncompressed_length } in &self.blobs {
@@ -118,13 +117,12 @@ impl From<FinishedPack> for IndexedPack {
     }
 }
 
-/// The blobs that the repository has. Loaded ids are in a sorted vector, which takes 32 bytes per id.
+/// The set of blobs in the repository. Loaded ids live in a sorted vector, at 32 bytes per id.
 #[derive(Debug, Default)]
 pub(crate) struct KnownBlobs {
     data: KnownIds,
     trees: KnownIds,
-    /// The number of blobs that the index lists, including those in packs that are marked for deletion, and additional
-    /// copies of a blob.
+    /// Number of blobs listed in the index, including duplicates and those in packs marked for deletion.
     listed: usize,
 }
 
@@ -134,18 +132,18 @@ struct KnownIds {
     added: HashSet<Id>,
 }
 
-/// Maximum number of blobs in the index, including those in packs that are marked for deletion: enough for several
-/// million files. A pack that several index files list counts once.
+/// Maximum number of blobs in the index, including those in packs marked for deletion: enough for several million
+/// files. A pack listed by several index files counts once.
 pub(crate) const MAX_INDEX_BLOBS: usize = MAX_SAVED_BLOBS / 4 * 5;
-/// Maximum number of blobs in an index to which a save adds blobs. An index may have more, because pruning writes some
+/// Limit for saves, which fail once the index lists more blobs than this. Pruning may exceed it, because it writes some
 /// blobs a second time.
 pub(crate) const MAX_SAVED_BLOBS: usize = if cfg!(test) { 20_000 } else { 4_000_000 };
-/// Maximum number of blobs in an index that is pruned. It is larger, so that pruning can shrink an index that exceeds
+/// Maximum number of blobs in the index when pruning. It's higher so that pruning can shrink an index that exceeds
 /// [`MAX_INDEX_BLOBS`].
 pub(crate) const MAX_PRUNED_INDEX_BLOBS: usize = MAX_INDEX_BLOBS / 2 * 3;
 
-/// Minimum number of added ids before they are merged into the sorted ones. For a large index, the threshold is an
-/// eighth of its size.
+/// Minimum number of added ids to trigger a merge into the sorted ones. For large indexes, the threshold is an eighth
+/// of the index size.
 const MIN_MERGED_IDS: usize = 1 << 16;
 
 impl KnownIds {
@@ -168,16 +166,16 @@ impl KnownIds {
 }
 
 impl KnownBlobs {
-    /// Adds the blobs of an index file, except those in packs that are marked for deletion. [`Self::finish_loading`]
-    /// must follow.
+    /// Adds the blobs of an index file, except those in packs marked for deletion. Call [`Self::finish_loading`] after
+    /// the last file.
     pub(crate) fn load(&mut self, file: &IndexFile) {
         for blob in file.packs.iter().flat_map(|pack| &pack.blobs) {
             self.ids(blob.blob_type).sorted.push(blob.id);
         }
     }
 
-    /// Must follow the last [`Self::load`]. `listed` is the number of blobs that the index lists, or a higher number if
-    /// the packs have very few blobs each, because the number of packs is limited, too.
+    /// Must be called after the last [`Self::load`]. `listed` is the number of blobs listed in the index, or more if
+    /// packs hold very few blobs each, because the number of packs is limited too.
     pub(crate) fn finish_loading(&mut self, listed: usize) {
         self.listed = listed;
         for ids in [&mut self.data, &mut self.trees] {
@@ -186,23 +184,23 @@ impl KnownBlobs {
         }
     }
 
-    /// Removes all trees, so that they are written again.
+    /// Forgets all trees, so that they get rewritten.
     pub(crate) fn remove_trees(&mut self) {
         self.trees = KnownIds::default();
     }
 
-    /// Adds a blob; `false` if it was already known.
+    /// Adds a blob. Returns `false` if it was already known.
     pub(crate) fn insert(&mut self, blob_type: BlobType, id: Id) -> bool {
         let is_new = self.ids(blob_type).insert(id);
         self.listed += usize::from(is_new);
         is_new
     }
 
-    /// Adds a blob that is to be saved; `false` if it was already known.
+    /// Adds a blob to be saved. Returns `false` if it was already known.
     ///
     /// # Errors
-    /// [`FilesError::TooManyBlobs`] if the index would now list more than `MAX_SAVED_BLOBS` blobs, because pruning
-    /// could then make it exceed `MAX_INDEX_BLOBS`, and it could not be read again.
+    /// [`FilesError::TooManyBlobs`] if the index would then list more than `MAX_SAVED_BLOBS` blobs: pruning could push
+    /// it past `MAX_INDEX_BLOBS`, making it unreadable.
     pub(crate) fn insert_new(&mut self, blob_type: BlobType, id: Id) -> Result<bool, FilesError> {
         let is_new = self.insert(blob_type, id);
         if is_new && self.listed > MAX_SAVED_BLOBS {
@@ -228,24 +226,24 @@ impl KnownBlobs {
     }
 }
 
-/// The location of each blob. The locations are in sorted vectors, which take 48 bytes per location.
+/// Maps blobs to their locations, held in sorted vectors at 48 bytes per location.
 #[derive(Debug, Default)]
 pub(crate) struct BlobLocations {
     packs: Vec<PackExtent>,
-    data: LocationsOfType,
-    trees: LocationsOfType,
+    data: LocationTable,
+    trees: LocationTable,
 }
 
-/// The locations of the blobs of one type.
+/// Locations for blobs of a single type.
 #[derive(Debug, Default)]
-struct LocationsOfType {
-    /// Sorted by id when all index files are loaded.
+struct LocationTable {
+    /// Sorted by id once all index files are loaded.
     sorted: Vec<(Id, BlobLocation)>,
-    /// The other locations of blobs that are in several packs, sorted by id.
+    /// Additional locations of blobs stored in several packs, sorted by id.
     others: Vec<(Id, BlobLocation)>,
 }
 
-impl LocationsOfType {
+impl LocationTable {
     fn position(&self, id: Id) -> Option<usize> {
         self.sorted.binary_search_by_key(&id, |(id, _)| *id).ok()
     }
@@ -260,10 +258,9 @@ impl LocationsOfType {
         &self.others[start..start + count]
     }
 
-    /// Sorts the locations, and moves all but the first of each blob to `others`.
+    /// Sorts the locations and moves all but the first per blob to `others`.
     fn finish_loading(&mut self, packs: &[PackExtent]) {
-        // A location in a pack that is not marked for deletion comes first. A stable sort would allocate a buffer half
-        // as long as the vector.
+        // Locations in unmarked packs come first. A stable sort would allocate a buffer half as long as the vector.
         self.sorted.sort_unstable_by_key(|(id, location)| {
             (*id, packs[location.pack as usize].is_marked, location.pack, location.offset)
         });
@@ -287,7 +284,7 @@ pub(crate) struct PackExtent {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct BlobLocation {
-    /// The position of the pack in [`BlobLocations::packs`].
+    /// Index into [`BlobLocations::packs`].
     pub(crate) pack: u32,
     pub(crate) offset: u32,
     pub(crate) length: u32,
@@ -300,7 +297,7 @@ impl BlobLocation {
         start..start + u64::from(self.length)
     }
 
-    /// The number of bytes in the decrypted and decompressed blob.
+    /// Length of the decrypted, decompressed blob in bytes.
     pub(crate) fn content_length(self) -> u64 {
         match self.uncompressed_length {
             0 => u64::from(self.length).saturating_sub(OVERHEAD_BYTES as u64),
@@ -315,8 +312,8 @@ impl BlobLocation {
 }
 
 impl BlobLocations {
-    /// Adds the packs of an index file. Packs that are marked for deletion are used only for blobs that no other pack
-    /// has. [`Self::finish_loading`] must follow.
+    /// Adds the packs of an index file. Unmarked packs take precedence over those marked for deletion. Call
+    /// [`Self::finish_loading`] after the last file.
     pub(crate) fn load(&mut self, file: &IndexFile) {
         self.add_packs(&file.packs, false);
         self.add_packs(&file.packs_to_delete, true);
@@ -324,7 +321,7 @@ impl BlobLocations {
 
     fn add_packs(&mut self, packs: &[IndexedPack], is_marked: bool) {
         for pack in packs {
-            // This cannot fail: the index reader limits the number of packs to far fewer than 2^32.
+            // Can't fail: the index reader caps the number of packs far below 2^32.
             let Ok(number) = u32::try_from(self.packs.len()) else { return };
             let end = pack.blobs.iter().map(|blob| u64::from(blob.offset) + u64::from(blob.length)).max();
             self.packs.push(PackExtent { id: pack.id, end: end.unwrap_or(0), is_marked });
@@ -339,7 +336,7 @@ impl BlobLocations {
         }
     }
 
-    /// Must follow the last [`Self::load`].
+    /// Must be called after the last [`Self::load`].
     pub(crate) fn finish_loading(mut self) -> Self {
         self.data.finish_loading(&self.packs);
         self.trees.finish_loading(&self.packs);
@@ -349,7 +346,7 @@ impl BlobLocations {
     /// Finds a blob's location.
     ///
     /// # Errors
-    /// [`FilesError::Corrupt`] if the blob is not in the index.
+    /// [`FilesError::Corrupt`] if the blob isn't in the index.
     pub(crate) fn find(&self, blob_type: BlobType, id: Id) -> Result<BlobLocation, FilesError> {
         self.of_type(blob_type).find(id).ok_or_else(|| not_in_index(blob_type, id))
     }
@@ -359,10 +356,10 @@ impl BlobLocations {
         self.data.sorted.len() + self.trees.sorted.len()
     }
 
-    /// Returns a blob's position among all blobs, which is less than [`Self::len`].
+    /// Returns a blob's position among all blobs, always less than [`Self::len`].
     ///
     /// # Errors
-    /// [`FilesError::Corrupt`] if the blob is not in the index.
+    /// [`FilesError::Corrupt`] if the blob isn't in the index.
     pub(crate) fn position(&self, blob_type: BlobType, id: Id) -> Result<usize, FilesError> {
         let position = self.of_type(blob_type).position(id).ok_or_else(|| not_in_index(blob_type, id))?;
         Ok(match blob_type {
@@ -371,7 +368,7 @@ impl BlobLocations {
         })
     }
 
-    /// Returns the other locations of a blob, for use if its first copy is damaged.
+    /// Returns a blob's other locations, as fallbacks for a corrupt first copy.
     pub(crate) fn find_others(
         &self,
         blob_type: BlobType,
@@ -380,13 +377,13 @@ impl BlobLocations {
         self.of_type(blob_type).find_others(id).iter().map(|(_, location)| *location)
     }
 
-    /// Whether a copy of the blob other than the first is in a pack that is not marked for deletion.
+    /// Whether an unmarked pack holds a copy of the blob other than the first one.
     pub(crate) fn has_other_unmarked_copy(&self, blob_type: BlobType, id: Id) -> bool {
         let others = self.of_type(blob_type).find_others(id);
         others.iter().any(|(_, location)| !self.pack(*location).is_marked)
     }
 
-    fn of_type(&self, blob_type: BlobType) -> &LocationsOfType {
+    fn of_type(&self, blob_type: BlobType) -> &LocationTable {
         match blob_type {
             BlobType::Data => &self.data,
             BlobType::Tree => &self.trees,
@@ -442,7 +439,7 @@ mod tests {
     }
 
     #[test]
-    fn insert_new_fails_when_the_repository_is_full() {
+    fn insert_new_fails_when_index_is_full() {
         let mut known = KnownBlobs::default();
         for n in 0..MAX_SAVED_BLOBS as u32 {
             assert!(known.insert_new(BlobType::Data, id(n)).unwrap());
@@ -453,7 +450,7 @@ mod tests {
     }
 
     #[test]
-    fn find_prefers_packs_that_are_not_marked() {
+    fn find_prefers_unmarked_packs() {
         let pack = |n, blobs: &[u32]| {
             let mut pack = index_file(blobs.iter().copied()).packs.remove(0);
             pack.id = id(n);

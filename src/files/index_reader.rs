@@ -1,4 +1,4 @@
-//! Reads the index of a repository, in the forms that saves, restores and pruning need.
+//! Loads the index in the forms needed by saves, restores and pruning.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -21,14 +21,13 @@ use crate::repository::{ObjectKind, Repository};
 
 /// Maximum number of index files read concurrently.
 const MAX_CONCURRENT_READS: usize = 4;
-/// Minimum mean number of blobs per pack in an index with the maximum number of blobs. A pack takes more memory than a
-/// blob, so the number of packs is limited, too.
+/// Minimum average number of blobs per pack in a full index. Packs take more memory than blobs, so their number is
+/// limited too.
 const MIN_MEAN_PACK_BLOBS: usize = 5;
-/// Maximum number of attempts to read an index that pruning changes, and maximum delay between two attempts.
+/// Maximum number of attempts to read an index while pruning changes it, and maximum backoff between attempts.
 const MAX_INDEX_READ_ATTEMPTS: u32 = 12;
 const MAX_INDEX_BACKOFF: Duration = Duration::from_secs(5);
 
-/// The result of reading an index.
 struct IndexReadResult<T> {
     content: T,
     files: Vec<Id>,
@@ -36,10 +35,10 @@ struct IndexReadResult<T> {
 }
 
 impl Repository {
-    /// Reads the index, unless it lists more than `max_blobs` blobs. `add` is called with each file, without the packs
-    /// that earlier files list with the same marking.
+    /// Reads the index, failing if it lists more than `max_blobs` blobs. Calls `add` with each file, minus the packs
+    /// listed with the same marking by earlier files.
     ///
-    /// If pruning replaces files in the meantime, the index is read again.
+    /// Starts over if pruning replaces files concurrently.
     async fn read_index<T: Default>(
         &self,
         max_blobs: usize,
@@ -51,7 +50,7 @@ impl Repository {
             match self.read_index_files(&files, max_blobs, &add).await {
                 Ok((content, listed)) => {
                     let present: HashSet<Id> = self.list(ObjectKind::Index).await?.into_iter().collect();
-                    // Additional files are from a concurrent save; the caller does not need them.
+                    // Additional files come from a concurrent save; the caller doesn't need them.
                     if files.iter().all(|id| present.contains(id)) {
                         return Ok(IndexReadResult { content, files, listed });
                     }
@@ -77,8 +76,8 @@ impl Repository {
         let mut content = T::default();
         let mut listed = ListedPacks::default();
         let mut unread = files.iter().copied();
-        // Each read is a task, because reads that are not polled while a large file is added could time out. Machines
-        // write the files, so any of them may be large: only one at a time is in memory in parsed form.
+        // Spawn each read: unpolled reads could time out while a large file is added. Machines write the files, so any
+        // of them may be large; hold only one in memory in parsed form.
         let parsing = Arc::new(Semaphore::new(1));
         let mut reads = JoinSet::new();
         loop {
@@ -99,15 +98,15 @@ impl Repository {
             let mut file = file?;
             listed.remove_duplicate_packs(id, &mut file);
             if listed.blobs > max_blobs || listed.pack_count() > max_blobs / MIN_MEAN_PACK_BLOBS {
-                return Err(FilesError::corrupt("index", &"it has too many blobs or packs"));
+                return Err(FilesError::corrupt("index", &"too many blobs or packs"));
             }
             add(&mut content, id, file);
         }
         Ok((content, listed))
     }
 
-    /// Loads the ids of the blobs that are in the index, except those that are only in packs that are damaged or marked
-    /// for deletion. Also returns the ids of the index files.
+    /// Loads the ids of all indexed blobs, except those found only in packs that are corrupt or marked for deletion.
+    /// Also returns the ids of the index files.
     pub(crate) async fn load_known_blobs(
         &self,
         damaged_packs: &HashSet<Id>,
@@ -122,7 +121,7 @@ impl Repository {
         Ok((known, files))
     }
 
-    /// Loads the ids of the blobs in packs that are not marked for deletion, or that were marked after `marked_after`.
+    /// Loads the ids of blobs in packs that are unmarked, or that were marked for deletion after `marked_after`.
     pub(crate) async fn load_retained_blobs(
         &self,
         marked_after: Timestamp,
@@ -138,7 +137,7 @@ impl Repository {
         Ok(known)
     }
 
-    /// Reads all index files. Each pack is returned only in the first file that lists it with the same marking.
+    /// Reads all index files. Each pack appears only in the first file that lists it with a given marking.
     pub(crate) async fn load_index(&self) -> Result<Vec<(Id, IndexFile)>, FilesError> {
         let add = |files: &mut Vec<_>, id: Id, file: IndexFile| files.push((id, file));
         Ok(self.read_index(MAX_INDEX_BLOBS, add).await?.content)

@@ -1,8 +1,8 @@
-//! The key of a repository: a random password, from which the master key that encrypts all objects is derived.
+//! Repository key: a random password from which we derive the master key that encrypts all objects.
 //!
-//! Stock `restic` takes the password and finds the master key in the repository's key file, which is encrypted with a
-//! key derived from the password by scrypt. Our programs derive the master key directly, without scrypt's cost in time
-//! and memory. scrypt's cost parameters are low, because a password of 256 random bits cannot be guessed.
+//! Stock `restic` reads the master key from the repository's key file, which is encrypted with a key derived from the
+//! password by scrypt. Our programs derive the master key directly, avoiding scrypt's time and memory cost. The scrypt
+//! cost parameters are low because a 256-bit random password can't be guessed.
 
 use aes256ctr_poly1305aes::aead::{Aead, AeadInPlace};
 use aes256ctr_poly1305aes::{Aes256CtrPoly1305Aes, Nonce};
@@ -17,23 +17,23 @@ use zeroize::Zeroizing;
 use crate::error::FilesError;
 use crate::random::fill_random;
 
-/// The number of random bytes in a password.
+/// Number of random bytes in a password.
 const PASSWORD_BYTES: usize = 32;
 const NONCE_BYTES: usize = 16;
 const TAG_BYTES: usize = 16;
-/// The number of bytes that encryption adds to a plaintext.
+/// Number of bytes that encryption adds to the plaintext.
 pub(crate) const OVERHEAD_BYTES: usize = NONCE_BYTES + TAG_BYTES;
 const ENCRYPTION_KEY_BYTES: usize = 64;
 const SALT_BYTES: usize = 64;
 const KDF: &str = "scrypt";
-/// The context of the derivation. Changing it would make all repositories unreadable.
-const DERIVATION_CONTEXT: &[&[u8]] = &[b"svc files: master key 1"];
-/// The binary logarithm of scrypt's cost N. With `SCRYPT_R`, scrypt takes 16 MiB of memory.
+/// HKDF info string. Changing it would make every repository unreadable.
+const MASTER_KEY_INFO: &[&[u8]] = &[b"svc files: master key 1"];
+/// log2 of the scrypt cost parameter N. Combined with `SCRYPT_R`, scrypt takes 16 MiB of memory.
 const SCRYPT_LOG_N: u8 = 14;
 const SCRYPT_R: u32 = 8;
 const SCRYPT_P: u32 = 1;
 
-/// The secret that opens a slot's repository: 43 characters, base64url without padding.
+/// The secret that opens a slot's repository: 43 characters of unpadded base64url.
 #[derive(Debug, Clone)]
 pub struct RepositoryKey(SecretString);
 
@@ -41,7 +41,7 @@ impl RepositoryKey {
     /// Generates a random key.
     ///
     /// # Errors
-    /// If the system provides no random bytes.
+    /// If the system's random number generator fails.
     pub fn generate() -> Result<Self, FilesError> {
         let mut bytes = Zeroizing::new([0; PASSWORD_BYTES]);
         fill_random(&mut *bytes)?;
@@ -57,16 +57,16 @@ impl RepositoryKey {
         let derived = salt.extract(self.0.expose_secret().as_bytes());
         let mut bytes = Zeroizing::new([0; ENCRYPTION_KEY_BYTES]);
         derived
-            .expand(DERIVATION_CONTEXT, EncryptionKeyLength)
+            .expand(MASTER_KEY_INFO, EncryptionKeyLength)
             .and_then(|output| output.fill(&mut *bytes))
             .expect("HKDF-SHA256 yields up to 8,160 bytes");
         EncryptionKey(bytes)
     }
 
-    /// Creates the content of a key file, which lets stock `restic` open the repository with the password.
+    /// Creates a key file that lets stock `restic` open the repository with the password.
     ///
     /// # Errors
-    /// If the system provides no random bytes.
+    /// If the system's random number generator fails.
     pub(crate) fn create_key_file(&self, created: Timestamp) -> Result<Vec<u8>, FilesError> {
         let mut salt = [0; SALT_BYTES];
         fill_random(&mut salt)?;
@@ -92,17 +92,17 @@ impl RepositoryKey {
         serde_json::to_vec(&file).map_err(|error| FilesError::encode("key file", &error))
     }
 
-    /// Whether `restic` can open the repository with this key and a key file with this content.
+    /// Whether `restic` can open the repository with this key and the given key file.
     pub(crate) fn can_open(&self, content: &[u8]) -> bool {
         let Ok(file) = serde_json::from_slice::<KeyFile>(content) else { return false };
-        // Other parameters would let any writer of a key file choose how long this takes.
-        let has_our_parameters =
+        // Accept only our own parameters; otherwise the key file's author could choose how long this takes.
+        let has_expected_params =
             file.kdf == KDF && (file.n, file.r, file.p) == (1 << SCRYPT_LOG_N, SCRYPT_R, SCRYPT_P);
         let (Ok(salt), Ok(data)) = (BASE64_STANDARD.decode(&file.salt), BASE64_STANDARD.decode(&file.data))
         else {
             return false;
         };
-        has_our_parameters && self.derive_password_key(&salt).decrypt(&data).is_some()
+        has_expected_params && self.derive_password_key(&salt).decrypt(&data).is_some()
     }
 
     /// Derives the key that encrypts the master key in the key file.
@@ -146,14 +146,14 @@ struct KeyFile {
     p: u32,
     /// Base64.
     salt: String,
-    /// Base64; the encrypted master key.
+    /// The encrypted master key, in Base64.
     data: String,
 }
 
-/// A key that encrypts and authenticates: AES-256 in counter mode with Poly1305-AES. The repository's master key seals
-/// all objects, and the key derived from the password seals the master key.
+/// Authenticated encryption key for AES-256-CTR with Poly1305-AES. The repository's master key seals all objects; the
+/// password-derived key seals the master key.
 ///
-/// The bytes are the encryption key (32), then `k` (16) and `r` (16) of Poly1305-AES.
+/// Layout: encryption key (32 bytes), then `k` (16) and `r` (16) of Poly1305-AES.
 #[derive(Clone)]
 pub(crate) struct EncryptionKey(Zeroizing<[u8; ENCRYPTION_KEY_BYTES]>);
 
@@ -162,10 +162,10 @@ impl EncryptionKey {
         Aes256CtrPoly1305Aes::new((&*self.0).into())
     }
 
-    /// Returns the nonce, the ciphertext and the tag.
+    /// Returns `nonce || ciphertext || tag`.
     ///
     /// # Errors
-    /// If the system provides no random bytes.
+    /// If the system's random number generator fails.
     pub(crate) fn encrypt(&self, plain: &[u8]) -> Result<Vec<u8>, FilesError> {
         let mut output = Vec::with_capacity(plain.len() + OVERHEAD_BYTES);
         self.encrypt_into(plain, &mut output)?;
@@ -187,7 +187,8 @@ impl EncryptionKey {
         Ok(())
     }
 
-    /// Decrypts the output of [`Self::encrypt`]; `None` if it was encrypted with another key, or was changed.
+    /// Decrypts the output of [`Self::encrypt`]. Returns `None` if it was encrypted with a different key or tampered
+    /// with.
     pub(crate) fn decrypt(&self, sealed: &[u8]) -> Option<Vec<u8>> {
         let (nonce, sealed) = sealed.split_at_checked(NONCE_BYTES)?;
         self.cipher().decrypt(Nonce::from_slice(nonce), sealed).ok()
@@ -199,16 +200,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn decrypt_refuses_changed_ciphertext_and_other_key() {
-        let (key, other_key) = (RepositoryKey::generate().unwrap(), RepositoryKey::generate().unwrap());
+    fn decrypt_rejects_tampered_ciphertext_and_wrong_key() {
+        let (key, wrong_key) = (RepositoryKey::generate().unwrap(), RepositoryKey::generate().unwrap());
         let sealed = key.derive_master_key().encrypt(b"secret").unwrap();
         assert_eq!(sealed.len(), b"secret".len() + OVERHEAD_BYTES);
         assert_eq!(key.derive_master_key().decrypt(&sealed).as_deref(), Some(&b"secret"[..]));
-        assert_eq!(other_key.derive_master_key().decrypt(&sealed), None);
+        assert_eq!(wrong_key.derive_master_key().decrypt(&sealed), None);
         for index in 0..sealed.len() {
-            let mut changed = sealed.clone();
-            changed[index] ^= 1;
-            assert_eq!(key.derive_master_key().decrypt(&changed), None, "byte {index}");
+            let mut tampered = sealed.clone();
+            tampered[index] ^= 1;
+            assert_eq!(key.derive_master_key().decrypt(&tampered), None, "byte {index}");
         }
         assert_eq!(key.derive_master_key().decrypt(b"short"), None);
     }
@@ -226,9 +227,9 @@ mod tests {
     }
 
     #[test]
-    fn master_key_of_a_password_never_changes() {
+    fn master_key_derivation_is_stable() {
         let key: RepositoryKey = "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA".parse().unwrap();
         let digest = crate::id::Id::of(&*key.derive_master_key().0).to_string();
-        assert_eq!(&digest[..16], "36d84c3be0160b94", "repositories of earlier releases would be unreadable");
+        assert_eq!(&digest[..16], "36d84c3be0160b94", "existing repositories would become unreadable");
     }
 }

@@ -1,12 +1,12 @@
-//! Backups of an owner's files in the object store, in the restic repository format, version 2
+//! Object-store backups of an owner's files in the restic repository format, version 2
 //! (<https://restic.readthedocs.io/en/v0.14.0/100_references.html>). Stock `restic` can list, check and restore them.
 //!
-//! A directory's state is a tree of hashes, so unchanged directories and chunks are stored only once. Chunks and trees
-//! are encrypted blobs in packs, and the index records which pack each blob is in. Objects never change, and all except
-//! the configuration are named by their hash. A snapshot refers to the tree of the home directory at a point in time.
+//! Directories form a Merkle tree, so unchanged directories and chunks are stored only once. Chunks and trees are
+//! encrypted blobs in packs, and the index maps blobs to packs. Objects are immutable, and all except the configuration
+//! are named by their hash. A snapshot references the tree of the home directory at a point in time.
 //!
 //! [`save`], [`restore`], [`history`] and [`verify`] run on the host. [`prune`] deletes objects, so it runs only on the
-//! platform. The files pointer (`svc_store::files_pointer`) names the latest snapshot.
+//! platform. The files pointer (`svc_store::files_pointer`) references the latest snapshot.
 
 pub mod affected;
 mod blocking;

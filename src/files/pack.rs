@@ -1,5 +1,5 @@
-//! Packs: objects that consist of encrypted blobs. After the blobs, a pack has an encrypted header with each blob's
-//! type, length and id. Its last 4 bytes are the header's length.
+//! Packs bundle encrypted blobs into one object. The blobs are followed by an encrypted header, which lists the type,
+//! length and id of each blob, and by the header length in the last 4 bytes.
 
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
@@ -8,14 +8,13 @@ use crate::error::FilesError;
 use crate::id::Id;
 use crate::key::{EncryptionKey, OVERHEAD_BYTES};
 
-/// A pack is finished when it reaches this size. `restic` writes packs of 16 MiB; smaller packs take less memory.
+/// Packs are finished once they reach this size. `restic` uses 16 MiB; smaller packs take less memory.
 const TARGET_PACK_BYTES: usize = 8 << 20;
-/// Maximum number of blobs in a pack, so that its header stays small.
+/// Maximum number of blobs per pack, to keep the header small.
 pub(crate) const MAX_PACK_BLOBS: usize = 8192;
-/// The zstd level that `restic` uses by default.
+/// `restic`'s default zstd level.
 pub(crate) const ZSTD_LEVEL: i32 = 3;
-/// Maximum size of a blob after decompression. A chunk of a file is at most 8 MiB long; the tree of a directory may be
-/// larger.
+/// Maximum uncompressed size of a blob. File chunks are at most 8 MiB; directory trees may be larger.
 pub(crate) const MAX_BLOB_BYTES: usize = 128 << 20;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -34,9 +33,9 @@ pub(crate) struct PackedBlob {
     #[serde(rename = "type")]
     pub blob_type: BlobType,
     pub offset: u32,
-    /// The length of the encrypted blob.
+    /// Length of the encrypted blob.
     pub length: u32,
-    /// The length before compression; absent or 0 if the blob is not compressed.
+    /// Length before compression; absent or 0 for uncompressed blobs.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub uncompressed_length: u32,
 }
@@ -46,7 +45,7 @@ fn is_zero(value: &u32) -> bool {
     *value == 0
 }
 
-/// A pack that is ready to be uploaded.
+/// A pack ready for upload.
 #[derive(Debug, Clone)]
 pub(crate) struct FinishedPack {
     pub id: Id,
@@ -54,7 +53,7 @@ pub(crate) struct FinishedPack {
     pub blobs: Vec<PackedBlob>,
 }
 
-/// Collects blobs of one type.
+/// Builds packs from blobs of a single type.
 pub(crate) struct PackWriter {
     key: EncryptionKey,
     blob_type: BlobType,
@@ -67,18 +66,17 @@ impl PackWriter {
     /// Creates an empty writer.
     ///
     /// # Errors
-    /// If zstd cannot allocate its memory.
+    /// If zstd fails to allocate memory.
     pub(crate) fn new(key: EncryptionKey, blob_type: BlobType) -> Result<Self, FilesError> {
         let compressor =
             zstd::bulk::Compressor::new(ZSTD_LEVEL).map_err(|error| FilesError::encode("blob", &error))?;
         Ok(Self { key, blob_type, buffer: Vec::new(), blobs: Vec::new(), compressor })
     }
 
-    /// Adds a blob, and returns the pack if it is now full.
+    /// Adds a blob. Returns the pack once it's full.
     ///
     /// # Errors
-    /// If the blob cannot be compressed, the blob or the header cannot be encrypted, or the pack would be larger than
-    /// 4 GiB.
+    /// If compression or encryption fails, or if the pack would exceed 4 GiB.
     pub(crate) fn add(&mut self, id: Id, content: &[u8]) -> Result<Option<FinishedPack>, FilesError> {
         let compressed =
             self.compressor.compress(content).map_err(|error| FilesError::encode("blob", &error))?;
@@ -96,10 +94,10 @@ impl PackWriter {
         self.finish_if_full()
     }
 
-    /// Adds a blob in its encrypted form from another pack, and returns the pack if it is now full.
+    /// Adds an already encrypted blob from another pack. Returns the new pack once it's full.
     ///
     /// # Errors
-    /// If the header cannot be encrypted, or the pack would be larger than 4 GiB.
+    /// If encrypting the header fails, or if the pack would exceed 4 GiB.
     pub(crate) fn add_sealed(
         &mut self,
         blob: PackedBlob,
@@ -115,10 +113,10 @@ impl PackWriter {
         if is_full { self.finish() } else { Ok(None) }
     }
 
-    /// Returns the pack with the blobs that were added since the last pack; `None` if there are none.
+    /// Returns a pack of the blobs added since the last one, or `None` if there are none.
     ///
     /// # Errors
-    /// If the header cannot be encrypted.
+    /// If encrypting the header fails.
     pub(crate) fn finish(&mut self) -> Result<Option<FinishedPack>, FilesError> {
         if self.blobs.is_empty() {
             return Ok(None);
@@ -135,7 +133,7 @@ impl PackWriter {
 }
 
 fn to_u32(length: usize) -> Result<u32, FilesError> {
-    u32::try_from(length).map_err(|_| FilesError::encode("pack", &"it would be larger than 4 GiB"))
+    u32::try_from(length).map_err(|_| FilesError::encode("pack", &"larger than 4 GiB"))
 }
 
 fn encode_header(blobs: &[PackedBlob]) -> Vec<u8> {
@@ -160,8 +158,8 @@ fn encode_header(blobs: &[PackedBlob]) -> Vec<u8> {
 /// Decrypts, decompresses and verifies a blob.
 ///
 /// # Errors
-/// [`FilesError::Corrupt`] if the blob cannot be decrypted or decompressed, if its recorded length before compression
-/// is wrong or greater than `MAX_BLOB_BYTES`, or if its content does not match its id.
+/// [`FilesError::Corrupt`] if decryption or decompression fails, the recorded uncompressed length is wrong or exceeds
+/// `MAX_BLOB_BYTES`, or the content doesn't match the id.
 pub(crate) fn open_blob(
     key: &EncryptionKey,
     blob: &PackedBlob,
@@ -171,12 +169,12 @@ pub(crate) fn open_blob(
     let stored = key.decrypt(sealed).ok_or_else(|| corrupt("decryption failed"))?;
     let content = match blob.uncompressed_length as usize {
         0 => stored,
-        length if length > MAX_BLOB_BYTES => return Err(corrupt("its length is implausible")),
+        length if length > MAX_BLOB_BYTES => return Err(corrupt("implausible uncompressed length")),
         length => zstd::bulk::decompress(&stored, length).map_err(|_| corrupt("decompression failed"))?,
     };
-    // A restore computes each chunk's offset in a file from the recorded lengths.
+    // Restores compute file offsets from the recorded lengths.
     if blob.uncompressed_length > 0 && content.len() != blob.uncompressed_length as usize {
-        return Err(corrupt("its length differs from the recorded one"));
+        return Err(corrupt("uncompressed length mismatch"));
     }
     if Id::of(&content) != blob.id {
         return Err(corrupt("its content does not match its hash"));
@@ -184,10 +182,10 @@ pub(crate) fn open_blob(
     Ok(content)
 }
 
-/// Parses the header of a whole pack, and checks that it describes the pack's bytes.
+/// Parses the header of a complete pack and checks that it covers all of the pack's bytes.
 ///
 /// # Errors
-/// [`FilesError::Corrupt`] if the header is invalid or does not describe all of the pack's bytes.
+/// [`FilesError::Corrupt`] if the header is invalid or doesn't cover the whole pack.
 pub(crate) fn parse_header(
     key: &EncryptionKey,
     pack: Id,
@@ -196,18 +194,16 @@ pub(crate) fn parse_header(
     parse_header_at_end(key, pack, bytes, bytes.len() as u64)
 }
 
-/// Returns the length of the header and of the 4 bytes after it, which record the header's length; `None` if `end` is
-/// shorter than those 4 bytes.
+/// Returns the length of the header plus its 4-byte length footer, or `None` if `end` is shorter than the footer.
 pub(crate) fn header_and_footer_length(end: &[u8]) -> Option<u64> {
     let (_, length) = end.split_last_chunk::<4>()?;
     Some(u64::from(u32::from_le_bytes(*length)) + 4)
 }
 
-/// Like [`parse_header`], for the end of a pack of `size` bytes.
+/// Like [`parse_header`], but takes only the end of a pack of `size` bytes.
 ///
 /// # Errors
-/// [`FilesError::Corrupt`] if the header is invalid, does not describe all of the pack's bytes, or is not completely in
-/// `end`.
+/// [`FilesError::Corrupt`] if the header is invalid, doesn't cover the whole pack, or isn't completely in `end`.
 pub(crate) fn parse_header_at_end(
     key: &EncryptionKey,
     pack: Id,
@@ -215,22 +211,21 @@ pub(crate) fn parse_header_at_end(
     size: u64,
 ) -> Result<Vec<PackedBlob>, FilesError> {
     let corrupt = |reason: &str| FilesError::corrupt(format!("pack {pack}"), &reason);
-    let (rest, length) = end.split_last_chunk::<4>().ok_or_else(|| corrupt("it is too short"))?;
+    let (rest, length) = end.split_last_chunk::<4>().ok_or_else(|| corrupt("too short"))?;
     let start = rest.len().checked_sub(u32::from_le_bytes(*length) as usize);
-    let (start, sealed) = start
-        .and_then(|start| Some((start, rest.get(start..)?)))
-        .ok_or_else(|| corrupt("it is too short"))?;
+    let (start, sealed) =
+        start.and_then(|start| Some((start, rest.get(start..)?))).ok_or_else(|| corrupt("too short"))?;
     let blobs_end = size.saturating_sub((end.len() - start) as u64);
-    let header = key.decrypt(sealed).ok_or_else(|| corrupt("its header cannot be decrypted"))?;
+    let header = key.decrypt(sealed).ok_or_else(|| corrupt("header decryption failed"))?;
     let (mut blobs, mut offset, mut entries) = (Vec::new(), 0_u32, &header[..]);
     while !entries.is_empty() {
-        let (blob, rest) = parse_entry(entries, offset).ok_or_else(|| corrupt("its header is invalid"))?;
-        offset = offset.checked_add(blob.length).ok_or_else(|| corrupt("its blobs are too long"))?;
+        let (blob, rest) = parse_entry(entries, offset).ok_or_else(|| corrupt("invalid header"))?;
+        offset = offset.checked_add(blob.length).ok_or_else(|| corrupt("blobs exceed 4 GiB"))?;
         blobs.push(blob);
         entries = rest;
     }
     if u64::from(offset) != blobs_end {
-        return Err(corrupt("its header does not describe all of its bytes"));
+        return Err(corrupt("header does not cover the whole pack"));
     }
     Ok(blobs)
 }
@@ -267,7 +262,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn pack_returns_every_blob(
+        fn pack_round_trips_all_blobs(
             contents in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..300), 1..20),
         ) {
             let key = RepositoryKey::generate().unwrap().derive_master_key();
@@ -290,7 +285,7 @@ mod tests {
         }
 
         #[test]
-        fn damaged_pack_is_an_error(
+        fn corrupt_pack_is_rejected(
             position in any::<prop::sample::Index>(), bit in 0..8_u32, is_truncated in any::<bool>(),
         ) {
             let key = RepositoryKey::generate().unwrap().derive_master_key();
@@ -313,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn open_blob_refuses_wrong_length() {
+    fn open_blob_rejects_wrong_length() {
         let key = RepositoryKey::generate().unwrap().derive_master_key();
         let mut writer = PackWriter::new(key.clone(), BlobType::Data).unwrap();
         let content = [7; 1000];

@@ -1,14 +1,14 @@
-//! A stack of paths that share most of their components, such as those of the directories of a deep tree.
+//! Prefix-compressed stack of paths, such as the directories of a deep tree.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
-/// A stack of paths. Each takes memory only for what it does not share with the next one: thousands of full paths with
-/// hundreds of components each would take gigabytes.
+/// A stack of paths. Each stores only the suffix that differs from the next one: thousands of full paths with hundreds
+/// of components each would take gigabytes.
 #[derive(Debug, Default)]
 pub struct PathStack {
-    /// For each path below the last one, the number of bytes that the next path shares with it, and the other bytes.
+    /// For each path below the top, the length of the prefix shared with the next path, and the remaining bytes.
     earlier: Vec<(usize, Box<[u8]>)>,
     last: Vec<u8>,
 }
@@ -23,7 +23,7 @@ impl PathStack {
         last.extend_from_slice(&path[shared..]);
     }
 
-    /// Removes the path that was added last, and returns it.
+    /// Removes and returns the most recently added path.
     pub fn pop(&mut self) -> Option<PathBuf> {
         let (shared, rest) = self.earlier.pop()?;
         let last = &mut self.last;
@@ -41,7 +41,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn deep_paths_take_memory_only_for_what_differs() {
+    fn deep_paths_store_only_differing_suffixes() {
         let parent: PathBuf = std::iter::repeat_n("n".repeat(250), 900).collect();
         let mut stack = PathStack::default();
         for number in 0..1000 {

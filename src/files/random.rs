@@ -1,4 +1,4 @@
-//! The system's random bytes.
+//! System randomness.
 
 use ring::rand::{SecureRandom, SystemRandom};
 
@@ -7,7 +7,7 @@ use crate::error::FilesError;
 /// Fills a buffer with random bytes.
 ///
 /// # Errors
-/// [`FilesError::NoRandomness`] if the system provides no random bytes.
+/// [`FilesError::NoRandomness`] if the system's random number generator fails.
 pub(crate) fn fill_random(bytes: &mut [u8]) -> Result<(), FilesError> {
     SystemRandom::new().fill(bytes).map_err(|_| FilesError::NoRandomness)
 }

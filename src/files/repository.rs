@@ -1,4 +1,4 @@
-//! A repository in the object store: its configuration, and its objects, which are all encrypted.
+//! An encrypted repository in the object store: its configuration and objects.
 
 use std::collections::HashSet;
 use std::time::Duration;
@@ -24,25 +24,24 @@ use crate::random::fill_random;
 use crate::snapshot::Snapshot;
 use crate::tree::Tree;
 
-/// The format version. Version 2 supports compression.
+/// Repository format version. Version 2 added compression.
 const FORMAT_VERSION: u32 = 2;
-/// Maximum sizes of packs and of other objects. They are limited, because machines write the objects that the platform
-/// reads.
+/// Maximum sizes of packs and other objects, bounded because the platform reads objects written by machines.
 pub(crate) const MAX_PACK_BYTES: u64 = 256 << 20;
 const MAX_OBJECT_BYTES: u64 = 64 << 20;
 const MAX_KEY_FILE_BYTES: u64 = 4 << 10;
-/// Maximum number of key files that are tried, as in `restic`.
+/// Maximum number of key files to try, as in `restic`.
 const MAX_KEY_FILES: usize = 20;
-/// Maximum size of a snapshot, compressed or not. Those that a save writes are smaller than 1 KiB, and all snapshots of
-/// a slot are in memory together.
+/// Maximum size of a snapshot, compressed or not. Saves write less than 1 KiB, and all snapshots of a slot are held in
+/// memory together.
 const MAX_SNAPSHOT_BYTES: usize = 64 << 10;
-/// The first byte of compressed JSON.
+/// First byte of compressed JSON.
 const COMPRESSED: u8 = 2;
 /// Maximum size of decompressed JSON.
 pub(crate) const MAX_JSON_BYTES: usize = if cfg!(test) { 16 << 20 } else { 128 << 20 };
-/// Maximum number of snapshots or packs read, or objects deleted, concurrently.
+/// Maximum number of concurrent snapshot reads, pack reads or deletions.
 pub(crate) const MAX_CONCURRENT_REQUESTS: usize = 16;
-/// Timeout for one ranged read, one deletion, and the next entry of a listing.
+/// Timeout for a single ranged read, deletion or listing entry.
 pub(crate) const REQUEST_TIMEOUT: Duration = Duration::from_secs(120);
 
 #[derive(Serialize, Deserialize)]
@@ -53,7 +52,7 @@ struct Config {
     polynomial: Polynomial,
 }
 
-/// The kinds of encrypted JSON objects that are named by their hash.
+/// Kinds of encrypted JSON objects named by their hash.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ObjectKind {
     Index,
@@ -103,11 +102,11 @@ pub struct Repository {
 }
 
 impl Repository {
-    /// Opens the repository below `root`; `None` if there is none.
+    /// Opens the repository under `root`. Returns `None` if there is none.
     ///
     /// # Errors
-    /// [`FilesError::WrongKey`] if the configuration cannot be decrypted; [`FilesError::Corrupt`] if it is invalid;
-    /// [`FilesError::UnsupportedVersion`] if its format version is not 2; [`FilesError::Store`] if the store fails.
+    /// [`FilesError::WrongKey`] if the configuration can't be decrypted; [`FilesError::Corrupt`] if it's invalid;
+    /// [`FilesError::UnsupportedVersion`] if its format version isn't 2; [`FilesError::Store`] if the store fails.
     pub async fn open(
         bucket: Bucket,
         root: Path,
@@ -128,11 +127,10 @@ impl Repository {
         Ok(Some(Self { bucket, root, repository_key, key, polynomial, cache, outage_timeout }))
     }
 
-    /// Opens the repository, and creates it if there is none. If another process creates it at the same time, both use
-    /// the same one.
+    /// Opens the repository, creating it if necessary. Concurrent creators end up with the same repository.
     ///
     /// # Errors
-    /// Those of [`Self::open`]; [`FilesError::NoRandomness`] if the system provides no random bytes.
+    /// Those of [`Self::open`]; [`FilesError::NoRandomness`] if the system's random number generator fails.
     pub async fn open_or_create(
         bucket: Bucket,
         root: Path,
@@ -141,12 +139,12 @@ impl Repository {
     ) -> Result<Self, FilesError> {
         if let Some(opened) = Self::open(bucket.clone(), root.clone(), key, cache.clone()).await? {
             if opened.check_key_file().await.is_err_and(|error| error.is_damage()) {
-                tracing::warn!("the repository's key file is lost; writing another one");
+                tracing::warn!("no valid key file; writing a new one");
                 write_key_file(&bucket, &root, key).await?;
             }
             return Ok(opened);
         }
-        // The key file is written first, so that a repository with a configuration can always be opened with `restic`.
+        // Write the key file first, so that `restic` can open any repository that has a configuration.
         write_key_file(&bucket, &root, key).await?;
         let master = key.derive_master_key();
         let mut id = [0; Id::BYTES];
@@ -161,7 +159,7 @@ impl Repository {
             .ok_or_else(|| StoreError::NotFound { key: root.join("config").to_string() }.into())
     }
 
-    /// Checks that this repository's key opens one of the first 20 key files, which is as many as `restic` tries.
+    /// Checks that our key opens one of the first 20 key files, which is as many as `restic` tries.
     ///
     /// # Errors
     /// If the store fails; [`FilesError::Corrupt`] if there is no valid key file.
@@ -169,7 +167,7 @@ impl Repository {
         let key_files = list_objects(&self.bucket, &self.root.clone().join("keys")).await?;
         for meta in key_files.into_iter().take(MAX_KEY_FILES) {
             let content = match self.bucket.get(&meta.location, MAX_KEY_FILE_BYTES).await {
-                // The object is too large.
+                // Object too large.
                 Err(StoreError::Corrupt { .. }) => continue,
                 content => content?,
             };
@@ -179,7 +177,7 @@ impl Repository {
                 return Ok(());
             }
         }
-        let reason = "no valid key file was found, so `restic` cannot open the repository";
+        let reason = "no valid key file found; `restic` cannot open the repository";
         Err(FilesError::corrupt("key file", &reason))
     }
 
@@ -207,7 +205,7 @@ impl Repository {
         self.open_json(kind, id, &sealed)
     }
 
-    /// Reads an encrypted object, from the cache if it is there.
+    /// Reads an encrypted object, from the cache if possible.
     pub(crate) async fn read_sealed(&self, kind: ObjectKind, id: Id) -> Result<Bytes, FilesError> {
         let what = || format!("{} {id}", kind.noun());
         Ok(if let Some(cached) = self.cache.read(kind.dir(), id) {
@@ -215,7 +213,7 @@ impl Repository {
         } else {
             let path = self.path(kind, id);
             let object = match self.bucket.get(&path, kind.max_object_bytes()).await {
-                // The object is too large.
+                // Object too large.
                 Err(StoreError::Corrupt { reason, .. }) => return Err(FilesError::corrupt(what(), &reason)),
                 object => object?,
             };
@@ -246,7 +244,7 @@ impl Repository {
         serde_json::from_slice(&json).map_err(|error| FilesError::corrupt(what(), &error))
     }
 
-    /// Writes an object, unless [`Self::read_json`] would refuse it.
+    /// Writes an object, unless [`Self::read_json`] would reject it.
     pub(crate) async fn write_json(
         &self,
         kind: ObjectKind,
@@ -261,7 +259,7 @@ impl Repository {
         plain.extend_from_slice(&compressed);
         let sealed = self.key.encrypt(&plain)?;
         if json.len() > kind.max_json_bytes() || sealed.len() as u64 > MAX_OBJECT_BYTES {
-            return Err(FilesError::encode(what, &"it would be too large to be read"));
+            return Err(FilesError::encode(what, &"too large to read back"));
         }
         let id = Id::of(&sealed);
         self.create(&self.path(kind, id), sealed.clone()).await?;
@@ -273,12 +271,12 @@ impl Repository {
         self.create(&self.pack_path(pack.id), pack.bytes.clone()).await
     }
 
-    /// Writes an object that is named by the hash of its content. Hosts are not permitted to overwrite such objects.
+    /// Writes a content-addressed object. Hosts aren't permitted to overwrite these.
     async fn create(&self, path: &Path, content: impl Into<Bytes>) -> Result<(), FilesError> {
         Ok(put_if_absent(&self.bucket, path, content).await?)
     }
 
-    /// Reads a whole pack; `None` if it does not exist.
+    /// Reads a whole pack. Returns `None` if it doesn't exist.
     pub(crate) async fn read_whole_pack(&self, id: Id) -> Result<Option<Bytes>, FilesError> {
         let object = self.bucket.get(&self.pack_path(id), MAX_PACK_BYTES).await?;
         Ok(object.map(|object| object.value))
@@ -304,10 +302,10 @@ impl Repository {
         open_blob(&self.key, blob, sealed)
     }
 
-    /// Reads a tree from the cache; `None` if it is not there, or if its copy there is damaged.
+    /// Reads a tree from the cache. Returns `None` if it's missing or the cached copy is corrupt.
     ///
     /// # Errors
-    /// [`FilesError::Corrupt`] if the blob with this id is not a valid tree.
+    /// [`FilesError::Corrupt`] if the blob with this id isn't a valid tree.
     pub(crate) fn read_cached_tree(&self, id: Id) -> Result<Option<Tree>, FilesError> {
         let Some(compressed) = self.cache.read_unverified("trees", id) else { return Ok(None) };
         let json = decompress(&compressed, MAX_JSON_BYTES).ok().filter(|json| Id::of(json) == id);
@@ -320,12 +318,12 @@ impl Repository {
         }
     }
 
-    /// Removes from the cache the trees that are not in `used`.
+    /// Evicts cached trees that aren't in `used`.
     pub(crate) fn retain_cached_trees(&self, used: &HashSet<Id>) {
         self.cache.retain("trees", |id| used.contains(&id));
     }
 
-    /// Removes from the cache the index files that the repository no longer has.
+    /// Evicts cached index files that are no longer in the repository.
     pub(crate) fn retain_cached_index_files(&self, files: &HashSet<Id>) {
         self.cache.retain(ObjectKind::Index.dir(), |id| files.contains(&id));
     }
@@ -333,22 +331,22 @@ impl Repository {
     /// Reads a snapshot.
     ///
     /// # Errors
-    /// If the store fails or lacks the snapshot; [`FilesError::Corrupt`] if the snapshot is damaged.
+    /// If the store fails or the snapshot is missing; [`FilesError::Corrupt`] if it's corrupt.
     pub async fn read_snapshot(&self, id: Id) -> Result<Snapshot, FilesError> {
         self.read_json(ObjectKind::Snapshot, id).await
     }
 
-    /// Reads all snapshots, newest first. Omits their paths, host and user names, and all tags except the machine's.
+    /// Reads all snapshots, newest first. Omits their paths, host and user names, and all tags except the machine tag.
     ///
     /// # Errors
-    /// If the store fails; [`FilesError::Corrupt`] if a snapshot is damaged.
+    /// If the store fails; [`FilesError::Corrupt`] if a snapshot is corrupt.
     pub async fn list_snapshots(&self) -> Result<Vec<(Id, Snapshot)>, FilesError> {
         let snapshots = self.list_snapshot_uploads().await?;
         Ok(snapshots.into_iter().map(|(id, snapshot, _)| (id, snapshot)).collect())
     }
 
-    /// Reads all intact snapshots, newest first, and returns the ids of the damaged ones. Also removes snapshots that
-    /// no longer exist from the cache.
+    /// Reads all intact snapshots, newest first, and returns the ids of corrupt ones. Also evicts snapshots that no
+    /// longer exist from the cache.
     pub(crate) async fn list_intact_snapshots(&self) -> Result<(Vec<(Id, Snapshot)>, Vec<Id>), FilesError> {
         let ids = self.list(ObjectKind::Snapshot).await?;
         let present: HashSet<Id> = ids.iter().copied().collect();
@@ -362,10 +360,10 @@ impl Repository {
         while let Some((id, snapshot)) = reads.next().await {
             match snapshot {
                 Ok(snapshot) => snapshots.push((id, snapshot)),
-                // Pruning has removed it since the listing.
+                // Pruned since the listing.
                 Err(FilesError::Store(StoreError::NotFound { .. })) => {}
                 Err(error @ FilesError::Corrupt { .. }) => {
-                    tracing::warn!(%error, "a snapshot of the owner's files is damaged");
+                    tracing::warn!(%error, "corrupt file-backup snapshot");
                     damaged.push(id);
                 }
                 Err(error) => return Err(error),
@@ -383,7 +381,7 @@ impl Repository {
             let repository = self.clone();
             async move {
                 let mut snapshot = repository.read_snapshot(id).await?;
-                // The rest is not needed, and may be long.
+                // The rest isn't needed and may be long.
                 snapshot.tags = snapshot.machine_tag().map(str::to_owned).into_iter().collect();
                 snapshot.paths = Vec::new();
                 (snapshot.hostname, snapshot.username) = (String::new(), String::new());
@@ -429,8 +427,8 @@ impl Repository {
     }
 }
 
-/// Writes an object unless it exists: another process may have created it, or this one in an attempt whose response was
-/// lost.
+/// Writes an object unless it exists: another process may have created it, or an earlier attempt of ours whose response
+/// was lost.
 async fn put_if_absent(bucket: &Bucket, path: &Path, content: impl Into<Bytes>) -> Result<(), StoreError> {
     match bucket.put_if(path, content, Condition::Absent).await {
         Ok(()) | Err(StoreError::Precondition { .. }) => Ok(()),
@@ -451,8 +449,8 @@ async fn write_key_file(bucket: &Bucket, root: &Path, key: &RepositoryKey) -> Re
     Ok(put_if_absent(bucket, &path, key_file).await?)
 }
 
-/// Returns the id in an object's name if `path_of` returns the object's path for that id. Other objects are ignored,
-/// such as a directory store's temporary files, and objects in directories that the format does not have.
+/// Parses the id from an object's name if `path_of` maps it back to the object's path. Skips other objects, such as a
+/// directory store's temporary files and objects in directories unknown to the format.
 fn find_id(object: &Path, path_of: impl FnOnce(Id) -> Path) -> Option<Id> {
     let id = object.filename()?.parse().ok()?;
     (path_of(id) == *object).then_some(id)
@@ -479,7 +477,7 @@ fn decompress(bytes: &[u8], max_bytes: usize) -> std::io::Result<Vec<u8>> {
     let mut output = Vec::new();
     zstd::stream::read::Decoder::new(bytes)?.take(max_bytes as u64 + 1).read_to_end(&mut output)?;
     if output.len() > max_bytes {
-        return Err(std::io::Error::other("its decompressed content is too long"));
+        return Err(std::io::Error::other("decompressed content too long"));
     }
     Ok(output)
 }
@@ -489,7 +487,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn decompress_refuses_content_that_is_too_long() {
+    fn decompress_rejects_oversized_content() {
         let decompressed_length = |length: usize| {
             let compressed = zstd::bulk::compress(&vec![0; length], 1).unwrap();
             decompress(&compressed, MAX_JSON_BYTES).map(|output| output.len()).ok()

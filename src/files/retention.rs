@@ -1,5 +1,5 @@
-//! The retention of snapshots: by default, all are kept for a day, one per hour for a week, one per day for 90 days,
-//! and one per month after that. The last snapshot of each machine is kept for 90 days, too.
+//! Snapshot retention. By default, we keep all snapshots for a day, hourly ones for a week, daily ones for 90 days, and
+//! monthly ones forever. The last snapshot of each machine is also kept for 90 days.
 
 use std::cmp::Reverse;
 use std::collections::{HashMap, HashSet};
@@ -8,25 +8,25 @@ use jiff::{SignedDuration, Timestamp, tz::TimeZone};
 
 use crate::id::Id;
 
-/// Maximum number of machines whose last snapshots are kept. A slot has far fewer, unless its snapshots are forged.
+/// Maximum number of machines whose last snapshot is retained. Slots have far fewer unless snapshots are forged.
 const MAX_MACHINES: usize = 100;
 
-/// How long snapshots are kept. Periods are UTC hours, days and months, so that repeated pruning keeps the same
-/// snapshots as pruning once.
+/// How long to retain snapshots. Periods are aligned to UTC hours, days and months, so that repeated pruning retains
+/// the same snapshots as pruning once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RetentionPolicy {
-    /// How long every snapshot is kept.
+    /// How long to retain every snapshot.
     pub all: SignedDuration,
-    /// How long the last snapshot of each hour is kept.
+    /// How long to retain the last snapshot of each hour.
     pub hourly: SignedDuration,
-    /// How long the last snapshot of each day is kept.
+    /// How long to retain the last snapshot of each day.
     pub daily: SignedDuration,
-    /// How long the last snapshot of each month is kept; `None` for no limit.
+    /// How long to retain the last snapshot of each month; `None` means forever.
     pub monthly: Option<SignedDuration>,
-    /// How long the last snapshot of each machine is kept. A new machine that starts without its predecessor's files
-    /// must not make those files expire within a day.
+    /// How long to retain the last snapshot of each machine. Otherwise, a new machine that starts without its
+    /// predecessor's files would make them expire within a day.
     pub last_of_machine: SignedDuration,
-    /// How many of the newest snapshots are kept, regardless of their age.
+    /// Number of newest snapshots to retain regardless of age.
     pub newest: usize,
 }
 
@@ -43,7 +43,7 @@ impl Default for RetentionPolicy {
     }
 }
 
-/// A period from which only the last snapshot is kept. `Instant` contains a single snapshot, which is therefore kept.
+/// Period from which only the last snapshot is retained. `Instant` contains a single snapshot, so it's always retained.
 #[derive(Debug, PartialEq, Eq)]
 enum Period {
     Instant(Timestamp),
@@ -53,12 +53,12 @@ enum Period {
 }
 
 impl RetentionPolicy {
-    /// Returns the snapshots to remove. Snapshots with times in the future, due to a wrong clock, are kept.
+    /// Returns the snapshots to remove. Snapshots dated in the future (clock skew) are retained.
     pub fn select_expired(&self, snapshots: &[(Id, Timestamp)], now: Timestamp) -> Vec<Id> {
         self.select_expired_among(snapshots, snapshots, now)
     }
 
-    /// Returns the candidates to remove. Each is kept or removed as if it were the only one besides `others`.
+    /// Returns the candidates to remove. Each is judged as if it were the only snapshot besides `others`.
     pub fn select_expired_among(
         &self,
         candidates: &[(Id, Timestamp)],
@@ -70,15 +70,15 @@ impl RetentionPolicy {
         let is_expired = |(id, time): (Id, Timestamp)| {
             let newer_count = newest_first.partition_point(|(other, at)| (*at, *other) > (time, id));
             let period = self.period(time, now);
-            // Only the last snapshot of a period is kept: the one whose next newer snapshot is not in the same period.
+            // Retain only the last snapshot of a period: the one whose next newer snapshot is in a different period.
             let next_period = newest_first[..newer_count].last().and_then(|(_, at)| self.period(*at, now));
             newer_count >= self.newest && (period.is_none() || next_period == period)
         };
         candidates.iter().filter(|candidate| is_expired(**candidate)).map(|(id, _)| *id).collect()
     }
 
-    /// Returns the last snapshot of each machine, unless it is older than `last_of_machine`. Any string can identify a
-    /// machine.
+    /// Returns each machine's last snapshot unless it's older than `last_of_machine`. Machine ids may be arbitrary
+    /// strings.
     pub fn select_last_of_machines<'a>(
         &self,
         snapshots: impl IntoIterator<Item = (&'a str, Id, Timestamp)>,
@@ -96,7 +96,7 @@ impl RetentionPolicy {
         newest_first.into_iter().take(MAX_MACHINES).map(|(_, id)| id).collect()
     }
 
-    /// Returns the period of a snapshot; `None` if no rule keeps a snapshot of this age.
+    /// Returns a snapshot's period, or `None` if no rule retains snapshots of its age.
     fn period(&self, time: Timestamp, now: Timestamp) -> Option<Period> {
         let age = now.duration_since(time);
         let date = || time.to_zoned(TimeZone::UTC).date();
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn last_snapshot_of_each_period_is_kept() {
+    fn retains_last_snapshot_of_each_period() {
         let now: Timestamp = "2026-11-27T12:00:00Z".parse().unwrap();
         let times = (0..2 * 365 * 24 * 4).map(|n| now - SignedDuration::from_mins(15 * n));
         let kept = kept_times(RetentionPolicy::default(), &snapshots(times), now);
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn newest_snapshots_are_kept_at_any_age() {
+    fn retains_newest_snapshots_regardless_of_age() {
         let now: Timestamp = "2026-11-27T12:00:00Z".parse().unwrap();
         let policy =
             RetentionPolicy { monthly: Some(SignedDuration::from_hours(24 * 365)), ..Default::default() };
@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn last_snapshot_of_each_machine_is_kept() {
+    fn retains_last_snapshot_of_each_machine() {
         let now: Timestamp = "2026-11-27T12:00:00Z".parse().unwrap();
         let hours_ago = |hours: i64| now - SignedDuration::from_hours(hours);
         let all = snapshots([300, 200, 190, 100, 0].map(hours_ago));
@@ -177,7 +177,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn repeated_pruning_keeps_same_snapshots_as_pruning_once(
+        fn repeated_pruning_matches_single_prune(
             minutes in prop::collection::btree_set(0..200_000_i64, 1..60),
             steps in prop::collection::btree_set(0..400_000_i64, 0..12),
         ) {

@@ -9,13 +9,13 @@ use svc_machine::id::MachineId;
 use crate::id::Id;
 
 const MACHINE_TAG: &str = "machine=";
-/// A machine's id is a UUID.
+/// Machine ids are UUIDs.
 const MAX_MACHINE_TAG_BYTES: usize = MACHINE_TAG.len() + 36;
 
-/// A snapshot, as `restic` stores it.
+/// A snapshot in `restic`'s format.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Snapshot {
-    /// When the save began to read the directory: the snapshot contains everything that was written before this time.
+    /// When the save started reading the directory: the snapshot contains everything written before this time.
     pub time: Timestamp,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent: Option<Id>,
@@ -30,14 +30,14 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
-    /// Returns the tag of the machine that took the snapshot; `None` if another program took it.
+    /// Returns the tag of the machine that took the snapshot, or `None` if another program took it.
     pub fn machine_tag(&self) -> Option<&str> {
         let is_machine = |tag: &&str| tag.starts_with(MACHINE_TAG) && tag.len() <= MAX_MACHINE_TAG_BYTES;
         self.tags.iter().map(String::as_str).find(is_machine)
     }
 }
 
-/// The machine that took a snapshot. It is stored in tags, because `restic` shows them.
+/// The machine that took a snapshot. Stored in tags because `restic` shows them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SnapshotOrigin {
     pub machine: MachineId,

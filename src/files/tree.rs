@@ -1,4 +1,4 @@
-//! Trees: the JSON of a directory, with a node for each of its entries.
+//! Trees: directories serialized as JSON, with one node per entry.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -14,7 +14,7 @@ use crate::error::FilesError;
 use crate::escape::{escape_name, unescape_name};
 use crate::id::Id;
 
-/// The bits of Go's file modes, which `restic` stores. The lowest nine bits are the same as in Unix.
+/// Bits of Go's file modes, as stored by `restic`. The low nine bits match Unix.
 mod go_mode {
     pub(super) const DIR: u32 = 1 << 31;
     pub(super) const SYMLINK: u32 = 1 << 27;
@@ -23,13 +23,13 @@ mod go_mode {
     pub(super) const STICKY: u32 = 1 << 20;
 }
 
-/// The typical and minimum sizes of a node without its name, target, attributes and chunks, and the size of a chunk's
-/// id, in bytes.
+/// Typical and minimum sizes of a serialized node excluding name, target, attributes and chunks, and the size of a
+/// chunk id, in bytes.
 pub(crate) const TYPICAL_NODE_BYTES: usize = 450;
 const MIN_NODE_BYTES: usize = 250;
 const CHUNK_ID_BYTES: usize = 67;
 
-/// Maximum length of a name and of the target of a symbolic link on Linux.
+/// Maximum length of a name and a symlink target on Linux.
 const MAX_NAME_BYTES: usize = 255;
 const MAX_TARGET_BYTES: usize = 4095;
 
@@ -39,7 +39,7 @@ const UNIX_STICKY: u32 = 0o1000;
 
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Tree {
-    /// Sorted by the bytes of their names.
+    /// Sorted bytewise by name.
     #[serde(deserialize_with = "null_as_default")]
     pub nodes: Vec<Node>,
 }
@@ -50,23 +50,23 @@ pub enum NodeType {
     File,
     Dir,
     Symlink,
-    /// A device, FIFO or socket, which is neither saved nor restored.
+    /// A device, FIFO or socket. Neither saved nor restored.
     #[serde(rename = "socket", alias = "fifo", alias = "dev", alias = "chardev", alias = "irregular")]
     Special,
 }
 
-/// An entry of a directory.
+/// A directory entry.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Node {
-    /// Escaped; [`Node::file_name`] returns the name itself.
+    /// Escaped. Use [`Node::file_name`] for the actual name.
     name: String,
     #[serde(rename = "type")]
     pub node_type: NodeType,
-    /// In Go's format; [`Node::unix_mode`] returns the Unix mode.
+    /// In Go's format. Use [`Node::unix_mode`] for the Unix mode.
     #[serde(default)]
     mode: u32,
     pub mtime: Timestamp,
-    /// Set to the modification time. It is always written, because `restic` restores it.
+    /// Set to `mtime`. Always written, because `restic` restores it.
     #[serde(default)]
     atime: Timestamp,
     #[serde(default)]
@@ -83,44 +83,44 @@ pub struct Node {
     pub inode: u64,
     #[serde(default)]
     pub device_id: u64,
-    /// The number of bytes in a file.
+    /// File size in bytes.
     #[serde(default)]
     pub size: u64,
-    /// The space that a sparse file took up when it was saved, if that is much less than its size. `restic` has no such
-    /// member and ignores it.
+    /// Disk space used by a sparse file when it was saved, if much less than its size. Our own field, which `restic`
+    /// ignores.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub allocated_bytes: Option<u64>,
-    /// The number of hard links.
+    /// Hard link count.
     #[serde(default)]
     pub links: u64,
-    /// The target of a symbolic link. If it is not UTF-8, U+FFFD replaces the invalid bytes.
+    /// Symlink target, with invalid UTF-8 replaced by U+FFFD.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     linktarget: String,
-    /// Base64 of the target of a symbolic link that is not UTF-8.
+    /// Base64-encoded symlink target, if it isn't valid UTF-8.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     linktarget_raw: Option<String>,
     #[serde(default, skip_serializing_if = "Vec::is_empty", deserialize_with = "null_as_default")]
     pub extended_attributes: Vec<ExtendedAttribute>,
-    /// The chunks of a file.
+    /// A file's chunks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub content: Option<Vec<Id>>,
-    /// The tree of a directory.
+    /// A directory's tree.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub subtree: Option<Id>,
 }
 
-/// The device, inode and content of a file with several names. The inode does not suffice: an incremental save visits
-/// only some of a file's names, so the names in a snapshot may have different versions of its content.
+/// Device, inode and content of a hard-linked file. The inode isn't enough: an incremental save may visit only some of
+/// a file's names, so its names in a snapshot can refer to different versions of the content.
 pub type HardLinkKey = (u64, u64, Id);
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ExtendedAttribute {
-    /// If it is not UTF-8, U+FFFD replaces the invalid bytes, as in `restic`.
+    /// Invalid UTF-8 is replaced by U+FFFD, as in `restic`.
     pub name: String,
-    /// Base64 of a name that is not UTF-8. `restic` has no such member and ignores it.
+    /// Base64-encoded name, if it isn't valid UTF-8. Our own field, which `restic` ignores.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     name_raw: Option<String>,
-    /// Base64.
+    /// Base64-encoded.
     #[serde(default)]
     value: Option<String>,
 }
@@ -134,7 +134,7 @@ impl ExtendedAttribute {
         }
     }
 
-    /// Returns the bytes of the name; `None` if `name_raw` is not valid base64.
+    /// Returns the name's bytes, or `None` if `name_raw` isn't valid base64.
     pub fn raw_name(&self) -> Option<Vec<u8>> {
         match &self.name_raw {
             Some(raw) => BASE64_STANDARD.decode(raw).ok(),
@@ -142,7 +142,7 @@ impl ExtendedAttribute {
         }
     }
 
-    /// Returns the value; `None` if it is not valid base64.
+    /// Returns the decoded value, or `None` if it isn't valid base64.
     pub fn value(&self) -> Option<Vec<u8>> {
         BASE64_STANDARD.decode(self.value.as_deref().unwrap_or_default()).ok()
     }
@@ -157,7 +157,7 @@ where
 }
 
 impl Node {
-    /// Returns a lower bound on the node's size in a tree.
+    /// Returns a lower bound on the node's serialized size.
     pub(crate) fn min_bytes(&self) -> usize {
         let raw = self.linktarget_raw.as_ref().map_or(0, String::len);
         let attributes = self
@@ -199,7 +199,7 @@ impl Node {
         }
     }
 
-    /// Returns the node with another name.
+    /// Returns the node with a different name.
     #[must_use]
     pub(crate) fn with_name(self, name: &OsStr) -> Self {
         Self { name: escape_name(name), ..self }
@@ -209,8 +209,8 @@ impl Node {
         (self.mtime, self.atime, self.ctime) = (mtime, mtime, ctime);
     }
 
-    /// The name; `None` if its escapes are invalid, or if it cannot name an entry, like `..`, `a/b` or a name that is
-    /// too long.
+    /// Returns the unescaped name, or `None` if the escapes are invalid or it isn't a valid entry name, such as `..`,
+    /// `a/b` or an overlong name.
     pub fn file_name(&self) -> Option<OsString> {
         let name = unescape_name(&self.name)?;
         let bytes = name.as_bytes();
@@ -218,15 +218,15 @@ impl Node {
         (is_plain && bytes.len() <= MAX_NAME_BYTES).then_some(name)
     }
 
-    /// Identifies a file with several names: the entries of a snapshot with the same key are hard links to one file.
-    /// `None` for other entries, and if the inode is unknown.
+    /// Identifies a hard-linked file: entries of a snapshot with the same key are links to the same file. `None` for
+    /// other entries, or if the inode is unknown.
     pub(crate) fn hard_link_key(&self) -> Option<HardLinkKey> {
         let has_other_names = self.node_type == NodeType::File && self.links > 1 && self.inode != 0;
         has_other_names
             .then(|| (self.device_id, self.inode, Id::of_all(self.content.as_deref().unwrap_or_default())))
     }
 
-    /// Returns an estimate of the memory for its strings and attributes, in bytes.
+    /// Estimates the heap memory used by strings and attributes, in bytes.
     pub(crate) fn heap_bytes(&self) -> usize {
         let strings = [&self.name, &self.user, &self.group, &self.linktarget];
         let string_bytes = strings.into_iter().chain(&self.linktarget_raw).map(String::len).sum::<usize>();
@@ -237,7 +237,7 @@ impl Node {
         string_bytes + attributes.sum::<usize>()
     }
 
-    /// The lowest twelve bits of the Unix mode.
+    /// Returns the low 12 bits of the Unix mode.
     pub fn unix_mode(&self) -> u32 {
         let bit = |go, unix| if self.mode & go != 0 { unix } else { 0 };
         self.mode & 0o777
@@ -251,7 +251,7 @@ impl Node {
         self.linktarget_raw = target.to_str().is_none().then(|| BASE64_STANDARD.encode(target.as_bytes()));
     }
 
-    /// The target of a symbolic link; `None` if it is empty or too long, contains a NUL or is invalid base64.
+    /// Returns the symlink target, or `None` if it is empty, too long, contains a NUL byte, or isn't valid base64.
     pub fn link_target(&self) -> Option<OsString> {
         let target = match &self.linktarget_raw {
             Some(raw) => OsString::from_vec(BASE64_STANDARD.decode(raw).ok()?),
@@ -276,17 +276,17 @@ fn to_go_mode(node_type: NodeType, unix_mode: u32) -> u32 {
 }
 
 impl Tree {
-    /// Serializes the tree as `restic` does, with a line feed at the end.
+    /// Serializes the tree as `restic` does, with a trailing newline.
     pub(crate) fn to_json(&self) -> Result<Vec<u8>, FilesError> {
         let mut json = serde_json::to_vec(self).map_err(|error| FilesError::encode("tree", &error))?;
         json.push(b'\n');
         Ok(json)
     }
 
-    /// Parses a tree, and checks that the names of its entries are unique and do not lead out of the directory.
+    /// Parses a tree, and checks that entry names are unique and can't escape the directory.
     ///
     /// # Errors
-    /// [`FilesError::Corrupt`] if the JSON or a name is invalid, or if a name occurs more than once.
+    /// [`FilesError::Corrupt`] if the JSON or a name is invalid, or there are duplicate names.
     pub(crate) fn parse(id: Id, json: &[u8]) -> Result<Self, FilesError> {
         let corrupt = |reason: &dyn std::fmt::Display| FilesError::corrupt(format!("tree {id}"), &reason);
         let tree: Self = serde_json::from_slice(json).map_err(|error| corrupt(&error))?;
@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn parse_refuses_unsafe_and_duplicate_names() {
+    fn parse_rejects_unsafe_and_duplicate_names() {
         for names in
             [&[".."][..], &["."], &[""], &["a/b"], &["/etc"], &["a\0"], &["a", "b", "a"], &[&"n".repeat(256)]]
         {
@@ -324,34 +324,34 @@ mod tests {
     }
 
     #[test]
-    fn mode_keeps_special_bits() {
+    fn mode_preserves_special_bits() {
         for mode in [0o644, 0o7777, 0o4755, 0o2750, 0o1777, 0] {
             assert_eq!(Node::new(OsStr::new("a"), NodeType::Dir, mode).unix_mode(), mode, "{mode:o}");
         }
     }
 
     #[test]
-    fn link_target_keeps_bytes_that_are_not_utf8() {
+    fn link_target_preserves_invalid_utf8() {
         let mut node = Node::new(OsStr::new("a"), NodeType::Symlink, 0o777);
         for target in [&b"../b"[..], b"\xff\xfe", "ä".as_bytes()] {
             node.set_link_target(OsStr::from_bytes(target));
             let json = serde_json::to_string(&node).unwrap();
-            let read: Node = serde_json::from_str(&json).unwrap();
-            assert_eq!(read.link_target().unwrap().as_bytes(), target);
+            let parsed: Node = serde_json::from_str(&json).unwrap();
+            assert_eq!(parsed.link_target().unwrap().as_bytes(), target);
         }
     }
 
     #[test]
-    fn attribute_keeps_name_that_is_not_utf8() {
+    fn attribute_preserves_invalid_utf8_name() {
         for (name, shown) in [(&b"user.\xe9"[..], "user.\u{fffd}"), ("user.é".as_bytes(), "user.é")] {
             let json = serde_json::to_string(&ExtendedAttribute::new(name, b"v")).unwrap();
-            let read: ExtendedAttribute = serde_json::from_str(&json).unwrap();
-            assert_eq!((read.raw_name().as_deref(), read.name.as_str()), (Some(name), shown));
+            let parsed: ExtendedAttribute = serde_json::from_str(&json).unwrap();
+            assert_eq!((parsed.raw_name().as_deref(), parsed.name.as_str()), (Some(name), shown));
         }
     }
 
     #[test]
-    fn tree_from_restic_is_read() {
+    fn parse_accepts_restic_tree() {
         // From `restic cat blob`, version 0.14.
         let json = br#"{"nodes":[{"name":"a","type":"file","mode":420,"mtime":"2026-11-27T10:00:00.5+01:00",
             "atime":"2026-11-27T10:00:00+01:00","ctime":"2026-11-27T10:00:00+01:00","uid":0,"gid":0,"user":"root",

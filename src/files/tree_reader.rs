@@ -1,4 +1,4 @@
-//! Reads trees from the store a whole pack at a time, because a save's trees share packs.
+//! Reads trees from the store a whole pack at a time, since a save's trees share packs.
 
 use std::collections::VecDeque;
 
@@ -13,10 +13,11 @@ use crate::repository::Repository;
 use crate::tree::Tree;
 use crate::tree_references::TreeReferences;
 
-/// Maximum number of packs kept in memory. A save's trees are in a few packs, but not in walk order.
+/// Maximum number of packs held in memory. A save's trees are spread over a few packs, but not in walk order.
 const MAX_CACHED_PACKS: usize = 4;
 
-/// Larger trees are decrypted and parsed on a blocking thread: a tree in a pack of a few KB can decompress to 128 MiB.
+/// Larger trees are decrypted and parsed on a blocking thread: even a pack of a few KB can hold a tree that
+/// decompresses to 128 MiB.
 const MAX_INLINE_BYTES: usize = 256 << 10;
 
 pub(crate) struct TreeReader<'a> {
@@ -24,8 +25,7 @@ pub(crate) struct TreeReader<'a> {
     locations: &'a BlobLocations,
     /// Pack contents by index in `locations`, most recently used last.
     packs: VecDeque<(u32, Bytes)>,
-    /// Whether trees are written to the cache. Not set when reading many snapshots, because their trees would fill the
-    /// cache.
+    /// Whether to write trees to the cache. Off when reading many snapshots, whose trees would fill it.
     is_caching: bool,
 }
 
@@ -34,7 +34,7 @@ impl<'a> TreeReader<'a> {
         Self { repository, locations, packs: VecDeque::new(), is_caching: true }
     }
 
-    /// Creates a reader that reads from the cache, but does not write to it.
+    /// Creates a reader that reads from the cache, but never writes to it.
     pub(crate) fn without_caching(repository: &'a Repository, locations: &'a BlobLocations) -> Self {
         Self { is_caching: false, ..Self::new(repository, locations) }
     }
@@ -42,8 +42,8 @@ impl<'a> TreeReader<'a> {
     /// Reads a tree, from the cache if possible.
     ///
     /// # Errors
-    /// If the store fails or lacks the pack; [`FilesError::Corrupt`] if the tree is not in the index, or all its copies
-    /// are damaged.
+    /// If the store fails or the pack is missing; [`FilesError::Corrupt`] if the tree isn't in the index, or all of its
+    /// copies are corrupt.
     pub(crate) async fn read(&mut self, id: Id) -> Result<Tree, FilesError> {
         if let Some(tree) = self.repository.read_cached_tree(id)? {
             return Ok(tree);
@@ -55,16 +55,16 @@ impl<'a> TreeReader<'a> {
         run_blocking_if_large(json.len(), move || Tree::parse(id, &json)).await
     }
 
-    /// Reads a tree's blob references. Uses a fraction of [`Self::read`]'s memory, and bypasses the cache.
+    /// Reads a tree's blob references. Takes a fraction of the memory of [`Self::read`], and bypasses the cache.
     ///
     /// # Errors
-    /// See [`Self::read`]; entry names are not checked.
+    /// See [`Self::read`], except that entry names aren't checked.
     pub(crate) async fn read_references(&mut self, id: Id) -> Result<TreeReferences, FilesError> {
         let json = self.read_json(id).await?;
         run_blocking_if_large(json.len(), move || TreeReferences::parse(id, &json)).await
     }
 
-    /// Reads a tree's JSON: the first copy whose hash matches the tree's id.
+    /// Reads a tree's JSON from the first copy whose hash matches its id.
     async fn read_json(&mut self, id: Id) -> Result<Vec<u8>, FilesError> {
         let first = self.locations.find(BlobType::Tree, id)?;
         let mut result = self.read_at(id, first).await;
@@ -84,8 +84,8 @@ impl<'a> TreeReader<'a> {
         run_blocking_if_large(length, move || repository.open_blob(&blob, &sealed)).await
     }
 
-    /// Reads an encrypted tree. If the pack is damaged, reads only the tree's range, which may be in the intact part of
-    /// a truncated pack.
+    /// Reads an encrypted tree. If the pack is damaged, reads just the tree's range, which may lie in the intact part
+    /// of a truncated pack.
     async fn read_sealed(&mut self, location: BlobLocation) -> Result<Bytes, FilesError> {
         let pack = match self.read_pack(location).await {
             Err(error) if error.is_damage() => {
@@ -98,12 +98,12 @@ impl<'a> TreeReader<'a> {
         Ok(pack.get(range).map(|sealed| pack.slice_ref(sealed)).unwrap_or_default())
     }
 
-    /// Whether the pack is in memory, so that reading its trees needs no request.
+    /// Whether the pack is in memory, so its trees can be read without a request.
     pub(crate) fn has_pack(&self, pack: u32) -> bool {
         self.packs.iter().any(|(cached, _)| *cached == pack)
     }
 
-    /// Adds a pack's content, which the caller has read up to the end of its last blob.
+    /// Adds a pack whose content the caller has read up to the end of the last blob.
     pub(crate) fn add_pack(&mut self, pack: u32, bytes: Bytes) {
         self.packs.retain(|(cached, _)| *cached != pack);
         if self.packs.len() >= MAX_CACHED_PACKS {
@@ -127,8 +127,8 @@ impl<'a> TreeReader<'a> {
     }
 }
 
-/// Runs the work inline, or on a blocking thread if the tree is large. Inline work consumes the task's budget, because
-/// reading from a cached pack never awaits I/O.
+/// Runs the work inline, or on a blocking thread if the tree is large. Inline work consumes the task's budget, since
+/// reads from cached packs never await I/O.
 async fn run_blocking_if_large<T: Send + 'static>(
     length: usize,
     work: impl FnOnce() -> Result<T, FilesError> + Send + 'static,

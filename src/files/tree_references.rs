@@ -8,9 +8,8 @@ use serde::de::{Deserializer, IgnoredAny, SeqAccess, Visitor};
 use crate::error::FilesError;
 use crate::id::Id;
 
-/// The blobs referenced by a tree's entries. Takes 32 bytes of memory per reference, while a [`crate::tree::Tree`]
-/// takes several hundred per entry. Memory per entry matters, because trees are written by machines and can have
-/// millions of entries.
+/// Blobs referenced by a tree's entries. Takes 32 bytes of memory per reference, versus several hundred per entry for a
+/// [`crate::tree::Tree`]. This matters because trees are written by machines and can have millions of entries.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct TreeReferences {
     pub(crate) subtrees: Vec<Id>,
@@ -49,13 +48,13 @@ impl<'de> Visitor<'de> for NodesVisitor {
     type Value = Nodes;
 
     fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str("the entries of a directory")
+        formatter.write_str("an array of directory entries")
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut nodes: A) -> Result<Nodes, A::Error> {
         #[derive(Deserialize)]
         struct NodeReferences {
-            // Every entry has a name. JSON without names is not a tree.
+            // Every entry has a name; JSON without names isn't a tree.
             #[serde(rename = "name")]
             _name: IgnoredAny,
             content: Option<Vec<Id>>,

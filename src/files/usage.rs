@@ -1,4 +1,4 @@
-//! The space that a repository takes up in the store.
+//! Storage usage of repositories.
 
 use futures_util::TryStreamExt;
 use jiff::Timestamp;
@@ -8,7 +8,7 @@ use svc_store::{Bucket, StoreError};
 use crate::error::FilesError;
 use crate::repository::{REQUEST_TIMEOUT, for_each_object};
 
-/// The sizes and counts of a repository's objects. Times are upload times, by the store's clock.
+/// Object counts and sizes of a repository. Times are upload times by the store's clock.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct StoreUsage {
     pub snapshots: u64,
@@ -16,11 +16,11 @@ pub struct StoreUsage {
     pub newest_snapshot: Option<Timestamp>,
     pub packs: u64,
     pub pack_bytes: u64,
-    /// The size of all objects, including the index, the snapshots and the files pointer.
+    /// Total size of all objects, including the index, the snapshots and the files pointer.
     pub total_bytes: u64,
 }
 
-/// Returns whether the repository below `root` has snapshots. The repository's key is not needed.
+/// Returns whether the repository at `root` has any snapshots. Doesn't need the repository key.
 ///
 /// # Errors
 /// If the store fails.
@@ -33,7 +33,7 @@ pub async fn has_snapshots(bucket: &Bucket, root: &Path) -> Result<bool, FilesEr
     Ok(bucket.run_with_timeout(&dir, REQUEST_TIMEOUT, first).await?.is_some())
 }
 
-/// Adds up the sizes of the objects of the repository below `root`. The repository's key is not needed.
+/// Lists the objects of the repository at `root` and adds up their sizes. Doesn't need the repository key.
 ///
 /// # Errors
 /// If the store fails.

@@ -1,7 +1,7 @@
-//! Checks the content of packs against the index. Packs that are marked for deletion are skipped.
+//! Verifies pack contents against the index. Packs marked for deletion are skipped.
 //!
-//! A blob that is damaged in one pack is not lost if another pack has an intact copy. [`crate::affected`] finds the
-//! files that need lost blobs, and a save writes these blobs again if the machine still has the content.
+//! A blob that is corrupt in one pack isn't lost if another pack has an intact copy. [`crate::affected`] finds the
+//! files affected by lost blobs, and a save rewrites these blobs if the machine still has the content.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -17,12 +17,12 @@ use crate::snapshot::Snapshot;
 use crate::tree_reader::TreeReader;
 
 const MAX_CONCURRENT_READS: usize = 2;
-/// What to do about a snapshot whose trees or chunks are not in the index.
+/// Remedy for a snapshot whose trees or chunks aren't in the index.
 pub(crate) const SNAPSHOT_REMEDY: &str = "run `restic rebuild-index` if its pack still exists; otherwise restore \
                                           the pack, or remove the snapshot with `restic forget`";
 
-/// A share of the packs: those for which the first 16 bits of the id, modulo `count`, equal `index`. The shares for all
-/// values of `index` below `count` together contain every pack.
+/// A share of the packs: those whose first 16 id bits, modulo `count`, equal `index`. The shares for all values of
+/// `index` below `count` together cover every pack.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PackShare {
     pub index: u16,
@@ -38,14 +38,14 @@ impl PackShare {
     }
 }
 
-/// The result of a verification.
+/// Result of [`verify`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct VerifyReport {
     pub packs: u64,
     pub bytes: u64,
-    /// Packs with damaged blobs of which no other pack has an intact copy. They can belong to other shares.
+    /// Packs with corrupt blobs that have no intact copy in any other pack. May include packs of other shares.
     pub damaged: Vec<DamagedPack>,
-    /// Damaged packs whose content can be read: each blob is intact there, or has an intact copy in another pack.
+    /// Damaged packs whose content is recoverable: each blob is intact, or has an intact copy in another pack.
     pub recoverable: Vec<DamagedPack>,
 }
 
@@ -53,16 +53,16 @@ pub struct VerifyReport {
 pub struct DamagedPack {
     pub pack: Id,
     pub reason: String,
-    /// The blobs of which neither this pack nor another one has an intact copy.
+    /// Blobs without an intact copy in this or any other pack.
     pub blobs: Vec<Id>,
 }
 
-/// Finds a tree or chunk of the snapshot `latest` that the index lacks, and returns an error that describes it. Does
-/// not read the chunks. Skips trees that cannot be read: [`verify`] finds the damage to their packs. `uncached` is the
-/// same repository, opened without a cache, which would hide damage to the index.
+/// Finds a tree or chunk of the `latest` snapshot that is missing from the index, and returns an error describing it.
+/// Doesn't read chunks. Skips unreadable trees, since [`verify`] detects the damage to their packs. `uncached` is the
+/// same repository opened without a cache, which would mask index corruption.
 ///
 /// # Errors
-/// If the store fails; [`FilesError::Corrupt`] if an index file is damaged; [`FilesError::IndexChanging`] if the index
+/// If the store fails; [`FilesError::Corrupt`] if an index file is corrupt; [`FilesError::IndexChanging`] if the index
 /// changed during every attempt to read it.
 pub async fn find_unindexed_blob(
     repository: &Repository,
@@ -73,7 +73,7 @@ pub async fn find_unindexed_blob(
     let error_if_missing = |blob_type, id: Id, kind: &str| {
         locations.find(blob_type, id).err()?;
         let reason =
-            "a part of the index is lost; `restic rebuild-index` restores it if the pack still exists";
+            "missing from the index; `restic rebuild-index` restores the entry if the pack still exists";
         Some(FilesError::corrupt(format!("{kind} {id}"), &reason))
     };
     let mut trees = TreeReader::new(repository, &locations);
@@ -103,9 +103,9 @@ pub async fn find_unindexed_blob(
     Ok(None)
 }
 
-/// Finds a snapshot that cannot be restored, because it is damaged or the index lacks its root directory. Until it is
-/// repaired or removed, the repository cannot be pruned. Other snapshots are not affected. `uncached` is the same
-/// repository, opened without a cache, which would hide damage.
+/// Finds an unrestorable snapshot: one that is corrupt, or whose root directory is missing from the index. The
+/// repository can't be pruned until it is repaired or removed. Other snapshots aren't affected. `uncached` is the same
+/// repository opened without a cache, which would mask corruption.
 ///
 /// # Errors
 /// See [`find_unindexed_blob`].
@@ -113,15 +113,15 @@ pub async fn find_unusable_snapshot(
     repository: &Repository,
     uncached: &Repository,
 ) -> Result<Option<FilesError>, FilesError> {
-    // Snapshots are listed first, so that the index, which is read later, contains their trees.
+    // List snapshots before reading the index, so that it contains their trees.
     let (snapshots, damaged) = uncached.list_intact_snapshots().await?;
     if let Some(first) = damaged.first() {
         let others = match damaged.len() - 1 {
             0 => String::new(),
-            others => format!("so are {others} others; "),
+            others => format!(" (and {others} more)"),
         };
         let remedy = "restore its object in the store, or delete it with the store's tools";
-        let reason = format!("it cannot be read; {others}{remedy}");
+        let reason = format!("unreadable{others}; {remedy}");
         return Ok(Some(FilesError::corrupt(format!("snapshot {first}"), &reason)));
     }
     let locations = repository.load_tree_locations().await?;
@@ -131,11 +131,11 @@ pub async fn find_unusable_snapshot(
     }))
 }
 
-/// Verifies a share of the packs, and reports the damaged ones.
+/// Verifies a share of the packs and reports damaged ones.
 ///
 /// # Errors
-/// If the store fails, or if the index is damaged or changed during every attempt to read it. A missing pack is not an
-/// error, but counts as damaged.
+/// If the store fails, or if the index is corrupt or changed during every attempt to read it. Missing packs aren't an
+/// error; they are reported as damaged.
 pub async fn verify(repository: &Repository, share: PackShare) -> Result<VerifyReport, FilesError> {
     let index = repository.load_index().await?;
     let packs: Vec<IndexedPack> = index
@@ -171,22 +171,22 @@ pub async fn verify(repository: &Repository, share: PackShare) -> Result<VerifyR
         let list = if damaged.blobs.is_empty() { &mut verified.recoverable } else { &mut verified.damaged };
         list.push(damaged);
     }
-    // If only one of a lost blob's packs were known to be damaged, a save would not write the blob again.
+    // If only one of a lost blob's packs were known to be damaged, a save wouldn't rewrite the blob.
     verified.damaged.extend(other_packs.into_iter().map(|(pack, blobs)| {
-        let reason = "it has a damaged copy of a blob that is damaged in another pack, too".to_owned();
+        let reason = "contains another corrupt copy of a lost blob".to_owned();
         DamagedPack { pack, reason, blobs }
     }));
     Ok(verified)
 }
 
-/// A damaged pack, and the blobs that cannot be read there.
+/// A damaged pack and its unreadable blobs.
 struct Damage {
     pack: Id,
     reason: String,
     blobs: Vec<PackedBlob>,
 }
 
-/// All copies of the damaged blobs, with their packs.
+/// All copies of unreadable blobs, with their packs.
 struct BlobCopies(HashMap<(BlobType, Id), Vec<(Id, PackedBlob)>>);
 
 impl BlobCopies {
@@ -203,8 +203,8 @@ impl BlobCopies {
         Self(copies)
     }
 
-    /// Returns the packs other than `damaged_pack` whose copies of the blob are damaged; `None` if one has an intact
-    /// copy.
+    /// Returns the packs, other than `damaged_pack`, whose copies of the blob are corrupt, or `None` if one has an
+    /// intact copy.
     async fn find_damaged_copies(
         &self,
         repository: &Repository,
@@ -242,7 +242,7 @@ async fn verify_pack(
     Ok((length, run_blocking(move || Ok(find_damage(&key, &pack, &bytes))).await?))
 }
 
-/// Sorts blobs, because other programs list them in a different order than the pack does.
+/// Sorts blobs for comparison: other programs list them in a different order than the pack does.
 fn sorted_by_offset(blobs: &[PackedBlob]) -> Vec<PackedBlob> {
     let mut sorted = blobs.to_vec();
     sorted.sort_by_key(|blob| blob.offset);
@@ -256,7 +256,7 @@ fn find_damage(key: &crate::key::EncryptionKey, pack: &IndexedPack, bytes: &[u8]
     }
     match parse_header(key, pack.id, bytes) {
         Ok(blobs) if sorted_by_offset(&blobs) == sorted_by_offset(&pack.blobs) => {}
-        Ok(_) => drop(reason.get_or_insert_with(|| "its header differs from the index".to_owned())),
+        Ok(_) => drop(reason.get_or_insert_with(|| "header doesn't match the index".to_owned())),
         Err(error) => drop(reason.get_or_insert_with(|| error.to_string())),
     }
     let mut unreadable = Vec::new();

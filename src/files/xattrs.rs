@@ -1,4 +1,4 @@
-//! Extended attributes of files and directories: user attributes (`user.`) and access control lists.
+//! Extended attributes of files and directories: user attributes (`user.`) and ACLs.
 
 use std::ffi::CString;
 use std::io;
@@ -9,15 +9,15 @@ use rustix::io::Errno;
 
 use crate::tree::ExtendedAttribute;
 
-/// The prefixes of the names that are saved. `security.` and `trusted.` belong to the system, not to the owner.
+/// Prefixes of saved attributes. `security.` and `trusted.` belong to the system, not the owner.
 const SAVED_PREFIXES: [&str; 2] = ["user.", "system.posix_acl_"];
-/// The kernel's limit for a file's list of attribute names, and for one value.
+/// Kernel limit on a file's attribute name list, and on each value.
 const MAX_XATTR_BYTES: usize = 65_536;
 
-/// Maximum total size of a file's values. Some file systems permit hundreds of MB.
+/// Maximum total size of a file's values. Some file systems allow hundreds of MB.
 const MAX_TOTAL_BYTES: usize = 1 << 20;
 
-/// Reads the attributes. Returns an empty list if the file system does not support them.
+/// Reads a file's attributes. Returns an empty list if the file system doesn't support them.
 pub(crate) fn read_xattrs(file: &impl AsFd) -> io::Result<Vec<ExtendedAttribute>> {
     // Most files have none.
     let size = match rustix::fs::flistxattr_query(file) {
@@ -39,7 +39,7 @@ pub(crate) fn read_xattrs(file: &impl AsFd) -> io::Result<Vec<ExtendedAttribute>
         if let Some(value) = read_value(file, name)? {
             total += value.len();
             if total > MAX_TOTAL_BYTES {
-                let reason = format!("its extended attributes are larger than {MAX_TOTAL_BYTES} bytes");
+                let reason = format!("extended attributes exceed {MAX_TOTAL_BYTES} bytes");
                 return Err(io::Error::new(io::ErrorKind::FileTooLarge, reason));
             }
             attributes.push(ExtendedAttribute::new(name, &value));
@@ -64,11 +64,11 @@ fn read_value(file: &impl AsFd, name: &[u8]) -> io::Result<Option<Vec<u8>>> {
     }
 }
 
-/// Sets the attributes of a restored file. If one is refused, such as an access control list on a file system that does
-/// not support them, the others are still set.
+/// Sets the attributes of a restored file. If one is rejected, such as an ACL on a file system without ACL support, the
+/// others are still set.
 ///
 /// # Errors
-/// The first failure: the file system fails or refuses an attribute, or a name or value is invalid.
+/// The first failure: an I/O error, an attribute rejected by the file system, or an invalid name or value.
 pub(crate) fn write_xattrs(file: &impl AsFd, attributes: &[ExtendedAttribute]) -> io::Result<()> {
     let mut result = Ok(());
     for attribute in attributes {
@@ -77,10 +77,10 @@ pub(crate) fn write_xattrs(file: &impl AsFd, attributes: &[ExtendedAttribute]) -
     result
 }
 
-/// Replaces the user attributes and access control lists of `to` with those of `from`.
+/// Replaces the user attributes and ACLs of `to` with those of `from`.
 ///
 /// # Errors
-/// If they cannot be read, removed or set. If one cannot be set, the others still are.
+/// If attributes can't be read, removed or set. If setting one fails, the others are still set.
 pub fn replace_xattrs(from: &impl AsFd, to: &impl AsFd) -> io::Result<()> {
     for attribute in read_xattrs(to)? {
         if let Some(name) = attribute.raw_name().and_then(|name| CString::new(name).ok()) {
@@ -108,7 +108,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn write_xattrs_sets_others_if_one_is_refused() {
+    fn write_xattrs_sets_others_if_one_is_rejected() {
         let file = tempfile::tempfile().unwrap();
         if rustix::fs::fsetxattr(&file, "user.probe", b"v", XattrFlags::empty()).is_err() {
             eprintln!("skipped: the file system does not support user attributes");

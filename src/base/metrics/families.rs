@@ -1,8 +1,8 @@
-//! The declarations of all metrics, for recording and for `docs/reference/metrics.md`.
+//! Metric declarations, for recording and for `docs/reference/metrics.md`.
 
 use super::{Counters, Durations, Gauges};
 
-/// The processes that export a metric.
+/// Processes exporting a metric.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MetricScope {
     Platform,
@@ -10,7 +10,7 @@ pub enum MetricScope {
     Everywhere,
 }
 
-/// A metric's description, for the reference.
+/// Metric description for the reference.
 #[derive(Debug, Clone, Copy)]
 pub struct MetricDescription {
     pub name: &'static str,
@@ -21,7 +21,7 @@ pub struct MetricDescription {
     pub help: &'static str,
 }
 
-/// Declares metrics, and [`ALL`], which describes them.
+/// Declares the metrics, plus [`ALL`] to describe them.
 macro_rules! families {
     ($(
         $name:ident: $kind:ident<$count:literal> = $metric:literal, [$($label:literal),*], on $scope:ident,

@@ -1,4 +1,4 @@
-//! The subcommands of `deploy`.
+//! Subcommands of `svcctl deploy`.
 
 use clap::{Args as ClapArgs, Subcommand};
 

@@ -1,4 +1,4 @@
-//! The arguments of the diagnostic commands `doctor` and `verify-rollout`.
+//! Arguments of `svcctl doctor` and `svcctl verify-rollout`.
 
 use std::path::PathBuf;
 

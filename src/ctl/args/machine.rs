@@ -1,4 +1,4 @@
-//! The arguments of the commands for one machine or all machines.
+//! Arguments of the commands that manage machines.
 
 use std::fmt;
 use std::str::FromStr;
@@ -11,14 +11,14 @@ use svc_machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, S
 use svc_machine::state::Status;
 use svc_wire::quote::{InvalidPrice, Price};
 
-/// A machine as specified by an operator. A handle or a slot selects the active machine, except in commands for
-/// machines that have left their slot, such as `undelete`.
+/// An operator-specified machine. A handle or slot selects the active machine, except in commands such as `undelete`
+/// that act on machines no longer in their slot.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum MachineTarget {
     Id(MachineId),
-    /// The machine with this handle; it is an error if there are several.
+    /// The machine with this handle; an error if ambiguous.
     Handle(Handle),
-    /// The machine in this slot; it is an error if there are several.
+    /// The machine in this slot; an error if ambiguous.
     Slot(IdpUserId, Slot),
 }
 
@@ -44,7 +44,7 @@ impl FromStr for MachineTarget {
 }
 
 impl MachineTarget {
-    /// Returns the query that selects the target's machines in the machine list; empty for an id.
+    /// Returns the machine-list query for this target; empty for an id.
     pub fn query(&self) -> Vec<(&'static str, String)> {
         match self {
             Self::Id(_) => Vec::new(),
@@ -53,7 +53,7 @@ impl MachineTarget {
         }
     }
 
-    /// Returns the command that lists the target's deleted and replaced machines.
+    /// Returns the command for listing the target's deleted and replaced machines.
     pub fn list_ended_command(&self) -> String {
         match self {
             Self::Id(_) => "`svcctl list --deleted`".to_owned(),
@@ -73,7 +73,7 @@ impl fmt::Display for MachineTarget {
     }
 }
 
-/// The highest monthly cost that `--confirm-cost` accepts.
+/// Maximum monthly cost accepted by `--confirm-cost`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum CostLimit {
     Any,
@@ -83,8 +83,7 @@ pub enum CostLimit {
 impl FromStr for CostLimit {
     type Err = InvalidPrice;
 
-    /// Parses an amount with its currency, such as `12.00 EUR`; the space may be omitted. An empty string means no
-    /// limit.
+    /// Parses an amount and currency, such as `12.00 EUR`; the space is optional. An empty string means no limit.
     fn from_str(text: &str) -> Result<Self, InvalidPrice> {
         if text.is_empty() {
             return Ok(Self::Any);

@@ -1,6 +1,6 @@
-//! The command line of `svcctl`. No argument is a secret, because a process's arguments are visible to every user.
+//! The `svcctl` command line. Secrets are never passed as arguments, which are visible to every user.
 //!
-//! This file defines the commands and the global options; each group of commands has its own file.
+//! The commands and global options are defined here, and each command group's arguments in a submodule.
 
 mod deploy;
 mod diagnostics;
@@ -33,7 +33,7 @@ pub use self::resource::{
 pub use self::usage::Usage;
 use svc_base::applet;
 
-/// Default for `--wait`: longer than the default timeout for a registration (`REGISTRATION_TTL_SECONDS`).
+/// Default for `--wait`. Longer than the default registration timeout (`REGISTRATION_TTL_SECONDS`).
 const DEFAULT_WAIT_SECONDS: &str = "2400";
 
 const ENVIRONMENT_HELP: &str = "The platform's URL is read from PLATFORM_PUBLIC_URL or --platform-url; the platform's secret or an \
@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn wait_requires_an_equals_sign_before_its_number() {
+    fn wait_requires_equals_sign_before_value() {
         let parse = |arguments: &[&str]| Args::try_parse_from(arguments).map(|args| args.command);
         let id = MachineId::new().to_string();
         for (option, expected) in [("--wait", Some(2400)), ("--wait=5", Some(5)), ("--yes", None)] {

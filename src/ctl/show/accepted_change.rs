@@ -1,4 +1,4 @@
-//! Text view of responses to requests that change a machine.
+//! Text view of accepted machine changes.
 
 use super::human::format_time;
 use super::table::{self, Cell};
@@ -11,20 +11,20 @@ use svc_wire::change::{
 use svc_wire::copies::{NewerSnapshot, SnapshotSource};
 use svc_wire::text::WireString;
 
-/// An accepted change: the fields of the platform's response that are shown.
+/// The displayed fields of the platform's response to a change request.
 #[derive(Debug, Default)]
 pub struct AcceptedChange {
     pub machine_id: String,
     pub operation_id: Option<String>,
     pub also_deleted: Option<AlsoDeletedMachine>,
-    /// For a deletion: whether the provider no longer had the machine's server.
+    /// Deletions only: whether the provider no longer had the machine's server.
     pub was_server_gone: bool,
     status: String,
     server_type: Option<String>,
     old_machine_id: Option<String>,
     newer_snapshot: Option<NewerSnapshot>,
     deletion: Option<DeletedMachine>,
-    /// For an undelete: whether the deletion had already been undone.
+    /// Undeletes only: whether the deletion had already been undone.
     already_undone: Option<bool>,
     power: Option<WireString<PowerAction>>,
 }
@@ -103,8 +103,7 @@ impl From<Resize> for AcceptedChange {
 }
 
 impl AcceptedChange {
-    /// Returns a note if a repeated command changed nothing, or if there is a newer snapshot than the one that a
-    /// recovery restores.
+    /// Returns a note if the command was a no-op, or if a recovery isn't restoring the newest snapshot.
     pub fn note(&self) -> Option<String> {
         if self.already_undone == Some(true) {
             return Some("the deletion had already been undone; nothing was changed".to_owned());
@@ -120,7 +119,7 @@ impl AcceptedChange {
             .then(|| "the machine had already been powered off; nothing was changed".to_owned())
     }
 
-    /// Whether the server was already off before the power-off.
+    /// Whether the server was already off when the power-off was requested.
     pub fn was_already_off(&self) -> bool {
         self.power.as_ref().is_some_and(|action| action.is(PowerAction::Off)) && self.operation_id.is_none()
     }
@@ -179,7 +178,7 @@ fn format_newest_snapshot(view: &View, deletion: &DeletedMachine) -> String {
     newest + &problem
 }
 
-/// Formats the slot as `ada, slot primary of user_1`; empty if an older platform omits it.
+/// Formats the slot as `ada, slot primary of user_1`. Empty for older platforms, which omit it.
 fn format_slot(deletion: &DeletedMachine) -> String {
     let DeletedMachine { handle, slot, idp_user_id, .. } = deletion;
     if handle.is_present() { format!("{handle}, slot {slot} of {idp_user_id}") } else { String::new() }
@@ -194,8 +193,8 @@ fn describe_also_deleted(also: &AlsoDeletedMachine) -> String {
     )
 }
 
-/// Describes how to undo the accepted change: the command and its deadline, or why a deletion cannot be undone. Empty
-/// for a change that has no undo command.
+/// Describes how to undo the change: the command and its deadline, or why a deletion can't be undone. Empty for changes
+/// without an undo command.
 fn describe_undo(view: &View, accepted: &AcceptedChange) -> String {
     if let Some(also) = &accepted.also_deleted {
         let until = also.undelete_until.as_deref().or(also.undeletable_until.as_deref());
@@ -212,7 +211,7 @@ fn describe_undo(view: &View, accepted: &AcceptedChange) -> String {
 }
 
 fn describe_deletion_undo(view: &View, accepted: &AcceptedChange, deletion: &DeletedMachine) -> String {
-    // Older platforms report the deadline only under its former name.
+    // Older platforms only use the deadline's former name.
     if let Some(until) = deletion.undelete_until.as_ref().or(deletion.undeletable_until.as_ref()) {
         return format!("`svcctl undelete {}` until {}", deletion.machine_id, format_time(view.now, until));
     }
@@ -221,7 +220,7 @@ fn describe_deletion_undo(view: &View, accepted: &AcceptedChange, deletion: &Del
         None => Some("it never served traffic"),
         Some(_) => accepted.was_server_gone.then_some("the provider no longer has its server"),
     };
-    // Older platforms report neither the handle nor whether the machine ever registered.
+    // Older platforms don't report the handle or the registration time.
     if let Some(reason) = reason.filter(|_| handle.is_present()) {
         return format!(
             "none: {reason}; `svcctl provision {} --handle {handle}` creates a new machine",

@@ -1,4 +1,4 @@
-//! Text view of the operators' audit log.
+//! Text view of the operator audit log.
 
 use jiff::Timestamp;
 use serde::Deserialize;
@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use super::{Color, View, compact};
 
-/// Maximum number of changes shown per entry; `--json` shows all of them.
+/// Maximum number of changes shown per entry. `--json` shows them all.
 const MAX_CHANGES: usize = 4;
 
 #[derive(Debug, Deserialize)]
@@ -16,7 +16,7 @@ pub struct AuditEntryPage {
     pub next_cursor: Option<String>,
 }
 
-/// One audit entry, with its complete JSON.
+/// An audit entry along with its complete JSON.
 #[derive(Debug, Deserialize)]
 #[serde(try_from = "Value")]
 pub struct AuditEntry {
@@ -29,13 +29,13 @@ impl TryFrom<Value> for AuditEntry {
     type Error = String;
 
     fn try_from(json: Value) -> Result<Self, String> {
-        let id = json["auditId"].as_str().ok_or("an entry has no auditId")?;
-        let at = json["at"].as_str().and_then(|at| at.parse().ok()).ok_or("an entry has no valid time")?;
+        let id = json["auditId"].as_str().ok_or("entry without auditId")?;
+        let at = json["at"].as_str().and_then(|at| at.parse().ok()).ok_or("entry without a valid time")?;
         Ok(Self { audit_id: id.to_owned(), at, json })
     }
 }
 
-/// Lists entries with the newest last, as in a log.
+/// Lists entries newest last, like a log file.
 pub fn list(view: &View, page: &AuditEntryPage) -> String {
     if page.entries.is_empty() {
         return "no entries\n".to_owned();

@@ -37,7 +37,7 @@ pub fn details(view: &View, backup: &Backup) -> String {
     table::render_pairs(view, &detail_pairs(view, backup))
 }
 
-/// Shows one snapshot and the file to which it was downloaded.
+/// Shows one snapshot and the file it was downloaded to.
 pub fn downloaded(view: &View, backup: &Backup, file: &Path) -> String {
     let [snapshot, taken, size] = detail_pairs(view, backup);
     table::render_pairs(view, &[snapshot, taken, size, ("file", file.display().to_string().into())])

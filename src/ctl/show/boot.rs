@@ -6,8 +6,8 @@ use svc_base::quantity::pluralize;
 use svc_wire::machine::{Boot, BootProgress, BootStage};
 use svc_wire::text::Time;
 
-/// Formats the duration of each stage, as in `bundle 0.4 s, database 1.2 s`. Until the host has registered, the current
-/// stage and its progress come first.
+/// Formats stage durations as `bundle 0.4 s, database 1.2 s`, preceded by the current stage and its progress until the
+/// host has registered.
 pub fn summary_line(
     view: &View,
     boot: &Boot,
@@ -30,7 +30,7 @@ pub fn summary_line(
     if stages.is_empty() { current } else { format!("{current}; completed: {stages}") }
 }
 
-/// Returns the current phase's percentage. Rows take precedence over bytes, because they are counted last.
+/// Returns the current phase's percentage. Rows are counted last, so they take precedence over bytes.
 pub fn percent(progress: &BootProgress) -> Option<u64> {
     let percent_of = |done: Option<u64>, total: Option<u64>| {
         let (done, total) = done.zip(total).filter(|(_, total)| *total > 0)?;

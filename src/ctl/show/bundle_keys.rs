@@ -1,4 +1,4 @@
-//! Shows the release keys that hosts trust: the text view for `svcctl bundle keys`, and findings for the doctor.
+//! Release keys trusted by hosts: the text view for `svcctl bundle keys`, and doctor findings.
 
 use super::table::{self, Cell};
 use super::{Color, View};
@@ -11,7 +11,7 @@ use svc_wire::text::WireString;
 const ROTATION_ADVICE: &str =
     "follow the steps of a rotation in `svcctl bundle --help`; run `svcctl bundle keys` to see its progress";
 
-/// Formats a machine count with handles, as `3 machines (ada, bob, cy)`.
+/// Formats a machine count and handles as `3 machines (ada, bob, cy)`.
 fn format_machines(count: u64, handles: &[WireString<Handle>]) -> String {
     let ellipsis = if count > handles.len() as u64 { ", …" } else { "" };
     format!("{} ({}{ellipsis})", pluralize(count, "machine"), join_handles(handles))
@@ -25,8 +25,8 @@ fn choose_form(count: u64, one: &'static str, many: &'static str) -> &'static st
     if count == 1 { one } else { many }
 }
 
-/// Adds findings for configured keys that some hosts do not trust, for keys that hosts trust even though they are not
-/// configured, and for an outdated `BUNDLE_KEYS_SEQUENCE`.
+/// Adds findings for configured keys that some hosts don't trust, trusted keys that aren't configured, and an outdated
+/// `BUNDLE_KEYS_SEQUENCE`.
 pub fn findings(keys: &BundleKeys, findings: Findings) -> Findings {
     let findings = keys.keys.iter().fold(findings, |findings, key| key_findings(key, findings));
     match outdated_sequence(keys) {
@@ -35,7 +35,7 @@ pub fn findings(keys: &BundleKeys, findings: Findings) -> Findings {
     }
 }
 
-/// Returns a finding and advice if hosts trust a key set with a higher sequence than `BUNDLE_KEYS_SEQUENCE`.
+/// Returns a finding and advice if hosts trust a key set newer than `BUNDLE_KEYS_SEQUENCE`.
 fn outdated_sequence(keys: &BundleKeys) -> Option<(String, String)> {
     let highest = keys.highest_sequence?;
     let who = format_machines(keys.ahead, &keys.ahead_handles);
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn show_lists_keys_and_machines_that_report_none() {
+    fn show_lists_keys_and_nonreporting_machines() {
         let view = View { now: jiff::Timestamp::UNIX_EPOCH, has_colors: false, width: None };
         let text = show(&view, &keys());
         for part in

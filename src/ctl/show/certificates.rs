@@ -1,4 +1,4 @@
-//! Shows machine certificates: a line for the fleet, a line for a machine, and findings for the doctor.
+//! Machine certificates: one-line views for the fleet and for a machine, and doctor findings.
 
 use super::Color;
 use super::table::Cell;
@@ -39,8 +39,8 @@ pub fn fleet_cell(certificates: Option<&Certificates>) -> Cell {
     Cell::colored(is_bad.then_some(Color::Bad), parts.join(", ") + required)
 }
 
-/// Adds a finding for machines without a trusted certificate, which are unreachable once `CUSTOMER_VPS_TLS_VERIFY` is
-/// set, unless all of them are exempt.
+/// Adds a finding for machines without a trusted certificate, unless all of them are exempt. Non-exempt ones are
+/// unreachable once `CUSTOMER_VPS_TLS_VERIFY` is set.
 pub fn findings(certificates: Option<&Certificates>, findings: Findings) -> Findings {
     let Some(certificates) = certificates.filter(|certificates| certificates.missing > certificates.exempt)
     else {

@@ -1,4 +1,4 @@
-//! Text view of the copies of a slot's data, and of the changes that losing a server would cost.
+//! Text view of a slot's data copies, and of what losing a server would cost.
 
 use std::collections::BTreeMap;
 
@@ -11,13 +11,13 @@ use svc_wire::heartbeat::{FILES_NOT_RESTORED, FILES_UNSAVED};
 use svc_wire::machine::{Machine, MachineDetail};
 use svc_wire::text::{Time, WireString};
 
-/// Backups are hourly, so two missed ones are shown as a problem.
+/// Backups run hourly, so two missed ones are flagged.
 const MAX_NORMAL_EXPOSURE_SECONDS: u64 = 2 * 3600 + 600;
 
-/// The times at which machines left the slot, by id; the API's copies do not include them.
+/// Times at which machines left the slot, by machine id. The API's copies don't include them.
 pub type SlotExitTimes = BTreeMap<String, Time>;
 
-/// Returns the time at which a kept server's machine left the slot, if known.
+/// Returns when a kept server's machine left the slot, if known.
 fn left_slot_at<'a>(
     machine: &'a MachineDetail,
     kept: &KeptServer,
@@ -30,7 +30,7 @@ fn left_slot_at<'a>(
     }
 }
 
-/// Returns the rows for a machine's view.
+/// Returns the rows for a machine view.
 pub fn rows(
     view: &View,
     copies: &Copies,
@@ -163,8 +163,8 @@ fn format_loss(copies: &Copies, exposed_seconds: u64) -> String {
     }
 }
 
-/// Formats the risk of losing the live server:
-/// `its newest snapshot is from 2026-01-01 00:00:00 UTC, 9 min ago: 9 min of changes exist only on its server`.
+/// Describes the risk of losing the live server, as in `its newest snapshot is from 2026-01-01 00:00:00 UTC, 9 min ago:
+/// 9 min of changes exist only on its server`.
 pub fn describe_risk(view: &View, copies: &Copies) -> String {
     let newest = copies.newest_snapshot_at.as_deref();
     let newest = newest.map_or_else(
@@ -190,7 +190,7 @@ pub fn describe_risk(view: &View, copies: &Copies) -> String {
     }
 }
 
-/// Whether the kept server's retention has ended, so that the platform deletes it.
+/// Whether the kept server's retention has expired, so the platform is deleting it.
 pub fn is_being_deleted(view: &View, kept: &KeptServer) -> bool {
     let remaining = kept.until.as_deref().and_then(|until| seconds_between(&view.now.to_string(), until));
     remaining.is_some_and(|remaining| remaining <= 0.0)
@@ -209,8 +209,7 @@ fn format_missing(view: &View, since: &str) -> String {
     format!("missing at the provider, first noticed {}", format_time(view.now, since))
 }
 
-/// Shows a snapshot that was stored while the platform was unreachable, or that the host holds back because its
-/// database has shrunk.
+/// Shows a snapshot stored while the platform was unreachable, or held back by the host because its database shrank.
 fn newer_cell(view: &View, newer: &NewerSnapshot, machine: &Machine) -> Cell {
     let (user, slot, key) = (&machine.idp_user_id, &machine.slot, &newer.key);
     let line = format!(
@@ -221,7 +220,7 @@ fn newer_cell(view: &View, newer: &NewerSnapshot, machine: &Machine) -> Cell {
     Cell::colored(Some(Color::Warning), line)
 }
 
-/// Shows a snapshot that an operator chose not to restore when the previous machine was replaced.
+/// Shows a snapshot the operator chose not to restore when replacing the previous machine.
 fn unrestored_cell(view: &View, snapshot: &UnrestoredSnapshot, machine: &Machine) -> Cell {
     let (user, slot, key) = (&machine.idp_user_id, &machine.slot, &snapshot.key);
     let at = snapshot
@@ -235,8 +234,8 @@ fn unrestored_cell(view: &View, snapshot: &UnrestoredSnapshot, machine: &Machine
     Cell::colored(Some(Color::Warning), line)
 }
 
-/// Formats unsaved changes as `43 min of changes that are in no snapshot`, or with their start if it is not known when
-/// the machine left its slot. If only the owner's files are unsaved, says so instead.
+/// Formats unsaved changes as `43 min of changes that are in no snapshot`, or with their start time if we don't know
+/// when the machine left its slot. If only the owner's files are unsaved, says so instead.
 pub fn format_unsaved(
     view: &View,
     since: &str,
@@ -266,7 +265,7 @@ mod tests {
     use super::super::test_data::{MACHINE, plain_view, running_machine, with_copies};
 
     #[test]
-    fn status_names_a_newer_snapshot_and_how_to_restore_it() {
+    fn status_shows_newer_snapshot_and_restore_command() {
         let key = "system/db/snapshots/2026-11-21T11-55-00.000Z-1.dump";
         let copies = json!({"live": null, "kept": [], "newestSnapshotAt": "2026-11-21T09:51:00.000Z", "exposedSeconds": null,
             "newerSnapshot": {"takenAt": "2026-11-21T11:55:00.000Z", "machineId": MACHINE, "key": key}});

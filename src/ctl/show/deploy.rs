@@ -14,20 +14,20 @@ fn totals_line(totals: &RolloutTotals) -> String {
     format!("{updated} updated, {failed} failed, {skipped} skipped, {asked} asked, {waiting} waiting")
 }
 
-/// Formats a machine's state as `ada/primary failed: why`.
+/// Formats a machine's state as `ada/primary failed: <error>`.
 pub fn machine_line(view: &View, machine: &RolloutMachine) -> String {
     let state = view.paint(state_color(&machine.state), &machine.state);
     let error = machine.error.as_deref().map(|error| format!(": {}", one_line(error))).unwrap_or_default();
     format!("{}/{} {state}{error}", machine.handle, machine.slot)
 }
 
-/// Formats a rollout's state, with its reason, if any.
+/// Formats a rollout's state and its reason, if any.
 fn state_cell(rollout: &RolloutSummary) -> Cell {
     let reason = rollout.why.as_deref().map(|reason| format!(" ({reason})")).unwrap_or_default();
     Cell::colored(state_color(&rollout.state), format!("{}{reason}", rollout.state))
 }
 
-/// Formats the last verification as `passed 5 min ago on ada`; empty if no verification has run.
+/// Formats the last verification, if any, as `passed 5 min ago on ada`.
 fn verification_cell(view: &View, rollout: &RolloutSummary) -> Cell {
     let Some(last) = &rollout.verification else { return Cell::from("") };
     let (result, color) = if last.passed { ("passed", Color::Good) } else { ("failed", Color::Bad) };
@@ -38,7 +38,7 @@ fn verification_cell(view: &View, rollout: &RolloutSummary) -> Cell {
     )
 }
 
-/// Formats a rollout's progress, as in `running to 2026.11.2: 1 updated, …`.
+/// Formats a rollout's progress as `running to 2026.11.2: 1 updated, …`.
 pub fn progress_line(rollout: &RolloutSummary) -> String {
     format!("{} to {}: {}", rollout.state, rollout.image_version, totals_line(&rollout.totals))
 }
@@ -114,7 +114,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn show_lists_the_machines_of_a_rollout() {
+    fn show_lists_rollout_machines() {
         let rollout: Rollout = serde_json::from_value(serde_json::json!({
             "rolloutId": "r", "imageVersion": "v2", "state": "stopped", "why": "the canary failed",
             "canary": 1, "batchSize": 10, "maxFailures": 1, "updatedAt": "2026-11-21T00:00:30.000Z", "requestId": "q",

@@ -1,4 +1,4 @@
-//! Text view of a machine's failure, with the next step for the operator.
+//! Text view of machine failures, with the operator's next step.
 
 use crate::args;
 use svc_base::untrusted_text::one_line;
@@ -6,7 +6,7 @@ use svc_machine::state::FailureCause;
 use svc_wire::machine::{Failure, MachineDetail};
 use svc_wire::registration::RestoreFailureCode;
 
-/// Formats the cause, stage and message, as in `boot_reported at restore: …`.
+/// Formats the cause, stage and message as `boot_reported at restore: …`.
 pub fn summary_line(failure: &Failure) -> String {
     let mut line = failure.cause.to_string();
     if let Some(stage) = &failure.stage {
@@ -18,7 +18,7 @@ pub fn summary_line(failure: &Failure) -> String {
     line
 }
 
-/// Whether the machine's next healthy heartbeat makes it run again, because it has its slot back or its missing server
+/// Whether the machine runs again after its next healthy heartbeat, because it regained its slot or its missing server
 /// was found.
 pub fn is_reinstating(failure: &Failure) -> bool {
     failure.cause.is(FailureCause::Reinstating)
@@ -29,7 +29,7 @@ pub fn is_server_gone(failure: &Failure) -> bool {
     failure.cause.is(FailureCause::ServerGone)
 }
 
-/// Returns the next step for the operator.
+/// Returns the operator's next step.
 pub fn next_step(failure: &Failure, machine: &MachineDetail) -> String {
     if let Some(advice) = restore_next_step(failure, machine) {
         return advice;
@@ -86,15 +86,15 @@ pub fn next_step(failure: &Failure, machine: &MachineDetail) -> String {
     }
 }
 
-/// Returns the advice for a replacement that never ran, if the machine that it was to replace has the slot again.
+/// Returns the advice for a replacement that never ran, if the machine it was meant to replace holds the slot again.
 pub fn advice_after_reinstatement(failure: &Failure, machine: &MachineDetail) -> Option<String> {
     let live = machine.copies.as_ref().and_then(|copies| copies.live.as_ref())?;
     let is_reinstated = machine.replaced_by.as_ref() == Some(&live.machine_id);
     restore_next_step(failure, machine).filter(|_| is_reinstated)
 }
 
-/// Returns the advice for a new machine that could not restore its snapshot or files. It depends on the failure's code,
-/// because the same command might fail again.
+/// Returns the advice for a new machine that failed to restore its snapshot or files. Rerunning the same command might
+/// fail again, so the advice depends on the failure code.
 pub fn restore_next_step(failure: &Failure, machine: &MachineDetail) -> Option<String> {
     if !failure.cause.is(FailureCause::BootReported) || failure.stage.as_deref() != Some("restore") {
         return None;
@@ -132,13 +132,13 @@ pub fn restore_next_step(failure: &Failure, machine: &MachineDetail) -> Option<S
     })
 }
 
-/// Whether the machine's reinstatement failed because the store names another machine as the slot's holder.
+/// Whether reinstatement failed because the store lists another machine as the slot's holder.
 pub fn is_slot_held_by_another(machine: &MachineDetail) -> bool {
     let newest = machine.operations.iter().find(|operation| operation.kind == "reinstate");
     newest.is_some_and(|newest| newest.error_code.as_deref() == Some("database_behind_store"))
 }
 
-/// Formats the user, and the slot unless it is the primary one, as command-line arguments.
+/// Formats the user and, unless it's the primary one, the slot as command-line arguments.
 fn slot_arguments(machine: &MachineDetail) -> String {
     args::slot_arguments(&machine.idp_user_id, &machine.slot)
 }
@@ -152,7 +152,7 @@ mod tests {
     use crate::show::test_data::{failed_machine, from_json, plain_view};
 
     #[test]
-    fn failed_file_restore_advises_no_other_database_snapshot() {
+    fn failed_file_restore_does_not_suggest_other_snapshots() {
         for (code, needs_larger_disk) in
             [(RestoreFailureCode::FilesNoSpace, true), (RestoreFailureCode::Files, false)]
         {

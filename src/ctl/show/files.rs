@@ -15,7 +15,7 @@ use svc_wire::files::{
 use svc_wire::host::FileBackupReport;
 use svc_wire::text::Time;
 
-/// Formats a machine's file backup status as `saved 2026-01-01 00:00:00 UTC, 5 s ago; 1234 files, 5.0 GiB`.
+/// Formats a machine's file-backup status as `saved 2026-01-01 00:00:00 UTC, 5 s ago; 1234 files, 5.0 GiB`.
 pub fn cell(view: &View, report: &FileBackupReport) -> Cell {
     let saved = match report.saved_until.as_deref() {
         Some(at) => format!("saved {}", format_time(view.now, at)),
@@ -40,7 +40,7 @@ pub fn cell(view: &View, report: &FileBackupReport) -> Cell {
     }
 }
 
-/// Shows the slot's repository location and password, in plaintext.
+/// Shows the slot's repository location and plaintext password.
 pub fn access(view: &View, slot: &SlotTarget, access: &FilesAccess) -> String {
     let pairs = [
         ("slot", slot.to_string().into()),
@@ -50,7 +50,7 @@ pub fn access(view: &View, slot: &SlotTarget, access: &FilesAccess) -> String {
     table::render_pairs(view, &pairs)
 }
 
-/// Shows a machine's file backup status.
+/// Shows a machine's file-backup status.
 pub fn status(view: &View, status: &FileBackupStatus) -> String {
     let time = |at: &Option<Time>| {
         at.as_deref().map_or_else(|| "not yet".to_owned(), |at| format_time(view.now, at))
@@ -93,7 +93,7 @@ fn excluded_pairs(view: &View, excluded: &ExcludedFiles) -> Vec<(&'static str, C
     pairs
 }
 
-/// Shows the storage used by the slot's file backups.
+/// Shows how much storage the slot's file backups use.
 pub fn usage(view: &View, slot: &SlotTarget, usage: &FilesUsage) -> String {
     let time =
         |at: &Option<Time>| at.as_deref().map_or_else(|| "never".to_owned(), |at| format_time(view.now, at));
@@ -161,7 +161,7 @@ pub fn versions(view: &View, page: &FileVersions) -> String {
     text
 }
 
-/// Formats an entry's size or kind, mode and modification time.
+/// Formats an entry's size (or kind), mode and modification time.
 fn entry_cells(view: &View, entry: &FileEntry) -> [Cell; 3] {
     let size = match entry.kind {
         FileKind::File => format_bytes(entry.size_bytes),
@@ -170,7 +170,7 @@ fn entry_cells(view: &View, entry: &FileEntry) -> [Cell; 3] {
     [size.into(), entry.mode.clone().into(), format_time(view.now, &entry.modified_at).into()]
 }
 
-/// Lists a directory, or shows an entry of another kind.
+/// Lists a directory, or shows a single non-directory entry.
 pub fn listing(view: &View, page: &FileListing) -> String {
     let is_directory = page.entry.kind == FileKind::Directory;
     let entries = if is_directory { &page.entries[..] } else { std::slice::from_ref(&page.entry) };

@@ -1,4 +1,4 @@
-//! Text view of the fleet, its alarms, and the machines that need attention.
+//! Text view of the fleet, its alarms, and machines needing attention.
 
 use std::collections::BTreeMap;
 
@@ -16,8 +16,8 @@ use svc_wire::alarm::Alarm;
 use svc_wire::fleet::{BackupAges, EndReason, Exercises, Fleet, MachineNeedingAttention, OverdueOperation};
 use svc_wire::rollout::RolloutSummary;
 
-/// Formats an alarm as `servers_missing (limit 4, live 6, missing 5) since 2026-…`, followed by the end of its release,
-/// if any.
+/// Formats an alarm as `servers_missing (limit 4, live 6, missing 5) since 2026-…`, followed by when its release ends,
+/// if it was released.
 pub fn alarm_line(alarm: &Alarm) -> String {
     let (details, figures): (Vec<_>, Vec<_>) =
         alarm.detail.iter().partition(|(_, value)| value.is_array() || value.is_object());
@@ -42,7 +42,7 @@ fn format_figure(name: &str, value: &Value) -> String {
     format!("{} {}", split_words(name), compact(Some(value)))
 }
 
-/// Formats a detail as `server 4711, machine 019a…, epoch 3`; the details in a list are separated by semicolons.
+/// Formats a detail as `server 4711, machine 019a…, epoch 3`. List items are separated by semicolons.
 fn format_detail(value: &Value) -> String {
     match value {
         Value::Array(items) => items.iter().map(format_detail).collect::<Vec<_>>().join("; "),
@@ -58,11 +58,11 @@ fn format_detail(value: &Value) -> String {
     }
 }
 
-/// The members of a detail that are shown first, in this order.
+/// Detail members to show first, in this order.
 const MEMBER_ORDER: [&str; 4] = ["providerServerId", "machineId", "slot", "epoch"];
 
-/// Splits a camel-case name into words: `failedInLastHour` becomes `failed in last hour`. `providerServerId` and
-/// `machineId` are shortened; names that are not camel case are unchanged.
+/// Splits a camel-case name into words: `failedInLastHour` becomes `failed in last hour`. Shortens `providerServerId`
+/// and `machineId`, and leaves names that aren't camel case unchanged.
 fn split_words(name: &str) -> String {
     match name {
         "providerServerId" => "server".to_owned(),
@@ -91,8 +91,8 @@ fn overdue_advice(overdue: &OverdueOperation) -> String {
     format!("run `svcctl operation {}`", overdue.operation_id)
 }
 
-/// Counts the overdue operations beyond the `named` ones, as `and 2 more operations are overdue`; `None` if there are
-/// none.
+/// Summarizes overdue operations beyond the first `named` as `and 2 more operations are overdue`, or returns `None` if
+/// there aren't any.
 fn omitted_overdue_line(fleet: &Fleet, named: usize) -> Option<String> {
     let total = fleet.overdue_operations_total.max(fleet.overdue_operations.len() as u64);
     let omitted = total.saturating_sub(named as u64);
@@ -108,8 +108,8 @@ fn attention_state(machine: &MachineNeedingAttention) -> &str {
     machine.ended.as_deref().unwrap_or(&machine.status)
 }
 
-/// Returns the next step for the operator, given these alarms. A handle names only the active machine, so other
-/// machines are named by id.
+/// Returns the operator's next step, given the active alarms. A handle only refers to the active machine, so ids are
+/// used for others.
 fn next_step(machine: &MachineNeedingAttention, alarms: &[Alarm]) -> String {
     let name = if machine.ended.is_some() { machine.machine_id.as_str() } else { machine.handle.as_str() };
     let is_deleted = machine.ended.as_ref().is_some_and(|ended| ended.is(EndReason::Deleted));
@@ -117,8 +117,8 @@ fn next_step(machine: &MachineNeedingAttention, alarms: &[Alarm]) -> String {
     let advice = match machine.reasons.first().map(String::as_str) {
         // The backup fails because its snapshot is held back.
         Some("backup_failing") if has_reason("snapshot_held") => advice("snapshot_held"),
-        // A host reports a mismatch together with a failing database. A recovery would discard the current database,
-        // which may be the right one and is not backed up.
+        // Hosts report a mismatch along with a failing database. Recovery would discard the current database, which may
+        // be the right one and isn't backed up.
         Some("database_failing") if has_reason("database_mismatch") => advice("database_mismatch"),
         Some("unsaved_changes") if is_deleted => DELETED_WITH_UNSAVED_CHANGES_ADVICE,
         Some("heartbeat_silent") if are_hosts_refused(alarms) => HOSTS_REFUSED_ADVICE,
@@ -130,15 +130,15 @@ fn next_step(machine: &MachineNeedingAttention, alarms: &[Alarm]) -> String {
     advice.replace("HANDLE", name).replace("OPERATION", operation).replace("USER_SLOT", &slot)
 }
 
-/// Whether the platform is refusing live hosts, in which case a missing heartbeat does not mean that a host is lost.
+/// Whether the platform is refusing live hosts, so that a missing heartbeat doesn't mean the host is lost.
 fn are_hosts_refused(alarms: &[Alarm]) -> bool {
     alarms.iter().any(|alarm| alarm.alarm == "host_tokens_refused")
 }
 
-/// Maximum number of machines, and of overdue operations, that findings name.
+/// Maximum number of machines, and of overdue operations, named in findings.
 const MAX_NAMED: usize = 20;
 
-/// Adds findings for alarms, overdue operations, machines that need attention, release keys and certificates.
+/// Adds findings for alarms, overdue operations, machines needing attention, release keys and certificates.
 pub fn findings(fleet: &Fleet, findings: Findings) -> Findings {
     let findings = fleet
         .alarms
@@ -227,14 +227,14 @@ pub fn show(view: &View, fleet: &Fleet) -> String {
     text
 }
 
-/// Formats counts as `3 running, 1 failed`: sorted by count, without zeros.
+/// Formats nonzero counts as `3 running, 1 failed`, largest first.
 fn format_counts(counts: &BTreeMap<String, u64>) -> String {
     let mut nonzero: Vec<_> = counts.iter().filter(|(_, count)| **count > 0).collect();
     nonzero.sort_by_key(|(name, count)| (std::cmp::Reverse(**count), name.as_str()));
     nonzero.iter().map(|(name, count)| format!("{count} {name}")).collect::<Vec<_>>().join(", ")
 }
 
-/// Formats the last recovery and rollback on a test slot; empty for an older platform, which does not report them.
+/// Formats the last recovery and rollback on a test slot. Empty for older platforms, which don't report them.
 fn exercises_cell(view: &View, exercises: Option<&Exercises>) -> Cell {
     let Some(exercises) = exercises else { return Cell::from("") };
     let are_current = exercises.recovery.is_current && exercises.rollback.is_current;
@@ -242,7 +242,7 @@ fn exercises_cell(view: &View, exercises: Option<&Exercises>) -> Cell {
     Cell::colored(Some(color), quote::exercises(view, exercises))
 }
 
-/// Formats the open rollout, with its id.
+/// Formats the open rollout and its id.
 fn rollout_cell(open: Option<&RolloutSummary>) -> Cell {
     let line =
         open.map(|open| format!("{} ({})", deploy::progress_line(open), open.rollout_id)).unwrap_or_default();

@@ -1,4 +1,4 @@
-//! Formats times and sizes for people.
+//! Human-readable times and sizes.
 
 use jiff::Timestamp;
 
@@ -8,7 +8,7 @@ const MINUTE: i64 = 60;
 const HOUR: i64 = 60 * MINUTE;
 const DAY: i64 = 24 * HOUR;
 
-/// Formats a time as `12 s ago`, `5 min ago` or `in 3 d`; an invalid time is returned unchanged.
+/// Formats a time as `12 s ago`, `5 min ago` or `in 3 d`. Invalid times are returned unchanged.
 pub fn format_ago(now: Timestamp, at: &str) -> String {
     let Ok(then) = at.parse::<Timestamp>() else { return at.to_owned() };
     let seconds = now.as_second() - then.as_second();
@@ -24,7 +24,7 @@ pub fn format_time(now: Timestamp, at: &str) -> String {
     }
 }
 
-/// Formats a duration as one number and one unit, rounded down.
+/// Formats a duration in a single unit, rounded down.
 pub fn format_span(seconds: u64) -> String {
     let seconds = i64::try_from(seconds).unwrap_or(i64::MAX);
     match seconds {
@@ -35,7 +35,7 @@ pub fn format_span(seconds: u64) -> String {
     }
 }
 
-/// Returns the seconds between two times from the API; `None` if either is invalid.
+/// Returns the seconds between two API timestamps, or `None` if either is invalid.
 pub fn seconds_between(from: &str, to: &str) -> Option<f64> {
     let (from, to): (Timestamp, Timestamp) = (from.parse().ok()?, to.parse().ok()?);
     Some(to.duration_since(from).as_secs_f64())

@@ -1,4 +1,4 @@
-//! Text views of machines: a list, and one machine with its operations.
+//! Text views of machines: the list, and a single machine with its operations.
 
 use super::copies::{SlotExitTimes, format_unsaved};
 use super::human::{format_ago, format_bytes, format_time, seconds_between};
@@ -11,7 +11,7 @@ use svc_wire::machine::{Attention, DiscardedMachine, Health, Machine, MachineDet
 use svc_wire::operation::Operation;
 use svc_wire::text::Time;
 
-/// An older heartbeat is highlighted. By default, hosts send one every 30 s.
+/// Older heartbeats are highlighted. Hosts send one every 30 s by default.
 const MAX_HEARTBEAT_AGE_SECONDS: f64 = 120.0;
 
 fn attention_cell(item: &Attention, handle: &str) -> Cell {
@@ -22,7 +22,7 @@ fn attention_cell(item: &Attention, handle: &str) -> Cell {
     Cell::colored(Some(Color::Bad), format!("{}: {}{next}", item.code, item.detail))
 }
 
-/// Shows the machine whose server is being deleted.
+/// Shows a machine whose server is being deleted.
 pub fn discarded(view: &View, discarded: &DiscardedMachine) -> String {
     let DiscardedMachine { machine, operation_id, already_ordered } = discarded;
     let id = &machine.machine_id;
@@ -53,7 +53,7 @@ pub fn state_or_off(machine: &Machine) -> &str {
     if is_off { "off" } else { machine.display_state() }
 }
 
-/// Formats the time at which the machine was powered off, with the command that powers it on.
+/// Formats when the machine was powered off, and the command to power it back on.
 fn power_cell(view: &View, machine: &Machine) -> Cell {
     let Some(at) = machine.powered_off_at.as_deref().filter(|_| machine.is_active()) else {
         return "".into();
@@ -66,19 +66,19 @@ fn power_cell(view: &View, machine: &Machine) -> Cell {
     Cell::colored(Some(Color::Bad), line)
 }
 
-/// Describes the changes that exist only on the machine's server, if known.
+/// Describes changes that exist only on the machine's server, if known.
 pub fn unsaved_changes(view: &View, machine: &Machine) -> Option<String> {
     let since = machine.unsaved_since.as_deref()?;
     Some(format_unsaved(view, since, machine.unsaved_data.as_ref(), machine.left_slot_at()))
 }
 
-/// Whether the machine's last backup failed because the slot's pointer cannot be used.
+/// Whether the last backup failed because the slot's snapshot pointer is unusable.
 fn is_pointer_unusable(machine: &Machine) -> bool {
     let backup = machine.last_backup.as_ref().filter(|backup| backup.status.is(Outcome::Error));
     backup.and_then(|backup| backup.error.as_deref()).is_some_and(is_unusable_pointer)
 }
 
-/// Returns the machine's operation that is waiting for a decision, if any.
+/// Returns the operation waiting for a decision, if any.
 pub fn waiting_operation(machine: &MachineDetail) -> Option<&Operation> {
     machine.operations.iter().find(|operation| operation.question().is_some())
 }
@@ -91,7 +91,7 @@ fn heartbeat_cell(view: &View, machine: &Machine, format: fn(jiff::Timestamp, &s
     Cell::colored(is_overdue.then_some(Color::Bad), format(view.now, at))
 }
 
-/// The advice after a failed update.
+/// Advice after a failed update.
 pub const UPDATE_ADVICE: &str = "run `svc-update status` on its host to see details; publish another version, then roll it \
     out with `svcctl deploy start`";
 
@@ -142,7 +142,7 @@ pub fn details(view: &View, m: &MachineDetail) -> String {
     details_with_slot_exit_times(view, m, &SlotExitTimes::new())
 }
 
-/// Like [`details`], with the times at which kept servers' machines left the slot.
+/// Like [`details`], given the times at which kept servers' machines left the slot.
 pub fn details_with_slot_exit_times(
     view: &View,
     m: &MachineDetail,
@@ -224,7 +224,7 @@ pub fn details_with_slot_exit_times(
     text
 }
 
-/// Formats a host's health as `gateway ok, database failing`, with the free disk space or `disk unknown`.
+/// Formats a host's health as `gateway ok, database failing`, plus the free disk space or `disk unknown`.
 fn health_cell(health: Option<&Health>) -> Cell {
     let Some(Health { gateway, database, code, disk }) = health else { return "".into() };
     let mut parts = vec![format!("gateway {gateway}"), format!("database {database}")];
@@ -237,7 +237,7 @@ fn health_cell(health: Option<&Health>) -> Cell {
     Cell::colored(Some(if is_healthy { Color::Good } else { Color::Bad }), parts.join(", "))
 }
 
-/// Formats the last backup, as reported by the host: its time and size, or its error.
+/// Formats the last backup reported by the host: time and size, or the error.
 fn backup_cell(
     view: &View,
     backup: Option<&LastBackup>,
@@ -253,8 +253,8 @@ fn backup_cell(
     format!("{}{size}", format(view.now, taken)).into()
 }
 
-/// Formats the last verification of stored snapshots, or the last drill, as
-/// `success, 2026-01-01 00:00:00 UTC, 5 min ago` or `error: …`, with the damaged snapshots.
+/// Formats the last snapshot verification or drill as `success, 2026-01-01 00:00:00 UTC, 5 min ago`, or as `error: …`
+/// with the damaged snapshots.
 fn check_cell(view: &View, check: Option<&SnapshotCheck>) -> Cell {
     let Some(SnapshotCheck { status, at, damaged, error, .. }) = check else { return "".into() };
     let at = format_time(view.now, at);
@@ -268,10 +268,10 @@ fn check_cell(view: &View, check: Option<&SnapshotCheck>) -> Cell {
     Cell::colored(Some(Color::Bad), format!("{line}; {at}"))
 }
 
-/// Describes the machine's state, and the data at risk if its server is lost.
+/// Describes the machine's state, and what losing its server would cost.
 pub fn data_at_risk(view: &View, m: &MachineDetail) -> String {
     let risk = m.copies.as_ref().map(|copies| copies::describe_risk(view, copies));
-    // Older platforms do not report copies.
+    // Older platforms don't report copies.
     let last_backup = || {
         let backup = m.last_backup.as_ref().filter(|backup| !backup.status.is(Outcome::Error));
         let taken = backup.and_then(|backup| backup.taken_at.as_ref());

@@ -1,5 +1,4 @@
-//! Text views of the API's responses. The views are pure functions: a [`View`] contains the time, the width, and
-//! whether there are colors.
+//! Text views of API responses. Views are pure functions: the time, width and color setting come from a [`View`].
 
 pub mod accepted_change;
 pub mod audit;
@@ -34,12 +33,12 @@ use super::vars;
 use svc_base::untrusted_text::one_line;
 use svc_base::vars::NO_COLOR;
 
-/// The parameters of a text view.
+/// Rendering parameters for a text view.
 #[derive(Debug, Clone, Copy)]
 pub struct View {
     pub now: Timestamp,
     pub has_colors: bool,
-    /// The terminal's width in columns; `None` for lines of any length.
+    /// Terminal width in columns, or `None` if unlimited.
     pub width: Option<u16>,
 }
 
@@ -53,7 +52,7 @@ pub enum Color {
 }
 
 impl View {
-    /// Returns the view for standard output: colors and a width only on a terminal, and no colors with `NO_COLOR`.
+    /// Returns the view for standard output. Colors and width require a terminal, and `NO_COLOR` disables colors.
     pub fn for_stdout() -> Self {
         let is_terminal = std::io::stdout().is_terminal();
         let width = is_terminal.then(|| comfy_table::Table::new().width()).flatten();
@@ -79,7 +78,7 @@ impl Color {
         }
     }
 
-    /// Returns the color for a state in the API, such as that of a machine, an operation or a subscription.
+    /// Returns the color for an API state, such as that of a machine, operation or subscription.
     pub fn for_state(state: &str) -> Option<Self> {
         match state {
             "running" | "succeeded" | "done" | "active" => Some(Self::Good),
@@ -91,7 +90,7 @@ impl Color {
     }
 }
 
-/// Whether colors are allowed (see no-color.org); a dumb terminal has none.
+/// Whether colors are allowed (see no-color.org). Dumb terminals don't support them.
 fn is_color_allowed() -> bool {
     NO_COLOR.env_value().is_none() && vars::TERM.env_value().is_none_or(|term| term != "dumb")
 }
@@ -100,7 +99,7 @@ fn or_empty(value: Option<&String>) -> String {
     value.cloned().unwrap_or_default()
 }
 
-/// Formats a value on one line: a string unquoted, an object as `name=value …` without nulls.
+/// Formats a value on one line: strings unquoted, objects as `name=value …` without nulls.
 pub fn compact(value: Option<&Value>) -> String {
     match value {
         None | Some(Value::Null) => String::new(),

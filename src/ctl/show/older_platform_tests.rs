@@ -1,7 +1,7 @@
-//! Older platforms omit fields that were added later, so every view must show the rest of a response. Each example is a
-//! response from the current platform with every field in the schema, and each test removes one field at a time. A
-//! field is essential if the view is meaningless without it: an identifier, a state, or the figure that the view is
-//! about. Each example lists its essential fields.
+//! Older platforms omit fields added later, and every view must still show the rest of the response. Each example is a
+//! response from the current platform with every field in the schema, and the tests remove one field at a time. Fields
+//! without which a view is meaningless are essential, such as an identifier, a state, or the figure being shown. Each
+//! example lists its essential fields.
 
 use std::collections::BTreeSet;
 
@@ -61,7 +61,7 @@ const POINTER_FIELDS: &[&str] = &["/seq", "/snapshot/key"];
 const OPERATOR_FIELDS: &[&str] = &["/name", "/state"];
 const CHANGE_FIELDS: &[&str] = &["/machineId", "/status"];
 
-/// An example with the paths of its essential fields.
+/// An example response and the paths of its essential fields.
 struct Example {
     document: Value,
     essential: Vec<String>,
@@ -81,12 +81,13 @@ impl Example {
         self
     }
 
-    /// Checks that `show` still shows the example when any single field is missing, unless the field is essential.
+    /// Asserts that `show` copes with any single non-essential field missing, and that parsing fails without an
+    /// essential one.
     #[track_caller]
     fn assert_shown<T: DeserializeOwned + Serialize>(self, schema: &Value, show: impl Fn(T) -> String) {
         let Self { document, essential } = self;
         let parsed = serde_json::from_value::<T>(document.clone()).unwrap();
-        assert_eq!(json!(parsed), document, "the example must be what the platform sends");
+        assert_eq!(json!(parsed), document, "the example differs from what the platform sends");
         assert_complete(schema, &document, "");
         let essential: BTreeSet<String> = essential.into_iter().collect();
         let mut unchecked = essential.clone();
@@ -126,7 +127,7 @@ fn member_paths(value: &Value, parent: &str) -> Vec<String> {
     }
 }
 
-/// Checks that a value has every property in its schema, so that no example lacks a field that is added later.
+/// Asserts that a value has every property in its schema, so that examples can't fall behind as fields are added.
 #[track_caller]
 fn assert_complete(schema: &Value, value: &Value, path: &str) {
     let named_schema = |name: &str| match name {
@@ -240,7 +241,7 @@ fn pointer() -> Value {
 }
 
 #[test]
-fn machines_of_older_platforms_are_shown() {
+fn machine_views_support_older_platforms() {
     let detail = merge(machine(), json!({"operations": [operation()], "copies": copies()}));
     Example::new(detail)
         .essential(MACHINE_FIELDS)
@@ -268,7 +269,7 @@ fn machines_of_older_platforms_are_shown() {
 }
 
 #[test]
-fn changes_of_older_platforms_are_shown() {
+fn change_views_support_older_platforms() {
     fn show_change<T: Into<accepted_change::AcceptedChange>>(change: T) -> String {
         accepted_change::show(&plain_view(), &change.into())
     }
@@ -316,7 +317,7 @@ fn exercise() -> Value {
 }
 
 #[test]
-fn fleets_of_older_platforms_are_shown() {
+fn fleet_views_support_older_platforms() {
     let keys = json!({
         "keys": [{"keyId": "00", "isConfigured": true, "trusting": 1, "trustingHandles": ["ada"], "notTrusting": 1,
             "notTrustingHandles": ["bob"]}],
@@ -351,7 +352,7 @@ fn fleets_of_older_platforms_are_shown() {
 }
 
 #[test]
-fn rollouts_of_older_platforms_are_shown() {
+fn rollout_views_support_older_platforms() {
     let member = json!({"machineId": ID, "handle": "ada", "slot": "primary", "batch": 1, "state": "failed",
         "error": "e", "askedAt": AT, "endedAt": AT, "imageVersion": "2026.11.1"});
     Example::new(merge(rollout(), json!({"machines": [member]})))
@@ -367,7 +368,7 @@ fn rollouts_of_older_platforms_are_shown() {
 }
 
 #[test]
-fn snapshots_of_older_platforms_are_shown() {
+fn snapshot_views_support_older_platforms() {
     let backup = json!({"key": "k", "sizeBytes": 7, "sha256": "00", "takenAt": AT, "verifiedAt": AT, "epoch": 2,
         "machineId": ID, "latest": true});
     Example::new(json!({"latest": "k", "backups": [backup], "nextCursor": "c"}))
@@ -399,7 +400,7 @@ fn snapshots_of_older_platforms_are_shown() {
 }
 
 #[test]
-fn other_resources_of_older_platforms_are_shown() {
+fn other_views_support_older_platforms() {
     let subscription = json!({"idpUserId": "user_1", "slot": "primary", "plan": "max", "status": "active",
         "currentPeriodEnd": AT, "test": true});
     Example::new(json!({"slots": [subscription], "nextCursor": "user_1/primary"}))

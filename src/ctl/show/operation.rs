@@ -6,28 +6,28 @@ use svc_base::quantity::pluralize;
 use svc_base::untrusted_text::one_line;
 use svc_wire::operation::{LogLine, Operation, OperationState, Question};
 
-/// The code of the question about a held-back final backup.
+/// Question code for a held-back final backup.
 pub const HELD_BACK_CODE: &str = "last_backup_held_back";
 
-/// The code of the question about a fence whose signature could not be verified.
+/// Question code for a fence whose signature couldn't be verified.
 const UNVERIFIED_FENCE_CODE: &str = "unverified_fence";
 
-/// The code of the question about which snapshot to restore.
+/// Question code for choosing the snapshot to restore.
 const NEWER_SNAPSHOT_CODE: &str = "newer_snapshot";
 
-/// Whether a retry of the step may resolve the question.
+/// Whether retrying the step may resolve the question.
 fn can_retry_resolve(question: &Question) -> bool {
     let code = question.code.as_str();
     code.starts_with("last_backup") || [UNVERIFIED_FENCE_CODE, NEWER_SNAPSHOT_CODE].contains(&code)
 }
 
-/// Whether to show a line. The lines about the operation's creation and about a step's start are omitted, because the
-/// line about the step's end implies them.
+/// Whether to show a log line. We omit operation creation and step starts, since they're implied by the line for the
+/// step's end.
 pub fn should_show(line: &LogLine) -> bool {
     !matches!(line.outcome.as_str(), "filed" | "begun")
 }
 
-/// Returns the reason why the current step is being retried or is waiting, if the last log line gives one.
+/// Returns why the current step is being retried or is waiting, if the last log line says so.
 fn waiting_reason(operation: &Operation) -> Option<String> {
     let last = operation.log.last().filter(|_| operation.state.is(OperationState::Running))?;
     let is_waiting = match last.outcome.as_str() {
@@ -38,7 +38,7 @@ fn waiting_reason(operation: &Operation) -> Option<String> {
     reason.map(|reason| one_line(reason).into_owned())
 }
 
-/// Formats the commands that answer the operation's question, with their effects.
+/// Formats the commands that answer the operation's question, and their effects.
 pub fn format_answers(operation: &Operation) -> Vec<String> {
     let id = &operation.operation_id;
     let abandon_effect = match operation.kind.as_str() {
@@ -99,7 +99,7 @@ pub fn format_question(operation: &Operation) -> Vec<String> {
     std::iter::once(format!("question: {}", one_line(&question.detail))).chain(answers).collect()
 }
 
-/// Formats a log line as `  12.3 s  create_server  done`, with the time since the operation's start.
+/// Formats a log line as `  12.3 s  create_server  done`, starting with the time since the operation's start.
 pub fn format_log_line(view: &View, operation: &Operation, line: &LogLine) -> String {
     let outcome = line.outcome.as_str();
     let detail = line.detail.as_deref().map(one_line).unwrap_or_default();
@@ -124,21 +124,21 @@ fn format_repeats(operation: &Operation, line: &LogLine) -> String {
     })
 }
 
-/// Returns the lines after a sequence number, and the last sequence number. Older platforms omit the sequence numbers;
-/// the lines' positions are used instead.
+/// Returns the log lines after a sequence number, and the last sequence number. Falls back to line positions for older
+/// platforms, which don't send sequence numbers.
 pub fn lines_after(operation: &Operation, after: u64) -> (Vec<&LogLine>, u64) {
     let numbered = operation.log.iter().zip(1..).map(|(line, position)| (line.seq.unwrap_or(position), line));
     let last = numbered.clone().map(|(number, _)| number).max().unwrap_or(after);
     (numbered.filter(|(number, _)| *number > after).map(|(_, line)| line).collect(), last)
 }
 
-/// Formats a time from the API, relative to the operation's start.
+/// Formats an API timestamp relative to the operation's start.
 pub fn format_offset(operation: &Operation, at: &str) -> String {
     let from = seconds_between(&operation.created_at, at);
     from.map_or_else(|| at.to_owned(), |from| format!("{:>7.1} s", from.max(0.0)))
 }
 
-/// Returns the noun for an operation of this kind.
+/// Returns the noun for an operation kind.
 pub fn kind_noun(kind: &str) -> &str {
     match kind {
         "provision" => "provisioning",
@@ -185,8 +185,8 @@ pub fn details(view: &View, o: &Operation) -> String {
     text
 }
 
-/// Returns the state that determines an operation's color: a running operation is in progress, while a running machine
-/// is healthy.
+/// Maps an operation's state to the state whose color to use: a running machine is healthy, but a running operation is
+/// merely in progress.
 fn operation_color_state(state: &str) -> &str {
     if state == "running" { "retry" } else { state }
 }
@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn waiting_reason_requires_a_log_line_of_the_current_step() {
+    fn waiting_reason_requires_log_line_for_current_step() {
         let mut waiting = json!({
             "operationId": ID, "machineId": MACHINE, "kind": "delete", "state": "running", "step": "last_backup",
             "attempts": 1, "errorCode": null, "createdAt": "T", "updatedAt": "T",

@@ -30,7 +30,7 @@ pub fn list(view: &View, operators: &[Operator]) -> String {
     table::render(view, &["NAME", "SCOPES", "STATE", "EXPIRES", "LAST USED", "ADDED BY"], &rows)
 }
 
-/// Shows a new token, or the file to which it was written.
+/// Shows a new token, or the file it was written to.
 pub fn issued(view: &View, issued: &IssuedToken, file: Option<&Path>) -> String {
     let (operator, token) = (&issued.issue.operator, &issued.token);
     let shown = file.map_or_else(|| token.clone(), |file| format!("written to {}", file.display()));
@@ -71,7 +71,6 @@ pub fn who_am_i(view: &View, me: &WhoAmI) -> String {
     )
 }
 
-/// Joins scope names with a separator.
 pub fn join_scopes(scopes: &[WireString<Scope>], separator: &str) -> String {
     scopes.iter().map(WireString::as_str).collect::<Vec<_>>().join(separator)
 }
@@ -92,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn issued_shows_the_token_only_without_a_file() {
+    fn issued_hides_token_written_to_file() {
         let shown = issued(&VIEW, &issued_token(), None);
         for part in
             ["ada", "read, operate", "svco_secret", "shown only once", "valid until 1970-01-01 01:00:00 UTC"]

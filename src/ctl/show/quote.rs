@@ -1,4 +1,4 @@
-//! Text view of what `provision` would create, its cost, and the quota.
+//! Text view of a `provision` quote: the machine to create, its cost, and the quota.
 
 use super::human::{format_ago, format_time};
 use super::table::{self, Cell};
@@ -6,8 +6,8 @@ use super::{Color, View};
 use svc_wire::fleet::{Exercise, Exercises};
 use svc_wire::quote::{LocationCost, ProvisionQuote};
 
-/// Formats the cost in one phrase: `9.5081 EUR a month (cpx22 in nbg1)` or, with several locations,
-/// `up to 11.90 EUR a month (cpx22 in nbg1 or ash)`.
+/// Formats the cost as `9.5081 EUR a month (cpx22 in nbg1)` or, for several locations, `up to 11.90 EUR a month (cpx22
+/// in nbg1 or ash)`.
 pub fn cost(quote: &ProvisionQuote) -> String {
     let cost = quote.monthly_cost.as_ref().map_or("no cost", |cost| cost.as_str());
     let (prefix, locations) = match &quote.costs[..] {
@@ -116,7 +116,7 @@ pub fn exercises(view: &View, exercises: &Exercises) -> String {
     format!("recovery {}, rollback {}", last(&exercises.recovery), last(&exercises.rollback))
 }
 
-/// Returns warnings about exercises that are due.
+/// Returns warnings for exercises that are due.
 pub fn warnings(quote: &ProvisionQuote) -> Vec<String> {
     let Exercises { recovery, rollback } = &quote.exercises;
     [("recovery", recovery, "`svcctl recover`"), ("rollback", rollback, "`svcctl delete` or `svcctl fail`")]

@@ -1,4 +1,4 @@
-//! Renders tables, and lists of names with values.
+//! Renders tables and name-value lists.
 
 use std::borrow::Cow;
 
@@ -14,8 +14,8 @@ pub struct Cell {
 }
 
 impl Cell {
-    /// Creates a cell with a single line. Text may come from a host or the provider, so line breaks and unprintable
-    /// characters in it are replaced.
+    /// Creates a single-line cell. The text may come from a host or the provider, so line breaks and unprintable
+    /// characters are replaced.
     pub fn colored(color: Option<Color>, text: impl Into<String>) -> Self {
         let text = text.into();
         let text = match one_line(&text) {
@@ -25,7 +25,7 @@ impl Cell {
         Self { text, color }
     }
 
-    /// Creates a cell with a state, in the state's color.
+    /// Creates a cell for a state, in the state's color.
     pub fn state(state: &str) -> Self {
         Self::colored(Color::for_state(state), state)
     }
@@ -37,7 +37,7 @@ impl<T: Into<String>> From<T> for Cell {
     }
 }
 
-/// Renders a table, wrapped to the view's width; an empty cell is shown as `-`.
+/// Renders a table wrapped to the view's width. Empty cells are shown as `-`.
 pub fn render(view: &View, heading: &[&str], rows: &[Vec<Cell>]) -> String {
     let mut table = Table::new();
     table.load_preset(presets::NOTHING);
@@ -77,7 +77,7 @@ fn styled_cell(cell: &Cell) -> TableCell {
     }
 }
 
-/// Renders one name and value per line; empty values are omitted.
+/// Renders one name and value per line, omitting empty values.
 pub fn render_pairs(view: &View, pairs: &[(&str, Cell)]) -> String {
     let width = pairs.iter().map(|(name, _)| name.len()).max().unwrap_or(0) + 2;
     let present = pairs.iter().filter(|(_, value)| !value.text.is_empty());

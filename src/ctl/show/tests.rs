@@ -1,5 +1,5 @@
-//! Tests for the text views of machines, operations, accepted changes, the fleet, rollouts, backups and slots, and for
-//! a view's colors and width.
+//! Tests for the text views of machines, operations, accepted changes, the fleet, rollouts, backups and slots,
+//! including colors and width.
 
 use serde_json::{Value, json};
 
@@ -354,7 +354,7 @@ fn accepted_deletion_shows_snapshot_age_and_undo() {
     let older = json!({"machineId": MACHINE, "kind": "customer", "status": "running", "deletedAt": "2026-11-21T12:00:00.000Z",
         "newestSnapshotAt": "2026-11-21T11:51:00.000Z", "undeletableUntil": "2026-11-22T12:00:00.000Z", "operationId": OTHER});
     let older = accepted_change::show(&plain_view(), &from_json::<DeletedMachine>(older).into());
-    assert_eq!(older, current, "an older platform reports the same time under another name");
+    assert_eq!(older, current, "older platforms use another name for the deadline");
     let immediate = accepted_change::show(&plain_view(), &deletion(Value::Null));
     assert!(
         immediate.contains("until its server is off; then the server is deleted permanently"),

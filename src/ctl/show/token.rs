@@ -1,4 +1,4 @@
-//! Text view of the token with which a machine's host authenticates to the platform.
+//! Text view of the token that authenticates a machine's host to the platform.
 
 use super::View;
 use super::human::{format_ago, format_time};
@@ -15,7 +15,7 @@ pub fn line(view: &View, token: &UpgradeToken) -> String {
     format!("generation {generation}, since {since}{}", requested.unwrap_or_default())
 }
 
-/// Reports how many machines' tokens will be rotated.
+/// Reports how many tokens will be rotated.
 pub fn rotations(rotations: TokenRotations) -> String {
     let count = rotations.requested;
     format!(

@@ -1,4 +1,4 @@
-//! Names a snapshot that needs damaged content, so that an operator can repair or remove it.
+//! Identifies a snapshot that references corrupt content, so that an operator can repair or remove it.
 
 use std::cmp::Reverse;
 use std::time::{Duration, Instant};
@@ -14,16 +14,16 @@ use crate::tree_reader::TreeReader;
 use crate::tree_references::TreeReferences;
 use crate::verify::SNAPSHOT_REMEDY;
 
-/// The remedy for a protected snapshot, which is the one that the files pointer names.
+/// Remedy for a protected snapshot, i.e. the one referenced by the files pointer.
 const PROTECTED_SNAPSHOT_REMEDY: &str = "this is the latest snapshot, so do not remove it: run `svc-sync-agent verify \
                                          --all` on its machine, which writes the content again if the machine \
                                          still has it; otherwise restore the pack or, if the pack still exists, run \
                                          `restic rebuild-index`";
-/// Maximum time to search for a damaged snapshot, unless [`PruneOptions::search_deadline`] is set.
+/// Search timeout, unless [`PruneOptions::search_deadline`] is set.
 const SEARCH_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Returns an error that names a damaged snapshot: a protected one, or else the newest. Returns `error` itself if it is
-/// not damage, or if the search finds no snapshot, fails, or times out.
+/// Returns an error that identifies a damaged snapshot: a protected one if possible, otherwise the newest. Returns
+/// `error` itself if it isn't due to corruption, or if the search finds nothing, fails or times out.
 pub(super) async fn name_damaged_snapshot(
     repository: &Repository,
     snapshots: &[(Id, &Snapshot)],
@@ -40,12 +40,12 @@ pub(super) async fn name_damaged_snapshot(
     named.ok().and_then(Result::ok).flatten().unwrap_or(error)
 }
 
-/// Searches snapshots for one that needs a directory that cannot be read, or a chunk that is not in the index. Returns
-/// an error that names it. Protected snapshots come first: the machine can repair the latest one, which also repairs
-/// the others that share the damaged directory. The others follow, newest first.
+/// Searches for a snapshot with an unreadable directory or an unindexed chunk, and returns an error that identifies it.
+/// Protected snapshots come first: the machine can repair the latest one, which also repairs the others that share the
+/// damaged directory. The rest follow, newest first.
 ///
 /// # Errors
-/// If the store fails, or an index file is damaged.
+/// If the store fails or an index file is corrupt.
 async fn find_damaged_snapshot(
     repository: &Repository,
     snapshots: &[(Id, &Snapshot)],
@@ -70,7 +70,7 @@ async fn find_damaged_snapshot(
     Ok(None)
 }
 
-/// Reads the trees of a snapshot, except those that were already read, and checks that the index contains their chunks.
+/// Reads a snapshot's unvisited trees and checks that the index contains their chunks.
 async fn check_trees(
     trees: &mut TreeReader<'_>,
     locations: &BlobLocations,

@@ -1,4 +1,4 @@
-//! Selects the snapshots that have expired, given when they were taken and uploaded.
+//! Selects expired snapshots, given when they were taken and uploaded.
 
 use std::collections::HashSet;
 
@@ -8,14 +8,14 @@ use super::{MAX_SAVE_DURATION, PruneOptions};
 use crate::id::Id;
 use crate::snapshot::Snapshot;
 
-/// Maximum difference between the machine's clock and the store's.
+/// Maximum clock skew between the machine and the store.
 const MAX_CLOCK_SKEW: SignedDuration = SignedDuration::from_hours(12);
 
-/// Selects the snapshots that have expired. Someone with a stolen key could choose times that make earlier snapshots
-/// expire, so only snapshots that were uploaded soon after their time make others expire. A snapshot's time is the time
-/// at which its save began, so the snapshot of a long save is uploaded late: it may expire, but makes no others expire.
-/// Any other difference between the two times is implausible, and the snapshot is kept; for example, copied objects all
-/// have the time of the copy.
+/// Selects expired snapshots. Someone with a stolen key could pick snapshot times that make earlier snapshots expire,
+/// so only snapshots uploaded within [`MAX_CLOCK_SKEW`] of their time displace others. A snapshot's time is when its
+/// save started, so the snapshot of a long save is uploaded late: it may expire, but displaces no others. Any other
+/// difference between the two times is implausible, and the snapshot is retained. Copied objects, for example, all have
+/// the time of the copy.
 pub(super) fn select_expired(snapshots: &[(Id, Snapshot, Timestamp)], options: &PruneOptions) -> HashSet<Id> {
     let find_plausible = |max_delay: SignedDuration| -> Vec<(Id, Timestamp)> {
         let delays = -MAX_CLOCK_SKEW..=max_delay;
@@ -46,7 +46,7 @@ mod tests {
     use crate::retention::RetentionPolicy;
 
     #[test]
-    fn late_snapshot_expires_but_displaces_no_other() {
+    fn late_snapshot_expires_without_displacing_others() {
         // 08:00 UTC.
         let now = Timestamp::from_second(500_000 * 3600).unwrap();
         let policy = RetentionPolicy { newest: 0, ..RetentionPolicy::default() };
@@ -69,16 +69,16 @@ mod tests {
             username: String::new(),
             tags: Vec::new(),
         };
-        // How many minutes ago each of two snapshots was taken and uploaded, and whether it expires.
+        // Minutes since each of two snapshots was taken and uploaded, and whether it expires.
         for (first, second, expected) in [
             ((2390, 2389), (2350, 2349), [true, false]),
-            // The second one, uploaded after 39 hours, does not displace the first.
+            // The second one, uploaded after 39 hours, doesn't displace the first.
             ((2390, 2389), (2350, 0), [false, false]),
             ((2390, 0), (2350, 2349), [true, false]),
             ((2390, 0), (2350, 0), [false, false]),
-            // Nor does a second one that was uploaded long before it was taken.
+            // Neither does one uploaded long before it was taken.
             ((2390, 2389), (2350, 2350 + 721), [false, false]),
-            // Two on the same day, the first of which was uploaded after 30 days and 12 hours, or later.
+            // Same day, but the first one was uploaded after 30 days and 12 hours, or later.
             ((43_920, 0), (43_900, 43_899), [true, false]),
             ((43_921, 0), (43_900, 43_899), [false, false]),
         ] {

@@ -1,13 +1,13 @@
-//! Removes expired snapshots, and the packs that no snapshot needs.
+//! Removes expired snapshots and unreferenced packs.
 //!
-//! A machine may save concurrently and rely on blobs that are in the index. Therefore, a pack is deleted in two phases:
-//! it is first marked in the index, so that later saves do not rely on it, and is deleted after a grace period if no
-//! snapshot needs it by then. Packs younger than the grace period are not marked, because a save may be about to refer
-//! to them. Packs that are newer than the latest snapshot may belong to a save that takes days. Until they are 30 days
-//! old, they are not marked either, unless the index is full, and those that no index file lists yet are not deleted.
+//! A concurrent save may rely on blobs in the index, so packs are deleted in two phases. A pack is first marked in the
+//! index, so that later saves don't rely on it, and is deleted after a grace period if it's still unreferenced by then.
+//! Packs younger than the grace period are never marked, because a save may be about to reference them. Packs newer
+//! than the latest snapshot may belong to a save that takes days. Until they are 30 days old, they aren't marked either
+//! unless the index is full, and unindexed ones aren't deleted.
 //!
-//! Invariant: a crash between any two requests leaves a repository in which every remaining snapshot can be restored.
-//! An index file is deleted only after its replacement has been written, and a pack only once no index file lists it.
+//! Invariant: after a crash between any two requests, every remaining snapshot can still be restored. An index file is
+//! deleted only after its replacement has been written, and a pack only once no index file lists it.
 
 mod damaged_snapshot;
 mod expired;
@@ -40,14 +40,13 @@ use expired::select_expired;
 pub(crate) use plan::MIN_MERGED_PACKS;
 use plan::{PrunePlan, UsedBlobs};
 
-/// The fail points of a run.
+/// Fail points of a prune run.
 pub const FAILPOINTS: &[&str] =
     &["files.prune.planned", "files.prune.rewritten", "files.prune.indexed", "files.prune.replaced"];
 
-/// Maximum duration of a save. The packs of a longer one, or of one that was abandoned, may be deleted before its
-/// snapshot is written.
+/// Maximum duration of a save. The packs of longer or abandoned saves may be deleted before the snapshot is written.
 const MAX_SAVE_DURATION: SignedDuration = SignedDuration::from_hours(30 * 24);
-/// An index file is written once it has this many blobs. Tests use small files.
+/// Index files are written once they list this many blobs. Tests use small files.
 const TARGET_INDEX_BLOBS: usize = if cfg!(test) { 2_000 } else { 20_000 };
 /// Index files with fewer blobs are merged if there are more than [`MAX_SMALL_INDEX_FILES`] of them.
 const MIN_INDEX_BLOBS: usize = TARGET_INDEX_BLOBS / 2;
@@ -56,33 +55,34 @@ const MAX_SMALL_INDEX_FILES: usize = 16;
 #[derive(Debug, Clone)]
 pub struct PruneOptions {
     pub policy: RetentionPolicy,
-    /// Snapshots that are kept regardless of the policy, such as the one to which the files pointer refers.
+    /// Snapshots to retain regardless of the policy, such as the one referenced by the files pointer.
     pub protected: Vec<Id>,
-    /// Must be longer than any restore takes, and longer than a save may take without rereading the index.
+    /// Must exceed the duration of any restore, and the longest time for which a save relies on the index without
+    /// rereading it.
     pub grace_period: SignedDuration,
     pub now: Timestamp,
     /// Whether to only report what would be done.
     pub is_dry_run: bool,
-    /// Deadline of the search for a damaged snapshot, so that the caller receives the error before its own timeout.
+    /// Deadline for the damaged-snapshot search, so that the caller gets the error before its own timeout.
     pub search_deadline: Option<Instant>,
 }
 
-/// The changes that a run plans, and makes unless it is a dry run. If a run finds damaged packs while it makes the
-/// changes, it marks and deletes fewer packs than it reports.
+/// Changes planned by a run, and applied unless it's a dry run. A run that encounters corrupt packs while applying them
+/// marks and deletes fewer packs than reported.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PruneReport {
     pub kept_snapshots: u64,
     pub removed_snapshots: u64,
-    /// Packs that this run marks for deletion, including rewritten ones.
+    /// Packs marked for deletion by this run, including rewritten ones.
     pub marked_packs: u64,
-    /// Bytes of unused blobs in the packs that this run or a later one marks.
+    /// Unused blob bytes in the packs marked by this run or a later one.
     pub reclaimable_bytes: u64,
-    /// Marked packs that a snapshot needs again.
+    /// Marked packs that are referenced again.
     pub unmarked_packs: u64,
     pub rewritten_packs: u64,
-    /// Marked packs whose grace period has ended, and orphans, which no index file lists.
+    /// Marked packs whose grace period has expired, and orphans, i.e. packs not listed in any index file.
     pub deleted_packs: u64,
-    /// Packs that are deferred to the next run, which can delete or rewrite them immediately: this run would have taken
+    /// Packs deferred to the next run, which can delete or rewrite them immediately, because this run would have taken
     /// too long.
     pub deferred_packs: u64,
 }
@@ -90,12 +90,12 @@ pub struct PruneReport {
 /// Prunes a repository.
 ///
 /// # Errors
-/// `Corrupt` if a snapshot, an index file or a needed tree is damaged, or if a snapshot needs a blob that no index file
-/// lists; in these cases, nothing is removed. `Corrupt` also if a pack to rewrite is missing; in this case, expired
-/// snapshots are removed, but no packs. `IndexChanging` if the index changed during every attempt to read it; a store
-/// error if the store fails.
+/// `Corrupt` if a snapshot, an index file or a referenced tree is corrupt, or if a snapshot references an unindexed
+/// blob; in these cases, nothing is removed. Also `Corrupt` if a pack to rewrite is missing; in that case, expired
+/// snapshots are removed, but packs aren't. `IndexChanging` if the index changed during every attempt to read it; a
+/// store error if the store fails.
 pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<PruneReport, FilesError> {
-    // Snapshots are listed first, so that the index, which is read later, contains all of their blobs.
+    // List snapshots before reading the index, so that the index contains all of their blobs.
     let snapshots = repository.list_snapshot_uploads().await?;
     let index = repository.load_index_to_prune().await?;
     let expired = select_expired(&snapshots, options);
@@ -132,8 +132,8 @@ pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pr
     keep_needed_packs(repository, &index.files, &used, &mut plan).await?;
     let new_packs = rewrite_packs(repository, &index.files, &mut plan, &used, &uploads).await?;
     if plan.rewritten.is_empty() && plan.deleted.is_empty() {
-        // This run rewrote and deleted no packs, for example because all of them are damaged, so an immediate next run
-        // would probably make no progress either.
+        // This run didn't rewrite or delete any packs, e.g. because all of them are corrupt, so an immediate rerun
+        // probably wouldn't make progress either.
         report.deferred_packs = 0;
     }
     failpoint::trigger("files.prune.rewritten")?;
@@ -143,16 +143,16 @@ pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pr
     Ok(report)
 }
 
-/// Unmarks packs that have the only intact copy of a blob that a snapshot needs. The index lists another copy of the
-/// blob, but machines write the index, so the other copy is read before the marked pack is deleted. If this run marks
-/// the pack with the other copy, a later run checks that pack in the same way before it deletes it.
+/// Unmarks packs that hold the only intact copy of a referenced blob. The index lists another copy, but machines write
+/// the index, so we read that copy before deleting the marked pack. If this run marks the pack with the other copy, a
+/// later run repeats this check before deleting that pack.
 async fn keep_needed_packs(
     repository: &Repository,
     index: &[(Id, IndexFile)],
     used: &UsedBlobs,
     plan: &mut PrunePlan,
 ) -> Result<(), FilesError> {
-    // A forged index file may list other blobs for a pack.
+    // A forged index file may list different blobs for a pack.
     let mut deleted: HashMap<Id, Vec<&IndexedPack>> = HashMap::new();
     for pack in index.iter().flat_map(|(_, file)| &file.packs_to_delete) {
         if plan.deleted.contains(&pack.id) {
@@ -170,7 +170,7 @@ async fn keep_needed_packs(
         let Some(end) = end? else { continue };
         let blobs: Vec<PackedBlob> = match repository.parse_pack_end(end).await {
             Ok(blobs) => blobs,
-            // Blobs are read at the offsets that the index records, so they may be readable despite a damaged header.
+            // Blobs are read at the offsets recorded in the index, so they may be readable despite a corrupt header.
             Err(error) if error.is_damage() => {
                 deleted[&id].iter().flat_map(|pack| pack.blobs.iter().copied()).collect()
             }
@@ -190,7 +190,7 @@ async fn keep_needed_packs(
         return Ok(());
     }
     let mut copies: HashMap<Id, Vec<PackedBlob>> = HashMap::new();
-    // These packs are not deleted in this run.
+    // This run doesn't delete these packs.
     for pack in index.iter().flat_map(|(_, file)| &file.packs) {
         let blobs = pack.blobs.iter().filter(|blob| needed.contains_key(&(blob.blob_type, blob.id)));
         let blobs: Vec<PackedBlob> = blobs.copied().collect();
@@ -222,14 +222,14 @@ async fn keep_needed_packs(
         }
     }
     for pack in needed.into_values().flatten() {
-        tracing::error!(%pack, "no other pack has an intact copy of a needed blob; keeping the marked pack");
+        tracing::error!(%pack, "no other intact copy of a referenced blob; keeping the marked pack");
         plan.deleted.remove(&pack);
         plan.unmarked.insert(pack);
     }
     Ok(())
 }
 
-/// Copies the used blobs of the packs in `plan.rewritten` to new packs.
+/// Copies used blobs from the packs in `plan.rewritten` to new packs.
 async fn rewrite_packs(
     repository: &Repository,
     index: &[(Id, IndexFile)],
@@ -248,11 +248,11 @@ async fn rewrite_packs(
         .collect::<Result<HashMap<_, _>, _>>()?;
     let packs = index.iter().flat_map(|(_, file)| &file.packs);
     let mut packs: Vec<&IndexedPack> = packs.filter(|pack| plan.rewritten.contains_key(&pack.id)).collect();
-    // Keeps blobs that were saved together close together.
+    // Keep blobs that were saved together close to each other.
     packs.sort_by_key(|pack| uploads.get(&pack.id));
     let budget = Arc::new(Semaphore::new(MAX_PACK_BYTES as usize));
     let mut unread = 0..packs.len();
-    // The reads are tasks, because a read that is not polled while a new pack is uploaded could time out.
+    // Spawn the reads: an unpolled read could time out while a new pack is uploaded.
     let mut reads = JoinSet::new();
     loop {
         while reads.len() < MAX_CONCURRENT_REQUESTS
@@ -288,14 +288,14 @@ async fn rewrite_packs(
             }
             let range = blob.offset as usize..(blob.offset as usize).saturating_add(blob.length as usize);
             let sealed = bytes.get(range).unwrap_or_default();
-            // A damaged blob must not be copied: the new pack would match its hash and appear to be intact. The old
-            // pack is kept.
+            // Never copy a corrupt blob: the new pack would match its hash and appear intact. Keep the old pack
+            // instead.
             if let Err(error) = repository.open_blob(blob, sealed) {
                 keep_damaged_pack(plan, pack.id, &error);
                 break;
             }
             written.insert(key);
-            let writer = writers.get_mut(&blob.blob_type).expect("there is a writer for each type");
+            let writer = writers.get_mut(&blob.blob_type).expect("one writer per blob type");
             upload(repository, writer.add_sealed(*blob, sealed)?, &mut new_packs).await?;
         }
     }
@@ -306,17 +306,17 @@ async fn rewrite_packs(
 }
 
 fn keep_damaged_pack(plan: &mut PrunePlan, pack: Id, error: &FilesError) {
-    tracing::error!(%pack, %error, "a pack is damaged and is not rewritten");
+    tracing::error!(%pack, %error, "corrupt pack; not rewriting it");
     plan.rewritten.remove(&pack);
     plan.marked.remove(&pack);
 }
 
-/// Returns the end of the last of these blobs, in bytes.
+/// Returns the end offset of the last blob, in bytes.
 fn blobs_end(blobs: &[PackedBlob]) -> u64 {
     blobs.iter().map(|blob| u64::from(blob.offset) + u64::from(blob.length)).max().unwrap_or(0)
 }
 
-/// Reads the first `length` bytes of a pack. Machines write the packs, which may be large: reads that share a budget
+/// Reads the first `length` bytes of a pack. Machines write the packs, so they may be large: reads sharing a budget
 /// hold at most [`MAX_PACK_BYTES`] in memory until their permits are dropped.
 async fn read_start(
     repository: &Repository,
@@ -342,7 +342,7 @@ async fn upload(
     Ok(())
 }
 
-/// Replaces the index files that the plan changes. Merges small ones, because each save adds one.
+/// Replaces index files changed by the plan. Also merges small ones, because each save adds one.
 async fn replace_index(
     repository: &Repository,
     index: IndexToPrune,
@@ -393,7 +393,7 @@ async fn replace_index(
     Ok(())
 }
 
-/// Writes index files that are small enough to be read.
+/// Splits the index into files small enough to read back.
 struct IndexWriter<'a> {
     repository: &'a Repository,
     file: IndexFile,
@@ -411,7 +411,7 @@ impl<'a> IndexWriter<'a> {
         self.write_if_full().await
     }
 
-    /// Adds a pack that is marked for deletion.
+    /// Adds a pack marked for deletion.
     async fn add_marked(&mut self, pack: IndexedPack) -> Result<(), FilesError> {
         self.blobs += pack.blobs.len();
         self.file.packs_to_delete.push(pack);
@@ -422,7 +422,7 @@ impl<'a> IndexWriter<'a> {
         if self.blobs >= TARGET_INDEX_BLOBS { self.flush().await } else { Ok(()) }
     }
 
-    /// Writes the packs that were added since the last file.
+    /// Writes the packs added since the last file.
     async fn flush(&mut self) -> Result<(), FilesError> {
         let file = std::mem::take(&mut self.file);
         self.blobs = 0;

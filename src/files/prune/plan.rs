@@ -1,4 +1,4 @@
-//! Plans which packs a run marks, unmarks, rewrites and deletes.
+//! Plans which packs to mark, unmark, rewrite and delete.
 
 use std::collections::{HashMap, HashSet};
 
@@ -19,32 +19,32 @@ use crate::snapshot::Snapshot;
 use crate::tree_reader::TreeReader;
 use crate::tree_references::TreeReferences;
 
-/// Maximum numbers of packs that one run deletes and rewrites.
+/// Maximum numbers of packs deleted and rewritten per run.
 const MAX_DELETIONS: usize = 5_000;
 const MAX_REWRITES: usize = 1_000;
-/// A pack is rewritten without its unused blobs if more than this percentage of its bytes is unused.
+/// Packs with more than this percentage of unused bytes are rewritten without their unused blobs.
 const MAX_UNUSED_PERCENT: u64 = 50;
-/// Packs of chunks with fewer bytes than this are merged once there are [`MIN_MERGED_PACKS`] of them: each save writes
-/// at least one pack, however little has changed. Packs of trees are not merged, because restores read the trees of one
-/// save together. Tests use a lower minimum.
+/// Chunk packs smaller than this are merged once there are [`MIN_MERGED_PACKS`] of them, because each save writes at
+/// least one pack no matter how little has changed. Tree packs aren't merged, because restores read the trees of a save
+/// together. Tests use a lower minimum.
 const SMALL_PACK_BYTES: u64 = 1 << 20;
 pub(crate) const MIN_MERGED_PACKS: usize = if cfg!(test) { 12 } else { 256 };
-/// Packs are not merged while the index has more blobs than this: until the merged packs are deleted, the index lists
-/// their blobs twice.
+/// Packs aren't merged while the index lists more blobs than this: until the merged packs are deleted, their blobs are
+/// listed twice.
 const MAX_MERGED_INDEX_BLOBS: usize = MAX_SAVED_BLOBS / 2;
-/// An index with this many blobs counts as full. A save that fails with `TooManyBlobs` can leave fewer than
-/// [`MAX_SAVED_BLOBS`] in the index, because no index file lists its last packs.
+/// An index with this many blobs is treated as full. A save that fails with `TooManyBlobs` can leave fewer than
+/// [`MAX_SAVED_BLOBS`] in the index, because its last packs are never indexed.
 const MIN_FULL_INDEX_BLOBS: usize = MAX_SAVED_BLOBS / 20 * 19;
 
-/// Packs with more bytes than this are not prefetched, because machines write the packs and may write large ones. The
-/// limit is twice the size of the packs that a save writes.
+/// Larger packs aren't prefetched. This is twice the size of packs written by a save, but machines may write larger
+/// ones.
 const MAX_PREFETCHED_PACK_BYTES: u64 = 16 << 20;
 
-/// The blobs that snapshots need.
+/// Blobs referenced by snapshots.
 #[derive(Default)]
 pub(super) struct UsedBlobs {
     locations: BlobLocations,
-    /// Whether each blob is needed, by its position in `locations`. A set of ids would take many times the memory.
+    /// Whether each blob is referenced, by position in `locations`. A set of ids would take many times the memory.
     is_used: Vec<bool>,
 }
 
@@ -64,7 +64,7 @@ impl UsedBlobs {
         let read_pack = |number: u32, pack: PackExtent| {
             let repository = repository.clone();
             async move {
-                // The tree reader retries a failed read, and tries other copies.
+                // On failure, the tree reader retries and tries other copies.
                 let bytes = match pack.end {
                     1..=MAX_PREFETCHED_PACK_BYTES => repository.read_pack(pack.id, 0..pack.end).await.ok(),
                     _ => None,
@@ -73,13 +73,13 @@ impl UsedBlobs {
             }
         };
         let mut reads = FuturesUnordered::new();
-        // Trees that have been found, but not yet counted as used.
+        // Trees found but not yet recorded in `is_used`.
         let mut found: Vec<Id> = snapshots.iter().map(|(_, snapshot)| snapshot.tree).collect();
-        // Trees to read next: the tree reader has their packs in memory, or must read them itself.
+        // Trees to read next: the tree reader either has their packs in memory or must read the trees itself.
         let mut ready = Vec::new();
-        // The other trees, by the number of their pack.
+        // The remaining trees, by pack number.
         let mut waiting: HashMap<u32, Vec<Id>> = HashMap::new();
-        // For each pack in `waiting` that is not being read yet, the location of one of its trees.
+        // One tree location for each pack in `waiting` whose read hasn't started yet.
         let mut unread: Vec<BlobLocation> = Vec::new();
         loop {
             for id in found.drain(..) {
@@ -124,20 +124,20 @@ impl UsedBlobs {
         self.position(blob).is_some()
     }
 
-    /// Returns the number of positions, including those of blobs that no snapshot needs.
+    /// Returns the number of positions, including those of unreferenced blobs.
     pub(super) fn position_count(&self) -> usize {
         self.is_used.len()
     }
 
-    /// Returns the blob's position; `None` if no snapshot needs the blob.
+    /// Returns the blob's position, or `None` if the blob is unreferenced.
     pub(super) fn position(&self, blob: &PackedBlob) -> Option<usize> {
         let position = self.locations.position(blob.blob_type, blob.id).ok()?;
         self.is_used[position].then_some(position)
     }
 
-    /// Whether a snapshot needs the blob, and several packs that are not marked for deletion list it.
+    /// Whether the blob is referenced and listed by several unmarked packs.
     pub(super) fn has_copies(&self, blob: &PackedBlob) -> bool {
-        // If any location is in such a pack, the first one is.
+        // Unmarked locations come first, so if another copy is in an unmarked pack, the first one is too.
         self.contains(blob) && self.locations.has_other_unmarked_copy(blob.blob_type, blob.id)
     }
 }
@@ -147,25 +147,25 @@ pub(super) struct PrunePlan {
     pub(super) marked: HashSet<Id>,
     pub(super) reclaimable_bytes: u64,
     pub(super) unmarked: HashSet<Id>,
-    /// Packs that are marked in one index file but not in another, because an earlier run was interrupted, or because
-    /// one of the files is forged. This run unmarks them.
+    /// Packs marked in one index file but not in another, because an earlier run was interrupted or one of the files is
+    /// forged. This run unmarks them.
     half_marked: HashSet<Id>,
-    /// The digests of the unmarked listings of the packs in `half_marked`.
+    /// Digests of the unmarked listings of packs in `half_marked`.
     half_marked_digests: HashSet<Id>,
-    /// Packs whose used blobs are written to new packs, with the number of these blobs: packs with many unused blobs
-    /// and, after [`Self::limit_work`], small packs. They are marked as well.
+    /// Packs whose used blobs are copied to new packs, with their used-blob counts: packs with many unused blobs and,
+    /// after [`Self::limit_work`], small packs. They are marked as well.
     pub(super) rewritten: HashMap<Id, usize>,
-    /// Small packs to merge, oldest first, with the numbers of their used blobs.
+    /// Small packs to merge, oldest first, with their used-blob counts.
     small: Vec<(Id, usize)>,
-    /// Marked packs, which are removed from the index as well, and orphans.
+    /// Marked packs, which are also removed from the index, and orphans.
     pub(super) deleted: HashSet<Id>,
-    /// The pack that provides the blob, for each blob that several packs have.
+    /// Selects the providing pack for blobs found in several packs.
     pub(super) providers: Providers,
 }
 
 impl PrunePlan {
-    /// Creates a plan. `uploads` has the upload times of the packs, and `last_snapshot` is the upload time of the
-    /// latest snapshot.
+    /// Creates a plan. `uploads` maps packs to their upload times, and `last_snapshot` is the upload time of the latest
+    /// snapshot.
     pub(super) fn create(
         index: &IndexToPrune,
         used: &UsedBlobs,
@@ -174,13 +174,13 @@ impl PrunePlan {
         options: &PruneOptions,
     ) -> Self {
         let is_old = |time: Timestamp| options.now.duration_since(time) > options.grace_period;
-        // If the machine never saves again, its unfinished upload is kept for `MAX_SAVE_DURATION`.
+        // If the machine never saves again, its unfinished upload is retained for `MAX_SAVE_DURATION`.
         let is_settled = |time: Timestamp| {
             let is_before_snapshot = last_snapshot.is_some_and(|last| time <= last);
             let is_abandoned = options.now.duration_since(time) > MAX_SAVE_DURATION;
             is_old(time) && (is_before_snapshot || is_abandoned)
         };
-        // While the index is full, saves fail, so no later snapshot shows that their packs are unused. These packs must
+        // Saves fail while the index is full, so no later snapshot shows that their packs are unused. Those packs must
         // not keep the index full.
         let is_full = index.blobs >= MIN_FULL_INDEX_BLOBS;
         let can_mark =
@@ -189,15 +189,15 @@ impl PrunePlan {
         let files = &index.files;
         let active: HashMap<Id, &IndexedPack> =
             files.iter().flat_map(|(_, file)| &file.packs).map(|pack| (pack.id, pack)).collect();
-        // Someone with a stolen key could list other blobs for a pack.
+        // Someone with a stolen key could list different blobs for a pack.
         let mut marked: HashMap<Id, Vec<&IndexedPack>> = HashMap::new();
         for pack in files.iter().flat_map(|(_, file)| &file.packs_to_delete) {
             marked.entry(pack.id).or_default().push(pack);
         }
         plan.providers = Providers::select(active.values().copied(), used, uploads);
-        // A blob counts as used in only one pack.
+        // Count each blob as used in only one pack.
         let mut counted = vec![false; used.position_count()];
-        // A pack that is not in the store provides no blob.
+        // Packs missing from the store can't provide blobs.
         let mut packs: Vec<&IndexedPack> =
             active.values().copied().filter(|pack| uploads.contains_key(&pack.id)).collect();
         packs.sort_unstable_by_key(|pack| (std::cmp::Reverse(pack.blobs.len()), pack.id));
@@ -252,16 +252,16 @@ impl PrunePlan {
         let half_marked = half_marked.filter(|pack| plan.half_marked.contains(&pack.id));
         plan.half_marked_digests = half_marked.map(IndexedPack::digest).collect();
         let is_orphan = |id: &Id| !active.contains_key(id) && !marked.contains_key(id);
-        // A running save writes its index files later, and would not notice that a pack was deleted. Therefore, orphans
-        // are kept even if the index is full.
+        // A running save writes its index files later and wouldn't notice a deleted pack, so retain orphans even if the
+        // index is full.
         let orphans = uploads.iter().filter(|(id, time)| is_orphan(id) && is_settled(**time));
         plan.deleted.extend(orphans.map(|(id, _)| *id));
         plan
     }
 
     /// Defers deletions and rewrites to later runs if they would take too long. Rewrites add at most `max_new_blobs`
-    /// blobs to the index, so that it can still be read. Returns the number of packs that the next run could delete or
-    /// rewrite immediately; rewrites for which the index has no space must wait until marked packs are deleted.
+    /// blobs to the index, to keep it readable. Returns the number of packs that the next run could delete or rewrite
+    /// immediately; rewrites that don't fit in the index must wait until marked packs are deleted.
     pub(super) fn limit_work(&mut self, max_new_blobs: usize) -> usize {
         let mut deferred = self.deleted.len().saturating_sub(MAX_DELETIONS);
         if deferred > 0 {
@@ -283,8 +283,8 @@ impl PrunePlan {
         deferred + self.add_merges(MAX_REWRITES - rewrites, max_new_blobs - new_blobs)
     }
 
-    /// Adds the oldest small packs to the packs to rewrite. Returns the number of remaining small packs that the next
-    /// run could merge.
+    /// Schedules the oldest small packs for rewriting. Returns the number of remaining small packs that the next run
+    /// could merge.
     fn add_merges(&mut self, max_packs: usize, max_new_blobs: usize) -> usize {
         let (mut count, mut new_blobs) = (0, 0);
         for (_, used_blobs) in self.small.iter().take(max_packs) {
@@ -303,8 +303,8 @@ impl PrunePlan {
         if self.small.len() >= MIN_MERGED_PACKS && !is_limited_by_space { self.small.len() } else { 0 }
     }
 
-    /// Whether this marked listing of a pack, which the plan unmarks, must be written as an unmarked one. If not, the
-    /// index already has an unmarked listing with the same blobs.
+    /// Whether a marked listing that the plan unmarks must be rewritten as an unmarked one. Otherwise, the index
+    /// already has an unmarked listing with the same blobs.
     pub(super) fn should_add_unmarked(&self, pack: &IndexedPack) -> bool {
         !self.half_marked.contains(&pack.id) || !self.half_marked_digests.contains(&pack.digest())
     }
@@ -322,7 +322,7 @@ mod tests {
     use super::*;
     use crate::retention::RetentionPolicy;
 
-    /// Returns the options of a run `days` days after `uploaded`.
+    /// Returns options for a run `days` days after `uploaded`.
     fn options_after(uploaded: Timestamp, days: i64) -> PruneOptions {
         PruneOptions {
             policy: RetentionPolicy::default(),
@@ -334,8 +334,8 @@ mod tests {
         }
     }
 
-    /// Plans a run `days` days after the upload of an unused pack and of an orphan. The latest snapshot was uploaded
-    /// `last_snapshot` seconds after them. Returns whether the pack is marked, and whether the orphan is deleted.
+    /// Plans a run `days` days after uploading an unused pack and an orphan, with the latest snapshot uploaded
+    /// `last_snapshot` seconds after them. Returns whether the pack is marked and whether the orphan is deleted.
     fn plan_for_uploads(index_blobs: usize, last_snapshot: Option<i64>, days: i64) -> (bool, bool) {
         let (pack, orphan) = (Id::of(b"pack"), Id::of(b"orphan"));
         let blob = PackedBlob {
@@ -360,12 +360,12 @@ mod tests {
     }
 
     #[test]
-    fn packs_of_a_running_save_are_kept() {
+    fn running_save_packs_are_retained() {
         for (last_snapshot, days, is_removed) in [
             (None, 10, false),
             (Some(-1), 10, false),
             (Some(0), 10, true),
-            // A save may be about to refer to a young pack.
+            // A save may be about to reference a young pack.
             (Some(0), 3, false),
             // An abandoned upload is deleted eventually.
             (None, 31, true),
@@ -385,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn small_packs_are_merged_once_there_are_many() {
+    fn small_packs_are_merged_above_threshold() {
         let plan = |packs: usize, bytes: u32, index_blobs, days: i64| {
             let pack = |number: usize| IndexedPack {
                 id: Id::of(&number.to_le_bytes()),
@@ -424,7 +424,7 @@ mod tests {
     }
 
     #[test]
-    fn limit_work_merges_the_oldest_packs_after_all_rewrites() {
+    fn limit_work_merges_oldest_packs_after_rewrites() {
         let ids = |count: usize| (0..count).map(|number| Id::of(&number.to_le_bytes()));
         let merge = |small: usize, rewrites: usize, max_new_blobs| {
             let mut plan = PrunePlan {

@@ -1,4 +1,4 @@
-//! Selects one pack for each blob that several packs contain.
+//! Selects a provider pack for each blob found in several packs.
 
 use std::collections::HashMap;
 
@@ -8,19 +8,19 @@ use super::plan::UsedBlobs;
 use crate::id::Id;
 use crate::index::IndexedPack;
 
-/// The pack selected for each blob that several packs contain. Blobs are identified by position, because a map keyed by
-/// id would take more than ten times the memory.
+/// The selected pack for each blob found in several packs. Blobs are keyed by position, because a map keyed by id would
+/// take more than ten times the memory.
 #[derive(Default)]
 pub(super) struct Providers {
-    /// The number of each pack, from one.
+    /// Pack numbers, starting at one.
     numbers: HashMap<Id, u32>,
-    /// For each blob, the number of the pack that provides it; zero if any pack may.
+    /// Number of the pack that provides each blob, or zero if any pack may.
     by_position: Vec<u32>,
 }
 
 impl Providers {
-    /// Selects the newest pack for each blob, because a save writes a damaged blob again, to a new pack. Among packs of
-    /// the same age, selects the one with the most blobs, so that small packs become unused.
+    /// Selects the newest pack for each blob, because saves rewrite corrupt blobs to a new pack. Among packs of the
+    /// same age, picks the one with the most blobs, so that small packs become unused.
     pub(super) fn select<'a>(
         packs: impl Iterator<Item = &'a IndexedPack>,
         used: &UsedBlobs,
@@ -41,7 +41,7 @@ impl Providers {
         selected
     }
 
-    /// Whether the pack provides the blob at the position.
+    /// Whether `pack` provides the blob at `position`.
     pub(super) fn provides(&self, pack: Id, position: usize) -> bool {
         let provider = self.by_position[position];
         provider == 0 || self.numbers.get(&pack) == Some(&provider)

@@ -1,4 +1,4 @@
-//! A part of a restore that fits in memory: entries, and the chunks of the files among them.
+//! Restore batches: entries and their file chunks, sized to fit in memory.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -11,11 +11,11 @@ use crate::index::{BlobLocation, BlobLocations};
 use crate::pack::BlobType;
 use crate::tree::{Node, NodeType};
 
-/// Bounds the memory for a batch: with typical files, a batch has about 30,000 entries. A pack is read again for each
-/// batch that needs it. Tests use small batches, so that their restores have several.
+/// Memory limit for a batch, or about 30,000 typical entries. A pack is read again for each batch that needs it. Tests
+/// use small batches so that restores have several.
 const MAX_BATCH_BYTES: usize = if cfg!(test) { 4 << 10 } else { 20 << 20 };
 
-/// An entry to restore. Its node has no list of chunks, and a file's size is the sum of its chunks' sizes.
+/// An entry to restore. The node has no chunk list, and a file's size is the sum of its chunk sizes.
 #[derive(Debug)]
 pub(super) struct PlannedEntry {
     /// Relative to the target.
@@ -28,24 +28,24 @@ pub(super) struct PlannedEntry {
 pub(super) struct ChunkPlacement {
     pub(super) location: BlobLocation,
     pub(super) id: Id,
-    /// The file's position in [`Batch::files`].
+    /// Index into [`Batch::files`].
     pub(super) file: u32,
-    /// The chunk's offset in the file, in bytes.
+    /// Byte offset of the chunk in the file.
     pub(super) file_offset: u64,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct Batch {
-    /// Parents come before their subdirectories.
+    /// Parents precede their subdirectories.
     pub(super) directories: Vec<PlannedEntry>,
     pub(super) files: Vec<PlannedEntry>,
     pub(super) symlinks: Vec<PlannedEntry>,
     /// Additional paths of files, each with the file's first path, which may be in an earlier batch.
     pub(super) hard_links: Vec<(PathBuf, PathBuf)>,
     pub(super) placements: Vec<ChunkPlacement>,
-    /// The positions in [`Self::files`] of the files that have a damaged chunk.
+    /// Indexes into [`Self::files`] for files with a corrupt or missing chunk.
     pub(super) damaged: BTreeSet<u32>,
-    /// The batch's estimated size in memory.
+    /// Estimated size in memory.
     bytes: usize,
 }
 
@@ -57,7 +57,7 @@ impl Batch {
     /// Adds an entry.
     ///
     /// # Errors
-    /// [`FilesError::Corrupt`] if a chunk is not in the index, unless `should_skip_damaged`.
+    /// [`FilesError::Corrupt`] if a chunk isn't in the index, unless `should_skip_damaged`.
     pub(super) fn add(
         &mut self,
         path: PathBuf,
@@ -82,7 +82,7 @@ impl Batch {
                     let (file, earlier_placements) = (self.next_file_position(), self.placements.len());
                     node.size = match self.add_placements(content, locations) {
                         Err(error) if should_skip_damaged && error.is_damage() => {
-                            tracing::warn!(path = %path.display(), %error, "a file is damaged");
+                            tracing::warn!(path = %path.display(), %error, "skipping damaged file");
                             self.placements.truncate(earlier_placements);
                             self.damaged.insert(file);
                             0
@@ -97,7 +97,7 @@ impl Batch {
         Ok(())
     }
 
-    /// Adds the chunks of the next file to [`Self::placements`], and returns the file's size in bytes.
+    /// Adds the next file's chunks to [`Self::placements`] and returns the file size in bytes.
     fn add_placements(&mut self, content: Vec<Id>, locations: &BlobLocations) -> Result<u64, FilesError> {
         let file = self.next_file_position();
         let mut size = 0;
@@ -109,14 +109,14 @@ impl Batch {
         Ok(size)
     }
 
-    /// Returns the position of the next file in [`Self::files`].
+    /// Returns the index of the next file in [`Self::files`].
     fn next_file_position(&self) -> u32 {
         // A batch is full long before it has 2^32 files.
         u32::try_from(self.files.len()).unwrap_or(u32::MAX)
     }
 
-    /// Creates the directories, the symbolic links, and each file at its full size but without content. None of them
-    /// may exist yet.
+    /// Creates the directories, the symbolic links, and each file at full size but without content. None of them may
+    /// exist yet.
     pub(super) fn create_entries(&self, target: &Path) -> Result<(), FilesError> {
         let mut target = Target::open(target).map_err(FilesError::io("open", target))?;
         for PlannedEntry { path, .. } in &self.directories {
@@ -133,7 +133,7 @@ impl Batch {
         Ok(())
     }
 
-    /// Removes from the batch the files that have a damaged chunk, and returns them.
+    /// Removes and returns the files with a corrupt or missing chunk.
     pub(super) fn take_damaged(&mut self) -> Vec<PlannedEntry> {
         let damaged = std::mem::take(&mut self.damaged);
         let mut left_out = Vec::new();
@@ -146,7 +146,7 @@ impl Batch {
         left_out
     }
 
-    /// Deletes the files in `left_out` from the target, and creates the hard links.
+    /// Deletes the files in `left_out` from the target and creates the hard links.
     pub(super) fn complete_entries(
         &self,
         target: &Path,

@@ -1,4 +1,4 @@
-//! Reads chunks pack by pack, and writes each chunk to every file position at which it occurs.
+//! Reads chunks pack by pack and writes each to every file position where it occurs.
 
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
@@ -20,23 +20,24 @@ use crate::key::EncryptionKey;
 use crate::pack::{BlobType, open_blob};
 use crate::repository::Repository;
 
-/// Ranges of a pack are read together if the gap between them is at most this long.
+/// Ranges of a pack with at most this gap between them are coalesced into one read.
 const MAX_GAP_BYTES: u64 = 256 << 10;
-/// Bounds the memory for one request. A single chunk may be larger.
+/// Memory limit per request. A single chunk may be larger.
 const MAX_READ_BYTES: u64 = 4 << 20;
 const MAX_CONCURRENT_READS: usize = 4;
 /// The smallest hole that common file systems support.
 const BLOCK_BYTES: u64 = 4096;
 
-/// One request, and the placements that it serves.
+/// A ranged read and the placements it serves.
 struct RangeRead {
     pack: Id,
     range: Range<u64>,
     placements: Vec<ChunkPlacement>,
 }
 
-/// Writes the content of a batch's files, which must have been created. Returns the batch without its placements. With
-/// `should_skip_damaged`, a file with a damaged chunk is written without it, and is listed in [`Batch::damaged`].
+/// Writes the content of a batch's files, which must already exist. Returns the batch without its placements. With
+/// `should_skip_damaged`, files with a corrupt or missing chunk are written without it and listed in
+/// [`Batch::damaged`].
 pub(super) async fn write_contents(
     repository: &Repository,
     locations: &BlobLocations,
@@ -66,7 +67,7 @@ pub(super) async fn write_contents(
                     for placements in read.placements.chunk_by(|a, b| a.location == b.location) {
                         match write_first_intact_copy(locations, placements, &fetch_and_write, &error).await {
                             Err(error) if should_skip_damaged && error.is_damage() => {
-                                tracing::warn!(%error, "a chunk is damaged; leaving out the files that contain it");
+                                tracing::warn!(%error, "corrupt chunk; skipping the files that contain it");
                                 damaged.extend(placements.iter().map(|placement| placement.file));
                             }
                             result => written += result?,
@@ -85,12 +86,12 @@ pub(super) async fn write_contents(
         .try_concat()
         .await?;
     batch.damaged.extend(damaged);
-    batch.files = Arc::into_inner(files).expect("all tasks have ended, so this is the only reference");
+    batch.files = Arc::into_inner(files).expect("all tasks have finished, so this is the last reference");
     Ok(batch)
 }
 
-/// Writes a chunk from its first copy that is intact and has the planned length, on which the offsets of the file's
-/// other chunks depend. `error` is the error of the read that contained the chunk.
+/// Writes a chunk from its first intact copy of the planned length, on which the offsets of the file's other chunks
+/// depend. `error` comes from the read that contained the chunk.
 async fn write_first_intact_copy(
     locations: &BlobLocations,
     placements: &[ChunkPlacement],
@@ -107,20 +108,20 @@ async fn write_first_intact_copy(
             placements.iter().map(|placement| ChunkPlacement { location, ..*placement }).collect();
         let read = RangeRead { pack: locations.pack(location).id, range: location.range(), placements };
         match fetch_and_write(Arc::new(read)).await {
-            Err(error) if error.is_damage() => tracing::warn!(%error, "a copy of a chunk is damaged"),
+            Err(error) if error.is_damage() => tracing::warn!(%error, "corrupt chunk copy"),
             result => return result,
         }
     }
     Err(FilesError::corrupt(format!("chunk {id}"), error))
 }
 
-/// Groups placements, which are sorted by pack and offset, into requests.
+/// Coalesces placements, sorted by pack and offset, into reads.
 fn plan_reads(locations: &BlobLocations, placements: &[ChunkPlacement]) -> Vec<RangeRead> {
     let mut reads: Vec<RangeRead> = Vec::new();
     for placement in placements {
         let (pack, range) = (locations.pack(placement.location).id, placement.location.range());
         match reads.last_mut() {
-            // A chunk that is longer than `MAX_READ_BYTES` may occur several times.
+            // A chunk longer than `MAX_READ_BYTES` may occur several times.
             Some(last)
                 if last.pack == pack
                     && (range.end <= last.range.end
@@ -136,8 +137,8 @@ fn plan_reads(locations: &BlobLocations, placements: &[ChunkPlacement]) -> Vec<R
     reads
 }
 
-/// Decrypts the chunks of a read, and writes each to every file position at which it occurs. Returns the number of
-/// bytes written, including holes.
+/// Decrypts a read's chunks and writes each to every file position where it occurs. Returns the number of bytes
+/// written, including holes.
 fn write_chunks(
     key: &EncryptionKey,
     read: &RangeRead,
@@ -156,8 +157,8 @@ fn write_chunks(
             .unwrap_or_default();
         let content = open_blob(key, &location.to_packed(BlobType::Data, id), sealed)?;
         written += content.len() as u64 * placements.len() as u64;
-        // The file already has its full size, so zeros that are not written become a hole. A large hole has thousands
-        // of placements of one chunk, which is checked only once.
+        // The file already has its full size, so skipped zeros become a hole. A large hole is thousands of placements
+        // of one chunk, which we check only once.
         if content.iter().all(|byte| *byte == 0) {
             continue;
         }
@@ -173,8 +174,8 @@ fn write_chunks(
     Ok(written)
 }
 
-/// Returns the ranges of `content` that contain nonzero bytes, extended to the boundaries of the file's blocks.
-/// `file_offset` is the offset of `content` in the file.
+/// Returns the ranges of `content` with nonzero bytes, extended to file block boundaries. `file_offset` is the offset
+/// of `content` in the file.
 fn nonzero_ranges(content: &[u8], file_offset: u64) -> impl Iterator<Item = Range<usize>> {
     let mut position = 0;
     std::iter::from_fn(move || {
@@ -201,7 +202,7 @@ mod tests {
     use crate::pack::PackedBlob;
 
     #[test]
-    fn chunk_longer_than_a_read_is_read_once() {
+    fn oversized_chunk_is_read_once() {
         let blob = |name: &[u8], offset| PackedBlob {
             id: Id::of(name),
             blob_type: BlobType::Data,
@@ -226,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn nonzero_ranges_are_whole_blocks_of_the_file() {
+    fn nonzero_ranges_align_to_file_blocks() {
         let mut content = vec![0; 5 * 4096];
         let ranges = |content: &[u8], offset| -> Vec<(usize, usize)> {
             nonzero_ranges(content, offset).map(|range| (range.start, range.end)).collect()
@@ -236,7 +237,7 @@ mod tests {
         content[4096] = 1;
         content[3 * 4096 - 1] = 1;
         assert_eq!(ranges(&content, 0), [(4096, 3 * 4096)]);
-        // The file's blocks begin 96 bytes before the content's.
+        // The file's blocks start 96 bytes before the content's.
         assert_eq!(ranges(&content, 96), [(4000, 8096), (12192, 16288)]);
         assert_eq!(ranges(&[1; 10], 4090), [(0, 10)]);
     }

@@ -4,12 +4,12 @@ use std::collections::HashSet;
 
 use crate::tree::{HardLinkKey, Node};
 
-/// The hard-linked files that have been visited.
+/// Hard-linked files visited so far.
 #[derive(Debug, Default)]
 pub(super) struct LinkedFiles(HashSet<HardLinkKey>);
 
 impl LinkedFiles {
-    /// Records the file as visited, and returns whether it had already been visited under another name.
+    /// Records a visit. Returns whether the file had already been visited under another name.
     pub(super) fn record_visit(&mut self, node: &Node) -> bool {
         node.hard_link_key().is_some_and(|key| !self.0.insert(key))
     }

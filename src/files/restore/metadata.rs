@@ -19,9 +19,9 @@ use crate::path_stack::PathStack;
 use crate::tree::{ExtendedAttribute, Node, NodeType};
 use crate::xattrs::write_xattrs;
 
-/// The owners of the restored entries.
+/// Ownership of restored entries.
 pub(super) enum Owners {
-    /// The accounts with the same names on this system, or the same ids if there are none.
+    /// Accounts with the saved names on this system, falling back to the saved ids.
     Saved(AccountNames),
     Fixed {
         uid: u32,
@@ -31,8 +31,8 @@ pub(super) enum Owners {
 
 impl Owners {
     fn resolve(&self, node: Node) -> Attributes {
-        // No file may run with another account's privileges: anyone with the repository's key can write a snapshot with
-        // a set-user-ID file that belongs to root.
+        // Strip set-ID bits, so that no file runs with another account's privileges: anyone with the repository key can
+        // write a snapshot containing a setuid-root file.
         let mode = match node.node_type {
             NodeType::File => node.unix_mode() & 0o1777,
             _ => node.unix_mode(),
@@ -57,13 +57,13 @@ struct Attributes {
     extended: Vec<ExtendedAttribute>,
 }
 
-/// Sets the attributes of entries. A failure is counted, and does not prevent later changes.
+/// Sets the attributes of entries. Failures are counted and don't prevent later changes.
 pub(super) struct AttributeWriter {
     owners: Owners,
-    /// A directory's times change when its entries do, and its mode may forbid their creation, so its attributes are
-    /// set at the end. Parents come before their subdirectories.
+    /// Set last: creating entries in a directory changes its times, and its mode may forbid it. Parents precede their
+    /// subdirectories.
     directories: Vec<Attributes>,
-    /// The paths of `directories`, in the same order.
+    /// Paths of `directories`, in the same order.
     directory_paths: PathStack,
     report: RestoreReport,
 }
@@ -78,11 +78,10 @@ impl AttributeWriter {
         }
     }
 
-    /// Sets the attributes of a batch's files and symbolic links, and keeps those of its directories for
-    /// [`Self::finish`].
+    /// Sets the attributes of a batch's files and symbolic links, and defers its directories to [`Self::finish`].
     ///
     /// # Errors
-    /// [`FilesError::Io`] if the target cannot be opened.
+    /// [`FilesError::Io`] if the target can't be opened.
     pub(super) fn apply(&mut self, batch: Batch, target: &Path) -> Result<(), FilesError> {
         let mut target = Target::open(target).map_err(FilesError::io("open", target))?;
         self.report.files += (batch.files.len() + batch.hard_links.len()) as u64;
@@ -104,10 +103,10 @@ impl AttributeWriter {
         Ok(())
     }
 
-    /// Sets the attributes of all directories, and syncs the file system.
+    /// Sets the attributes of all directories and syncs the file system.
     ///
     /// # Errors
-    /// [`FilesError::Io`] if the target cannot be opened or synced.
+    /// [`FilesError::Io`] if the target can't be opened or synced.
     pub(super) fn finish(mut self, path: &Path) -> Result<RestoreReport, FilesError> {
         let mut target = Target::open(path).map_err(FilesError::io("open", path))?;
         while let (Some(path), Some(attributes)) = (self.directory_paths.pop(), self.directories.pop()) {
@@ -130,8 +129,8 @@ impl AttributeWriter {
 
 fn apply_to_file_or_directory(target: &mut Target, path: &Path, attributes: &Attributes) -> io::Result<()> {
     let file = target.open_for_reading(path)?;
-    // The mode is set after the owner, because changing the owner can clear a directory's set-ID bits, and after the
-    // extended attributes, because it may make them unwritable. After a failed step, the others are still attempted.
+    // Set the mode after the owner, because chown can clear a directory's set-ID bits, and after the extended
+    // attributes, because the mode may make them unwritable. Attempt every step even if an earlier one fails.
     let extended = write_xattrs(&file, &attributes.extended);
     let owner = change_owner(&file, attributes.uid, attributes.gid);
     let mode = file.set_permissions(Permissions::from_mode(attributes.mode));
@@ -139,7 +138,7 @@ fn apply_to_file_or_directory(target: &mut Target, path: &Path, attributes: &Att
     extended.and(owner).and(mode).and(times.map_err(io::Error::from))
 }
 
-/// Changes the owner unless it is already correct: a sandbox may forbid the system call.
+/// Changes the owner unless it already matches: a sandbox may forbid the system call.
 fn change_owner(file: &File, uid: u32, gid: u32) -> io::Result<()> {
     let meta = file.metadata()?;
     if (meta.uid(), meta.gid()) == (uid, gid) { Ok(()) } else { fchown(file, Some(uid), Some(gid)) }
@@ -155,7 +154,7 @@ fn apply_to_symlink(target: &mut Target, path: &Path, attributes: &Attributes) -
 }
 
 fn to_times(time: Timestamp) -> Timestamps {
-    // The nanoseconds of a time before 1970 are negative in jiff, but count forward in a timespec.
+    // Before the Unix epoch, jiff's nanoseconds are negative, but a timespec's still count forward.
     let nanoseconds = time.as_nanosecond();
     let seconds = nanoseconds.div_euclid(1_000_000_000);
     let time = Timespec {

@@ -1,10 +1,9 @@
-//! Restores a snapshot, or some of its entries, to an empty directory.
+//! Restores a snapshot, or selected entries of it, into an empty directory.
 //!
-//! First all trees are read, to check that the target has enough space. Then the entries are restored in batches, so
-//! that memory use does not grow with their number: the directories, the symbolic links and the files (without content)
-//! are created, the chunks are read pack by pack and written to the files, the hard links are created, and the owners,
-//! modes and times of files and symbolic links are set. Those of directories are set at the end. Names are checked when
-//! a tree is parsed, so no entry can escape its directory.
+//! The first pass reads all trees to check that the target has enough space. Entries are then restored in batches to
+//! bound memory use: create directories, symlinks and empty files; read chunks pack by pack and write them to the
+//! files; create hard links; set the owner, mode and times of files and symlinks. Directory attributes are set last.
+//! Names are validated when a tree is parsed, so entries can't escape their directory.
 
 mod batch;
 mod content;
@@ -37,34 +36,33 @@ pub use space::available_bytes;
 use survey::Survey;
 use walk::{Walk, WalkStart};
 
-/// The fail points of a restore.
+/// Fail points on the restore path.
 pub const FAILPOINTS: &[&str] =
     &["files.restore.created", "files.restore.written", "files.restore.completed"];
 
-/// Where to restore, and who owns the restored entries.
+/// Configures [`restore`] and [`restore_entries`].
 #[derive(Debug, Clone)]
 pub struct RestoreOptions {
-    /// Must be empty and inaccessible to other users. Neither is checked.
+    /// Must be empty and inaccessible to other users. Not checked.
     pub target: PathBuf,
-    /// The root directory of the system whose accounts own the files. An id is kept if the system has no account with
-    /// the saved name.
+    /// Root of the system whose accounts own the files. Saved ids are used as is if no account has the saved name.
     pub system_root: PathBuf,
-    /// The user and group that own everything; `None` for the owners in the snapshot. In either case, files lose their
-    /// set-user-ID and set-group-ID bits.
+    /// User and group to own everything; `None` restores the saved owners. Either way, files lose their setuid and
+    /// setgid bits.
     pub owner: Option<(u32, u32)>,
-    /// Whether files with damaged content are left out, and damaged directories are restored empty. Otherwise, any
-    /// damage makes the restore fail.
+    /// Whether to leave out files with corrupt content and restore corrupt directories empty. Otherwise, any corruption
+    /// fails the restore.
     pub should_skip_damaged: bool,
 }
 
 impl RestoreOptions {
-    /// Returns options for a restore to `target`, with the owners in the snapshot.
+    /// Returns options for restoring to `target` with the saved owners.
     pub fn new(target: PathBuf, system_root: PathBuf) -> Self {
         Self { target, system_root, owner: None, should_skip_damaged: false }
     }
 }
 
-/// The progress of a restore, shared with another task. Bytes are uncompressed.
+/// Restore progress, shared with another task. Byte counts are uncompressed.
 #[derive(Debug, Default)]
 pub struct RestoreProgress {
     total_bytes: AtomicU64,
@@ -86,7 +84,7 @@ impl RestoreProgress {
     }
 }
 
-/// The damaged files and directories whose content was not restored.
+/// Corrupt files and directories whose content wasn't restored.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct DamagedEntries {
     pub count: u64,
@@ -112,28 +110,28 @@ impl DamagedEntries {
     }
 }
 
-/// The result of a restore.
+/// Outcome of a restore.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RestoreReport {
     pub files: u64,
     pub directories: u64,
     pub bytes: u64,
-    /// Entries whose owner, mode, times or extended attributes could not be set.
+    /// Entries whose owner, mode, times or extended attributes couldn't be set.
     pub incomplete: u64,
     pub first_incomplete: Option<String>,
-    /// Empty unless damaged entries are skipped.
+    /// Empty unless corrupt entries are skipped.
     pub damaged: DamagedEntries,
 }
 
-/// Restores a snapshot. Every chunk's hash is checked before it is written.
+/// Restores a snapshot, verifying each chunk's hash before writing it.
 ///
 /// # Errors
 /// [`FilesError::NoSpace`] or [`FilesError::NoInodes`] if the target's file system is too small;
-/// [`FilesError::Corrupt`] if an object is damaged, or the index lacks a blob; [`FilesError::IndexChanging`] if the
-/// index changed during every attempt to read it; [`FilesError::Io`] if an entry cannot be created or written;
-/// [`FilesError::Store`] if the store fails or lacks an object. With [`RestoreOptions::should_skip_damaged`], only
-/// damage to the index and to the snapshot's root directory is an error. The target may be partly written: retry with a
-/// new, empty one.
+/// [`FilesError::Corrupt`] if an object is corrupt or a blob is missing from the index; [`FilesError::IndexChanging`]
+/// if the index changed during every attempt to read it; [`FilesError::Io`] if an entry can't be created or written;
+/// [`FilesError::Store`] if the store fails or an object is missing. With [`RestoreOptions::should_skip_damaged`], only
+/// corruption of the index or the snapshot's root directory is an error. The target may be left partially written, so
+/// retry with a new, empty one.
 pub async fn restore(
     repository: &Repository,
     snapshot: &Snapshot,
@@ -143,10 +141,10 @@ pub async fn restore(
     restore_from(repository, WalkStart::Tree(snapshot.tree), options, progress).await
 }
 
-/// Restores entries of a snapshot, each with everything below it, under the given names in the target.
+/// Restores selected entries of a snapshot recursively, each under the given name in the target.
 ///
 /// # Errors
-/// Those of [`restore`]; damage to one of the given directories is treated like damage to the root directory.
+/// See [`restore`]; each given directory is treated like the root directory.
 pub async fn restore_entries(
     repository: &Repository,
     entries: impl IntoIterator<Item = (&Entry, String)>,
@@ -168,7 +166,7 @@ async fn restore_from(
     let mut walk = Walk::new(repository, &locations, should_skip_damaged);
     walk.start(start.clone());
     let survey = Survey::create(&mut walk, &locations, FreeSpace::read(&options.target)?).await?;
-    // An earlier attempt may have counted some bytes.
+    // May be nonzero after an earlier attempt.
     progress.written_bytes.store(0, Ordering::Relaxed);
     progress.total_bytes.store(survey.bytes, Ordering::Relaxed);
     progress.total_files.store(survey.files, Ordering::Relaxed);
@@ -212,19 +210,19 @@ struct Restore<'a> {
     repository: &'a Repository,
     locations: &'a BlobLocations,
     target: &'a Path,
-    /// The space that all files and directories take, in bytes.
+    /// Space required by all files and directories, in bytes.
     needed_bytes: u64,
     attributes: AttributeWriter,
     should_skip_damaged: bool,
-    /// The damaged files, which are left out.
+    /// Corrupt files, which are left out.
     damaged: DamagedEntries,
-    /// The first paths of the damaged files with several hard links. Additional paths may be in later batches.
+    /// First paths of corrupt hard-linked files, whose other links may be in later batches.
     damaged_hard_linked_files: HashSet<PathBuf>,
     progress: &'a RestoreProgress,
 }
 
 impl Restore<'_> {
-    /// Restores the entries of a batch. The attributes of directories are set later.
+    /// Restores a batch, except for directory attributes, which are set last.
     async fn restore_batch(mut self, batch: Batch) -> Result<Self, FilesError> {
         let written = self.create_and_write(batch).await;
         let batch = written.map_err(|error| error.or_no_space(self.needed_bytes))?;
@@ -247,8 +245,8 @@ impl Restore<'_> {
         run_blocking(move || batch.complete_entries(&target, &left_out).map(|()| batch)).await
     }
 
-    /// Removes the damaged files and their hard links from a batch, and counts them. Returns the files, which must be
-    /// deleted.
+    /// Removes corrupt files and their hard links from a batch and counts them. Returns the files, which the caller
+    /// must delete.
     fn leave_out_damaged(&mut self, batch: &mut Batch) -> Vec<PlannedEntry> {
         let left_out = batch.take_damaged();
         for PlannedEntry { path, node } in &left_out {

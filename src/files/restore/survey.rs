@@ -1,4 +1,4 @@
-//! Determines what a restore will write, before anything is created.
+//! Measures a restore before anything is created.
 
 use super::hard_links::LinkedFiles;
 use super::space::FreeSpace;
@@ -8,28 +8,29 @@ use crate::index::{BlobLocation, BlobLocations};
 use crate::pack::{BlobType, MAX_BLOB_BYTES};
 use crate::tree::{Node, NodeType};
 
-/// A chunk counts as a hole if it is more than this many times as long as its compressed form. All but the shortest
-/// chunks of zeros compress this well.
+/// Chunks with a higher compression ratio are treated as holes. All but the shortest all-zero chunks compress this
+/// well.
 const MIN_HOLE_RATIO: u64 = 500;
 
-/// What a restore will write. A file with several names counts once.
+/// Totals for a restore. Hard-linked files count once.
 #[derive(Debug, Default)]
 pub(super) struct Survey {
     pub(super) files: u64,
     pub(super) bytes: u64,
-    /// The space that the files and directories take, in bytes. Holes take none; a chunk that compresses as well as
-    /// zeros counts as a hole.
+    /// Disk space for files and directories, in bytes. Holes take none, and neither do chunks that compress as well as
+    /// zeros.
     pub(super) needed_bytes: u64,
-    /// The number of files, directories and symbolic links.
+    /// Number of files, directories and symlinks.
     inodes: u64,
 }
 
 impl Survey {
-    /// Reads all trees, finds the location of each chunk, and checks that everything fits.
+    /// Reads all trees, locates each chunk, and checks that everything fits.
     ///
     /// # Errors
-    /// Those of [`Walk::next`]; [`FilesError::Corrupt`] if a chunk is not in the index and damage is not skipped;
-    /// [`FilesError::NoSpace`] or [`FilesError::NoInodes`] if the target's file system is too small.
+    /// Errors from [`Walk::next`]; [`FilesError::Corrupt`] if a chunk isn't in the index or its length is implausible,
+    /// and corruption isn't skipped; [`FilesError::NoSpace`] or [`FilesError::NoInodes`] if the target's file system is
+    /// too small.
     pub(super) async fn create(
         walk: &mut Walk<'_>,
         locations: &BlobLocations,
@@ -54,13 +55,13 @@ impl Survey {
                     NodeType::File | NodeType::Special => {}
                 }
             }
-            // Checked after each directory, because a crafted snapshot may have an unlimited number of entries.
+            // Checked after each directory: a malicious snapshot may contain any number of entries.
             let (needed, available) = (survey.inodes, space.available_inodes);
             if needed > available {
                 return Err(FilesError::NoInodes { needed, available });
             }
         }
-        // Checked at the end, so that the error reports the total space needed.
+        // Checked at the end so that the error reports the total space needed.
         let (needed, available) = (survey.needed_bytes, space.available_bytes);
         if needed > available { Err(FilesError::NoSpace { needed, available }) } else { Ok(survey) }
     }
@@ -75,10 +76,7 @@ impl Survey {
         for id in node.content.as_deref().unwrap_or_default() {
             let location = locations.find(BlobType::Data, *id)?;
             if location.content_length() > MAX_BLOB_BYTES as u64 {
-                return Err(FilesError::corrupt(
-                    format!("chunk {id}"),
-                    &"its length in the index is implausible",
-                ));
+                return Err(FilesError::corrupt(format!("chunk {id}"), &"implausible length in the index"));
             }
             bytes += location.content_length();
             if !is_hole(location) {

@@ -1,5 +1,5 @@
-//! The target directory, in which entries are created and opened relative to their parents: a path below it may be
-//! longer than `PATH_MAX`.
+//! The target directory. Entries are created and opened relative to their parent because full paths may exceed
+//! `PATH_MAX`.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -14,7 +14,7 @@ const MAX_SINGLE_OPEN_PATH_BYTES: usize = 2048;
 
 pub(super) struct Target {
     root: OwnedFd,
-    /// The parent that was used last.
+    /// Most recently used parent.
     parent: Option<(PathBuf, OwnedFd)>,
 }
 
@@ -64,7 +64,7 @@ impl Target {
         Ok(rustix::fs::linkat(parent, name, new_parent, new_name, AtFlags::empty())?)
     }
 
-    /// Returns the parent of an entry, and the entry's name in it.
+    /// Returns an entry's parent directory and its name in it.
     pub(super) fn locate<'a>(&mut self, path: &'a Path) -> io::Result<(BorrowedFd<'_>, &'a OsStr)> {
         let invalid = || io::Error::new(io::ErrorKind::InvalidInput, "not a path below the target");
         let name = path.file_name().ok_or_else(invalid)?;

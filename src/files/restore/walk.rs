@@ -13,17 +13,16 @@ use crate::repository::Repository;
 use crate::tree::{Node, NodeType};
 use crate::tree_reader::TreeReader;
 
-/// The part of a snapshot to restore.
+/// Starting point of a walk.
 #[derive(Debug, Clone)]
 pub(super) enum WalkStart {
-    /// Everything in a tree.
+    /// All entries of a tree.
     Tree(Id),
-    /// These entries, with their names in the target.
+    /// The given entries, under their names in the target.
     Entries(Vec<Node>),
 }
 
-/// A directory with its entries. Their full paths are not stored, because they would take a lot of memory in a deep
-/// directory.
+/// A directory with its entries. Entries don't carry full paths, which would take a lot of memory in deep directories.
 pub(super) struct WalkedDirectory {
     /// Relative to the target.
     pub(super) path: PathBuf,
@@ -31,7 +30,7 @@ pub(super) struct WalkedDirectory {
 }
 
 impl WalkedDirectory {
-    /// Returns the entries, each with its path relative to the target.
+    /// Pairs each entry with its path relative to the target.
     pub(super) fn into_entries(self) -> impl Iterator<Item = (PathBuf, Node)> {
         let Self { path, nodes } = self;
         nodes.into_iter().filter_map(move |node| Some((path.join(node.file_name()?), node)))
@@ -40,16 +39,17 @@ impl WalkedDirectory {
 
 pub(super) struct Walk<'a> {
     trees: TreeReader<'a>,
-    /// The entries with which the walk starts.
+    /// Initial entries of the walk.
     start_entries: Vec<Node>,
-    /// Directories whose entries have not been returned yet: their paths, and their trees.
+    /// Paths of directories not visited yet; `pending` holds their trees.
     pending_paths: PathStack,
     pending: Vec<Id>,
-    /// Whether to skip damaged entries. A damaged directory then counts as empty, unless the walk starts with it.
+    /// Whether to skip corrupt entries. Corrupt directories are then treated as empty, except for those the walk starts
+    /// with.
     pub(super) should_skip_damaged: bool,
-    /// The number of names in the paths of the directories with which the walk starts.
+    /// Path depth of the directories the walk starts with.
     start_depth: usize,
-    /// The damaged directories and invalid entries found since the start of the walk.
+    /// Corrupt directories and invalid entries found since the start of the walk.
     pub(super) damaged: DamagedEntries,
 }
 
@@ -70,7 +70,7 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// Starts or restarts the walk. After a restart, the most recently read trees are still in memory.
+    /// Starts or restarts the walk. A restart keeps the most recently read trees in memory.
     pub(super) fn start(&mut self, start: WalkStart) {
         self.damaged = DamagedEntries::default();
         (self.pending_paths, self.pending) = (PathStack::default(), Vec::new());
@@ -92,19 +92,19 @@ impl<'a> Walk<'a> {
         Some((self.pending_paths.pop()?, self.pending.pop()?))
     }
 
-    /// Returns the next directory with its entries; `None` at the end. Parents come before their subdirectories.
+    /// Returns the next directory with its entries, or `None` at the end. Parents come before their subdirectories.
     ///
     /// # Errors
-    /// If the store fails; [`FilesError::Corrupt`] if a tree is damaged or an entry is invalid, and it is not skipped.
+    /// If the store fails; [`FilesError::Corrupt`] if a tree is corrupt or an entry is invalid and isn't skipped.
     pub(super) async fn next(&mut self) -> Result<Option<WalkedDirectory>, FilesError> {
         let (mut path, mut nodes) = (PathBuf::new(), std::mem::take(&mut self.start_entries));
         if nodes.is_empty() {
             let Some((directory, tree)) = self.pop() else { return Ok(None) };
-            // Damage to a directory with which the walk starts is an error, because nothing in it would be restored.
+            // Never skip a directory the walk starts with: nothing in it would be restored.
             let may_skip = self.should_skip_damaged && directory.components().count() > self.start_depth;
             nodes = match self.trees.read(tree).await {
                 Err(error) if may_skip && error.is_damage() => {
-                    tracing::warn!(tree = %tree, %error, "a directory is damaged");
+                    tracing::warn!(tree = %tree, %error, "skipping corrupt directory");
                     self.damaged.add(directory.clone());
                     Vec::new()
                 }
@@ -114,11 +114,11 @@ impl<'a> Walk<'a> {
         }
         let mut valid = Vec::with_capacity(nodes.len());
         for node in nodes {
-            // `Tree::parse` has checked the names.
+            // Names were validated by `Tree::parse`.
             let Some(name) = node.file_name() else { continue };
             let reason = match (node.node_type, node.subtree) {
-                (NodeType::Dir, None) => "it has no tree",
-                (NodeType::Symlink, _) if node.link_target().is_none() => "it has no valid target",
+                (NodeType::Dir, None) => "missing tree",
+                (NodeType::Symlink, _) if node.link_target().is_none() => "missing or invalid link target",
                 (NodeType::Dir, Some(tree)) => {
                     self.push(&path.join(name), tree);
                     valid.push(node);

@@ -1,11 +1,10 @@
-//! The directories that have changed since the parent snapshot, so that a save does not have to walk the whole home
-//! directory.
+//! Tracks directories changed since the parent snapshot, so that a save doesn't have to walk the whole home directory.
 
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
 use std::path::{Component, Path};
 
-/// The changes in a directory and below it. The root is the home directory.
+/// Changes in a directory and below it. The root is the home directory.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ChangeSet {
     /// Whether an entry was added to, removed from or changed in this directory.
@@ -46,12 +45,12 @@ impl ChangeSet {
     }
 }
 
-/// The entries that a save visits in a directory.
+/// Which entries of a directory a save visits.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Scope<'a> {
     /// Every entry, at any depth.
     All,
-    /// The entries that these changes mark.
+    /// Only the entries marked by these changes.
     Changed(&'a ChangeSet),
 }
 
@@ -64,8 +63,8 @@ impl<'a> Scope<'a> {
         }
     }
 
-    /// Returns the scope for a subdirectory that the parent snapshot has; `None` if neither it nor anything below it is
-    /// marked.
+    /// Returns the scope for a subdirectory present in the parent snapshot, or `None` if neither it nor anything below
+    /// it is marked.
     pub(super) fn below(self, name: &OsStr) -> Option<Self> {
         match self {
             Self::All => Some(Self::All),
@@ -74,7 +73,7 @@ impl<'a> Scope<'a> {
         }
     }
 
-    /// The names of the marked entries, for a directory that is not listed.
+    /// Names of the marked entries, for directories that aren't listed.
     pub(super) fn marked_names(self) -> impl Iterator<Item = &'a OsString> {
         let below = match self {
             Self::All => None,

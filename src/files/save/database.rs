@@ -1,17 +1,16 @@
-//! SQLite databases that programs write to during a save: the saved files must form a database that can be opened.
+//! Consistent copies of live SQLite databases: the saved files must form a database that opens.
 //!
-//! In WAL mode, commits append to `X-wal`, and only a checkpoint changes `X`. `WAL_READ_LOCK(0)` in `X-shm` is the lock
-//! of a reader that reads no frames of the log. While it is held, no checkpoint can change `X`, so `X` and a prefix of
-//! `X-wal` that is read after it contain the state after some commit. Readers and writers do not wait for this lock,
-//! except behind a checkpoint that waits for it. When the last connection closes, it runs a checkpoint without this
-//! lock, but only if it can lock `X` exclusively.
+//! In WAL mode, commits append to `X-wal`, and only checkpoints modify `X`. `WAL_READ_LOCK(0)` in `X-shm` is held by
+//! readers that don't read any WAL frames. It blocks checkpoints, so `X` plus a prefix of `X-wal` read afterwards is
+//! the state after some commit. Readers and writers don't block on this lock, except behind a checkpoint waiting for
+//! it. The last connection to close runs a checkpoint without this lock, but only if it can lock `X` exclusively.
 //!
-//! In the other modes, a commit changes `X` after it has written the old pages to `X-journal`. A database that changes
-//! while it is read is read again, the last time under a reader's lock, which makes writers wait. A large database is
-//! locked only if the previous read was fast enough: its chunks are known by then, so the next read takes no longer.
+//! In the other modes, a commit writes the original pages to `X-journal` before modifying `X`. If a database changes
+//! while we read it, we retry, the last time under a reader's lock, which blocks writers. Large databases are locked
+//! only if the previous read was fast enough: their chunks are known by then, so the next read takes no longer.
 //!
-//! Locks are released after [`MAX_LOCK_TIME`]. A copy that was made without a lock counts as consistent only if the
-//! database did not change while it was read.
+//! Locks are released after [`MAX_LOCK_TIME`]. A copy made without a lock is considered consistent only if the database
+//! didn't change during the read.
 //!
 //! Sources: <https://www.sqlite.org/walformat.html>, <https://www.sqlite.org/lockingv3.html>.
 
@@ -31,43 +30,42 @@ use rustix::fs::OFlags;
 
 use super::entry_stat::{open_in, stat_in, stat_open};
 
-/// The first bytes of a database.
+/// Magic bytes at the start of a database file.
 const MAGIC: &[u8] = b"SQLite format 3\0";
 const WAL_SUFFIX: &[u8] = b"-wal";
 const JOURNAL_SUFFIX: &[u8] = b"-journal";
-/// The byte of `WAL_READ_LOCK(0)` in the shared-memory file.
+/// `WAL_READ_LOCK(0)` in the shared-memory file.
 const WAL_READ_LOCK: LockRange = (123, 1);
-/// The byte that a writer locks before it waits for readers to finish.
+/// Locked by a writer before it waits for readers to finish.
 const PENDING_LOCK: LockRange = (0x4000_0000, 1);
-/// The bytes that each reader locks, and that a writer locks while it changes the database.
+/// Locked by every reader, and by a writer while it modifies the database.
 const SHARED_LOCK: LockRange = (0x4000_0002, 510);
 /// Databases up to this size are locked regardless of how long the last read took.
 const MAX_ALWAYS_LOCKED_BYTES: u64 = 256 << 20;
 /// Larger databases are locked only if the last read took at most this long. A slower read would probably outlast
 /// [`MAX_LOCK_TIME`], so the lock would only delay writers.
 const MAX_LOCKED_READ_TIME: Duration = Duration::from_secs(2);
-/// How long locks are held at most: less than the usual busy timeout of a SQLite client, 5 s.
+/// Maximum time to hold locks: less than the usual 5 s busy timeout of SQLite clients.
 const MAX_LOCK_TIME: Duration = Duration::from_secs(3);
 /// SQLite's minimum page size.
 const MIN_DATABASE_BYTES: u64 = 512;
-/// Maximum number of attempts to take a lock, one per [`LOCK_RETRY_INTERVAL`].
+/// Maximum number of attempts to acquire a lock, one per [`LOCK_RETRY_INTERVAL`].
 const MAX_LOCK_ATTEMPTS: u32 = 50;
 const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(10);
 
-/// The files of one database in a directory.
+/// Files of one database.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct DatabaseFiles {
-    /// In the order in which they are saved: the database first.
+    /// In save order: the main file first.
     pub(super) names: Vec<OsString>,
     has_wal: bool,
 }
 
-/// Locks that are released on drop, and in any case after [`MAX_LOCK_TIME`], because the save may be waiting for the
-/// store.
+/// Releases its locks on drop, and after [`MAX_LOCK_TIME`] at the latest, since the save may block on the store.
 pub(super) struct ReadLock {
     lock_set: Arc<LockSet>,
-    /// Dropping it ends the thread that releases the locks after [`MAX_LOCK_TIME`].
-    _end: mpsc::Sender<()>,
+    /// Dropping it cancels the release after [`MAX_LOCK_TIME`].
+    _cancel: mpsc::Sender<()>,
 }
 
 struct LockSet {
@@ -75,7 +73,7 @@ struct LockSet {
     is_released: AtomicBool,
 }
 
-/// The first byte of a lock, and the number of bytes.
+/// Offset and length, in bytes.
 type LockRange = (i64, i64);
 
 impl LockSet {
@@ -91,10 +89,10 @@ impl LockSet {
 impl ReadLock {
     fn new(locks: Vec<(OwnedFd, LockRange)>) -> Self {
         let lock_set = Arc::new(LockSet { locks, is_released: AtomicBool::new(false) });
-        let (end, ended) = mpsc::channel();
+        let (cancel, cancelled) = mpsc::channel();
         let timed_lock_set = Arc::clone(&lock_set);
         let release = move || {
-            if ended.recv_timeout(MAX_LOCK_TIME) == Err(mpsc::RecvTimeoutError::Timeout) {
+            if cancelled.recv_timeout(MAX_LOCK_TIME) == Err(mpsc::RecvTimeoutError::Timeout) {
                 timed_lock_set.release();
             }
         };
@@ -102,7 +100,7 @@ impl ReadLock {
         if std::thread::Builder::new().name("files-lock".to_owned()).spawn(release).is_err() {
             lock_set.release();
         }
-        Self { lock_set, _end: end }
+        Self { lock_set, _cancel: cancel }
     }
 
     /// Whether the locks are still held.
@@ -118,8 +116,8 @@ impl Drop for ReadLock {
 }
 
 impl DatabaseFiles {
-    /// Removes from the names in a directory the files of databases that have a log or a journal, which programs may be
-    /// writing. Returns these files, grouped by database.
+    /// Extracts the files of databases with a WAL or journal, which may be in use, from the names in a directory.
+    /// Returns them grouped by database.
     pub(super) fn extract_from(names: &mut Vec<OsString>) -> Vec<Self> {
         let all: HashSet<&OsStr> = names.iter().map(OsString::as_os_str).collect();
         let mut databases = Vec::new();
@@ -132,7 +130,7 @@ impl DatabaseFiles {
                 databases.push(Self { names: present, has_wal: suffix == WAL_SUFFIX });
             }
         }
-        // A database has a log or a journal. If it has both, the one that was found first is used.
+        // A database has a WAL or a journal. If it has both, the first one found wins.
         let mut taken: HashSet<OsString> = HashSet::new();
         databases.retain(|files| {
             files.names.iter().all(|name| !taken.contains(name)) && {
@@ -144,22 +142,22 @@ impl DatabaseFiles {
         databases
     }
 
-    /// Prevents checkpoints from changing the database; `None` if no program has it open in WAL mode, if one has it
-    /// open exclusively, or if a checkpoint still holds its lock after [`MAX_LOCK_ATTEMPTS`].
+    /// Blocks checkpoints. Returns `None` if the database isn't open in WAL mode, is open exclusively, or if a
+    /// checkpoint still holds its lock after [`MAX_LOCK_ATTEMPTS`].
     pub(super) fn lock(&self, directory: &OwnedFd) -> Option<ReadLock> {
         let base = self.names.first().filter(|_| self.has_wal)?;
         let open = |name: &OsStr| open_in(directory, name, OFlags::NONBLOCK | OFlags::NOCTTY).ok();
         let (database, shared_name) = (open(base)?, with_suffix(base, b"-shm"));
         let shared = open(&shared_name)?;
-        // Every connection holds this lock as well. Because it is held here, the last connection to close the database
-        // leaves the log in place.
+        // Every connection holds this lock as well. While we hold it, the last connection to close leaves the WAL in
+        // place.
         if !lock(&database, SHARED_LOCK) {
             return None;
         }
         let is_locked = lock(&shared, WAL_READ_LOCK);
         let read_lock =
             ReadLock::new(vec![(database, SHARED_LOCK), (shared.try_clone().ok()?, WAL_READ_LOCK)]);
-        // The last connection may have closed the database before it was locked, and a later one may have created a new
+        // The last connection may have closed before we took the lock, and a later one may have created a new
         // shared-memory file.
         let inode = stat_open(&shared).ok()?.stx_ino;
         let is_current = stat_in(directory, &shared_name).is_ok_and(|stat| stat.stx_ino == inode);
@@ -171,8 +169,7 @@ impl DatabaseFiles {
         open_in(directory, self.main_file_name()?, OFlags::NONBLOCK | OFlags::NOCTTY).ok().map(File::from)
     }
 
-    /// The name of the main file, which contains the database itself. The file must not change while the database is
-    /// saved.
+    /// Name of the main file, which contains the database itself and must not change during the save.
     pub(super) fn main_file_name(&self) -> Option<&OsStr> {
         self.names.first().map(OsString::as_os_str)
     }
@@ -184,14 +181,14 @@ fn with_suffix(base: &OsStr, suffix: &[u8]) -> OsString {
     name
 }
 
-/// Locks a database as a reader does, so that no writer changes it; `None` if the file is not a database, if reading it
+/// Takes a reader's lock on a database to block writers. Returns `None` if the file isn't a database, if reading it
 /// would take too long, or if a writer still holds its lock after [`MAX_LOCK_ATTEMPTS`]. `read_duration` is how long
 /// the previous read took.
 pub(super) fn lock_as_reader(file: &File, size: u64, read_duration: Duration) -> Option<ReadLock> {
     if !should_lock(size, read_duration) || !is_database(file, size) {
         return None;
     }
-    // Open file description locks are released only when all descriptors of the description are closed.
+    // OFD locks are released only when all descriptors of the open file description are closed.
     let file = file.as_fd().try_clone_to_owned().ok()?;
     let has_pending_lock = lock(&file, PENDING_LOCK);
     let has_shared_lock = has_pending_lock && lock(&file, SHARED_LOCK);
@@ -201,18 +198,18 @@ pub(super) fn lock_as_reader(file: &File, size: u64, read_duration: Duration) ->
     has_shared_lock.then(|| ReadLock::new(vec![(file, SHARED_LOCK)]))
 }
 
-/// Whether a database is small, or can probably be read before its lock is released.
+/// Whether a database is small or will likely be read before its lock is released.
 fn should_lock(size: u64, read_duration: Duration) -> bool {
     size <= MAX_ALWAYS_LOCKED_BYTES || read_duration <= MAX_LOCKED_READ_TIME
 }
 
-/// Whether a file begins with the magic bytes of a database.
+/// Whether a file starts with the SQLite magic bytes.
 pub(super) fn is_database(file: &File, size: u64) -> bool {
     let mut start = [0; MAGIC.len()];
     size >= MIN_DATABASE_BYTES && file.read_exact_at(&mut start, 0).is_ok() && start == MAGIC
 }
 
-/// Takes a read lock, and returns whether it succeeded. Retries, because a writer may briefly hold a conflicting lock.
+/// Takes a read lock, retrying because a writer may briefly hold a conflicting one. Returns whether it succeeded.
 fn lock(file: &OwnedFd, range: LockRange) -> bool {
     (0..MAX_LOCK_ATTEMPTS).any(|attempt| {
         if attempt > 0 {
@@ -222,8 +219,8 @@ fn lock(file: &OwnedFd, range: LockRange) -> bool {
     })
 }
 
-/// Sets or releases an open file description lock, without waiting. Returns whether it succeeded. Such locks conflict
-/// with those that SQLite takes, and are not lost when another descriptor of the file is closed. Read locks do not
+/// Sets or releases an open file description (OFD) lock without blocking. Returns whether it succeeded. OFD locks
+/// conflict with SQLite's own locks, but closing another descriptor of the file doesn't drop them. Read locks don't
 /// conflict with each other.
 fn set_lock(file: &OwnedFd, (start, length): LockRange, kind: i32) -> bool {
     let lock = libc::flock {
@@ -257,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn large_database_is_locked_only_after_a_fast_read() {
+    fn large_database_is_locked_only_after_fast_read() {
         let slow = MAX_LOCKED_READ_TIME + Duration::from_millis(1);
         assert!(should_lock(MAX_ALWAYS_LOCKED_BYTES, slow));
         assert!(should_lock(MAX_ALWAYS_LOCKED_BYTES + 1, MAX_LOCKED_READ_TIME));

@@ -1,4 +1,4 @@
-//! Opens entries of a directory and reads their state, without following symbolic links.
+//! Opens and stats directory entries without following symlinks.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -12,14 +12,14 @@ use rustix::io::Errno;
 
 use crate::tree::Node;
 
-/// File systems record changes at this granularity or a finer one. Two changes within it can result in the same times.
+/// Coarsest timestamp granularity of supported file systems. Two changes within it may leave identical timestamps.
 pub(super) const TIME_GRANULARITY: Duration = Duration::from_millis(20);
-/// The first bytes of a CACHEDIR.TAG (<https://bford.info/cachedir/>).
+/// Signature of a CACHEDIR.TAG file (<https://bford.info/cachedir/>).
 const CACHE_TAG_START: &[u8] = b"Signature: 8a477f597d28d172789f06886806bc55";
 pub(super) const CACHE_TAG: &str = "CACHEDIR.TAG";
 
-/// Fields of a file's `stat`. A change to the file changes at least one of them, except in the cases that
-/// [`stat_settled`] detects and [`WriteBack`](super::write_back::WriteBack) prevents.
+/// The `stat` fields used for change detection. Any change to a file changes at least one of them, except in the cases
+/// detected by [`stat_settled`] and prevented by [`WriteBack`](super::write_back::WriteBack).
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct StatFingerprint {
     mtime: Timestamp,
@@ -56,8 +56,8 @@ pub(super) fn stat_open(file: &impl AsFd) -> Result<Statx, Errno> {
     rustix::fs::statx(file, "", AtFlags::EMPTY_PATH, StatxFlags::BASIC_STATS)
 }
 
-/// Returns the metadata of a file, and whether any later change is certain to change its times. If the file changed
-/// less than [`TIME_GRANULARITY`] ago, waits first.
+/// Stats a file, and returns whether any later change is certain to change its timestamps. Waits first if the file
+/// changed less than [`TIME_GRANULARITY`] ago.
 pub(super) fn stat_settled(file: &File) -> Result<(Statx, bool), Errno> {
     let is_settled = |stat: &Statx| {
         let changed = SystemTime::from(to_timestamp(stat.stx_ctime));
@@ -79,7 +79,7 @@ pub(super) fn has_cache_tag(directory: &OwnedFd) -> bool {
         .is_ok_and(|tag| File::from(tag).read_exact(&mut start).is_ok() && start == CACHE_TAG_START)
 }
 
-/// Returns the time, clamped to the range that RFC 3339 can represent.
+/// Converts a timestamp, clamping it to the range RFC 3339 can represent.
 pub(super) fn to_timestamp(time: StatxTimestamp) -> Timestamp {
     /// 0000-01-01T00:00:00Z.
     const MIN_SECONDS: i64 = -62_167_219_200;

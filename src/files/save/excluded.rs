@@ -1,4 +1,4 @@
-//! Measures the entries that a save excludes.
+//! Measures entries excluded from a save.
 
 use std::ffi::OsStr;
 use std::os::fd::OwnedFd;
@@ -12,21 +12,22 @@ use rustix::io::Errno;
 use super::entry_stat::{open_in, stat_in, stat_open};
 use super::file::BLOCK_BYTES;
 
-/// Maximum number of entries that are counted, which bounds the duration.
+/// Maximum number of entries to count. Bounds the running time.
 const MAX_ENTRIES: u64 = 1_000_000;
-/// Directories that are nested deeper are not counted: each level takes a file descriptor and stack space.
+/// Deeper directories aren't counted, since each level takes a file descriptor and stack space.
 const MAX_DEPTH: usize = 1000;
 /// Maximum length of [`ExcludedSizes::largest`].
 const MAX_LISTED_ENTRIES: usize = 20;
 
-/// The sizes of the entries that a save excluded.
+/// Sizes of the entries excluded from a save.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ExcludedSizes {
-    /// The number of entries, including everything in excluded directories.
+    /// Number of entries, including everything in excluded directories.
     pub entries: u64,
-    /// The sum of the files' sizes, without holes.
+    /// Total file size, excluding holes.
     pub bytes: u64,
-    /// Whether some entries were not counted: there are too many, they are nested too deep, or they cannot be read.
+    /// Whether some entries weren't counted because there are too many, they're nested too deeply or they can't be
+    /// read.
     pub is_partial: bool,
     /// The largest excluded files and directories, largest first.
     pub largest: Vec<ExcludedEntry>,
@@ -35,15 +36,15 @@ pub struct ExcludedSizes {
 /// An excluded file or directory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExcludedEntry {
-    /// The path, relative to the saved directory.
+    /// Relative to the saved directory.
     pub path: PathBuf,
-    /// The number of entries, including everything in the directory.
+    /// Number of entries, including everything in the directory.
     pub entries: u64,
     pub bytes: u64,
 }
 
 impl ExcludedSizes {
-    /// Adds an entry and everything below it. Entries on other file systems are not counted.
+    /// Adds an entry and everything below it, except entries on other file systems.
     pub(super) fn add(
         &mut self,
         directory: &OwnedFd,
@@ -74,13 +75,13 @@ impl ExcludedSizes {
 struct SizeCounter {
     entries: u64,
     bytes: u64,
-    /// How many more entries may be counted.
+    /// Remaining entry budget.
     remaining: u64,
     device: (u32, u32),
 }
 
 impl SizeCounter {
-    /// Adds an entry, and returns whether everything below it was counted.
+    /// Adds an entry recursively, and returns whether everything was counted.
     fn add(
         &mut self,
         directory: &OwnedFd,
@@ -115,7 +116,7 @@ impl SizeCounter {
             let name = entry.file_name().to_bytes();
             if !matches!(name, b"." | b"..") {
                 let added = self.add(&opened, OsStr::from_bytes(name), depth + 1, is_stopped);
-                // An entry that has vanished does not make the sum incomplete.
+                // Vanished entries don't make the sum incomplete.
                 is_complete &= added.unwrap_or_else(|error| error == Errno::NOENT);
             }
         }
@@ -132,7 +133,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn entry_that_is_not_counted_is_not_listed() {
+    fn uncounted_entry_is_not_listed() {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("present"), "x").unwrap();
         let directory = OwnedFd::from(std::fs::File::open(dir.path()).unwrap());

@@ -1,4 +1,4 @@
-//! Exclusions from a save: paths, and rules in the syntax of `.gitignore`.
+//! Save exclusions: explicit paths, and rules in `.gitignore` syntax.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -7,7 +7,7 @@ use std::sync::Arc;
 use ignore::Match;
 use ignore::gitignore::{Gitignore, GitignoreBuilder};
 
-/// The entries that a save excludes.
+/// Entries to exclude from a save.
 #[derive(Debug, Clone, Default)]
 pub struct Exclusions {
     /// Paths relative to the saved directory.
@@ -15,25 +15,25 @@ pub struct Exclusions {
     rules: Option<Arc<Rules>>,
 }
 
-/// Rules in the syntax of `.gitignore`.
+/// Rules in `.gitignore` syntax.
 #[derive(Debug)]
 struct Rules {
     /// Applies outside `owner_root`.
     defaults: Gitignore,
-    /// The defaults, then the owner's rules. Applies below `owner_root`.
+    /// The defaults followed by the owner's rules. Applies below `owner_root`.
     owner: Gitignore,
     owner_root: PathBuf,
-    /// No rule excludes these paths or anything below them.
+    /// These paths and everything below them are exempt from all rules.
     never_excluded: Vec<PathBuf>,
 }
 
 impl Exclusions {
-    /// Sets the rules, in the syntax of `.gitignore`. `defaults` apply everywhere, and the owner's below `owner_root`,
-    /// where they take precedence: `!name/` includes what the defaults exclude. No rule excludes the paths in
-    /// `never_excluded` or anything below them.
+    /// Sets the rules, in `.gitignore` syntax. `defaults` apply everywhere. The owner's rules apply below `owner_root`
+    /// and take precedence there: `!name/` re-includes a default exclusion. Paths in `never_excluded` and everything
+    /// below them are exempt from all rules.
     ///
-    /// Returns the owner's lines that are not valid rules; they are ignored. If all rules together are too large, all
-    /// of the owner's are ignored, and the first element is the error message.
+    /// Returns the owner's invalid lines, which are ignored. If the combined rules are too large, all of the owner's
+    /// rules are ignored, and the first element is the error message.
     pub fn set_rules(
         &mut self,
         defaults: &[&str],
@@ -43,17 +43,17 @@ impl Exclusions {
     ) -> Vec<String> {
         let mut builder = GitignoreBuilder::new("");
         for line in defaults {
-            builder.add_line(None, line).expect("the default rules are valid");
+            builder.add_line(None, line).expect("default rules are valid");
         }
-        let defaults = builder.build().expect("the default rules are valid");
+        let defaults = builder.build().expect("default rules are valid");
         let mut invalid = Vec::new();
-        // As in git, a byte order mark is not part of the first rule.
+        // Like git, strip a byte order mark.
         for line in owner_lines.strip_prefix('\u{feff}').unwrap_or(owner_lines).lines() {
             if builder.add_line(None, line).is_err() {
                 invalid.push(line.to_owned());
             }
         }
-        // Each line is valid, but all rules together may be too large.
+        // Each line is valid by itself, but the combined rules may be too large.
         let owner = builder.build().unwrap_or_else(|error| {
             invalid.insert(0, format!("all of the owner's rules are ignored: {error}"));
             defaults.clone()
@@ -122,14 +122,14 @@ mod tests {
     }
 
     #[test]
-    fn byte_order_mark_is_not_part_of_first_rule() {
+    fn byte_order_mark_is_stripped() {
         let (rules, invalid) = exclusions("\u{feff}*.iso\n");
         assert!(invalid.is_empty());
         assert!(excludes(&rules, "home/disk.iso", false));
     }
 
     #[test]
-    fn error_about_all_rules_precedes_invalid_lines() {
+    fn combined_rules_error_precedes_invalid_lines() {
         let large = format!("?{}", "a".repeat(500_000));
         let (rules, invalid) = exclusions(&format!("a{{b\n*.iso\n{large}\n"));
         assert_eq!(invalid.len(), 2);

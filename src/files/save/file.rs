@@ -21,24 +21,23 @@ use crate::pack::BlobType;
 use crate::tree::{Node, NodeType};
 use crate::xattrs::read_xattrs;
 
-/// Larger files are not saved: their lists of chunks would not fit in memory. Only sparse files are this large.
+/// Larger files aren't saved: their chunk lists wouldn't fit in memory. Only sparse files get this large.
 const MAX_FILE_BYTES: u64 = 1 << 40;
 /// Smaller holes are read as zeros.
 const MIN_HOLE_BYTES: u64 = 1 << 20;
-/// The inode that is recorded for a file that changed during every read. No file has this inode, so the next save reads
-/// the file again.
+/// Inode number recorded for files that changed during every read. No file has it, so the next save reads them again.
 pub(super) const UNSTABLE_INODE: u64 = 0;
-/// The note about a file that changed during every read.
+/// Note for files that changed during every read.
 pub(super) const UNSTABLE_NOTE: &str = "changed while it was read";
-/// The unit of `stx_blocks`.
+/// Unit of `stx_blocks`.
 pub(super) const BLOCK_BYTES: u64 = 512;
 
-/// The content of a file with several names.
+/// Content of a hard-linked file.
 pub(super) struct HardLinkedContent {
     fingerprint: StatFingerprint,
     content: Vec<Id>,
     size: u64,
-    /// The number of names that have not been visited yet.
+    /// Number of links not visited yet.
     remaining_names: u32,
 }
 
@@ -53,7 +52,7 @@ impl Walker<'_> {
         let node = match earlier.filter(|earlier| self.is_saved(earlier, stat)) {
             Some(earlier) => {
                 let mut node = earlier.clone();
-                // Earlier releases did not record the allocated space.
+                // Earlier releases didn't record the allocated space.
                 node.allocated_bytes = node.allocated_bytes.or_else(|| sparse_allocation(stat));
                 node
             }
@@ -64,7 +63,7 @@ impl Walker<'_> {
         Ok(Some(node))
     }
 
-    /// Whether the file has not changed since the parent snapshot, and the repository still has its content.
+    /// Whether the file is unchanged since the parent snapshot and the repository still has its content.
     fn is_saved(&self, earlier: &Node, stat: &Statx) -> bool {
         let has_content = |chunks: &Vec<Id>| chunks.iter().all(|id| self.known.contains(BlobType::Data, *id));
         earlier.node_type == NodeType::File
@@ -81,8 +80,8 @@ impl Walker<'_> {
             let _lock = if is_last { self.lock_database(&file, read_duration)? } else { None };
             let (stat, is_settled) = stat_settled(&file)?;
             wait_for_writes(&file);
-            // Must follow `stat_settled`: a page that becomes dirty again during the write-back changes the times once,
-            // and later changes to it do not. The comparison after the read must detect that change.
+            // Must follow `stat_settled`: a page redirtied during the write-back changes the timestamps once, but
+            // further writes to it don't. The comparison after the read must catch that one change.
             self.write_back.clean(&file)?;
             if FileType::from_raw_mode(stat.stx_mode.into()) != FileType::RegularFile {
                 return Err(EntryError::Replaced);
@@ -123,15 +122,15 @@ impl Walker<'_> {
         }
     }
 
-    /// Marks the current entry for the next save. That save also lists the entry's directory, because a database must
-    /// be saved together with a log or a journal that has been created in the meantime.
+    /// Marks the current entry for the next save. That save also lists the entry's directory, since a database must be
+    /// saved together with any WAL or journal created by then.
     pub(super) fn mark_for_retry(&mut self) {
         self.retry.mark_directory(self.path.parent().unwrap_or(Path::new("")));
         self.retry.mark_subtree(&self.path);
     }
 
-    /// Locks a database as a reader does; see [`lock_as_reader`]. Writes its pages back first, because writers would
-    /// otherwise wait for that, too.
+    /// Takes a reader's lock on a database; see [`lock_as_reader`]. Writes its pages back first so that writers don't
+    /// have to wait for that as well.
     pub(super) fn lock_database(
         &mut self,
         file: &File,
@@ -141,7 +140,7 @@ impl Walker<'_> {
         Ok(lock_as_reader(file, file.metadata()?.len(), read_duration))
     }
 
-    /// Returns the content of a file that was read under another name, if it has not changed since.
+    /// Returns the content of a file already read through another link, if it hasn't changed since.
     fn take_linked(&mut self, inode: u64, fingerprint: StatFingerprint) -> Option<(Vec<Id>, u64)> {
         let linked = self.linked.get_mut(&inode).filter(|linked| linked.fingerprint == fingerprint)?;
         linked.remaining_names = linked.remaining_names.saturating_sub(1);
@@ -152,7 +151,7 @@ impl Walker<'_> {
         Some(content)
     }
 
-    /// Saves the file's chunks, up to the size in `stat`: a file that grows in the meantime is read again. Returns the
+    /// Saves the file's chunks up to the size in `stat`; a file that grows concurrently is read again. Returns the
     /// chunks and the number of bytes read.
     fn read_content(&mut self, file: &mut File, stat: &Statx) -> Result<(Vec<Id>, u64), EntryError> {
         let (mut content, mut size) = (Vec::new(), 0);
@@ -170,7 +169,7 @@ impl Walker<'_> {
                 self.add_chunk(chunk, &mut content)?;
             }
             if size < end {
-                // The file was truncated.
+                // Truncated concurrently.
                 break;
             }
         }
@@ -194,32 +193,32 @@ impl Walker<'_> {
             content.extend((1..whole).map(|_| id));
         }
         if rest > 0 {
-            // The remainder of a division by 8 MiB fits in `usize`.
+            // A remainder modulo 8 MiB fits in `usize`.
             self.add_chunk(vec![0; usize::try_from(rest).unwrap_or(0)], content)?;
         }
         Ok(())
     }
 }
 
-/// Waits for writes in progress. ext4 sets a file's times before it copies the data, so a large write that began before
-/// the times were read would not change them again.
+/// Waits for in-flight writes. ext4 updates a file's timestamps before copying the data, so a large write that started
+/// before we read them wouldn't change them again.
 fn wait_for_writes(file: &File) {
-    // The seek takes the lock that a writer holds; on XFS, every read takes it. The seek fails for a file without data.
+    // The seek takes the lock held by writers; on XFS, every read takes it. It fails if the file has no data.
     let _ = rustix::fs::seek(file, rustix::fs::SeekFrom::Data(0));
 }
 
-/// Returns the space allocated to a sparse file; `None` if that is not much less than its size.
+/// Returns the allocated size of a sparse file, or `None` if it isn't much smaller than the file size.
 fn sparse_allocation(stat: &Statx) -> Option<u64> {
     let allocated = stat.stx_blocks.saturating_mul(BLOCK_BYTES);
     (stat.stx_size.saturating_sub(allocated) >= MIN_HOLE_BYTES).then_some(allocated)
 }
 
-/// Returns the next range with data at or after `from`. Holes in it are shorter than `MIN_HOLE_BYTES`.
+/// Returns the next data range at or after `from`, including holes shorter than `MIN_HOLE_BYTES`.
 fn find_data(file: &File, from: u64, size: u64) -> io::Result<(u64, u64)> {
     use rustix::fs::SeekFrom::{Data, Hole};
     let seek = |to, otherwise| match rustix::fs::seek(file, to) {
         Ok(offset) => Ok(offset.min(size)),
-        // There is no data between here and the end.
+        // No data up to the end of the file.
         Err(Errno::NXIO) => Ok(otherwise),
         Err(error) => Err(io::Error::from(error)),
     };

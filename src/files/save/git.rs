@@ -1,5 +1,5 @@
-//! Git repositories. Git writes objects before the references to them. If the references are read first, and all
-//! objects after them, the snapshot contains every object that its references need, even while git is writing.
+//! Consistent copies of git repositories. Git writes objects before the refs to them. By reading the refs first and
+//! then all objects, a snapshot includes every object its refs need, even while git is writing.
 
 use std::collections::{BTreeMap, HashSet};
 use std::ffi::{OsStr, OsString};
@@ -10,10 +10,9 @@ use super::walk::{EntryError, MAX_READ_ATTEMPTS, Walker};
 use crate::error::FilesError;
 use crate::tree::Node;
 
-/// The directory of the objects.
 pub(super) const OBJECTS: &str = "objects";
-/// The directory of the references. Git moves references from here to the file `packed-refs`, and removes them from the
-/// directory last, so the file must be read after the directory.
+/// Git moves refs from this directory to the `packed-refs` file, deleting the loose refs last, so the file must be read
+/// after the directory.
 const REFS: &str = "refs";
 const HEAD: &str = "HEAD";
 
@@ -22,7 +21,7 @@ pub(super) fn is_repository(contains: impl Fn(&OsStr) -> bool) -> bool {
     [HEAD, OBJECTS, REFS].iter().all(|name| contains(OsStr::new(name)))
 }
 
-/// Sorts the names in a repository in the order in which they are saved.
+/// Sorts a repository's entries into save order.
 pub(super) fn sort_for_save(names: &mut [OsString]) {
     names.sort_by_key(|name| match name.to_str() {
         Some(REFS) => 0,
@@ -32,8 +31,8 @@ pub(super) fn sort_for_save(names: &mut [OsString]) {
 }
 
 impl Walker<'_> {
-    /// Saves the objects of a git repository whose references have just been saved. Checks all objects, because the
-    /// watcher may not have reported the newest ones yet.
+    /// Saves a git repository's objects, right after its refs. Checks all objects, because the watcher may not have
+    /// reported the newest ones yet.
     pub(super) fn save_all_git_objects(
         &mut self,
         repository: &OwnedFd,
@@ -45,7 +44,7 @@ impl Walker<'_> {
         saved
     }
 
-    /// Saves a directory of git objects. Lists it again if a listed file has vanished, because git replaces packs.
+    /// Saves a git object directory. Lists it again if a listed file has vanished, because git replaces packs.
     pub(super) fn save_git_objects(
         &mut self,
         directory: &OwnedFd,
@@ -77,7 +76,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn references_are_saved_before_objects() {
+    fn refs_are_saved_before_objects() {
         let mut names: Vec<OsString> =
             ["HEAD", "index", "logs", "objects", "packed-refs", "refs"].map(OsString::from).into();
         assert!(is_repository(|name| names.iter().any(|found| found == name)));

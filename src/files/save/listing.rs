@@ -1,4 +1,4 @@
-//! Lists the directories of a save, without collecting the names of those that are too large.
+//! Directory listing that rejects oversized directories without collecting all of their names.
 
 use std::ffi::{OsStr, OsString};
 use std::io;
@@ -11,16 +11,16 @@ use super::entry_stat::{CACHE_TAG, has_cache_tag};
 use super::walk::{EntryError, MAX_DIRECTORY_BYTES, Walker};
 use crate::tree::TYPICAL_NODE_BYTES;
 
-/// Directories with more entries, or whose tree would be larger than [`MAX_DIRECTORY_BYTES`], are not saved: a tree is
-/// one blob, which is parsed in memory.
+/// Directories with more entries, or with a tree larger than [`MAX_DIRECTORY_BYTES`], aren't saved: a tree is a single
+/// blob, parsed in memory.
 const MAX_DIRECTORY_ENTRIES: usize = if cfg!(test) { 2000 } else { 200_000 };
 
 impl Walker<'_> {
-    /// Returns the names in a directory, sorted. For a cache directory, returns only the tag, and counts the other
-    /// names as excluded; the home directory itself never counts as a cache.
+    /// Returns the sorted names in a directory. Cache directories yield only the tag, and their other entries are
+    /// counted as excluded. The home directory itself is never treated as a cache.
     ///
     /// # Errors
-    /// `Unreadable` if the directory is too large, or cannot be listed.
+    /// `Unreadable` if the directory is too large or can't be listed.
     pub(super) fn list(&mut self, directory: &OwnedFd) -> Result<Vec<OsString>, EntryError> {
         if !self.path.as_os_str().is_empty() && has_cache_tag(directory) {
             return self.exclude_cache(directory);
@@ -33,18 +33,18 @@ impl Walker<'_> {
             if !matches!(name, b"." | b"..") {
                 names.push(OsStr::from_bytes(name).to_owned());
                 bytes += TYPICAL_NODE_BYTES + name.len();
-                // Checked for each name: the names in a directory with millions of entries could exhaust memory.
+                // Check every name: a directory with millions of entries could exhaust memory.
                 check_size(names.len(), bytes)?;
             }
         }
         names.sort_unstable();
-        // Some file systems list a name twice if it is removed and created again during the listing.
+        // Some file systems return a name twice if it's removed and recreated during the listing.
         names.dedup();
         Ok(names)
     }
 
-    /// Counts the entries of a cache directory as excluded, except the tag, whose name is returned. The directory may
-    /// have any number of entries, so their names are not collected.
+    /// Counts all entries of a cache directory except the tag as excluded, and returns the tag's name. Doesn't collect
+    /// the names, since there may be any number of them.
     fn exclude_cache(&mut self, directory: &OwnedFd) -> Result<Vec<OsString>, EntryError> {
         for entry in Dir::read_from(directory)? {
             let entry = entry?;
@@ -62,7 +62,7 @@ impl Walker<'_> {
     }
 }
 
-/// Checks the number of entries listed so far, and the total size of their nodes, against the limits.
+/// Checks the number of entries so far and the total size of their nodes against the limits.
 fn check_size(entries: usize, bytes: usize) -> Result<(), EntryError> {
     if entries <= MAX_DIRECTORY_ENTRIES && bytes <= MAX_DIRECTORY_BYTES {
         return Ok(());

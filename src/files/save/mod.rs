@@ -1,8 +1,8 @@
-//! Saves the home directory: a thread walks it and splits changed files into chunks, worker threads compress and
-//! encrypt the chunks that the repository does not have, and the caller's task uploads the packs.
+//! Saves the home directory. One thread walks it and splits changed files into chunks, worker threads compress and
+//! encrypt chunks missing from the repository, and the caller's task uploads the packs.
 //!
-//! A snapshot is written last, after the packs that it needs and the index of their blobs. A save that fails leaves
-//! packs behind. The next save uses those that are in the index.
+//! The snapshot is written last, after its packs and their index. A failed save leaves packs behind; the next save
+//! reuses those already indexed.
 
 mod changes;
 mod database;
@@ -47,44 +47,44 @@ pub use exclusions::Exclusions;
 pub use pending::estimate_pending_bytes;
 pub use walk::SPECIAL_FILE_NOTE;
 
-/// The fail points of a save.
+/// Fail points on the save path.
 pub const FAILPOINTS: &[&str] =
     &["files.save.walked", "files.save.pack", "files.save.index", "files.save.snapshot"];
 
 const DEFAULT_WORKERS: usize = 1;
-/// The stack size of the walking thread, for deep directories. Unused parts of the stack take no memory.
+/// Stack size of the walk thread, for deep directories. Unused stack takes no memory.
 const WALK_STACK_BYTES: usize = 64 << 20;
-/// An incremental save checks whether the index that it has read is still current, unless an earlier save did so within
-/// this interval. The check lists the index, which has a file for each save since the last pruning.
+/// How often incremental saves check that the loaded index is still current. The check lists the index, which has one
+/// file per save since the last prune.
 const INDEX_CHECK_INTERVAL: Duration = Duration::from_secs(600);
-/// A save that takes longer checks whether the index that it has read is still current. Pruning deletes a pack no
-/// earlier than 72 hours after marking it; the difference is a margin.
+/// Longer saves check that the loaded index is still current. Pruning deletes a pack no earlier than 72 hours after
+/// marking it; the difference is a safety margin.
 const MAX_UNCHECKED_DURATION: Duration = Duration::from_secs(48 * 3600);
-/// A pack that was marked for deletion longer ago than this may be deleted before pruning finds the new snapshot. The
-/// same margin applies.
+/// Packs marked for deletion longer ago than this may be deleted before pruning finds the new snapshot. The same margin
+/// applies.
 const MAX_MARK_AGE: SignedDuration = SignedDuration::from_hours(48);
 
-/// The directory to save, and how its snapshots are labeled.
+/// Configures a [`Saver`]: what to save, and how to label the snapshots.
 #[derive(Debug, Clone)]
 pub struct SaveOptions {
     /// The directory to save.
     pub home: PathBuf,
-    /// The directory's path as shown in the snapshot.
+    /// Directory path shown in the snapshots.
     pub shown_path: String,
-    /// The snapshots' host name: the owner's handle.
+    /// Host name in the snapshots: the owner's handle.
     pub hostname: String,
     pub username: String,
     pub origin: SnapshotOrigin,
     pub exclusions: Exclusions,
-    /// Whether a save of the whole home directory measures what it excludes.
+    /// Whether full saves measure excluded entries.
     pub should_measure_excluded: bool,
-    /// The root directory of the system whose accounts own the files.
+    /// Root of the system whose accounts own the files.
     pub system_root: PathBuf,
-    /// Number of threads that compress and encrypt chunks.
+    /// Number of threads compressing and encrypting chunks.
     pub workers: usize,
-    /// The time of the snapshots; `None` for the current time.
+    /// Snapshot time; `None` for the current time.
     pub time: Option<Timestamp>,
-    /// Maximum average rate of uploads; `None` for no limit.
+    /// Maximum average upload rate; `None` for no limit.
     pub max_bytes_per_second: Option<NonZeroU64>,
 }
 
@@ -107,63 +107,62 @@ impl SaveOptions {
     }
 }
 
-/// The counts of a save. An incremental save counts only what it visited.
+/// Save statistics. Incremental saves count only what they visit.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct SaveCounts {
     pub files: u64,
     pub directories: u64,
-    /// The sum of the files' sizes.
+    /// Total file size.
     pub bytes: u64,
-    /// Files that were read, because they are new or changed.
+    /// New or changed files, which were read.
     pub files_read: u64,
     /// Sockets, FIFOs and devices.
     pub special: u64,
-    /// Entries that match [`Exclusions`], that are in a cache directory, or that are on another file system. An
-    /// excluded directory counts as one entry.
+    /// Entries that match [`Exclusions`], are in a cache directory, or are on another file system. An excluded
+    /// directory counts as one entry.
     pub excluded: u64,
-    /// `None` if they were not measured.
+    /// `None` if not measured.
     pub excluded_sizes: Option<ExcludedSizes>,
-    /// Files and databases that changed during every attempt to read them; the content of the last attempt is saved.
+    /// Files and databases that changed during every read attempt. The last attempt's content is saved.
     pub unstable: u64,
-    /// Entries that could not be read. An entry that is in the parent snapshot is kept as it was.
+    /// Unreadable entries. Those in the parent snapshot are carried over unchanged.
     pub unreadable: u64,
     pub first_unreadable: Option<String>,
     /// Descriptions of the first special files and unstable entries.
     pub notes: Vec<String>,
 }
 
-/// A finished save.
+/// Result of a completed save.
 #[derive(Debug, Clone)]
 pub struct SaveResult {
     pub id: Id,
     pub snapshot: Snapshot,
     pub counts: SaveCounts,
-    /// Entries that could not be read, or that changed while they were read. The next incremental save must visit them.
+    /// Entries that couldn't be read or kept changing. The next incremental save must visit them.
     pub retry: ChangeSet,
-    /// The number of bytes uploaded in packs.
+    /// Pack bytes uploaded.
     pub uploaded_bytes: u64,
-    /// How long the save took, excluding waits for the rate limit after the last directory was visited. Files that were
-    /// moved during this time may be missing.
+    /// How long the save took, excluding rate-limit waits after the last directory was visited. Files moved during this
+    /// time may be missing.
     pub duration: Duration,
-    /// How long the uploaded bytes take at the maximum rate: an upper bound on the time that the save waited because of
-    /// the limit. Zero without a limit.
+    /// How long the uploaded bytes take at the maximum rate: an upper bound on rate-limit waits. Zero without a limit.
     pub throttled: Duration,
-    /// Whether nothing had changed, so that no snapshot was written and `id` is the parent's.
+    /// Whether nothing changed, in which case no snapshot was written and `id` is the parent's.
     pub is_unchanged: bool,
 }
 
-/// Saves one directory repeatedly.
+/// Saves one directory, reusing the index across saves.
 pub struct Saver {
     repository: Repository,
     options: SaveOptions,
-    /// The index, including what the last save added. `None` before the first save, after the damaged packs have
-    /// changed, after a failed save, whose packs may not be in the repository, and after a long save during which index
-    /// files were replaced.
+    /// The index, including the last save's additions. `None` before the first save, after the damaged packs changed,
+    /// after a failed save (its packs may not be in the repository), and after a long save during which index files
+    /// were replaced.
     index: Option<LoadedIndex>,
-    /// Packs that are damaged. Blobs that are in no other pack count as missing.
+    /// Corrupt packs. Blobs without a copy in another pack are treated as missing.
     damaged_packs: HashSet<Id>,
     lost_snapshot: Option<Id>,
-    /// Whether the next save checks the index, even if the last check was recent.
+    /// Whether the next save checks the index even if the last check was recent.
     must_check_index: bool,
     /// [`INDEX_CHECK_INTERVAL`], except in most tests, which prune more often.
     pub(crate) index_check_interval: Duration,
@@ -174,7 +173,7 @@ pub struct Saver {
 
 struct LoadedIndex {
     blobs: KnownBlobs,
-    /// The index files that were read or written.
+    /// Index files read or written.
     files: Vec<Id>,
     /// When these files were last known to exist.
     checked_at: Instant,
@@ -203,8 +202,8 @@ impl Saver {
         &mut self.options
     }
 
-    /// Sets the packs that are damaged. [`Self::save`] rewrites all blobs that are in no other pack, if the directory
-    /// still has their content. The parameter lists packs, not blobs, because a pack can have thousands of blobs.
+    /// Sets the corrupt packs. [`Self::save`] rewrites all blobs without a copy in another pack, if the directory still
+    /// has their content. Takes packs rather than blobs because a pack can have thousands of blobs.
     pub fn set_damaged_packs(&mut self, damaged_packs: HashSet<Id>) {
         if self.damaged_packs != damaged_packs {
             self.damaged_packs = damaged_packs;
@@ -212,7 +211,7 @@ impl Saver {
         }
     }
 
-    /// Whether the store has this snapshot. Does not use the cache.
+    /// Checks whether the store has this snapshot, bypassing the cache.
     ///
     /// # Errors
     /// If the store fails.
@@ -221,32 +220,32 @@ impl Saver {
         Ok(self.repository.bucket.head(&path).await?.is_some())
     }
 
-    /// Sets the snapshot that the store has lost, if any. A save with this snapshot as its parent writes a new snapshot
-    /// even if nothing has changed.
+    /// Sets the snapshot lost from the store, if any. Saves with it as their parent write a new snapshot even if
+    /// nothing changed.
     pub fn set_lost_snapshot(&mut self, lost_snapshot: Option<Id>) {
         self.lost_snapshot = lost_snapshot;
     }
 
-    /// Makes the next save check that the store has all index files. A save of the whole directory always does.
+    /// Makes the next save check that the store has all index files. Full saves always do.
     pub fn require_index_check(&mut self) {
         self.must_check_index = true;
     }
 
-    /// Saves the whole directory. Files that have not changed since the snapshot `parent` are not read again.
+    /// Saves the whole directory. Files unchanged since the snapshot `parent` aren't read again.
     ///
     /// # Errors
-    /// If the store fails; [`FilesError::Corrupt`] if the index is damaged; [`FilesError::IndexChanging`] if it changed
+    /// If the store fails; [`FilesError::Corrupt`] if the index is corrupt; [`FilesError::IndexChanging`] if it changed
     /// during every attempt to read it; [`FilesError::TooManyBlobs`] if the repository would have too many blobs;
-    /// [`FilesError::Io`] if the directory itself cannot be read; [`FilesError::SaveTooLong`] if the save took more
-    /// than 48 hours, and a blob that it needs is no longer in the index, or was marked for deletion more than 48 hours
-    /// ago; [`FilesError::Thread`] or [`FilesError::Stopped`] if a thread cannot be started or panics. The repository
-    /// stays consistent; the next save reuses the packs that are already indexed.
+    /// [`FilesError::Io`] if the directory itself can't be read; [`FilesError::SaveTooLong`] if the save took more than
+    /// 48 hours and a required blob is no longer in the index, or was marked for deletion more than 48 hours ago;
+    /// [`FilesError::Thread`] or [`FilesError::Stopped`] if a thread can't be started or panics. The repository stays
+    /// consistent, and the next save reuses packs already indexed.
     pub async fn save(&mut self, parent: Option<(Id, Snapshot)>) -> Result<SaveResult, FilesError> {
         self.save_scope(parent, None).await
     }
 
-    /// Saves what has changed since the snapshot `parent`. Nothing else is visited, unless the parent's trees cannot be
-    /// read, or the index had to be read; in these cases, the whole directory is saved.
+    /// Saves changes since the snapshot `parent` without visiting anything else. Falls back to saving the whole
+    /// directory if the parent's trees can't be read or the index had to be read from the store.
     ///
     /// # Errors
     /// See [`Self::save`].
@@ -267,7 +266,7 @@ impl Saver {
         let must_check = std::mem::take(&mut self.must_check_index) || changes.is_none();
         let (LoadedIndex { blobs: mut known, mut files, checked_at }, is_reloaded) =
             self.take_index(must_check).await?;
-        // A parent whose tree cannot be read is useless, so the whole home directory is read.
+        // A parent with an unreadable tree is useless, so read the whole home directory.
         let is_readable = |tree| {
             known.contains(BlobType::Tree, tree)
                 || matches!(self.repository.read_cached_tree(tree), Ok(Some(_)))
@@ -276,22 +275,22 @@ impl Saver {
         if let Some((_, snapshot)) = parent.as_ref().filter(|_| is_reloaded) {
             match self.load_missing_trees(snapshot.tree).await {
                 Ok(()) => {}
-                // The files still exist in the home directory: read them again, and write their trees again.
+                // The files still exist in the home directory, so read them and write their trees again.
                 Err(
                     error @ (FilesError::Corrupt { .. } | FilesError::Store(StoreError::NotFound { .. })),
                 ) => {
-                    tracing::error!(%error, "a tree of the latest snapshot is damaged; saving everything again");
+                    tracing::error!(%error, "unreadable tree in the latest snapshot; saving everything again");
                     known.remove_trees();
                     parent = None;
                 }
                 Err(error) => return Err(error),
             }
         }
-        // The store may have lost index files that list unchanged content.
+        // Index files covering unchanged content may be lost.
         let changes = changes.filter(|_| parent.is_some() && !is_reloaded);
         let repository = &self.repository;
         let time = self.options.time.unwrap_or_else(Timestamp::now);
-        // Capacity 1: a worker waits while the store is slow, so that packs do not fill up memory.
+        // Capacity 1 for backpressure: packs must not fill up memory while the store is slow.
         let (packs, finished_packs) = mpsc::channel(1);
         let is_stopped = StopOnDrop(Arc::new(AtomicBool::new(false)));
         let walk = walk::Walk {
@@ -310,14 +309,14 @@ impl Saver {
                 let scope = changes.as_ref().map_or(Scope::All, Scope::Changed);
                 let began = Instant::now();
                 let walked = walk.run(parent_tree, scope);
-                // There is no receiver if the save was cancelled.
+                // The receiver is gone if the save was cancelled.
                 let _ = sender.send((walked, began.elapsed()));
             })
             .map_err(FilesError::Thread)?;
         let max_rate = self.options.max_bytes_per_second;
         let uploaded = upload::upload(repository, finished_packs, &mut self.upload_limiter, max_rate).await;
         is_stopped.0.store(uploaded.is_err(), Ordering::Relaxed);
-        // If both failed, the upload's error is the cause.
+        // If both failed, the upload error is the cause.
         let walked = walked.await.map_err(|_| FilesError::Stopped);
         let upload::UploadResult { bytes: uploaded_bytes, throttled, index_files } = uploaded?;
         files.extend(index_files);
@@ -349,7 +348,7 @@ impl Saver {
             && let Some(LoadedIndex { files, .. }) = &index
             && !self.has_index_files(files).await?
         {
-            // Frees the memory for the new index. The next save reads it again.
+            // Free memory for the new index. The next save reads it again.
             index = None;
             self.ensure_retained(tree).await?;
         }
@@ -377,9 +376,9 @@ impl Saver {
         })
     }
 
-    /// Returns the index, and whether it was read from the store. It is read again if one of its files was replaced,
-    /// because known blobs may have been marked for deletion. This is checked if `must_check`, or if the last check is
-    /// at least [`INDEX_CHECK_INTERVAL`] old.
+    /// Returns the index, and whether it was read from the store. It's reloaded if one of its files was replaced,
+    /// because known blobs may have been marked for deletion. Checks this if `must_check`, or if the last check is at
+    /// least [`INDEX_CHECK_INTERVAL`] old.
     async fn take_index(&mut self, must_check: bool) -> Result<(LoadedIndex, bool), FilesError> {
         let now = Instant::now();
         if let Some(loaded) = self.index.take() {
@@ -395,17 +394,16 @@ impl Saver {
         Ok((LoadedIndex { blobs, files, checked_at: now }, true))
     }
 
-    /// Whether the repository still has all of these index files.
+    /// Whether all of these index files still exist.
     async fn has_index_files(&self, files: &[Id]) -> Result<bool, FilesError> {
         let present: HashSet<Id> = self.repository.list(ObjectKind::Index).await?.into_iter().collect();
         Ok(files.iter().all(|file| present.contains(file)))
     }
 
-    /// Checks that pruning will find a new snapshot with this tree before it deletes the only copy of a blob that the
-    /// snapshot needs.
+    /// Checks that pruning will find a new snapshot with this tree before deleting the only copy of any of its blobs.
     ///
     /// # Errors
-    /// [`FilesError::SaveTooLong`] if pruning may delete such a copy first; the errors of reading the index and the
+    /// [`FilesError::SaveTooLong`] if pruning may delete such a copy first; errors from reading the index and the
     /// trees.
     async fn ensure_retained(&self, root: Id) -> Result<(), FilesError> {
         let retained = self.repository.load_retained_blobs(Timestamp::now() - MAX_MARK_AGE).await?;
@@ -430,8 +428,7 @@ impl Saver {
         Ok(())
     }
 
-    /// Loads the parent's trees into the cache, from which the walk reads them. If a tree is missing there, the walk
-    /// reads all files below it.
+    /// Loads the parent's trees into the cache for the walk. If a tree isn't cached, the walk reads all files below it.
     async fn load_missing_trees(&self, root: Id) -> Result<(), FilesError> {
         let mut pending = vec![root];
         while let Some(id) = pending.pop() {
@@ -453,8 +450,7 @@ impl Saver {
     }
 }
 
-/// Reads the snapshot that a save compares the files with; `None` if it is missing or damaged. Without it, the save
-/// reads all files.
+/// Reads a save's parent snapshot. Returns `None` if it's missing or corrupt, in which case the save reads all files.
 ///
 /// # Errors
 /// If the store fails.
@@ -469,7 +465,7 @@ pub async fn read_parent(repository: &Repository, id: Id) -> Result<Option<(Id, 
     }
 }
 
-/// Stops the walk on drop: a cancelled save drops it.
+/// Stops the walk on drop, so that cancelling a save cancels its walk.
 struct StopOnDrop(Arc<AtomicBool>);
 
 impl Drop for StopOnDrop {

@@ -14,14 +14,14 @@ use super::entry_stat::{has_cache_tag, open_in, stat_in, stat_open, to_timestamp
 use super::exclusions::Exclusions;
 use super::file::BLOCK_BYTES;
 
-/// Maximum number of entries that an estimate examines.
+/// Maximum number of entries to examine.
 const MAX_ENTRIES: u32 = 100_000;
-/// Directories that are nested deeper are not examined.
+/// Deeper directories aren't examined.
 const MAX_DEPTH: usize = 1000;
 
-/// Estimates the total size of the files that `changes` mark and that have changed since `since`. Holes, excluded
-/// entries and unreadable entries are not counted. Symbolic links are not followed. At most `MAX_ENTRIES` entries are
-/// examined, so the estimate can be too low.
+/// Estimates the total size of files marked by `changes` that changed at or after `since`, without holes. Skips
+/// excluded and unreadable entries, and doesn't follow symlinks. Examines at most `MAX_ENTRIES` entries, so the
+/// estimate can be too low.
 pub fn estimate_pending_bytes(
     home: &Path,
     changes: &ChangeSet,
@@ -43,10 +43,10 @@ struct Estimate<'a> {
     exclusions: &'a Exclusions,
     since: Timestamp,
     device: (u32, u32),
-    /// The path of the current entry, relative to the home directory.
+    /// Path of the current entry, relative to the home directory.
     path: PathBuf,
     bytes: u64,
-    /// How many more entries may be examined.
+    /// Remaining entry budget.
     remaining: u32,
 }
 
@@ -67,7 +67,7 @@ impl Estimate<'_> {
             }
             self.remaining -= 1;
             self.path.push(&name);
-            // An entry that has vanished or cannot be read is not counted.
+            // Entries that vanished or can't be read aren't counted.
             let _ = self.add_entry(directory, &name, scope, depth);
             self.path.pop();
         }
@@ -103,7 +103,7 @@ impl Estimate<'_> {
     }
 }
 
-/// Returns the names in a directory, at most as many as the estimate may still examine.
+/// Returns at most `remaining` names from a directory.
 fn list_names(directory: &OwnedFd, remaining: u32) -> Result<Vec<OsString>, Errno> {
     let mut names = Vec::new();
     for entry in Dir::read_from(directory)?.take(remaining as usize) {

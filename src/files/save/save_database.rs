@@ -1,4 +1,4 @@
-//! Saves the files of a SQLite database together.
+//! Saves the files of a SQLite database as a unit.
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
@@ -15,7 +15,7 @@ use super::walk::{EntryError, Walker};
 use crate::tree::{Node, NodeType};
 
 impl Walker<'_> {
-    /// Saves again the databases whose log or journal was created after the directory was listed.
+    /// Re-saves databases whose WAL or journal was created after the directory was listed.
     pub(super) fn save_newly_opened_databases(
         &mut self,
         directory: &OwnedFd,
@@ -42,7 +42,7 @@ impl Walker<'_> {
         Ok(())
     }
 
-    /// Removes an entry of the current directory, which was saved as an ordinary file, from the counts and notes.
+    /// Removes an entry of the current directory that was saved as an ordinary file from the counts and notes.
     fn uncount(&mut self, name: &OsStr, node: &Node) {
         self.counts.files = self.counts.files.saturating_sub(1);
         self.counts.bytes = self.counts.bytes.saturating_sub(node.size);
@@ -53,7 +53,7 @@ impl Walker<'_> {
         }
     }
 
-    /// Saves the files of a database in a consistent state, or counts the database as unstable.
+    /// Saves a consistent copy of a database's files, or counts the database as unstable.
     pub(super) fn save_database(
         &mut self,
         directory: &OwnedFd,
@@ -67,7 +67,7 @@ impl Walker<'_> {
         for is_last in [false, true] {
             self.counts = counts.clone();
             let lock = match database.lock(directory) {
-                // If it cannot be locked because of an I/O error, the read fails as well.
+                // If locking fails with an I/O error, so will the read.
                 None if is_last => database
                     .open(directory)
                     .and_then(|file| self.lock_database(&file, read_duration).ok().flatten()),
@@ -81,12 +81,12 @@ impl Walker<'_> {
             read_duration = began.elapsed();
             let is_unchanged = is_unchanged(directory, database, &nodes);
             if is_unchanged && lock.as_ref().is_some_and(ReadLock::is_held) {
-                // A log that grows while it is read still contains the state after one of its commits. The next save
-                // reads it again.
+                // A WAL that grows during the read still yields the state after one of its commits. The next save reads
+                // it again.
                 (self.counts.unstable, self.counts.notes) = (counts.unstable, counts.notes);
                 return Ok(nodes);
             }
-            // Without the lock, a commit may have changed the database after it was read, and removed the journal.
+            // Without the lock, a commit may have modified the database after the read and removed the journal.
             let is_consistent = is_unchanged && self.counts.unstable == counts.unstable;
             if is_consistent || is_last {
                 if !is_consistent {
@@ -101,7 +101,7 @@ impl Walker<'_> {
     }
 }
 
-/// Whether the main file of a database has not changed since it was saved.
+/// Whether a database's main file is unchanged since it was saved.
 fn is_unchanged(directory: &OwnedFd, database: &DatabaseFiles, nodes: &[Node]) -> bool {
     let Some(name) = database.main_file_name() else { return true };
     let saved = nodes.iter().find(|node| node.file_name().as_deref() == Some(name));

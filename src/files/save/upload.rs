@@ -1,4 +1,4 @@
-//! Uploads packs, and writes the index of their blobs.
+//! Uploads packs and writes their index files.
 
 use std::num::NonZeroU64;
 use std::time::{Duration, Instant};
@@ -15,18 +15,18 @@ use crate::index::{IndexFile, IndexedPack};
 use crate::pack::FinishedPack;
 use crate::repository::{ObjectKind, Repository};
 
-/// Maximum number of packs in flight, which are held in memory.
+/// Maximum number of in-flight packs, which are held in memory.
 const MAX_CONCURRENT_UPLOADS: usize = 2;
-/// An index file is written once its packs hold this many blobs or bytes, so that a failed save leaves reusable packs.
+/// Write an index file once its packs hold this many blobs or bytes, so that a failed save leaves reusable packs
+/// behind.
 const TARGET_INDEX_BLOBS: usize = 20_000;
 const TARGET_INDEX_BYTES: u64 = 512 << 20;
 
-/// The result of an upload.
+/// Result of [`upload`].
 #[derive(Default)]
 pub(super) struct UploadResult {
     pub(super) bytes: u64,
-    /// How long the packs take at the maximum rate: an upper bound on the time that the upload waited because of the
-    /// limit.
+    /// How long the packs take at the maximum rate: an upper bound on rate-limit waits.
     pub(super) throttled: Duration,
     pub(super) index_files: Vec<Id>,
 }
@@ -34,7 +34,7 @@ pub(super) struct UploadResult {
 /// Uploads packs until all senders are dropped.
 ///
 /// # Errors
-/// If the store fails. A pack whose upload failed is not in the index.
+/// If the store fails. Packs that failed to upload aren't indexed.
 pub(super) async fn upload(
     repository: &Repository,
     mut packs: mpsc::Receiver<FinishedPack>,
@@ -69,17 +69,17 @@ pub(super) async fn upload(
     Ok(uploaded)
 }
 
-/// Limits the average rate of uploads, across saves. It reads no clock: the caller passes the time.
+/// Limits the average upload rate across saves. The caller passes in the current time.
 #[derive(Default)]
 pub(super) struct RateLimiter {
-    /// The time at which all admitted bytes will have been uploaded at the limit. `None` before the first pack.
+    /// When all admitted bytes will have been uploaded at the maximum rate. `None` before the first pack.
     free_at: Option<Instant>,
 }
 
 impl RateLimiter {
-    /// Returns how long to wait before uploading a pack that takes `duration` at the limit: until all packs admitted
-    /// before it, and the pack itself, could have been uploaded at the limit. If the pack itself were not included,
-    /// each small save would exceed the limit.
+    /// Returns how long to wait before uploading a pack that takes `duration` at the maximum rate: until all admitted
+    /// packs, including this one, could have been uploaded at that rate. Without including this one, every small save
+    /// would exceed the limit.
     fn admit(&mut self, duration: Duration, now: Instant) -> Duration {
         if duration.is_zero() {
             return Duration::ZERO;
@@ -90,7 +90,7 @@ impl RateLimiter {
     }
 }
 
-/// Returns how long an upload takes at this rate; zero if there is no limit.
+/// Returns how long an upload takes at this rate, or zero without a limit.
 fn duration_at_rate(bytes: usize, max_bytes_per_second: Option<NonZeroU64>) -> Duration {
     max_bytes_per_second
         .map_or(Duration::ZERO, |rate| Duration::from_secs_f64(bytes as f64 / rate.get() as f64))
@@ -107,7 +107,7 @@ async fn upload_pack(
     Ok(pack)
 }
 
-/// The uploaded packs that are not in an index file yet.
+/// Uploaded packs not yet in an index file.
 #[derive(Default)]
 struct PendingIndex {
     file: IndexFile,
@@ -124,7 +124,7 @@ impl PendingIndex {
         self.blobs >= TARGET_INDEX_BLOBS || self.bytes >= TARGET_INDEX_BYTES
     }
 
-    /// Writes an index file, if there are packs for it.
+    /// Writes an index file if any packs are pending.
     async fn write(&mut self, repository: &Repository) -> Result<Option<Id>, FilesError> {
         if self.blobs == 0 {
             return Ok(None);

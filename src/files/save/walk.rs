@@ -1,8 +1,7 @@
-//! Walks the home directory. Unchanged files keep their content from the parent snapshot; all others are read.
+//! Walks the home directory. Unchanged files reuse their content from the parent snapshot; all others are read.
 //!
-//! Entries are opened relative to their directory's descriptor, one name at a time and without following symbolic
-//! links, so that a link or a renamed directory never leads out of the home directory. Other file systems are not
-//! entered.
+//! Entries are opened relative to their directory's descriptor, one component at a time and without following symlinks,
+//! so links and renamed directories can't lead out of the home directory. The walk doesn't cross file systems.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ffi::{OsStr, OsString};
@@ -37,18 +36,18 @@ use crate::repository::Repository;
 use crate::tree::{Node, NodeType, Tree};
 use crate::xattrs::read_xattrs;
 
-/// Maximum number of times that a file is read if it changes during each read.
+/// Maximum number of attempts to read a file that keeps changing.
 pub(super) const MAX_READ_ATTEMPTS: u32 = 3;
-/// Directories that are nested deeper are not saved: each level takes a file descriptor and stack space.
+/// Deeper directories aren't saved, since each level takes a file descriptor and stack space.
 const MAX_DEPTH: usize = 1000;
 /// Maximum size of a directory's tree, which is built in memory.
 pub(super) const MAX_DIRECTORY_BYTES: usize = if cfg!(test) { 6 << 20 } else { MAX_BLOB_BYTES };
-/// The start of the notes about sockets, FIFOs and devices.
+/// Prefix of notes about sockets, FIFOs and devices.
 pub const SPECIAL_FILE_NOTE: &str = "special file";
 /// Maximum number of notes in the result.
 const MAX_NOTES: usize = 20;
 
-/// The inputs of a walk, which [`Walk::run`] performs.
+/// Inputs to [`Walk::run`].
 pub(super) struct Walk {
     pub(super) repository: Repository,
     pub(super) options: SaveOptions,
@@ -61,13 +60,13 @@ pub(super) struct WalkResult {
     pub(super) tree: Id,
     pub(super) counts: SaveCounts,
     pub(super) retry: ChangeSet,
-    /// All trees of the snapshot; `None` if only changes were visited.
+    /// All trees in the snapshot; `None` if only changes were visited.
     pub(super) trees: Option<HashSet<Id>>,
     pub(super) known: KnownBlobs,
 }
 
 impl Walk {
-    /// Walks the home directory, and sends all packs to the uploader. `parent_tree` is the parent snapshot's tree.
+    /// Walks the home directory and sends all packs to the uploader. `parent_tree` is the parent snapshot's root tree.
     pub(super) fn run(self, parent_tree: Option<Id>, scope: Scope<'_>) -> Result<WalkResult, FilesError> {
         let Self { repository, options, known, packs, is_stopped } = self;
         let home = &options.home;
@@ -103,7 +102,7 @@ impl Walk {
         let saved = walker.save_home(&directory, parent_tree, scope);
         let Walker { counts, retry, trees, known, packs, .. } = walker;
         drop(packs);
-        // If a worker's error stopped the walk, that error is the cause.
+        // If a worker error stopped the walk, report that error.
         let finished = workers.finish();
         let tree = match (saved, finished) {
             (Ok(tree), Ok(())) => tree,
@@ -127,15 +126,15 @@ pub(super) struct Walker<'a> {
     account_names: AccountNames,
     device: (u32, u32),
     pub(super) counts: SaveCounts,
-    /// Entries that were not saved in their current state.
+    /// Entries not saved in their current state.
     pub(super) retry: ChangeSet,
-    /// The trees of the snapshot; `None` if only changes are visited.
+    /// All trees in the snapshot; `None` if only changes are visited.
     trees: Option<HashSet<Id>>,
-    /// The contents of hard-linked files whose names have not all been visited yet, by inode.
+    /// Contents of hard-linked files with unvisited links, by inode.
     pub(super) linked: HashMap<u64, HardLinkedContent>,
-    /// The path of the current entry, relative to the home directory.
+    /// Path of the current entry, relative to the home directory.
     pub(super) path: PathBuf,
-    /// A lower bound on the total size of the nodes saved so far in the current directory.
+    /// Lower bound on the total size of the nodes saved so far in the current directory.
     node_bytes: usize,
     /// Whether a database was read in the current directory.
     pub(super) has_read_database: bool,
@@ -164,7 +163,7 @@ impl Walker<'_> {
         Ok(tree)
     }
 
-    /// Saves a directory, and returns the id of its tree. `parent_tree` is its tree in the parent snapshot.
+    /// Saves a directory and returns its tree id. `parent_tree` is its tree in the parent snapshot.
     fn save_directory(
         &mut self,
         directory: &OwnedFd,
@@ -186,9 +185,9 @@ impl Walker<'_> {
         let node_bytes = std::mem::replace(&mut self.node_bytes, outer_bytes);
         self.has_read_database = outer_has_read_database;
         let mut nodes = nodes?;
-        // The listing checks only an estimate. Link targets, attributes and lists of chunks may be long.
+        // The listing checks only an estimate: link targets, attributes and chunk lists may be long.
         let too_large = || {
-            let reason = format!("its entries take more than {MAX_DIRECTORY_BYTES} bytes");
+            let reason = format!("entries exceed {MAX_DIRECTORY_BYTES} bytes");
             EntryError::Unreadable(io::Error::other(reason))
         };
         if node_bytes > MAX_DIRECTORY_BYTES {
@@ -233,7 +232,7 @@ impl Walker<'_> {
         for database in &databases {
             nodes.extend(self.save_database(directory, database, &mut parent_nodes, scope)?);
         }
-        // These databases have been saved with their logs and journals.
+        // These databases were saved together with their WALs and journals.
         self.has_read_database = false;
         for name in names {
             let earlier = parent_nodes.remove(&name);
@@ -250,7 +249,7 @@ impl Walker<'_> {
         Ok(nodes)
     }
 
-    /// Saves the entries that the scope marks, and keeps all others.
+    /// Saves the entries marked in `scope` and carries over all others.
     fn save_marked(
         &mut self,
         directory: &OwnedFd,
@@ -275,8 +274,8 @@ impl Walker<'_> {
         pack.map_or(Ok(()), |pack| self.packs.blocking_send(pack).map_err(|_| FilesError::Stopped))
     }
 
-    /// Returns the nodes of a directory's tree in the parent snapshot, by name; `None` if there is no such tree, or if
-    /// it is not in the cache, in which case all files are read again.
+    /// Returns a directory's nodes in the parent snapshot, by name. Returns `None` if it has no tree there or the tree
+    /// isn't cached, in which case all files are read again.
     fn load_parent_nodes(&self, tree: Option<Id>) -> Result<Option<BTreeMap<OsString, Node>>, FilesError> {
         let Some(tree) = tree.map(|id| self.repository.read_cached_tree(id)).transpose()?.flatten() else {
             return Ok(None);
@@ -284,8 +283,8 @@ impl Walker<'_> {
         Ok(Some(tree.nodes.into_iter().filter_map(|node| Some((node.file_name()?, node))).collect()))
     }
 
-    /// Saves an entry; `None` if it is skipped, has vanished, or cannot be read and `earlier` is `None`. `earlier` is
-    /// its node in the parent snapshot, or one that this save has already created.
+    /// Saves an entry. Returns `None` if it's skipped, has vanished, or can't be read and `earlier` is `None`.
+    /// `earlier` is its node in the parent snapshot, or one already created by this save.
     pub(super) fn save_entry(
         &mut self,
         directory: &OwnedFd,
@@ -297,7 +296,7 @@ impl Walker<'_> {
             return Err(FilesError::Stopped);
         }
         if self.node_bytes > MAX_DIRECTORY_BYTES {
-            // The directory cannot be saved; the other nodes would only take memory.
+            // The directory can't be saved, so further nodes would only waste memory.
             return Ok(None);
         }
         self.path.push(name);
@@ -315,7 +314,7 @@ impl Walker<'_> {
                 Ok(None)
             }
             Err(EntryError::Replaced) => {
-                Ok(self.keep_unreadable(&"it was replaced during every attempt to read it", earlier))
+                Ok(self.keep_unreadable(&"replaced during every read attempt", earlier))
             }
             Err(EntryError::Unreadable(error)) => Ok(self.keep_unreadable(&error, earlier)),
             Err(EntryError::Fatal(error)) => Err(error),
@@ -356,14 +355,14 @@ impl Walker<'_> {
         }
     }
 
-    /// Measures the current entry, which is excluded, if excluded entries are measured.
+    /// Measures the current excluded entry, if measuring is enabled.
     pub(super) fn measure_excluded(&mut self, directory: &OwnedFd, name: &OsStr) {
         if let Some(sizes) = &mut self.counts.excluded_sizes {
             sizes.add(directory, name, &self.path, self.device, &self.is_stopped);
         }
     }
 
-    /// Counts an entry that cannot be read, and keeps its earlier node.
+    /// Counts an unreadable entry and carries over its earlier node.
     fn keep_unreadable(&mut self, error: &dyn std::fmt::Display, earlier: Option<Node>) -> Option<Node> {
         self.counts.unreadable += 1;
         self.mark_for_retry();
@@ -373,7 +372,7 @@ impl Walker<'_> {
         earlier
     }
 
-    /// Adds to `trees` a tree that stays in the snapshot, and the trees below it.
+    /// Adds a carried-over tree and all trees below it to `trees`.
     fn keep_trees(&mut self, root: Option<Id>) {
         let mut pending: Vec<Id> = root.into_iter().collect();
         while let (Some(trees), Some(id)) = (&mut self.trees, pending.pop()) {
@@ -418,12 +417,12 @@ impl Walker<'_> {
         check_same(stat, &opened_stat)?;
         let mut node = self.new_node(name, NodeType::Dir, &opened_stat);
         node.extended_attributes = read_xattrs(&opened)?;
-        // A directory with a different inode was created or moved here, so its entries may all be new.
+        // A different inode means the directory was created or moved here, so all of its entries may be new.
         let scope = match earlier {
             Some(earlier) if earlier.inode == node.inode => scope.below(name),
             _ => Some(Scope::All),
         };
-        // The ctime also differs if the directory was moved away, changed and moved back, or if its inode was reused.
+        // The ctime also catches a directory that was moved away, changed and moved back, and a reused inode.
         let is_untouched = earlier.is_some_and(|earlier| earlier.ctime == node.ctime);
         let parent_tree = earlier.and_then(|node| node.subtree);
         node.subtree = match (scope, parent_tree) {
@@ -448,22 +447,22 @@ impl Walker<'_> {
     }
 }
 
-/// Whether only the marked entries of a directory need to be saved. A git repository is always listed in full, because
-/// its references must be read before its other files.
+/// Whether only the marked entries of a directory need to be saved. Git repositories are always listed in full, because
+/// their refs must be read before other files.
 fn can_save_marked(parent_nodes: &BTreeMap<OsString, Node>, scope: Scope<'_>) -> bool {
     !scope.lists_directory()
         && !parent_nodes.contains_key(OsStr::new(CACHE_TAG))
         && !git::is_repository(|name| parent_nodes.contains_key(name))
 }
 
-/// Why an entry was not saved.
+/// Reason for not saving an entry.
 pub(super) enum EntryError {
-    /// It was removed during the save.
+    /// Removed during the save.
     Vanished,
-    /// It was replaced by another entry during the save.
+    /// Replaced by another entry during the save.
     Replaced,
     Unreadable(io::Error),
-    /// The save cannot continue.
+    /// Aborts the save.
     Fatal(FilesError),
 }
 
@@ -489,10 +488,10 @@ impl From<Errno> for EntryError {
     }
 }
 
-/// Checks that an entry was not replaced between the `stat` and the `open` of its name.
+/// Checks that an entry wasn't replaced between `stat` and `open`.
 ///
 /// # Errors
-/// `Replaced` if the opened entry is not the one that was found by its name; it may even be on another file system.
+/// `Replaced` if the opened entry isn't the one `stat` returned; it may even be on another file system.
 pub(super) fn check_same(expected: &Statx, opened: &Statx) -> Result<(), EntryError> {
     let identity = |stat: &Statx| (stat.stx_dev_major, stat.stx_dev_minor, stat.stx_ino);
     if identity(expected) == identity(opened) { Ok(()) } else { Err(EntryError::Replaced) }

@@ -1,4 +1,4 @@
-//! Threads that compress and encrypt chunks, and collect them in packs.
+//! Worker threads that compress and encrypt chunks and collect them into packs.
 
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,7 +11,7 @@ use crate::id::Id;
 use crate::key::EncryptionKey;
 use crate::pack::{BlobType, FinishedPack, PackWriter};
 
-/// Maximum number of chunks that wait for a worker; each is up to 8 MiB long.
+/// Maximum number of chunks queued for the workers, each up to 8 MiB.
 const MAX_WAITING_CHUNKS: usize = 1;
 
 type Chunk = (Id, Vec<u8>);
@@ -25,7 +25,7 @@ impl Workers {
     /// Starts the worker threads.
     ///
     /// # Errors
-    /// If a thread cannot be started, or zstd cannot allocate its memory.
+    /// If a thread can't be started or zstd can't allocate memory.
     pub(super) fn start(
         count: usize,
         key: &EncryptionKey,
@@ -45,10 +45,10 @@ impl Workers {
         Ok(Self { chunks, threads })
     }
 
-    /// Queues a chunk; blocks while the queue is full.
+    /// Queues a chunk, blocking while the queue is full.
     ///
     /// # Errors
-    /// [`FilesError::Stopped`] if the workers have ended; [`Self::finish`] returns their error.
+    /// [`FilesError::Stopped`] if the workers have exited; [`Self::finish`] returns their error.
     pub(super) fn add(&self, id: Id, content: Vec<u8>) -> Result<(), FilesError> {
         self.chunks.send((id, content)).map_err(|_| FilesError::Stopped)
     }
@@ -56,7 +56,7 @@ impl Workers {
     /// Waits until the workers have sent all packs.
     ///
     /// # Errors
-    /// The error of a failed worker; [`FilesError::Stopped`] if it panicked, or if the upload has ended.
+    /// A failed worker's error; [`FilesError::Stopped`] if it panicked or the upload has stopped.
     pub(super) fn finish(self) -> Result<(), FilesError> {
         drop(self.chunks);
         let mut result = Ok(());

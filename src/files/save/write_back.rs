@@ -1,6 +1,6 @@
-//! Writes changed pages to disk before a file is read. A write through a memory map changes the file's times only if
-//! the page is clean: the next change to a dirty page would go unnoticed. The times must therefore be read before the
-//! write-back, and must still be the same after the file has been read.
+//! Writes dirty pages to disk before a file is read. A write through a memory map updates the file's timestamps only if
+//! the page is clean, so further writes to a dirty page would go unnoticed. The timestamps must therefore be read
+//! before the write-back, and must still match after the file has been read.
 
 use std::fs::File;
 use std::io;
@@ -8,27 +8,27 @@ use std::time::{Duration, SystemTime};
 
 use super::entry_stat::{TIME_GRANULARITY, stat_open, to_timestamp};
 
-/// By default, the kernel writes a changed page back within 35 s (`vm.dirty_expire_centisecs` and
-/// `vm.dirty_writeback_centisecs`). The rest is a margin.
+/// By default, the kernel writes dirty pages back within 35 s (`vm.dirty_expire_centisecs` and
+/// `vm.dirty_writeback_centisecs`). The rest is margin.
 const MAX_WRITE_BACK_TIME: Duration = Duration::from_secs(120);
-/// After this many files, everything is written back at once: a flush of the disk for each of many new files would take
-/// longer than reading them.
+/// After this many files, sync the whole file system: flushing the disk for each of many new files would take longer
+/// than reading them.
 const MAX_INDIVIDUAL_FLUSHES: u32 = 64;
 
-/// The progress of write-backs in a save.
+/// Write-back progress during a save.
 #[derive(Debug, Default)]
 pub(super) struct WriteBack {
-    /// The number of files that have been written back individually since the last full write-back.
+    /// Number of files flushed individually since the last full write-back.
     individual_flushes: u32,
-    /// Every file that last changed before this time has been written back.
+    /// Every file last changed before this time has been written back.
     flushed_before: Option<SystemTime>,
 }
 
 impl WriteBack {
-    /// Makes the file's pages clean.
+    /// Writes back the file's dirty pages.
     ///
     /// # Errors
-    /// If they cannot be written.
+    /// If the write-back fails.
     pub(super) fn clean(&mut self, file: &File) -> io::Result<()> {
         let changed_at = SystemTime::from(to_timestamp(stat_open(file)?.stx_ctime));
         if self.is_clean(changed_at, SystemTime::now()) {
@@ -44,7 +44,7 @@ impl WriteBack {
         Ok(())
     }
 
-    /// Whether a file that last changed at this time has no dirty pages.
+    /// Whether a file last changed at this time has no dirty pages.
     fn is_clean(&self, changed_at: SystemTime, now: SystemTime) -> bool {
         let is_old = now.duration_since(changed_at).is_ok_and(|age| age >= MAX_WRITE_BACK_TIME);
         is_old || self.flushed_before.is_some_and(|time| changed_at < time)

@@ -1,4 +1,4 @@
-//! Damaged blobs are traced to files and snapshots.
+//! Tracing corrupt blobs to files and snapshots.
 
 use std::collections::HashSet;
 
@@ -9,9 +9,9 @@ use crate::history::History;
 use crate::pack::BlobType;
 use crate::verify::{PackShare, verify};
 
-/// Of 31 affected paths, each snapshot has 30, so the first 20 of one snapshot are not those of the other.
+/// Each snapshot contains 30 of the 31 affected paths, so the first 20 differ between the two.
 #[tokio::test]
-async fn affected_files_of_the_latest_snapshot_are_listed_first() {
+async fn affected_files_list_latest_snapshot_first() {
     let mut fixture = Fixture::new().await;
     for number in 1..=30 {
         fixture.write(&format!("f{number:02}"), "same");
@@ -24,16 +24,16 @@ async fn affected_files_of_the_latest_snapshot_are_listed_first() {
     let affected = find_affected_files(&repository, &HashSet::from([Id::of(b"same")])).await.unwrap();
     let expected = (2..=21).map(|number| AffectedPath {
         path: format!("f{number:02}").into(),
-        // f21 is not among the first 20 of the older snapshot.
+        // f21 isn't among the first 20 of the older snapshot.
         first: if number == 21 { newer } else { older },
         last: newer,
     });
     assert_eq!(affected, AffectedFiles { paths: expected.collect(), has_more: true, snapshots: 2 });
 }
 
-/// The entries of a damaged directory are unknown, so the directory itself is reported.
+/// A corrupt directory's entries are unknown, so the directory itself is reported.
 #[tokio::test]
-async fn affected_files_include_damaged_directory() {
+async fn affected_files_include_corrupt_directory() {
     let mut fixture = Fixture::new().await;
     fixture.write("projects/app/main.rs", "x");
     let saved = fixture.save().await;
@@ -44,7 +44,7 @@ async fn affected_files_include_damaged_directory() {
     damage(&fixture, BlobType::Tree, tree).await;
     let damaged = verify(&repository, PackShare::ALL).await.unwrap().damaged;
     assert_eq!(damaged[0].blobs, [tree]);
-    // The saver's repository still has the directory in its cache.
+    // The saver's repository still has the directory cached.
     for repository in [&repository, fixture.saver.repository()] {
         let affected = find_affected_files(repository, &HashSet::from([tree])).await.unwrap();
         assert_eq!(affected.paths[0].path, Path::new("projects/app"));

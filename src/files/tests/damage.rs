@@ -1,4 +1,4 @@
-//! Detection and repair of damage, and restores that leave out damaged entries.
+//! Corruption detection and repair, and restores that skip corrupt entries.
 
 use jiff::Timestamp;
 
@@ -11,7 +11,7 @@ use crate::repository::{ObjectKind, list_objects};
 use crate::retention::RetentionPolicy;
 use crate::verify::{find_unindexed_blob, find_unusable_snapshot};
 
-/// Flips a bit of a blob in the store.
+/// Flips a bit of a stored blob.
 pub(super) async fn damage(fixture: &Fixture, blob_type: BlobType, id: Id) {
     let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
     let locations = repository.load_locations().await.unwrap();
@@ -23,7 +23,7 @@ pub(super) async fn damage(fixture: &Fixture, blob_type: BlobType, id: Id) {
 }
 
 #[tokio::test]
-async fn restore_leaves_out_only_damaged_entries() {
+async fn restore_skips_only_corrupt_entries() {
     let mut fixture = Fixture::new().await;
     for number in 0..100 {
         fixture.write(&format!("many/{number}"), number.to_string());
@@ -67,7 +67,7 @@ async fn restore_leaves_out_only_damaged_entries() {
 }
 
 #[tokio::test]
-async fn snapshot_whose_root_directory_is_lost_is_found() {
+async fn snapshot_with_lost_root_directory_is_detected() {
     let mut fixture = Fixture::new().await;
     fixture.write("file", "x");
     let saved = fixture.save().await;
@@ -103,7 +103,7 @@ async fn lost_key_file_and_index_are_detected_and_rewritten() {
     }
     let error = find_unindexed_blob(&repository, &repository, &saved.snapshot).await.unwrap().unwrap();
     assert!(error.is_damage() && error.to_string().contains("rebuild-index"), "{error}");
-    // Any holder of the slot's store credentials can create such objects.
+    // Anyone with the slot's store credentials can create such objects.
     let other_key = RepositoryKey::generate().unwrap().create_key_file(jiff::Timestamp::now()).unwrap();
     let mut too_long = other_key.clone();
     too_long.resize(1 << 20, b' ');
@@ -111,10 +111,10 @@ async fn lost_key_file_and_index_are_detected_and_rewritten() {
         let path = root().join("keys").join(Id::of(&forged).to_string());
         fixture.bucket.put(&path, forged).await.unwrap();
         assert!(repository.check_key_file().await.unwrap_err().is_damage());
-        // `restic` aborts on a key file that it cannot parse.
+        // `restic` aborts on key files it can't parse.
         repository.delete(&path).await.unwrap();
     }
-    // The service takes these steps after a restart.
+    // Same steps as the service after a restart.
     let bucket = fixture.bucket.clone();
     Repository::open_or_create(bucket, root(), &fixture.key, Cache::none()).await.unwrap();
     fixture.restart().await;
@@ -124,7 +124,7 @@ async fn lost_key_file_and_index_are_detected_and_rewritten() {
     fixture.restic().check().unwrap();
 }
 
-/// The entry that cannot be read now is still in the trees of the lost snapshot.
+/// The now unreadable entry is still in the lost snapshot's trees.
 #[tokio::test]
 async fn replacement_of_lost_snapshot_keeps_unreadable_entries() {
     let mut fixture = Fixture::new().await;
@@ -144,9 +144,9 @@ async fn replacement_of_lost_snapshot_keeps_unreadable_entries() {
     assert!(fixture.save().await.is_unchanged, "only the lost snapshot is replaced");
 }
 
-/// A restore that skips damage would restore an empty directory.
+/// A restore that skips corruption would produce an empty directory.
 #[tokio::test]
-async fn snapshot_with_damaged_home_directory_is_not_readable() {
+async fn snapshot_with_corrupt_home_directory_is_unreadable() {
     let mut fixture = Fixture::new().await;
     fixture.write("home/file", "1");
     let earlier = fixture.save().await;
@@ -168,7 +168,7 @@ async fn snapshot_with_damaged_home_directory_is_not_readable() {
     assert_eq!(history.find_readable_snapshot(home, Timestamp::MAX).await.unwrap().unwrap().0, earlier.id);
 }
 
-/// The machine can repair its latest snapshot, and with it the others that share the damaged directory.
+/// The machine can repair its latest snapshot, and with it all others sharing the corrupt directory.
 #[tokio::test]
 async fn prune_does_not_advise_removing_protected_snapshot() {
     let mut fixture = Fixture::new().await;
@@ -191,9 +191,9 @@ async fn prune_does_not_advise_removing_protected_snapshot() {
     assert!(error.is_damage() && !error.to_string().contains("snapshot "), "no time is left: {error}");
 }
 
-/// Without the snapshot's id, an operator cannot remove it.
+/// Operators can't remove the snapshot without its id.
 #[tokio::test]
-async fn prune_names_the_snapshot_with_a_lost_directory() {
+async fn prune_names_snapshot_with_lost_directory() {
     let mut fixture = Fixture::new().await;
     fixture.write("projects/app/main.rs", "lost");
     let earlier = fixture.save().await;
@@ -211,7 +211,7 @@ async fn prune_names_the_snapshot_with_a_lost_directory() {
     assert!(text.contains(&format!("snapshot {}", earlier.id)) && text.contains("restic forget"), "{text}");
 }
 
-/// Any holder of the slot's store credentials can create such objects.
+/// Anyone with the slot's store credentials can create such objects.
 #[tokio::test]
 async fn objects_in_other_directories_are_ignored() {
     let mut fixture = Fixture::new().await;
@@ -229,9 +229,9 @@ async fn objects_in_other_directories_are_ignored() {
     fixture.assert_restores(&saved).await;
 }
 
-/// Other saves do not check the index: that requires listing its files, one for each save since the last pruning.
+/// Other saves don't check the index, because that means listing its files: one per save since the last prune.
 #[tokio::test]
-async fn index_is_checked_by_full_saves_and_after_the_interval() {
+async fn index_is_checked_by_full_saves_and_after_interval() {
     let hour = Duration::from_secs(3600);
     for (interval, is_full, is_detected) in
         [(hour, false, false), (Duration::ZERO, false, true), (hour, true, true)]
@@ -255,7 +255,7 @@ async fn index_is_checked_by_full_saves_and_after_the_interval() {
     }
 }
 
-/// A save that read all entries of such a directory could run out of memory.
+/// Reading all entries of such a directory could exhaust memory.
 #[tokio::test]
 async fn directory_with_long_link_targets_is_unreadable() {
     let mut fixture = Fixture::new().await;
@@ -268,5 +268,5 @@ async fn directory_with_long_link_targets_is_unreadable() {
     let saved = fixture.save().await;
     assert_eq!((saved.counts.unreadable, saved.counts.files, saved.counts.files_read), (1, 1, 1));
     let reason = saved.counts.first_unreadable.unwrap();
-    assert!(reason.contains("links: its entries take more than"), "{reason}");
+    assert!(reason.contains("links: entries exceed"), "{reason}");
 }

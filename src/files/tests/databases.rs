@@ -1,13 +1,13 @@
-//! SQLite databases that a program writes to during the saves: each saved state opens, is intact, and is the state
-//! after a commit.
+//! Saves of SQLite databases under concurrent writes: each saved state opens, is intact, and is the state after a
+//! commit.
 
 use std::process::{Command, Output};
 
 use super::writer_process::WriterProcess;
 use super::*;
 
-/// Commits repeatedly: moves an amount between two accounts in different tables, and adds and deletes filler rows. The
-/// sum of the accounts is always 1000.
+/// Commits in a loop: moves an amount between two accounts in different tables, and adds and deletes filler rows. The
+/// accounts always sum to 1000.
 const WRITER: &str = r#"
 import sqlite3, sys, time
 path, mode, pause, filler_mib = sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4])
@@ -48,7 +48,7 @@ while True:
         db = sqlite3.connect(path, isolation_level=None)
 "#;
 
-/// Prints the result of the integrity check and the sum of the accounts.
+/// Prints the integrity check result and the sum of the accounts.
 const CHECK: &str = r#"
 import sqlite3, sys
 db = sqlite3.connect(sys.argv[1])
@@ -62,8 +62,8 @@ fn run_integrity_check(path: &Path) -> String {
     format!("{}{}", String::from_utf8_lossy(&stdout), String::from_utf8_lossy(&stderr))
 }
 
-/// Saves a database six times while a program writes to it, and checks every state that the save reported as
-/// consistent. `pause` is the time between two commits, in seconds. The database has at least `filler_mib` MiB.
+/// Saves a database six times under concurrent writes, and checks every state reported as consistent. `pause` is the
+/// time between commits, in seconds. The database is at least `filler_mib` MiB.
 async fn save_busy_database_and_check(mode: &str, pause: &str, filler_mib: u32) {
     let mut fixture = Fixture::new().await;
     fixture.write("app/other", "x");
@@ -80,7 +80,7 @@ async fn save_busy_database_and_check(mode: &str, pause: &str, filler_mib: u32) 
             fixture.last = None;
         }
         let saved = fixture.save().await;
-        // The save reported that the database may be inconsistent; the next save reads it again.
+        // Reported as possibly inconsistent; the next save reads it again.
         if saved.counts.unstable > 0 {
             continue;
         }
@@ -90,11 +90,11 @@ async fn save_busy_database_and_check(mode: &str, pause: &str, filler_mib: u32) 
         checked += 1;
     }
     assert!(checked >= 2, "{mode}: only {checked} saved states are consistent");
-    assert!(writer.is_running(), "the saves must not make a commit fail");
+    assert!(writer.is_running(), "saves must not make commits fail");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn wal_database_is_saved_in_the_state_after_a_commit() {
+async fn wal_database_is_saved_in_committed_state() {
     save_busy_database_and_check("wal", "0", 0).await;
 }
 
@@ -104,7 +104,7 @@ async fn reopened_database_is_saved_consistently() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn journal_database_is_saved_in_the_state_after_a_commit() {
+async fn journal_database_is_saved_in_committed_state() {
     for mode in ["delete", "persist", "truncate"] {
         save_busy_database_and_check(mode, "0.02", 0).await;
     }
@@ -112,16 +112,16 @@ async fn journal_database_is_saved_in_the_state_after_a_commit() {
 
 /// The writer never pauses, so the reader's lock is needed.
 #[tokio::test(flavor = "multi_thread")]
-async fn busy_database_is_read_under_a_lock() {
+async fn busy_database_is_read_under_lock() {
     for mode in ["delete", "persist"] {
         save_busy_database_and_check(mode, "0", 0).await;
     }
 }
 
-/// The database is larger than `MAX_ALWAYS_LOCKED_BYTES`, so it is locked only if the last read was fast enough, which
-/// is the case once its chunks are stored.
+/// The database is larger than `MAX_ALWAYS_LOCKED_BYTES`, so it's locked only if the last read was fast enough, as it
+/// is once its chunks are stored.
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "long: a database of 400 MiB"]
-async fn large_busy_database_is_read_under_a_lock() {
+async fn large_busy_database_is_read_under_lock() {
     save_busy_database_and_check("delete", "0", 400).await;
 }

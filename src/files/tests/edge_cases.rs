@@ -1,4 +1,4 @@
-//! Sequences of operations in which a simpler implementation would lose data or never terminate.
+//! Edge cases in which a simpler implementation would lose data or never terminate.
 
 use std::num::NonZeroU64;
 use std::os::unix::fs::FileExt;
@@ -33,9 +33,9 @@ impl Fixture {
 }
 
 #[tokio::test]
-async fn writes_repeated_by_the_client_succeed() {
+async fn retried_writes_succeed() {
     let (store, faults) = FaultyStore::new(Arc::new(InMemory::new()), 0);
-    faults.repeat_writes();
+    faults.duplicate_writes();
     let mut fixture = Fixture::with_bucket(Bucket::new(Arc::new(store))).await;
     let keys = list_objects(&fixture.bucket, &root().join("keys")).await.unwrap();
     assert_eq!(keys.len(), 1);
@@ -45,7 +45,7 @@ async fn writes_repeated_by_the_client_succeed() {
 }
 
 #[tokio::test]
-async fn directory_that_was_moved_away_and_back_is_visited() {
+async fn directory_moved_away_and_back_is_visited() {
     let mut fixture = Fixture::new().await;
     fixture.write("d/old", "old");
     fixture.save().await;
@@ -57,7 +57,7 @@ async fn directory_that_was_moved_away_and_back_is_visited() {
 }
 
 #[tokio::test]
-async fn directory_that_takes_the_inode_of_another_is_visited() {
+async fn directory_with_reused_inode_is_visited() {
     let mut fixture = Fixture::new().await;
     fs::create_dir(fixture.home().join("d")).unwrap();
     fixture.save().await;
@@ -80,7 +80,7 @@ async fn incremental_save_may_split_hard_link() {
     let saved = fixture.save_changes(changes_in(&["b"])).await;
     let (target, _) = fixture.restore(&saved.snapshot).await;
     assert_eq!(fs::read(target.path().join("b/x")).unwrap(), b"new content");
-    // A download must not link the names either.
+    // Downloads must not link them either.
     let history =
         History::open_with_contents(fixture.open(&fixture.key).await.unwrap().unwrap(), None).await.unwrap();
     let a = history.find(&saved.snapshot, Path::new("a/x")).await.unwrap().unwrap();
@@ -109,7 +109,7 @@ async fn cache_tag_applies_to_incremental_saves() {
 
 /// In tests, `MAX_DIRECTORY_ENTRIES` is 2000.
 #[tokio::test]
-async fn only_directories_with_too_many_entries_are_left_out() {
+async fn only_directories_over_the_entry_limit_are_skipped() {
     let mut fixture = Fixture::new().await;
     fixture.write("file", "kept");
     fixture.write("cache/CACHEDIR.TAG", "Signature: 8a477f597d28d172789f06886806bc55");
@@ -135,9 +135,9 @@ async fn sparse_file_is_saved_quickly_and_restored_sparse() {
     file.set_len(300 << 30).unwrap();
     file.write_all_at(b"middle", (100 << 30) + 12_345).unwrap();
     file.write_all_at(b"end", (300 << 30) - 3).unwrap();
-    let began = std::time::Instant::now();
+    let started = Instant::now();
     let saved = fixture.save().await;
-    assert!(began.elapsed() < Duration::from_secs(30), "{:?}", began.elapsed());
+    assert!(started.elapsed() < Duration::from_secs(30), "{:?}", started.elapsed());
     assert_eq!(saved.counts.bytes, 300 << 30);
     let (target, _) = fixture.restore(&saved.snapshot).await;
     let restored = File::open(target.path().join("sparse")).unwrap();
@@ -151,11 +151,11 @@ async fn sparse_file_is_saved_quickly_and_restored_sparse() {
 }
 
 #[tokio::test]
-async fn file_of_an_implausible_size_is_reported() {
+async fn implausibly_large_file_is_reported() {
     let mut fixture = Fixture::new().await;
     let path = fixture.write("huge", "");
     if File::options().write(true).open(&path).unwrap().set_len(2 << 40).is_err() {
-        eprintln!("skipped: the file system does not support files of 2 TiB");
+        eprintln!("skipped: the file system doesn't support 2 TiB files");
         return;
     }
     fixture.write("small", "small");
@@ -165,15 +165,14 @@ async fn file_of_an_implausible_size_is_reported() {
     assert!(!saved.retry.is_empty());
 }
 
-/// If the retry saved only the file, a database would be saved without the journal that was created since the failed
-/// save.
+/// Retrying just the file would save a database without a journal created since the failed save.
 #[tokio::test]
-async fn retry_lists_the_directory_of_an_unreadable_file() {
+async fn retry_includes_parent_of_unreadable_file() {
     let mut fixture = Fixture::new().await;
     let path = fixture.write("app/data.db", "");
     let file = File::options().write(true).open(&path).unwrap();
     if file.set_len(2 << 40).is_err() {
-        eprintln!("skipped: the file system does not support files of 2 TiB");
+        eprintln!("skipped: the file system doesn't support 2 TiB files");
         return;
     }
     let saved = fixture.save().await;
@@ -192,7 +191,7 @@ async fn cache_holds_only_current_trees_despite_unreadable_entry() {
     fs::remove_dir_all(fixture.home().join("kept")).unwrap();
     let unreadable = fixture.write("kept", "");
     if File::options().write(true).open(&unreadable).unwrap().set_len(2 << 40).is_err() {
-        eprintln!("skipped: the file system does not support files of 2 TiB");
+        eprintln!("skipped: the file system doesn't support 2 TiB files");
         return;
     }
     let trees = fixture.dir.path().join("cache/trees");
@@ -201,7 +200,7 @@ async fn cache_holds_only_current_trees_despite_unreadable_entry() {
         fixture.write("counter", [round]);
         assert_eq!(fixture.save().await.counts.unreadable, 1);
         let count = files_in(&trees).flat_map(|dir| files_in(&dir)).count();
-        assert_eq!(count, 3, "the home directory, and the two directories whose earlier version is kept");
+        assert_eq!(count, 3, "the home directory and the two directories retained from the parent");
     }
 }
 
@@ -210,7 +209,7 @@ async fn expired_parent_does_not_make_later_snapshots_incomplete() {
     let mut fixture = Fixture::new().await;
     fixture.write("file", random_bytes(100_000));
     fixture.save().await;
-    // The parent's packs and the index have been deleted, as happens after a very long pause.
+    // Delete the parent's packs and the index, as happens after a very long pause.
     let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
     for (pack, _) in repository.list_packs().await.unwrap() {
         repository.delete(&repository.pack_path(pack)).await.unwrap();
@@ -225,9 +224,9 @@ async fn expired_parent_does_not_make_later_snapshots_incomplete() {
     fixture.assert_restores(&saved).await;
 }
 
-/// The machine still has every file, so a damaged tree in the store must not stop its backups.
+/// The machine still has every file, so a corrupt tree in the store must not block backups.
 #[tokio::test]
-async fn damaged_tree_is_written_again() {
+async fn corrupt_tree_is_rewritten() {
     let mut fixture = Fixture::new().await;
     fixture.write("directory/file", "content");
     fixture.save().await;
@@ -240,9 +239,9 @@ async fn damaged_tree_is_written_again() {
     fixture.restart().await;
     fixture.write("directory/other", "more");
     let second_save = fixture.save().await;
-    assert_eq!(second_save.counts.files_read, 2, "without the trees, every file is read");
+    assert_eq!(second_save.counts.files_read, 2, "without trees, every file is reread");
     assert!(second_save.uploaded_bytes > 0);
-    // The damaged copies are still in the index.
+    // The index still lists the corrupt copies.
     for _ in 0..3 {
         let (target, _) = fixture.restore(&second_save.snapshot).await;
         assert_eq!(fs::read_to_string(target.path().join("directory/file")).unwrap(), "content");
@@ -269,14 +268,14 @@ async fn small_index_files_are_merged() {
     };
     crate::prune::prune(&repository, &options).await.unwrap();
     assert_eq!(repository.list(ObjectKind::Index).await.unwrap().len(), 1);
-    // The process that loaded the old index files continues.
+    // The saver still has the old index files loaded.
     fixture.write("counter", "more");
     let saved = fixture.save().await;
     fixture.assert_restores(&saved).await;
 }
 
-/// Pruning replaces index files when it merges them and when it marks packs for deletion. It deletes marked packs after
-/// a grace period.
+/// Pruning replaces index files when merging them or marking packs for deletion. Marked packs are deleted after a grace
+/// period.
 #[tokio::test]
 async fn long_save_fails_if_pruning_may_delete_its_packs() {
     let (zero, hour) = (Duration::ZERO, Duration::from_secs(3600));
@@ -295,7 +294,7 @@ async fn long_save_fails_if_pruning_may_delete_its_packs() {
         }
         let pack_count = repository.list_packs().await.unwrap().len();
         let replacing = async {
-            // A save reads the index before it uploads a pack.
+            // Saves read the index before uploading any pack.
             while repository.list_packs().await.unwrap().len() == pack_count {
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
@@ -303,7 +302,7 @@ async fn long_save_fails_if_pruning_may_delete_its_packs() {
             repository.delete(&repository.path(ObjectKind::Index, old)).await.unwrap();
         };
         fixture.write("b", random_bytes(100_000));
-        // The chunk is uploaded two seconds after the tree, which is a few hundred bytes long.
+        // The tree is only a few hundred bytes, so the chunk finishes two seconds after it.
         fixture.saver.options_mut().max_bytes_per_second = NonZeroU64::new(50_000);
         fixture.saver.max_unchecked_duration = max_duration;
         let parent = fixture.last.clone();
@@ -336,7 +335,7 @@ async fn load_index_succeeds_while_files_are_replaced() {
     let saved = fixture.save().await;
     let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
     let (old, file) = repository.load_index().await.unwrap().remove(0);
-    // Replaces the file much more often than pruning does.
+    // Replace the file far more often than pruning would.
     let replacing = async {
         let mut previous = old;
         for _ in 0..200 {
@@ -381,9 +380,9 @@ async fn paths_longer_than_path_max_are_saved_and_restored() {
 }
 
 #[tokio::test]
-async fn restore_that_does_not_fit_writes_nothing() {
+async fn restore_without_enough_space_writes_nothing() {
     let mut fixture = Fixture::new().await;
-    // Compressible content and copies take little space in the repository, but their full size on disk.
+    // Compressible and duplicate content takes little space in the repository, but its full size on disk.
     let text: String = (0..400_000_u32).map(|n| n.wrapping_mul(2_654_435_761).to_string()).collect();
     for name in ["a", "b", "c"] {
         fixture.write(name, &text);
@@ -409,7 +408,7 @@ async fn restore_that_does_not_fit_writes_nothing() {
         fixture.write(&format!("small/{number}"), "");
     }
     let saved = fixture.save().await;
-    // The disk's root directory takes one inode, too.
+    // The root directory also takes an inode.
     disk.limit_inodes(23).unwrap();
     let restored = restore(&repository, &saved.snapshot, &options, &RestoreProgress::default()).await;
     let error = restored.unwrap_err();
@@ -421,7 +420,7 @@ async fn restore_that_does_not_fit_writes_nothing() {
 }
 
 #[tokio::test]
-async fn pack_reads_are_retried_during_an_outage() {
+async fn pack_reads_are_retried_during_outage() {
     let mut fixture = Fixture::with_faults(1).await;
     for number in 0..40 {
         fixture.write(&format!("{}/{number}", number % 7), random_bytes(5_000));
@@ -442,8 +441,7 @@ async fn pack_reads_are_retried_during_an_outage() {
     assert!(results.iter().any(|result| result.as_ref().is_err_and(FilesError::is_transient)));
 }
 
-/// The first name of a file gets its owner and mode in one batch, and the additional names are created in later
-/// batches.
+/// A file's first name gets its owner and mode in one batch; its other names are linked in later batches.
 #[tokio::test]
 async fn hard_link_is_restored_across_batches() {
     let mut fixture = Fixture::new().await;
@@ -471,10 +469,9 @@ async fn hard_link_is_restored_across_batches() {
     assert!(others.iter().all(|other| inode(other) == inode("00/0")));
 }
 
-/// The offsets of a file's chunks are computed from the index, so a wrong length there must not make a restore write
-/// chunks at wrong offsets.
+/// Chunk offsets are computed from index lengths, so a wrong length must not make a restore write at the wrong offset.
 #[tokio::test]
-async fn restore_refuses_chunk_with_wrong_length() {
+async fn restore_rejects_chunk_with_wrong_length() {
     let mut fixture = Fixture::new().await;
     fixture.write("file", [7; 100_000]);
     let saved = fixture.save().await;

@@ -1,5 +1,5 @@
-//! A store whose requests fail at random: a failed request has no effect, or it takes effect and its response is lost.
-//! It can also execute each write twice, as if a client had repeated it after a lost response.
+//! A store that injects random faults: a failed request either has no effect, or takes effect but loses its response.
+//! It can also execute each write twice, as if the client had retried after a lost response.
 
 use std::fmt;
 use std::sync::Arc;
@@ -15,24 +15,24 @@ use object_store::{
 
 use super::randomized::Random;
 
-/// Decides which requests fail. A test and its store share it.
+/// Decides which requests fail. Shared by a test and its store.
 #[derive(Debug, Default)]
 pub(super) struct Faults {
     percent: AtomicUsize,
-    /// The seed of the next decision.
+    /// Seed for the next decision.
     next_seed: AtomicUsize,
-    should_repeat_writes: AtomicBool,
+    should_duplicate_writes: AtomicBool,
 }
 
 impl Faults {
-    /// Sets the probability, in percent, that a check fails. Some requests are checked twice.
+    /// Sets the failure probability per check, in percent. Some requests are checked twice.
     pub(super) fn set_percent(&self, percent: usize) {
         self.percent.store(percent, Ordering::Relaxed);
     }
 
-    /// Repeats each write from now on, as the store's client does if a response is lost.
-    pub(super) fn repeat_writes(&self) {
-        self.should_repeat_writes.store(true, Ordering::Relaxed);
+    /// Executes each write twice from now on, simulating client retries after lost responses.
+    pub(super) fn duplicate_writes(&self) {
+        self.should_duplicate_writes.store(true, Ordering::Relaxed);
     }
 
     fn should_fail(&self) -> bool {
@@ -56,7 +56,7 @@ pub(super) struct FaultyStore {
 }
 
 impl FaultyStore {
-    /// Wraps a store. Which requests fail depends on `seed` and on the order of the requests.
+    /// Wraps a store. Failures are determined by `seed` and the order of requests.
     pub(super) fn new(inner: Arc<dyn ObjectStore>, seed: u64) -> (Self, Arc<Faults>) {
         let next_seed = AtomicUsize::new((seed as usize).wrapping_mul(1_000_003));
         let faults = Arc::new(Faults { next_seed, ..Faults::default() });
@@ -71,7 +71,7 @@ impl FaultyStore {
         if let Err(error) = self.faults.check() {
             return stream::once(async { Err(error) }).boxed();
         }
-        // A listing may also fail at any item. Two draws per item make this rare, because a listing has many items.
+        // Listings may also fail at any item. They have many items, so draw twice per item to keep this rare.
         let should_fail = move || faults.should_fail() && faults.should_fail();
         items.map(move |item| if should_fail() { Err(unavailable()) } else { item }).boxed()
     }
@@ -87,7 +87,7 @@ impl fmt::Display for FaultyStore {
 impl ObjectStore for FaultyStore {
     async fn put_opts(&self, location: &Path, payload: PutPayload, options: PutOptions) -> Result<PutResult> {
         self.faults.check()?;
-        if self.faults.should_repeat_writes.load(Ordering::Relaxed) {
+        if self.faults.should_duplicate_writes.load(Ordering::Relaxed) {
             self.inner.put_opts(location, payload.clone(), options.clone()).await?;
         }
         let result = self.inner.put_opts(location, payload, options).await?;
@@ -113,7 +113,7 @@ impl ObjectStore for FaultyStore {
         let faults = Arc::clone(&self.faults);
         let failing = locations.map(move |location| faults.check().and(location));
         let faults = Arc::clone(&self.faults);
-        // A deletion may take effect even if its response is lost.
+        // The deletion may have taken effect even though its response is lost.
         self.inner.delete_stream(failing.boxed()).map(move |deleted| faults.check().and(deleted)).boxed()
     }
 

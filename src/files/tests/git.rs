@@ -1,11 +1,11 @@
-//! Git repositories that a program writes to during the saves: the objects of each saved reference are saved.
+//! Saves Git repositories during concurrent commits: every saved reference must come with its objects.
 
 use std::process::{Command, Output};
 
 use super::writer_process::WriterProcess;
 use super::*;
 
-/// Commits until it is stopped, and packs the repository every 40 commits.
+/// Commits until stopped, repacking every 40 commits.
 const WRITER: &str = r#"
 cd "$1" || exit
 git init --quiet --initial-branch=main .
@@ -34,7 +34,7 @@ async fn assert_intact(fixture: &Fixture, saved: &SaveResult) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn repository_is_intact_in_each_save_during_commits() {
+async fn every_save_during_commits_has_intact_repository() {
     let mut fixture = Fixture::new().await;
     let path = fixture.home().join("repository");
     fs::create_dir(&path).unwrap();
@@ -46,7 +46,7 @@ async fn repository_is_intact_in_each_save_during_commits() {
     drop(writer);
 }
 
-/// The watcher may report a reference before the objects that were written with it.
+/// The watcher may report a reference before the objects written with it.
 #[tokio::test]
 async fn changed_reference_is_saved_with_unmarked_objects() {
     let mut fixture = Fixture::new().await;
@@ -62,7 +62,7 @@ async fn changed_reference_is_saved_with_unmarked_objects() {
     let saved = fixture.save_changes(changes).await;
     fixture.assert_restores(&saved).await;
 
-    // `git pack-refs` moves references to the file `packed-refs`.
+    // `git pack-refs` moves references to `packed-refs`.
     fs::remove_file(fixture.home().join("repository/.git/refs/heads/main")).unwrap();
     fixture.write("repository/.git/packed-refs", "second refs/heads/main");
     let mut changes = ChangeSet::default();

@@ -1,4 +1,4 @@
-//! Earlier versions of individual files and directories.
+//! Version history of individual files and directories.
 
 use std::time::Instant;
 
@@ -23,7 +23,7 @@ impl Fixture {
     }
 }
 
-/// Returns whether the entry existed, for each version.
+/// Returns whether the entry existed in each version.
 fn existence_by_version(page: &VersionPage) -> Vec<bool> {
     page.versions.iter().map(|version| version.entry.is_some()).collect()
 }
@@ -35,7 +35,7 @@ async fn list_versions_starts_new_version_on_each_change() {
     let mut saved = vec![fixture.save().await];
     for (number, content) in [Some("1"), Some("1"), Some("2"), None, Some("3")].into_iter().enumerate() {
         match content {
-            // Not written again: a different mtime would be a new version.
+            // Don't rewrite the file: a new mtime would be a new version.
             Some("1") if number == 1 => {}
             Some(content) => drop(fixture.write("dir/file", content)),
             None => fs::remove_file(fixture.home().join("dir/file")).unwrap(),
@@ -62,7 +62,7 @@ async fn list_versions_starts_new_version_on_each_change() {
         [] as [bool; 0]
     );
 
-    // Each page continues where the previous one ended, regardless of the limit.
+    // Each page picks up where the previous one ended, regardless of the limit.
     for limit in 1..=3 {
         let mut versions = Vec::new();
         let mut query = VersionQuery { limit, ..ALL };
@@ -156,7 +156,7 @@ async fn restored_entry_is_complete_and_can_have_another_owner() {
     assert_eq!(fs::read_dir(target.path()).unwrap().count(), 1);
 
     let own = (nix::unistd::getuid().as_raw(), nix::unistd::getgid().as_raw());
-    // Only root may give files to another user.
+    // Only root can change a file's owner.
     let owner = if own.0 == 0 { (12_345, 12_346) } else { own };
     let (target, restored) = restore_to(Some(owner)).await;
     assert_eq!(restored.incomplete, 0, "{restored:?}");
@@ -168,7 +168,7 @@ async fn restored_entry_is_complete_and_can_have_another_owner() {
 }
 
 #[tokio::test]
-async fn damaged_snapshot_does_not_hide_the_others() {
+async fn corrupt_snapshot_does_not_hide_others() {
     let mut fixture = Fixture::new().await;
     fixture.write("file", "1");
     let first = fixture.save().await;
@@ -183,7 +183,7 @@ async fn damaged_snapshot_does_not_hide_the_others() {
 }
 
 #[tokio::test]
-async fn oversized_snapshot_does_not_hide_the_others() {
+async fn oversized_snapshot_does_not_hide_others() {
     let mut fixture = Fixture::new().await;
     fixture.write("file", "1");
     let saved = fixture.save().await;
@@ -195,7 +195,7 @@ async fn oversized_snapshot_does_not_hide_the_others() {
 }
 
 #[tokio::test]
-async fn open_latest_reads_one_snapshot_unless_damaged() {
+async fn open_latest_reads_one_snapshot_unless_corrupt() {
     let mut fixture = Fixture::new().await;
     fixture.write("file", "1");
     let first = fixture.save().await;
@@ -208,8 +208,8 @@ async fn open_latest_reads_one_snapshot_unless_damaged() {
     assert!(history.find_snapshot_by_id(second.id).is_none(), "only one snapshot is read");
     let path = root().join("snapshots").join(first.id.to_string());
     fixture.bucket.put(&path, b"damaged".to_vec()).await.unwrap();
-    for damaged_or_missing in [first.id, Id::of(b"missing")] {
-        let history = open(damaged_or_missing).await;
+    for corrupt_or_missing in [first.id, Id::of(b"missing")] {
+        let history = open(corrupt_or_missing).await;
         assert_eq!(history.find_snapshot(None).unwrap().0, second.id);
     }
 }

@@ -1,4 +1,4 @@
-//! Kills processes at every fail point, and checks that durable data survives and that the next run completes.
+//! Kills processes at every fail point, and checks that persisted data survives and the next run completes.
 
 use std::os::unix::process::ExitStatusExt;
 use std::process::Command;
@@ -11,7 +11,7 @@ use super::*;
 use crate::verify::{PackShare, verify};
 use crate::{prune, restore as restoring, save as saving};
 
-/// The environment variable that passes a [`Job`] to a child process.
+/// Environment variable that passes a [`Job`] to the child process.
 const JOB: &str = "SVC_FILES_TEST_JOB";
 
 #[derive(Serialize, Deserialize)]
@@ -29,7 +29,7 @@ pub(super) enum Action {
     Prune { now: Timestamp, protected: Vec<Id> },
 }
 
-/// The body of a child process. Does nothing without a job.
+/// Child process entry point. Does nothing without a job.
 #[tokio::test]
 async fn child_process_runs_its_job() {
     let Ok(job) = std::env::var(JOB) else { return };
@@ -52,12 +52,12 @@ async fn child_process_runs_its_job() {
 }
 
 impl Fixture {
-    /// Runs the action in a process that is killed at a fail point. Returns whether it reached the point.
+    /// Runs the action in a child process that is killed at a fail point. Returns whether the point was reached.
     pub(super) fn run_killed_at(&self, point: &str, action: Action) -> bool {
         self.run_with_failpoint(&format!("{point}=return(kill)"), action)
     }
 
-    /// Runs the action in a process with `FAILPOINTS` set to `failpoint`. Returns whether it was killed.
+    /// Runs the action in a child process with `FAILPOINTS` set to `failpoint`. Returns whether it was killed.
     fn run_with_failpoint(&self, failpoint: &str, action: Action) -> bool {
         let job = Job {
             dir: self.dir.path().to_owned(),
@@ -75,7 +75,7 @@ impl Fixture {
         is_killed
     }
 
-    /// Checks that no pack is damaged and that every snapshot can be restored. Returns the number of snapshots.
+    /// Checks that no pack is damaged and every snapshot is restorable. Returns the number of snapshots.
     async fn assert_snapshots_are_complete(&self) -> usize {
         let repository = self.open(&self.key).await.unwrap().unwrap();
         let damaged = verify(&repository, PackShare::ALL).await.unwrap().damaged;
@@ -120,7 +120,7 @@ async fn restore_survives_kills() {
         let action = Action::Restore { snapshot: snapshot.clone(), target: target.path().to_owned() };
         assert!(fixture.run_killed_at(point, action), "{point}");
         if *point != "files.restore.completed" {
-            // After the first batch.
+            // Also kill it after the first batch.
             let target = tempfile::tempdir().unwrap();
             let action = Action::Restore { snapshot: snapshot.clone(), target: target.path().to_owned() };
             assert!(fixture.run_with_failpoint(&format!("{point}=1*off->return(kill)"), action), "{point}");
@@ -134,7 +134,7 @@ async fn restore_survives_kills() {
 async fn prune_survives_kills() {
     for point in prune::FAILPOINTS {
         let fixture = fixture_with_history(Fixture::in_directory().await).await;
-        // The second run deletes what the first one marked.
+        // The second run deletes the packs marked by the first.
         let mut kills = 0;
         for days in [3, 6] {
             let protected = Vec::new();

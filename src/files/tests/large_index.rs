@@ -1,5 +1,4 @@
-//! Indexes near their limits, which are much smaller in tests. Most of the listed packs do not exist, and no snapshot
-//! needs them.
+//! Indexes near their limits, which are much smaller in tests. Most listed packs don't exist and are unreferenced.
 
 use jiff::Timestamp;
 
@@ -9,7 +8,7 @@ use crate::index::{IndexFile, IndexedPack};
 use crate::pack::{BlobType, PackedBlob};
 use crate::repository::{MAX_JSON_BYTES, ObjectKind};
 
-/// Returns the index entries of `count` packs with `blobs` blobs each.
+/// Returns index entries for `count` packs with `blobs` blobs each.
 fn index_entries(name: &str, count: usize, blobs: usize) -> Vec<IndexedPack> {
     let blob = |pack: usize, number: usize| PackedBlob {
         id: Id::of(format!("{name} {pack} {number}").as_bytes()),
@@ -26,7 +25,7 @@ fn index_entries(name: &str, count: usize, blobs: usize) -> Vec<IndexedPack> {
     (0..count).map(pack).collect()
 }
 
-/// Returns an index file in which `count` packs with `blobs` blobs each were marked for deletion at `time`.
+/// Returns an index file listing `count` packs with `blobs` blobs each, all marked for deletion at `time`.
 fn index_of_marked_packs(name: &str, count: usize, blobs: usize, time: Timestamp) -> IndexFile {
     let packs = index_entries(name, count, blobs).into_iter();
     let packs_to_delete = packs.map(|pack| IndexedPack { time: Some(time), ..pack }).collect();
@@ -41,9 +40,9 @@ async fn fixture_with_file() -> (Fixture, SaveResult, Repository) {
     (fixture, saved, repository)
 }
 
-/// An interrupted prune leaves both the old index files and their replacements.
+/// An interrupted prune leaves behind both the old index files and their replacements.
 #[tokio::test]
-async fn packs_in_several_index_files_count_once() {
+async fn packs_in_several_index_files_are_counted_once() {
     let (fixture, saved, repository) = fixture_with_file().await;
     let file = IndexFile { packs: index_entries("repeated", 10, 1_400), ..IndexFile::default() };
     for _ in 0..2 {
@@ -53,7 +52,7 @@ async fn packs_in_several_index_files_count_once() {
     assert_eq!(repository.list(ObjectKind::Index).await.unwrap().len(), 3);
     run_prune(&fixture, &prune_options_after(0)).await;
     let index = repository.load_index_to_prune().await.unwrap();
-    assert!(index.files_with_duplicates.is_empty(), "pruning removes one of the copies");
+    assert!(index.files_with_duplicates.is_empty(), "pruning removes one copy");
     let packs = index.files.iter().flat_map(|(_, file)| &file.packs);
     assert_eq!(packs.filter(|pack| pack.blobs.len() == 1_400).count(), 10);
     fixture.restore(&saved.snapshot).await;
@@ -95,9 +94,9 @@ async fn pruning_splits_large_index_files() {
 }
 
 #[tokio::test]
-async fn write_json_refuses_objects_too_large_to_read() {
+async fn write_json_rejects_objects_too_large_to_read() {
     let (_fixture, _, repository) = fixture_with_file().await;
-    // JSON adds two quotation marks.
+    // JSON adds two quotes.
     let text = "x".repeat(MAX_JSON_BYTES - 2);
     let id = repository.write_json(ObjectKind::Index, &text).await.unwrap();
     assert_eq!(repository.read_json::<String>(ObjectKind::Index, id).await.unwrap().len(), text.len());
@@ -105,9 +104,9 @@ async fn write_json_refuses_objects_too_large_to_read() {
     assert!(matches!(error, FilesError::Encode { .. }), "{error}");
 }
 
-/// Someone with a stolen key could list other blobs for a genuine pack.
+/// An attacker with a stolen key could list different blobs for a genuine pack.
 #[tokio::test]
-async fn forged_listing_of_a_pack_does_not_replace_the_genuine_one() {
+async fn forged_listing_does_not_replace_genuine_one() {
     let (fixture, saved, repository) = fixture_with_file().await;
     let (_, mut forged) = repository.load_index().await.unwrap().remove(0);
     forged.packs.iter_mut().flat_map(|pack| &mut pack.blobs).for_each(|blob| blob.id = Id::of(b"other"));
@@ -121,7 +120,7 @@ async fn forged_listing_of_a_pack_does_not_replace_the_genuine_one() {
 }
 
 #[tokio::test]
-async fn pruning_shrinks_an_index_that_is_too_large_to_read() {
+async fn pruning_shrinks_index_too_large_to_read() {
     let (fixture, saved, repository) = fixture_with_file().await;
     for name in ["a", "b"] {
         let marked = index_of_marked_packs(name, 10, 1_300, Timestamp::UNIX_EPOCH);

@@ -1,12 +1,11 @@
-//! Files that a program changes through a memory map: the file system records the time of a change only if the page was
-//! clean before.
+//! Files modified through a memory map: the file system updates timestamps only when a clean page becomes dirty.
 
 use std::io::Read;
 use std::process::{Command, Stdio};
 
 use super::*;
 
-/// Counts in a mapped page, without pauses, until its input is closed.
+/// Increments a counter in a mapped page, without pauses, until stdin is closed.
 const WRITER: &str = r#"
 import mmap, os, sys
 with open(sys.argv[1], "r+b") as file:
@@ -24,15 +23,15 @@ while True:
         except BlockingIOError:
             pass
 "#;
-/// The file system type of tmpfs, which does not record the times of changes through a memory map.
+/// File system type of tmpfs, which doesn't update timestamps on writes through a memory map.
 const TMPFS_MAGIC: i64 = 0x0102_1994;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn save_detects_last_write_through_memory_map() {
-    // The directory for temporary files may be in memory.
+    // The default temporary directory may be on tmpfs.
     let home = tempfile::tempdir_in("/var/tmp").unwrap();
     if rustix::fs::statfs(home.path()).unwrap().f_type == TMPFS_MAGIC {
-        kit::skip::record("tmpfs in /var/tmp does not record the times of changes through a memory map");
+        kit::skip::record("tmpfs in /var/tmp doesn't update timestamps on writes through a memory map");
         return;
     }
     let mut fixture = Fixture::new().await;

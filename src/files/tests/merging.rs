@@ -1,4 +1,4 @@
-//! Pruning merges small packs. Snapshots stay restorable, except for the files in a damaged pack.
+//! Pruning merges small packs. Snapshots stay restorable, apart from files in damaged packs.
 
 use super::damage::damage;
 use super::pruning::{prune_options_after, run_prune};
@@ -7,7 +7,7 @@ use crate::pack::BlobType;
 use crate::prune::{MIN_MERGED_PACKS, PruneOptions};
 use crate::repository::Repository;
 
-/// Saves often enough that pruning merges the packs of chunks.
+/// Saves often enough for pruning to merge the data packs.
 async fn fixture_with_small_packs() -> (Fixture, Repository, SaveResult) {
     let mut fixture = Fixture::new().await;
     for n in 0..MIN_MERGED_PACKS - 1 {
@@ -30,7 +30,7 @@ async fn small_packs_are_merged_into_one() {
     fixture.assert_restores(&saved).await;
     run_prune(&fixture, &prune_options_after(6)).await;
     fixture.assert_restores(&saved).await;
-    // One pack contains the chunks, the other the trees of the only snapshot.
+    // One pack holds the chunks, the other the only snapshot's trees.
     assert_eq!(repository.list_packs().await.unwrap().len(), 2);
     let last = run_prune(&fixture, &prune_options_after(9)).await;
     assert_eq!((last.rewritten_packs, last.marked_packs, last.deleted_packs), (0, 0, 0));
@@ -39,8 +39,8 @@ async fn small_packs_are_merged_into_one() {
 #[tokio::test]
 async fn damaged_pack_is_not_merged() {
     let (mut fixture, repository, _) = fixture_with_small_packs().await;
-    // Damaging a pack rewrites its object, so the pack is then newer than the latest snapshot. Pruning considers it
-    // only after another save.
+    // Damaging a pack rewrites its object, making the pack newer than the latest snapshot, so pruning ignores it until
+    // after another save.
     damage(&fixture, BlobType::Data, Id::of(&fs::read(fixture.home().join("file3")).unwrap())).await;
     fixture.write("extra", random_bytes(1000));
     let saved = fixture.save().await;

@@ -1,4 +1,4 @@
-//! Saves and restores real directories, and compares them without the code under test.
+//! Saves and restores real directories, and compares them independently of the code under test.
 
 mod affected;
 mod damage;
@@ -48,12 +48,12 @@ struct Fixture {
     dir: tempfile::TempDir,
     bucket: Bucket,
     key: RepositoryKey,
-    /// The last snapshot, which is the parent of the next one.
+    /// The last snapshot, used as the next one's parent.
     last: Option<(Id, Snapshot)>,
     saver: Saver,
-    /// The directory of the objects, if they are not in memory.
+    /// Object directory, unless the store is in memory.
     store: Option<tempfile::TempDir>,
-    /// The store's faults. Child processes open the store without them.
+    /// Faults injected into the store. Child processes open the store without them.
     faults: Arc<Faults>,
 }
 
@@ -70,12 +70,12 @@ impl Fixture {
         Self { dir, bucket, key, last: None, saver, store: None, faults: Arc::default() }
     }
 
-    /// Creates a fixture with a store that other processes can open.
+    /// Creates a fixture with an on-disk store that other processes can open.
     async fn in_directory() -> Self {
         Self::with_faults(0).await
     }
 
-    /// Like [`Self::in_directory`]. After [`Faults::set_percent`], requests fail at random; `seed` determines which.
+    /// Like [`Self::in_directory`], but after [`Faults::set_percent`], requests fail at random based on `seed`.
     async fn with_faults(seed: u64) -> Self {
         let store = tempfile::tempdir().unwrap();
         let objects = Arc::new(LocalFileSystem::new_with_prefix(store.path()).unwrap());
@@ -84,7 +84,7 @@ impl Fixture {
         Self { store: Some(store), faults, ..Self::with_bucket(bucket).await }
     }
 
-    /// Stock `restic` for the repository of [`Self::in_directory`].
+    /// Returns stock `restic` for the repository of an [`Self::in_directory`] fixture.
     fn restic(&self) -> Restic {
         let store = self.store.as_ref().expect("the store is a directory").path();
         let password = self.key.password().expose_secret();
@@ -108,7 +108,7 @@ impl Fixture {
         saved
     }
 
-    /// Restores a snapshot through a newly opened repository without a cache.
+    /// Restores a snapshot from a freshly opened repository without a cache.
     async fn restore(&self, snapshot: &Snapshot) -> (tempfile::TempDir, RestoreReport) {
         self.try_restore(snapshot).await.unwrap()
     }
@@ -130,7 +130,7 @@ impl Fixture {
 
     /// Simulates a restart on a machine without a cache.
     async fn restart(&mut self) {
-        // The cache does not exist before the first save.
+        // The cache doesn't exist before the first save.
         let _ = fs::remove_dir_all(self.dir.path().join("cache"));
         self.saver = saver(self.dir.path(), &self.bucket, &self.key).await;
     }
@@ -151,8 +151,8 @@ fn uuid() -> uuid::Uuid {
     uuid::Uuid::from_u128(7)
 }
 
-/// The properties that a restore must reproduce, by path: kind, content, number of hard links, mode, owner,
-/// modification time and names of extended attributes.
+/// Properties that a restore must reproduce, by path: kind, content, hard link count, mode, owner, modification time
+/// and extended attribute names.
 type Description = BTreeMap<Vec<u8>, String>;
 
 fn describe(dir: &Path) -> Description {
@@ -178,7 +178,7 @@ fn describe_into(root: &Path, dir: &Path, entries: &mut Description) {
         };
         let mut names = vec![0; 4096];
         let length = rustix::fs::llistxattr(&path, &mut names[..]).unwrap_or(0);
-        // A restore clears the set-user-ID and set-group-ID bits of files.
+        // Restores clear the setuid and setgid bits of files.
         let mode = if meta.is_file() { meta.mode() & !0o6000 } else { meta.mode() };
         let (uid, gid) = (meta.uid(), meta.gid());
         let description = format!(
@@ -226,7 +226,7 @@ async fn restored_home_equals_saved_home() {
     File::options().write(true).open(fixture.write("old", "1969")).unwrap().set_modified(old).unwrap();
     fs::create_dir(fixture.home().join("nothing")).unwrap();
     let tagged = fixture.write("tagged", "x");
-    // tmpfs has had user attributes only since Linux 6.6.
+    // tmpfs supports user attributes only since Linux 6.6.
     let has_attributes = rustix::fs::setxattr(&tagged, "user.tag", b"v", XattrFlags::empty()).is_ok();
     let _socket = std::os::unix::net::UnixListener::bind(fixture.home().join("socket")).unwrap();
 
@@ -257,14 +257,14 @@ async fn save_of_unchanged_home_uploads_nothing() {
     let second = fixture.save().await;
     assert!(second.is_unchanged);
     assert_eq!((second.id, second.uploaded_bytes, second.counts.files_read), (first.id, 0, 0));
-    // The same is true after a restart without a cache: the trees are read from the store.
+    // The same holds after a restart without a cache, when trees are read from the store.
     fixture.restart().await;
     let third = fixture.save().await;
     assert_eq!((third.is_unchanged, third.uploaded_bytes, third.counts.files_read), (true, 0, 0));
 }
 
 #[tokio::test]
-async fn moved_directory_is_not_uploaded_again() {
+async fn moved_directory_is_not_reuploaded() {
     let mut fixture = Fixture::new().await;
     for n in 0..20 {
         fixture.write(&format!("tree/{n}/file"), random_bytes(50_000));
@@ -303,7 +303,7 @@ async fn save_changes_visits_only_marked_directories() {
     let (target, _) = fixture.restore(&saved.snapshot).await;
     assert_same(&describe(target.path()), &expected);
 
-    // An unmarked change is not detected until the whole home directory is saved.
+    // Unmarked changes aren't detected until the whole home directory is saved.
     fixture.last = Some((saved.id, saved.snapshot));
     fixture.write("f", "unmarked");
     let mut changes = ChangeSet::default();
@@ -340,7 +340,7 @@ async fn save_detects_change_with_same_size_and_mtime() {
     let path = fixture.write("a", "first");
     let time = fs::metadata(&path).unwrap().modified().unwrap();
     fixture.save().await;
-    // The save waits until any later change results in a different ctime, so even this immediate change is detected.
+    // Saves wait until any later change would get a different ctime, so even this immediate change is detected.
     let file = File::options().write(true).open(&path).unwrap();
     file.write_all_at(b"other", 0).unwrap();
     file.set_modified(time).unwrap();
@@ -351,7 +351,7 @@ async fn save_detects_change_with_same_size_and_mtime() {
 }
 
 #[tokio::test]
-async fn save_leaves_out_caches_and_excluded_directories() {
+async fn save_skips_caches_and_excluded_directories() {
     let mut fixture = Fixture::new().await;
     fixture.write("target/CACHEDIR.TAG", "Signature: 8a477f597d28d172789f06886806bc55\n# a cache");
     fixture.write("target/debug/large", "x");
@@ -383,7 +383,7 @@ async fn save_leaves_out_caches_and_excluded_directories() {
 }
 
 #[tokio::test]
-async fn symlinks_out_of_the_home_directory_are_not_followed() {
+async fn save_does_not_follow_symlinks_out_of_home() {
     let mut fixture = Fixture::new().await;
     let outside = fixture.dir.path().join("outside");
     fs::create_dir(&outside).unwrap();
@@ -397,7 +397,7 @@ async fn symlinks_out_of_the_home_directory_are_not_followed() {
 }
 
 #[tokio::test]
-async fn open_refuses_another_key() {
+async fn open_rejects_wrong_key() {
     let fixture = Fixture::new().await;
     let error = fixture.open(&RepositoryKey::generate().unwrap()).await.err().unwrap();
     assert!(matches!(error, FilesError::WrongKey), "{error}");

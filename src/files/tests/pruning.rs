@@ -1,5 +1,5 @@
-//! Pruning never deletes data that a remaining snapshot needs, even if a machine saves at the same time or a run is
-//! interrupted.
+//! Pruning never deletes data referenced by a remaining snapshot, even during concurrent saves or after an interrupted
+//! run.
 
 use std::collections::HashSet;
 
@@ -25,7 +25,7 @@ const KEEP_NEWEST: RetentionPolicy = RetentionPolicy {
     newest: 1,
 };
 
-/// Returns the options for a run in `days` days that keeps only the newest snapshot.
+/// Returns options for a run `days` days from now that retains only the newest snapshot.
 pub(super) fn prune_options_after(days: i64) -> PruneOptions {
     let hours = SignedDuration::from_hours;
     let (policy, grace_period, now) = (KEEP_NEWEST, hours(48), Timestamp::now() + hours(24 * days));
@@ -78,7 +78,7 @@ async fn pruning_frees_space_in_two_phases() {
     assert_eq!(
         run_prune(&fixture, &prune_options_after(4)).await.deleted_packs,
         0,
-        "the grace period has not ended"
+        "still within the grace period"
     );
     let deleted = run_prune(&fixture, &prune_options_after(6)).await;
     assert_eq!(deleted.deleted_packs, marked.marked_packs);
@@ -108,7 +108,7 @@ async fn protected_snapshot_survives_with_its_packs() {
     assert_eq!(fs::metadata(target.path().join("removed/0")).unwrap().len(), 100_000);
 }
 
-/// A machine that starts without its predecessor's files must not make the predecessor's last snapshot expire.
+/// A machine that starts without its predecessor's files must not expire the predecessor's last snapshot.
 #[tokio::test]
 async fn last_snapshot_of_earlier_machine_is_kept() {
     let mut fixture = Fixture::new().await;
@@ -136,7 +136,7 @@ async fn last_snapshot_of_earlier_machine_is_kept() {
 }
 
 #[tokio::test]
-async fn save_after_marking_does_not_rely_on_marked_packs() {
+async fn save_after_marking_does_not_reuse_marked_packs() {
     let mut fixture = Fixture::new().await;
     let content = random_bytes(600_000);
     let path = fixture.write("file", &content);
@@ -144,7 +144,7 @@ async fn save_after_marking_does_not_rely_on_marked_packs() {
     fs::remove_file(&path).unwrap();
     fixture.save().await;
     run_prune(&fixture, &prune_options_after(3)).await;
-    // Save the same content again, in the process that has the marked blobs in memory.
+    // Save the same content again, with a saver that still has the marked blobs in memory.
     fs::write(&path, &content).unwrap();
     let saved = fixture.save().await;
     assert!(saved.uploaded_bytes > 600_000, "{} bytes", saved.uploaded_bytes);
@@ -154,7 +154,7 @@ async fn save_after_marking_does_not_rely_on_marked_packs() {
 }
 
 #[tokio::test]
-async fn marked_pack_that_is_needed_again_is_unmarked() {
+async fn marked_pack_is_unmarked_once_referenced_again() {
     let mut fixture = Fixture::new().await;
     fixture.write("file", random_bytes(600_000));
     let (id, snapshot) = {
@@ -164,7 +164,7 @@ async fn marked_pack_that_is_needed_again_is_unmarked() {
     fs::remove_file(fixture.home().join("file")).unwrap();
     fixture.save().await;
     run_prune(&fixture, &prune_options_after(3)).await;
-    // A save that began before the marking refers to the marked packs.
+    // Simulate a save that started before the marking and references the marked packs.
     let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
     repository.write_json(crate::repository::ObjectKind::Snapshot, &snapshot).await.unwrap();
     let protected = repository.list_snapshots().await.unwrap().into_iter().map(|(id, _)| id).collect();
@@ -175,7 +175,7 @@ async fn marked_pack_that_is_needed_again_is_unmarked() {
 }
 
 #[tokio::test]
-async fn partly_used_pack_is_rewritten() {
+async fn partially_used_pack_is_rewritten() {
     let mut fixture = Fixture::new().await;
     for n in 0..10 {
         fixture.write(&format!("{n}"), random_bytes(50_000));
@@ -194,7 +194,7 @@ async fn partly_used_pack_is_rewritten() {
     assert_same(&describe(target.path()), &describe(&fixture.home()));
 }
 
-/// The new copy is intact even if its pack is rewritten in the same run.
+/// The new copy survives even if its pack is rewritten in the same run.
 #[tokio::test]
 async fn marked_pack_is_deleted_while_its_copy_is_rewritten() {
     let mut fixture = Fixture::new().await;
@@ -251,7 +251,7 @@ async fn damaged_pack_is_reported_with_its_blobs() {
     assert_eq!(missing.reason, "it does not exist");
 }
 
-/// The machine still has the damaged content, so the next save writes it again.
+/// The machine still has the content, so the next save rewrites it.
 #[tokio::test]
 async fn damage_is_traced_to_files_and_repaired() {
     let mut fixture = Fixture::new().await;
@@ -286,7 +286,7 @@ async fn damage_is_traced_to_files_and_repaired() {
     for saved in [&first, &second, &repaired] {
         fixture.restore(&saved.snapshot).await;
     }
-    // Pruning succeeds and keeps the intact copy, even though the damaged pack has the blob as well.
+    // Pruning succeeds and retains the intact copy, even though the damaged pack contains the blob, too.
     for days in [4, 8, 12] {
         run_prune(&fixture, &prune_options_after(days)).await;
         let index = repository.load_index().await.unwrap();
@@ -298,9 +298,9 @@ async fn damage_is_traced_to_files_and_repaired() {
     fixture.restore(&repaired.snapshot).await;
 }
 
-/// If a blob is lost, a save must not mistake the damaged copy in a pack of another share for an intact one.
+/// A save must not mistake a lost blob's corrupt copy in another share's pack for an intact one.
 #[tokio::test]
-async fn lost_blob_is_reported_for_packs_of_all_shares() {
+async fn lost_blob_is_reported_for_packs_in_all_shares() {
     let mut fixture = Fixture::new().await;
     fixture.write("file", random_bytes(200_000));
     fixture.save().await;
@@ -338,7 +338,7 @@ async fn lost_blob_is_reported_for_packs_of_all_shares() {
     assert!(verify(&repository, PackShare::ALL).await.unwrap().damaged.is_empty());
 }
 
-/// A range beyond the end of a pack counts as damage, for which another copy is tried, and not as an outage.
+/// A range beyond the end of a pack is treated as corruption, so that other copies are tried, and not as an outage.
 #[tokio::test]
 async fn truncated_pack_is_damaged() {
     let mut fixture = Fixture::new().await;
@@ -347,7 +347,7 @@ async fn truncated_pack_is_damaged() {
     let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
     let index = repository.load_index().await.unwrap();
     let packs: Vec<IndexedPack> = index.into_iter().flat_map(|(_, file)| file.packs).collect();
-    // Trees in the intact part of a truncated pack can be read.
+    // Trees in the intact part of a truncated pack are readable.
     let trees = packs.iter().find(|pack| pack.blobs[0].blob_type == BlobType::Tree).unwrap();
     let first = trees.blobs.iter().min_by_key(|blob| blob.offset).unwrap();
     let bytes = repository.read_whole_pack(trees.id).await.unwrap().unwrap();
@@ -362,7 +362,7 @@ async fn truncated_pack_is_damaged() {
     }
 }
 
-/// The longer headers take two requests.
+/// Longer headers take a second request.
 #[tokio::test]
 async fn read_pack_end_finds_headers_of_any_length() {
     let mut fixture = Fixture::new().await;
@@ -390,28 +390,28 @@ async fn read_pack_end_finds_headers_of_any_length() {
     }
 }
 
-/// Someone with a stolen key can add objects, but must not be able to make the platform delete others.
+/// An attacker with a stolen key can add objects, but must not be able to trick the platform into deleting others.
 #[tokio::test]
-async fn forged_index_deletes_no_genuine_pack() {
-    for is_header_damaged in [false, true] {
+async fn forged_index_does_not_delete_genuine_packs() {
+    for is_header_corrupt in [false, true] {
         let mut fixture = Fixture::new().await;
         fixture.write("file", random_bytes(300_000));
         let protected = vec![fixture.save().await.id];
         let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
-        if is_header_damaged {
-            // The blobs in the packs can still be read.
+        if is_header_corrupt {
+            // The packs' blobs are still readable.
             for (pack, _) in repository.list_packs().await.unwrap() {
                 let mut bytes = repository.read_whole_pack(pack).await.unwrap().unwrap().to_vec();
                 *bytes.last_mut().unwrap() ^= 1;
                 fixture.bucket.put(&repository.pack_path(pack), bytes).await.unwrap();
             }
         }
-        // Packs that are newer than the latest snapshot are not marked.
+        // Packs newer than the latest snapshot aren't marked.
         fixture.write("other", "other");
         fixture.save().await;
         let packs: Vec<Id> = repository.list_packs().await.unwrap().into_iter().map(|(id, _)| id).collect();
-        // The forged index claims that a larger pack has every chunk. If it claimed this for the trees as well, pruning
-        // would fail and delete nothing.
+        // The forged index claims that a larger pack contains every chunk. Claiming the trees as well would make
+        // pruning fail without deleting anything.
         let junk = Id::of(b"junk");
         fixture.bucket.put(&repository.pack_path(junk), b"junk".to_vec()).await.unwrap();
         let mut blobs: Vec<PackedBlob> = Vec::new();
@@ -435,14 +435,14 @@ async fn forged_index_deletes_no_genuine_pack() {
     }
 }
 
-/// Forged listings of a pack must not remove its genuine listing from the index.
+/// Forged listings must not displace a pack's genuine listing from the index.
 #[tokio::test]
-async fn forged_listing_removes_no_blob_from_the_index() {
+async fn forged_listing_does_not_remove_blobs_from_index() {
     let mut fixture = Fixture::new().await;
     fixture.write("file", random_bytes(300_000));
     let saved = fixture.save().await;
     let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
-    // Simulate an earlier forged listing that made the pack appear to be unused.
+    // Simulate an earlier forged listing that made the pack appear unused.
     let (old, mut file) = repository.load_index().await.unwrap().remove(0);
     let (data, others): (Vec<_>, Vec<_>) =
         file.packs.into_iter().partition(|pack| pack.blobs[0].blob_type == BlobType::Data);

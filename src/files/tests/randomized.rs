@@ -1,5 +1,5 @@
-//! Random trees with random writers, kills, restarts, pruning, a store that fails, and clocks that jump. The model is
-//! independent of the code under test: a description of the home directory at the time of each successful save.
+//! Randomized tests: random trees and writers, kills, restarts, pruning, store outages and clock jumps. The model, a
+//! description of the home directory as of each successful save, is independent of the code under test.
 
 use jiff::{SignedDuration, Timestamp};
 use kit::long_tests::Figures;
@@ -40,18 +40,18 @@ impl Random {
     }
 }
 
-/// Changes a home directory at random.
+/// Randomly modifies a home directory.
 struct Writer {
     home: PathBuf,
     random: Random,
-    /// The changes since the last save.
+    /// Changes since the last save.
     changes: ChangeSet,
-    /// A change through one name of a file also changes its other names, which are not in `changes`.
+    /// Changing a file through one of its names also changes the others, which aren't in `changes`.
     has_hard_links: bool,
 }
 
 impl Writer {
-    /// Lists the home directory, and the directories and files below it.
+    /// Lists all directories, including the home directory itself, and all files.
     fn list_paths(&self) -> (Vec<PathBuf>, Vec<PathBuf>) {
         let (mut directories, mut files) = (vec![PathBuf::new()], Vec::new());
         let mut next = 0;
@@ -73,7 +73,7 @@ impl Writer {
         self.changes.mark_directory(path.parent().unwrap_or(Path::new("")));
     }
 
-    /// Makes one change. A change that is not possible is skipped.
+    /// Makes one random change. Impossible changes are skipped.
     fn change(&mut self) {
         let (directories, files) = self.list_paths();
         let name = format!("n{}", self.random.below(12));
@@ -139,9 +139,9 @@ impl Writer {
 struct Counts {
     saves: u64,
     kills: u64,
-    /// Operations that failed because the store failed.
+    /// Operations that failed because of a store outage.
     failures: u64,
-    /// Restored snapshots that were compared with the home directory at the time of the save.
+    /// Restored snapshots compared with the home directory as of the save.
     compared: u64,
 }
 
@@ -226,16 +226,16 @@ async fn run_seed(seed: u64) -> Counts {
     counts
 }
 
-/// Returns a random time to which a clock may jump: from one year ago to two years ahead.
+/// Returns a random time for the clock to jump to, from one year ago to two years ahead.
 fn random_time(random: &mut Random) -> Timestamp {
     let hours = random.below(3 * 365 * 24) as i64 - 365 * 24;
     Timestamp::now() + SignedDuration::from_hours(hours)
 }
 
-/// Returns whether an operation failed because the store failed.
+/// Returns whether an operation failed because of a store outage.
 ///
 /// # Panics
-/// If it failed for another reason.
+/// If it failed for any other reason.
 fn failed_due_to_outage<T>(result: Result<T, FilesError>, seed: u64) -> bool {
     let error = result.err();
     assert!(error.as_ref().is_none_or(FilesError::is_transient), "seed {seed}: {error:?}");
@@ -247,7 +247,7 @@ fn prune_options(protected: Vec<Id>, days: i64) -> PruneOptions {
     PruneOptions { protected, policy, ..pruning::prune_options_after(days) }
 }
 
-/// Saves a random number of times while the store fails at random. After a failed save, the next one uses the same
+/// Saves a random number of times while the store fails at random. After a failure, the next save uses either the same
 /// saver or a new one. Returns the number of failed saves.
 async fn save_with_faults(fixture: &mut Fixture, writer: &mut Writer, random: &mut Random, seed: u64) -> u64 {
     let mut failures = 0;
@@ -266,8 +266,8 @@ async fn save_with_faults(fixture: &mut Fixture, writer: &mut Writer, random: &m
     failures
 }
 
-/// Saves the whole home directory or only the changes, optionally while the writer keeps changing files. The changes of
-/// a failed save are part of the next one.
+/// Saves the whole home directory or just the changes, optionally while the writer keeps modifying files. Changes from
+/// a failed save carry over to the next one.
 async fn save(
     fixture: &mut Fixture,
     writer: &mut Writer,

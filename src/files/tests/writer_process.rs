@@ -3,11 +3,11 @@
 use std::io::Read;
 use std::process::{Child, Command, Stdio};
 
-/// The running program. It is killed on drop.
+/// A running program, killed on drop.
 pub(super) struct WriterProcess(Child);
 
 impl WriterProcess {
-    /// Starts the program, and waits until it prints the line `ready`.
+    /// Starts the program and waits for it to print `ready`.
     pub(super) fn start(command: &mut Command) -> Self {
         let mut child = command.stdout(Stdio::piped()).stderr(Stdio::inherit()).spawn().unwrap();
         let mut ready = [0; 6];

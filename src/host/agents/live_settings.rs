@@ -1,7 +1,7 @@
-//! The owner's current settings ([`super::owner_config`]), reloaded when the file changes.
+//! Live-reloaded owner settings ([`super::owner_config`]).
 //!
-//! A broken edit changes nothing: the last good settings remain in effect, even across restarts, because a copy of them
-//! is kept in the machine's state directory. [`OwnerSettings::error`] describes the error until the file is fixed.
+//! A broken edit has no effect: the last good settings stay active, even across restarts, thanks to a copy in the
+//! machine's state directory. [`OwnerSettings::error`] holds the error until the file is fixed.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -15,16 +15,16 @@ use crate::records::writer::Records;
 use svc_base::error_chain::format_chain;
 use svc_base::fsx;
 
-/// Delay before a failed read of the file, or a failed write of its copy, is retried.
+/// Delay before retrying a failed read of the file or a failed write of its last good copy.
 const RETRY_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Identifies a version of the file without reading it: inode, size and ctime; `None` if there is no file. Unlike the
-/// mtime, the ctime also changes with the permissions, so a file that could not be read is read again.
+/// Cheap file version stamp: inode, size and ctime, or `None` if there is no file. Unlike mtime, ctime also changes
+/// with the permissions, so an unreadable file is retried after a chmod.
 type FileStamp = Option<(u64, u64, i64, i64)>;
 
 pub struct LiveSettings {
     path: PathBuf,
-    /// A copy of the last good version of the file.
+    /// Copy of the last good version.
     last_good: PathBuf,
     records: Records,
     cached: Mutex<CachedSettings>,
@@ -32,8 +32,7 @@ pub struct LiveSettings {
 
 struct CachedSettings {
     stamp: Option<FileStamp>,
-    /// The time at which the file is read again even if it has not changed, because it could not be read or its copy
-    /// could not be saved.
+    /// When to reload the file even if it is unchanged, after it couldn't be read or its copy couldn't be saved.
     retry_at: Option<Instant>,
     settings: Arc<OwnerSettings>,
 }
@@ -45,7 +44,7 @@ impl LiveSettings {
         Self { path, last_good, records, cached }
     }
 
-    /// Returns the current settings. Each call checks whether the file has changed, which takes about a microsecond.
+    /// Returns the current settings. Every call stats the file for changes, which takes about a microsecond.
     /// `describe_spending` describes the spending that counts toward a changed limit, for `activity.log`.
     pub fn current(
         &self,
@@ -63,7 +62,7 @@ impl LiveSettings {
         Arc::clone(&cached.settings)
     }
 
-    /// Reads the file again. Returns the settings to use, and whether the file was read and, if it is valid, copied.
+    /// Reloads the file. Returns the settings to use, and whether the file was read and, if valid, copied.
     fn reload(
         &self,
         before: &OwnerSettings,
@@ -74,10 +73,10 @@ impl LiveSettings {
             Ok(None) => Ok((OwnerSettings::default(), b"{}".to_vec())),
             Err(error) => {
                 let error = format_chain(&error);
-                // Retries fail with the same error, which is reported once.
+                // Retries fail with the same error; report it once.
                 if before.error.as_ref() != Some(&error) {
                     self.report(&format!(
-                        "system/config.json cannot be read, so the earlier settings remain in effect: {error}"
+                        "system/config.json cannot be read; keeping the previous settings: {error}"
                     ));
                 }
                 return (OwnerSettings { error: Some(error), ..before.clone() }, false);
@@ -88,13 +87,13 @@ impl LiveSettings {
                 self.report_changes(before, &settings, describe_spending);
                 let saved = fsx::write_atomic(&self.last_good, &text, 0o600);
                 if let Err(error) = &saved {
-                    tracing::warn!(error = %format_chain(error), "cannot save the last good settings; retrying");
+                    tracing::warn!(error = %format_chain(error), "cannot save the last good settings; will retry");
                 }
                 (settings, saved.is_ok())
             }
             Err(error) => {
                 self.report(&format!(
-                    "system/config.json is invalid, so the earlier settings remain in effect until it is fixed: {error}"
+                    "system/config.json is invalid; keeping the previous settings until it is fixed: {error}"
                 ));
                 (OwnerSettings { error: Some(error), ..before.clone() }, true)
             }
@@ -119,7 +118,7 @@ impl LiveSettings {
             }
         }
         if before.time_zone != current.time_zone {
-            self.report(&format!("days now begin at midnight in the time zone {}", current.time_zone));
+            self.report(&format!("days now start at midnight in {}", current.time_zone));
         }
         if before.error.is_some() {
             self.report("system/config.json is in effect again");
@@ -127,8 +126,8 @@ impl LiveSettings {
     }
 
     fn report(&self, message: &str) {
-        tracing::info!(detail = message, "checked the owner's settings");
-        // A dropped line is reported as a gap.
+        tracing::info!(detail = message, "checked owner settings");
+        // The writer reports a dropped line as a gap.
         let _ = self.records.note(message);
     }
 }
@@ -150,7 +149,7 @@ mod tests {
         "spending so far in the current period counts toward it".to_owned()
     }
 
-    /// Makes a pending retry due, and hides the file's changes, so that only a retry causes a reload.
+    /// Makes a pending retry due and hides file changes, so that only the retry triggers a reload.
     fn expire_retry(live: &LiveSettings) {
         let mut cached = live.cached.lock().unwrap();
         cached.stamp = Some(read_file_stamp(&live.path));
@@ -179,12 +178,12 @@ mod tests {
     }
 
     #[test]
-    fn failed_write_of_the_last_good_copy_is_retried() {
+    fn failed_write_of_last_good_copy_is_retried() {
         let dir = tempfile::tempdir().unwrap();
         let (path, state) = (dir.path().join("config.json"), dir.path().join("state"));
         let writer = Writer::start(dir.path().join("logs")).unwrap();
         fs::write(&path, r#"{"costLimits": {"daily": 5}}"#).unwrap();
-        // A file with the directory's name prevents its creation.
+        // A file in its place prevents creating the directory.
         fs::write(&state, "").unwrap();
         let live = LiveSettings::new(path, state.join("last-good.json"), writer.records());
         let current = live.current(describe_spending);
@@ -195,17 +194,17 @@ mod tests {
     }
 
     #[test]
-    fn file_stamp_changes_with_the_permissions() {
+    fn chmod_changes_file_stamp() {
         let file = tempfile::NamedTempFile::new().unwrap();
         let before = read_file_stamp(file.path());
-        // File timestamps on Linux have a granularity of a few milliseconds.
+        // Linux file timestamps have a granularity of a few milliseconds.
         std::thread::sleep(Duration::from_millis(50));
         fs::set_permissions(file.path(), fs::Permissions::from_mode(0o640)).unwrap();
         assert_ne!(read_file_stamp(file.path()), before);
     }
 
     #[test]
-    fn broken_edit_keeps_the_last_good_settings() {
+    fn broken_edit_keeps_last_good_settings() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("config.json");
         let writer = Writer::start(dir.path().join("logs")).unwrap();

@@ -1,7 +1,7 @@
 //! `system/config.json`: the owner's settings, shared by the gateway and `svc-heartbeat`.
 //!
-//! Both use the current file or, if it is invalid, its last good version, so that they agree on when a day begins. The
-//! gateway saves the last good version in the machine's state directory.
+//! Both fall back to the last good version if the current file is invalid, so that they agree on when a day starts. The
+//! gateway saves that version in the machine's state directory.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -23,17 +23,16 @@ use svc_base::fsx::FileError;
 /// Maximum size of the settings file.
 const MAX_CONFIG_BYTES: u64 = 1 << 20;
 
-/// The validated settings.
+/// Validated settings.
 #[derive(Debug, Clone, PartialEq)]
 pub struct OwnerSettings {
     pub calendar: Calendar,
-    /// The name of the time zone, as written in the file; `UTC` by default.
+    /// Time zone name as written in the file; `UTC` by default.
     pub time_zone: String,
     pub limits: Limits,
     pub agents: AgentSettings,
     pub storage: StorageQuotas,
-    /// The error in the current file, if any. In that case, these settings are the last good ones, or the defaults if
-    /// there are none.
+    /// Error in the current file. If set, these are the last good settings, or the defaults if there are none.
     pub error: Option<String>,
 }
 
@@ -46,7 +45,7 @@ pub struct StorageQuotas {
 }
 
 impl StorageQuotas {
-    /// The quota of an app by its slug, if the owner has set one for it or for all apps.
+    /// Returns the quota for this slug, or else the quota for all apps, if the owner has set either.
     pub fn quota_for(&self, slug: &str) -> Option<u64> {
         self.apps.get(slug).copied().or(self.app_bytes)
     }
@@ -88,8 +87,8 @@ impl OwnerSettings {
     /// Parses and validates the settings.
     ///
     /// # Errors
-    /// A message if the text is not valid JSON, a value is invalid, or a name is unknown. It never quotes a value,
-    /// because values can be secrets.
+    /// Returns a message if the text isn't valid JSON, a value is invalid, or a name is unknown. Values can be secrets,
+    /// so they are never quoted.
     pub fn parse(text: &[u8]) -> Result<Self, String> {
         let settings = Self::parse_lenient(text)?;
         check_names(text)?;
@@ -99,22 +98,21 @@ impl OwnerSettings {
     /// Like [`Self::parse`], but ignores unknown names.
     fn parse_lenient(text: &[u8]) -> Result<Self, String> {
         let file: ConfigFile = serde_json::from_slice(text).map_err(|error| {
-            let kind =
-                if error.is_data() { "a setting has an invalid value" } else { "it is not valid JSON" };
+            let kind = if error.is_data() { "invalid value" } else { "invalid JSON" };
             format!("{kind} (line {}, column {})", error.line(), error.column())
         })?;
         let CostLimits { daily, monthly, reservation, time_zone } = file.cost_limits;
         let time_zone = time_zone.unwrap_or_else(|| "UTC".to_owned());
         let calendar = Calendar::for_zone(&time_zone)
-            .map_err(|_| "costLimits.timeZone is not a time zone; an example is Europe/Berlin".to_owned())?;
+            .map_err(|_| "costLimits.timeZone is not a time zone (example: Europe/Berlin)".to_owned())?;
         let reservation = reservation.unwrap_or(Limits::DEFAULT_RESERVATION);
         let agents = AgentSettings::validate(file.agents, file.dispatch, file.prices)?;
         let limits = Limits { daily, monthly, reservation };
         Ok(Self { calendar, time_zone, limits, agents, storage: file.storage, error: None })
     }
 
-    /// Loads the settings from the file, or the defaults if there is none. If the file is invalid or cannot be read,
-    /// returns the last good settings, with the error.
+    /// Loads the settings, or the defaults if there is no file. If the file is invalid or unreadable, returns the last
+    /// good settings along with the error.
     pub fn load(file: &Path, last_good: &Path) -> Self {
         let parsed = match read_config_file(file) {
             Ok(Some(text)) => Self::parse(&text),
@@ -124,15 +122,16 @@ impl OwnerSettings {
         parsed.unwrap_or_else(|error| Self { error: Some(error), ..Self::load_last_good(last_good) })
     }
 
-    /// Loads the last good settings, or the defaults. Unknown names are ignored: an earlier release, which ignored them
-    /// too, may have saved the file.
+    /// Loads the last good settings, or the defaults. Ignores unknown names: the file may come from an earlier release,
+    /// which ignored them too.
     pub fn load_last_good(file: &Path) -> Self {
         let settings = read_config_file(file).ok().flatten().and_then(|text| Self::parse_lenient(&text).ok());
         settings.unwrap_or_default()
     }
 }
 
-/// Reads a settings file; `None` if it does not exist. Fails unless it is a regular file of at most `MAX_CONFIG_BYTES`.
+/// Reads a settings file, or returns `None` if it doesn't exist. Fails unless it is a regular file of at most
+/// `MAX_CONFIG_BYTES`.
 pub fn read_config_file(path: &Path) -> Result<Option<Vec<u8>>, FileError> {
     let mut options = File::options();
     let file = match options.read(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(path) {
@@ -154,7 +153,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn broken_file_falls_back_to_the_last_good_settings() {
+    fn broken_file_falls_back_to_last_good_settings() {
         let dir = tempfile::tempdir().unwrap();
         let (file, good) = (dir.path().join("config.json"), dir.path().join("good.json"));
         let day = || {
@@ -170,18 +169,18 @@ mod tests {
             std::fs::write(&file, broken).unwrap();
             std::fs::write(&good, zone("Europe/Berlin")).unwrap();
             assert_eq!(day(), ("2026-11-21".to_owned(), true));
-            // If the last good version is broken as well, the default applies.
+            // Fall back to the defaults if the last good version is broken as well.
             std::fs::write(&good, broken).unwrap();
             assert_eq!(day(), ("2026-11-20".to_owned(), true));
         }
-        // As in the gateway, the default settings apply without a file.
+        // Without a file, the defaults apply, as in the gateway.
         std::fs::write(&good, zone("Europe/Berlin")).unwrap();
         std::fs::remove_file(&file).unwrap();
         assert_eq!(day(), ("2026-11-20".to_owned(), false));
     }
 
     #[test]
-    fn unknown_name_keeps_the_last_good_settings() {
+    fn unknown_name_keeps_last_good_settings() {
         let dir = tempfile::tempdir().unwrap();
         let (file, good) = (dir.path().join("config.json"), dir.path().join("good.json"));
         std::fs::write(&file, r#"{"costLimits": {"dailly": 1}}"#).unwrap();
@@ -193,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn error_quotes_no_values() {
+    fn parse_errors_never_contain_values() {
         for text in [r#"{"costLimits": {"daily": "hunter2"}}"#, r#"{"costLimits": "hunter2"}"#, "hunter2"] {
             let error = OwnerSettings::parse(text.as_bytes()).unwrap_err();
             assert!(!error.contains("hunter2"), "{error}");

@@ -1,9 +1,9 @@
-//! The `agent.sock` protocol between the gateway and `svc-agent`. Each frame has a kind, a length and a payload.
+//! The `agent.sock` protocol between the gateway and `svc-agent`. A frame is a kind, a length and a payload.
 //!
-//! The gateway sends a run request, and the runner (`svc-agent`) replies with its process id. The gateway registers
-//! that id with the watcher and sends [`GatewayFrame::Go`]; only then does the runner start the agent. Cancelling the
-//! run or closing the connection ends it early. The runner forwards the agent's output line by line, and finally
-//! reports its exit.
+//! The gateway sends a run request, and the runner (`svc-agent`) replies with its pid. The gateway registers the pid
+//! with the watcher, then sends [`GatewayFrame::Go`]; only then does the runner start the agent. Cancelling the run or
+//! closing the connection ends it early. The runner forwards the agent's output line by line and finally reports its
+//! exit.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -16,18 +16,18 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use super::adapters::codex_sessions::SessionUsage;
 use super::adapters::{AdapterKind, Exit};
 
-/// The socket's file name in [`crate::system::layout::Layout::owner_sockets`].
+/// Socket name in [`crate::system::layout::Layout::owner_sockets`].
 pub const SOCKET: &str = "agent.sock";
 /// Maximum length of a forwarded line; tool input can be a whole file.
 pub const MAX_LINE_BYTES: usize = 8 << 20;
-/// Maximum size of a frame's payload: a line, or a request including its prompt.
+/// Maximum payload size: a line, or a request including its prompt.
 const MAX_FRAME_BYTES: u32 = 16 << 20;
-/// Grace period between an agent's SIGINT and SIGTERM. Claude Code prints its cost within 0.3 s of SIGINT, but never
-/// after SIGTERM.
+/// Grace period between SIGINT and SIGTERM. Claude Code prints its cost within 0.3 s of SIGINT, but never after
+/// SIGTERM.
 pub const INTERRUPT_GRACE: Duration = Duration::from_secs(2);
-/// Grace period between an agent's SIGTERM and SIGKILL.
+/// Grace period between SIGTERM and SIGKILL.
 pub const TERMINATE_GRACE: Duration = Duration::from_secs(5);
-/// Deadline for the runner to end a cancelled run, including the agent's grace periods.
+/// Deadline for the runner to end a cancelled run, including both grace periods.
 pub const END_TIMEOUT: Duration =
     Duration::from_secs(15).saturating_add(INTERRUPT_GRACE).saturating_add(TERMINATE_GRACE);
 
@@ -36,7 +36,7 @@ pub const END_TIMEOUT: Duration =
 #[serde(rename_all = "camelCase")]
 pub struct RunRequest {
     pub version: u32,
-    /// The dispatch's id.
+    /// Dispatch id.
     pub id: String,
     pub agent_name: String,
     pub adapter: AdapterKind,
@@ -45,23 +45,23 @@ pub struct RunRequest {
     pub model: Option<String>,
     pub conversation_id: Option<String>,
     pub prompt: String,
-    /// Extra environment variables, besides those set for every run.
+    /// Environment variables on top of those set for every run.
     pub environment: BTreeMap<String, String>,
 }
 
 impl RunRequest {
     pub const PROTOCOL_VERSION: u32 = 2;
-    /// Sent by the previous release's gateway during an update. That gateway does not support [`RunnerFrame::Ready`],
-    /// and never sends [`GatewayFrame::Go`].
+    /// Sent by the previous release's gateway during an update. It doesn't support [`RunnerFrame::Ready`] and never
+    /// sends [`GatewayFrame::Go`].
     pub const PROTOCOL_VERSION_WITHOUT_READY: u32 = 1;
 }
 
-/// How a run ended, for [`RunnerFrame::Ended`].
+/// Outcome of a run, for [`RunnerFrame::Ended`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct RunResult {
     pub exit: Exit,
-    /// The tail of the agent's stderr, with secrets from its environment redacted.
+    /// Tail of the agent's stderr, with secrets from its environment redacted.
     #[serde(rename = "said")]
     pub stderr_tail: String,
     /// Usage read from the program's session files, if any.
@@ -83,17 +83,17 @@ pub enum GatewayFrame {
 /// A frame sent by the runner.
 #[derive(Debug, PartialEq, Eq)]
 pub enum RunnerFrame {
-    /// The runner supports the request's version. All agent processes will be descendants of this one.
+    /// The runner supports the request version. All agent processes will be descendants of `pid`.
     Ready { pid: u32 },
-    /// The agent's process has started.
+    /// The agent process has started.
     Started { pid: u32 },
     /// A line of stdout, without its terminator.
     Line(Vec<u8>),
-    /// Replaces a line that exceeds [`MAX_LINE_BYTES`].
+    /// Replaces a line longer than [`MAX_LINE_BYTES`].
     LongLine,
-    /// The final frame of a run, sent once all its processes are gone.
+    /// Final frame of a run, sent once all its processes are gone.
     Ended(RunResult),
-    /// Sent instead of [`Self::Ended`] if the agent was never started, with the reason.
+    /// Sent instead of [`Self::Ended`], with the reason, if the agent was never started.
     Refused(String),
 }
 
@@ -120,7 +120,7 @@ impl GatewayFrame {
         }
     }
 
-    /// Reads the next frame; `None` at the end of the connection.
+    /// Reads the next frame, or returns `None` at EOF.
     ///
     /// # Errors
     /// The read failed, or the frame is invalid.
@@ -151,7 +151,7 @@ impl RunnerFrame {
         }
     }
 
-    /// Reads the next frame; `None` at the end of the connection.
+    /// Reads the next frame, or returns `None` at EOF.
     ///
     /// # Errors
     /// The read failed, or the frame is invalid.

@@ -1,41 +1,40 @@
-//! The protocol by which the watcher reports changed paths in the home directory to the service that backs up files.
+//! The changed-paths protocol: the watcher reports changes in the home directory to the file-backup service.
 //!
-//! The service sends the token of the last reply whose changes it has saved. The watcher replies with all changes since
-//! then. If it cannot list them, it replies that anything may have changed: on the first request, after a restart of
-//! the watcher, after it has lost events, at the watch limit, if the token is too old, or if there are too many
-//! changes.
+//! The service sends the token of the last reply it has saved, and the watcher replies with all changes since then.
+//! When it can't list them, it replies that anything may have changed: on the first request, after a watcher restart or
+//! lost events, at the watch limit, if the token is too old, or if there are too many changes.
 
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// The socket's file name in [`crate::system::layout::Layout::watch_sockets`].
+/// Socket name in [`crate::system::layout::Layout::watch_sockets`].
 pub const SOCKET: &str = "changes.sock";
-/// Maximum number of bytes in a request.
+/// Maximum request size.
 pub const MAX_REQUEST_BYTES: u64 = 1024;
-/// Maximum number of bytes in a reply.
+/// Maximum reply size.
 pub const MAX_REPLY_BYTES: u64 = 64 << 20;
 
-/// Timeout for a request, on both sides. The watcher may be scanning a home directory with a million files.
+/// Request timeout on both sides. The watcher may be busy scanning a home directory with a million files.
 pub const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// A request: one line of JSON.
+/// A request, sent as one line of JSON.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ChangesRequest {
-    /// The token of the last reply whose changes are saved; `None` if the service has saved nothing yet.
+    /// Token of the last saved reply, or `None` if nothing has been saved yet.
     pub saved: Option<String>,
 }
 
-/// The changed paths, relative to the home directory, as bytes.
+/// Changed paths as bytes, relative to the home directory.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ChangedPaths {
-    /// Directories in which an entry was added, removed or changed.
+    /// Directories with added, removed or changed entries.
     pub directories: Vec<Vec<u8>>,
-    /// Entries that were added, removed or moved, including everything below them.
+    /// Entries that were added, removed or moved, with everything below them.
     pub subtrees: Vec<Vec<u8>>,
 }
 
-/// The changes since the reply that the request names.
+/// Changes since the reply referenced by the request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ChangesReply {
     /// Identifies this reply in a later request.
@@ -57,7 +56,7 @@ struct Header {
 }
 
 impl ChangesReply {
-    /// Encodes the reply: a line of JSON, then the paths, each followed by a NUL, which no path contains.
+    /// Encodes the reply: a line of JSON, then the NUL-terminated paths. Paths can't contain a NUL.
     pub fn encode(&self) -> Vec<u8> {
         let none = ChangedPaths::default();
         let paths = self.paths.as_ref().unwrap_or(&none);
@@ -77,12 +76,12 @@ impl ChangesReply {
         bytes
     }
 
-    /// Decodes a reply; `None` if it is incomplete or invalid.
+    /// Decodes a reply, or returns `None` if it is truncated or invalid.
     pub fn decode(bytes: &[u8]) -> Option<Self> {
         let (header, rest) = bytes.split_at_checked(bytes.iter().position(|byte| *byte == b'\n')? + 1)?;
         let header: Header = serde_json::from_slice(header).ok()?;
         let mut paths: Vec<Vec<u8>> = rest.split(|byte| *byte == 0).map(<[u8]>::to_vec).collect();
-        // Every path ends with a NUL, so the last part must be empty.
+        // Every path is NUL-terminated, so the last part must be empty.
         if !paths.pop()?.is_empty() || paths.len() != header.directories.checked_add(header.subtrees)? {
             return None;
         }
@@ -97,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn decode_restores_a_reply_and_rejects_a_truncated_one() {
+    fn reply_round_trips_and_decode_rejects_truncation() {
         let paths = ChangedPaths {
             directories: vec![Vec::new(), b"a/line\nbreak".to_vec()],
             subtrees: vec![b"not \xff utf-8".to_vec()],

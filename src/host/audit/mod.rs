@@ -1,6 +1,6 @@
-//! Auditing of the files in the home directory: agents' hooks ([`hook`]) report tool calls to the watcher
-//! ([`watcher`]), which records who changed which file; [`protocol`] is the protocol between them. The watcher also
-//! reports changed paths to the file backup ([`file_changes`]).
+//! Audits file changes in the home directory. Agent hooks ([`hook`]) report tool calls to the watcher ([`watcher`])
+//! over [`protocol`], and the watcher records who changed which file. It also reports changed paths to the file backup
+//! ([`file_changes`]).
 
 pub mod file_changes;
 pub mod hook;

@@ -1,5 +1,4 @@
-//! The protocol by which hooks and the dispatcher report to the watcher, and the file for hooks' messages that could
-//! not be delivered.
+//! Watcher protocol for hooks and the dispatcher, plus the file for undelivered hook messages.
 //!
 //! Each side sends one JSON line on `watch.sock`. Messages never contain file contents or tool results.
 
@@ -21,23 +20,23 @@ use crate::system::process_stat::ProcessStat;
 use svc_base::clock;
 use svc_base::failpoint;
 
-/// The file name of the watcher's socket.
+/// Name of the watcher's socket.
 pub const SOCKET: &str = "watch.sock";
-/// Maximum number of bytes in a message.
+/// Maximum message size.
 pub const MAX_MESSAGE_BYTES: u64 = 64 << 10;
-/// Approximate maximum size of the file of saved messages. Further messages are dropped: the messages in the file
-/// already cause a gap to be recorded.
+/// Approximate size limit of the undelivered-message file. Further messages are dropped: those in the file already
+/// cause a gap to be recorded.
 const MAX_GAP_FILE_BYTES: u64 = 64 << 10;
-/// Maximum number of attempts to open and lock the file of saved messages.
+/// Maximum number of attempts to open and lock the undelivered-message file.
 const MAX_LOCK_ATTEMPTS: u32 = 8;
-/// Timeout for the dispatcher's messages.
+/// Timeout for dispatcher messages.
 const DISPATCH_TIMEOUT: Duration = Duration::from_secs(2);
-/// Maximum number of processes that [`Process::with_ancestors`] lists.
+/// Maximum number of processes listed by [`Process::with_ancestors`].
 const MAX_ANCESTORS: usize = 64;
 
 /// Claude Code and Codex tools that may change any file.
 pub const COMMAND_TOOLS: [&str; 2] = ["Bash", "apply_patch"];
-/// Tools that change only the file that they name.
+/// Tools that change only the file they name.
 pub const WRITER_TOOLS: [&str; 4] = ["Write", "Edit", "MultiEdit", "NotebookEdit"];
 
 /// The phase of a tool call, session or dispatch.
@@ -50,20 +49,20 @@ pub enum Phase {
     Post,
     /// The call failed; a command may still have changed files.
     Failed,
-    /// A turn of an agent or subagent ended: only its background calls continue.
+    /// An agent or subagent finished a turn: only its background calls keep running.
     TurnEnd,
     SessionEnd,
     /// From the dispatcher: the descendants of `process` belong to a dispatch.
     DispatchBegin,
-    /// From the dispatcher: no process of the dispatch remains.
+    /// From the dispatcher: all processes of the dispatch are gone.
     DispatchEnd,
 }
 
-/// A process, distinguished by its start time from later processes with the same id.
+/// A process. Its start time distinguishes it from later processes with the same pid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Process {
     pub pid: i32,
-    /// The start time in clock ticks since boot; 0 if unknown.
+    /// Start time in clock ticks since boot, or 0 if unknown.
     pub started: u64,
 }
 
@@ -72,7 +71,7 @@ impl Process {
         Self { pid, started: ProcessStat::from_pid(pid).map_or(0, |stat| stat.start_ticks) }
     }
 
-    /// Lists the process and its ancestors, without init; empty if the process has ended.
+    /// Lists the process and its ancestors, excluding init. Empty if the process has exited.
     pub fn with_ancestors(pid: i32) -> Vec<Self> {
         let (mut all, mut next) = (Vec::new(), pid);
         while next > 1
@@ -85,7 +84,7 @@ impl Process {
         all
     }
 
-    /// Whether the process has ended. `kill` also finds processes that `/proc` hides.
+    /// Whether the process has exited. `kill` also finds processes hidden from `/proc`.
     pub fn has_ended(self) -> bool {
         let probed = nix::sys::signal::kill(nix::unistd::Pid::from_raw(self.pid), None);
         if probed == Err(nix::errno::Errno::ESRCH) {
@@ -96,7 +95,7 @@ impl Process {
     }
 }
 
-/// A message from a hook or from the dispatcher.
+/// A message from a hook or the dispatcher.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Message {
@@ -110,7 +109,7 @@ pub struct Message {
     pub tool_use_id: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tool: Option<String>,
-    /// The agent's program, such as `claude-code` or `codex`; empty in messages from the dispatcher.
+    /// Agent program, such as `claude-code` or `codex`; empty in dispatcher messages.
     #[serde(default)]
     pub actor: String,
     #[serde(default)]
@@ -122,27 +121,27 @@ pub struct Message {
     pub dispatch_id: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cwd: Option<String>,
-    /// The file that the tool writes.
+    /// File written by the tool.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub path: Option<String>,
-    /// Whether the command continues in the background after the call has ended.
+    /// Whether the command keeps running in the background after the call.
     #[serde(default)]
     pub is_background: bool,
-    /// The dispatch's runner, only for [`Phase::DispatchBegin`]. In hooks' messages, the watcher sets it to the agent's
-    /// process, which the kernel identifies.
+    /// The dispatch's runner, only for [`Phase::DispatchBegin`]. In hook messages, the watcher sets it to the agent
+    /// process as identified by the kernel.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub process: Option<Process>,
-    /// The calls in the agent's output, only for [`Phase::DispatchEnd`].
+    /// Calls seen in the agent's output, only for [`Phase::DispatchEnd`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub seen: Option<SeenCalls>,
 }
 
-/// Tool calls, in the output of a dispatch's agent, that may have changed files.
+/// Tool calls seen in a dispatched agent's output that may have changed files.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct SeenCalls {
     pub ids: Vec<String>,
-    /// Number of additional calls, whose ids are not listed.
+    /// Number of further calls, whose ids aren't listed.
     #[serde(rename = "more")]
     pub further_calls: u64,
     /// Whether the program's hooks use the same ids.
@@ -155,7 +154,7 @@ impl SeenCalls {
     const MAX_ID_BYTES: usize = 40;
 
     pub fn add(&mut self, id: &str) {
-        // An agent's output is untrusted: bound the message.
+        // Agent output is untrusted, so bound the message.
         let is_plain = id.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_-.:".contains(&byte));
         if is_plain && !id.is_empty() && self.ids.len() < Self::MAX_IDS && id.len() <= Self::MAX_ID_BYTES {
             self.ids.push(id.to_owned());
@@ -188,7 +187,7 @@ impl Message {
         }
     }
 
-    /// Builds the message to send before an agent starts. All of the agent's processes will be descendants of `runner`.
+    /// Builds the message sent before an agent starts. All agent processes will be descendants of `runner`.
     pub fn dispatch_begin(dispatch_id: &str, agent_name: &str, runner: Process) -> Self {
         Self {
             dispatch_id: Some(dispatch_id.to_owned()),
@@ -198,23 +197,22 @@ impl Message {
         }
     }
 
-    /// Builds the message to send after a dispatch has ended.
+    /// Builds the message sent after a dispatch ends.
     pub fn dispatch_end(dispatch_id: &str, seen: SeenCalls) -> Self {
         Self { dispatch_id: Some(dispatch_id.to_owned()), seen: Some(seen), ..Self::new(Phase::DispatchEnd) }
     }
 }
 
-/// Returns a time limit for the hook or the watcher. Tests on slow machines extend both with the fail point
-/// `hook.long_timeout`.
+/// Returns a time limit for the hook or the watcher. Tests on slow machines extend both through the `hook.long_timeout`
+/// fail point.
 pub fn time_limit(normal: Duration) -> Duration {
     if failpoint::trigger("hook.long_timeout").is_err() { normal * 60 } else { normal }
 }
 
-/// Sends a message to the socket at `path`, and waits until the watcher has processed it and all earlier file changes.
+/// Sends a message to the socket at `path` and waits until the watcher has processed it and all earlier file changes.
 ///
 /// # Errors
-/// The watcher is not reachable, did not reply within `timeout`, or rejected the message, which it does by
-/// closing the connection.
+/// The watcher is unreachable, didn't reply within `timeout`, or rejected the message by closing the connection.
 pub fn send(path: &Path, message: &Message, timeout: Duration) -> io::Result<()> {
     let deadline = Instant::now() + timeout;
     let remaining = || {
@@ -225,7 +223,7 @@ pub fn send(path: &Path, message: &Message, timeout: Duration) -> io::Result<()>
     line.push(b'\n');
     let unconnected = socket::socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
     let mut stream = UnixStream::from(unconnected);
-    // The timeout also limits `connect`, which blocks while the listener's backlog is full.
+    // The write timeout also limits `connect`, which blocks while the listener's backlog is full.
     stream.set_write_timeout(remaining()?)?;
     socket::connect(stream.as_raw_fd(), &UnixAddr::new(path)?)?;
     stream.set_write_timeout(remaining()?)?;
@@ -236,16 +234,16 @@ pub fn send(path: &Path, message: &Message, timeout: Duration) -> io::Result<()>
     if reply.ends_with(b"\n") { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
 }
 
-/// Sends a message from the dispatcher. Failures are only logged: if no watcher is running, nothing is audited anyway.
+/// Sends a dispatcher message. Failures are only logged: without a watcher, nothing is audited anyway.
 pub async fn send_from_dispatcher(socket: &Path, message: Message) {
     let (socket, phase) = (socket.to_owned(), message.phase);
     let send_task = tokio::task::spawn_blocking(move || send(&socket, &message, DISPATCH_TIMEOUT));
     if let Ok(Err(error)) = send_task.await {
-        tracing::debug!(%error, ?phase, "cannot report a dispatch to svc-watch");
+        tracing::debug!(%error, ?phase, "cannot report dispatch to svc-watch");
     }
 }
 
-/// A message that could not be delivered.
+/// A hook report that couldn't be delivered.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct UndeliveredHook {
@@ -253,7 +251,7 @@ pub struct UndeliveredHook {
     #[serde(with = "clock::wire")]
     pub at: Timestamp,
     pub why: GapReason,
-    /// `None` if the hook had not parsed its input.
+    /// `None` if the hook hadn't parsed its input yet.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub message: Option<Message>,
 }
@@ -263,14 +261,14 @@ impl UndeliveredHook {
         Self { version: 1, at: clock::now_ms(), why: reason, message }
     }
 
-    /// Saves the message for the watcher; drops it if the file is full.
+    /// Saves the message for the watcher, or drops it if the file is full.
     ///
     /// # Errors
     /// The file cannot be written or locked.
     pub fn save(&self, path: &Path) -> io::Result<()> {
         let mut line = serde_json::to_vec(self)?;
         line.push(b'\n');
-        // `O_NONBLOCK`, because the owner's programs can create a FIFO with this name.
+        // `O_NONBLOCK`: the owner's programs can create a FIFO by this name.
         let flags = OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK;
         let mut options = File::options();
         options.create(true).append(true).mode(0o660).custom_flags(flags.bits());
@@ -284,7 +282,7 @@ impl UndeliveredHook {
             if !meta.is_file() {
                 return Err(io::ErrorKind::InvalidInput.into());
             }
-            // If the file has no links, the watcher has collected it in the meantime: write to a new file.
+            // Without links, the file was concurrently collected by the watcher, so write to a new one.
             if meta.nlink() > 0 {
                 return if meta.len() < MAX_GAP_FILE_BYTES { file.write_all(&line) } else { Ok(()) };
             }
@@ -292,14 +290,14 @@ impl UndeliveredHook {
         Err(io::ErrorKind::WouldBlock.into())
     }
 
-    /// Reads and removes all saved messages. Invalid lines are ignored: any of the owner's programs can write to the
+    /// Reads and removes all saved messages. Ignores invalid lines, since any of the owner's programs can write to the
     /// file.
     pub fn collect(file: &Path) -> Vec<Self> {
         Self::read_and_remove(file).unwrap_or_default()
     }
 
     fn read_and_remove(path: &Path) -> io::Result<Vec<Self>> {
-        // `O_NONBLOCK`, because the owner's programs can create a FIFO with this name.
+        // `O_NONBLOCK`: the owner's programs can create a FIFO by this name.
         let flags = OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK;
         let file = File::options().read(true).custom_flags(flags.bits()).open(path)?;
         let meta = file.metadata()?;
@@ -308,8 +306,7 @@ impl UndeliveredHook {
         }
         let mut text = Vec::new();
         (&file).take(2 * MAX_GAP_FILE_BYTES).read_to_end(&mut text)?;
-        // This process can write to the directory, but perhaps not to the file: remove the file instead of truncating
-        // it.
+        // We can write to the directory, but maybe not to the file, so remove it instead of truncating it.
         std::fs::remove_file(path)?;
         let lines = text.split(|&byte| byte == b'\n').filter(|line| !line.is_empty());
         Ok(lines.filter_map(|line| serde_json::from_slice(line).ok()).collect())

@@ -1,4 +1,4 @@
-//! Checks the result and age of the last backup, the last snapshot verification and the last drill.
+//! Checks the result and age of the last backup, snapshot verification and drill.
 
 use jiff::Timestamp;
 use serde::Deserialize;
@@ -13,9 +13,9 @@ use svc_base::fsx;
 use svc_base::quantity::pluralize;
 use svc_store::key;
 
-/// Backups are hourly. The limit allows one missed run, and time for the next.
+/// Backups run hourly. Allow one missed run, plus time for the next.
 const MAX_BACKUP_AGE_SECONDS: i64 = 2 * 3600 + 600;
-/// Drills, the least frequent checks, are weekly. The limit allows one missed run, and time for the next.
+/// Drills, the least frequent check, run weekly. Allow one missed run, plus time for the next.
 const MAX_CHECK_AGE_DAYS: i64 = 15;
 const NEXT_STEP: &str =
     "run `journalctl -u svc-db-backup -n 50` to find the cause, then `systemctl start svc-db-backup`";
@@ -26,7 +26,7 @@ struct BackupRecord {
     status: String,
     key: Option<String>,
     error: Option<String>,
-    /// Set if the snapshot is complete but was held back.
+    /// Set if the snapshot is complete but held back.
     held: Option<IgnoredAny>,
 }
 
@@ -63,7 +63,7 @@ pub fn check(layout: &Layout) -> Findings {
     findings.or_ok(summary)
 }
 
-/// Checks the results of the last verification and the last drill.
+/// Checks the last verification and the last drill.
 pub fn check_snapshots(layout: &Layout) -> Findings {
     let mut findings = Findings::new("snapshots");
     let mut summary = Vec::new();
@@ -125,7 +125,7 @@ fn assess_missing_backup(findings: Findings, layout: &Layout) -> Findings {
     )
 }
 
-/// Returns the time since the restore was completed; 0 if it was not, or the time is unknown.
+/// Returns the seconds since the restore completed, or 0 if it hasn't or the time is unknown.
 fn read_seconds_in_use(layout: &Layout) -> i64 {
     let since = std::fs::metadata(layout.restore_complete()).and_then(|meta| meta.modified()).ok();
     let age = since.and_then(|at| at.elapsed().ok()).map_or(0, |age| age.as_secs());

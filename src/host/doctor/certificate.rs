@@ -1,4 +1,4 @@
-//! Checks the certificate that the gateway presents: its name, trust and expiry.
+//! Checks the name, trust and expiry of the gateway certificate.
 
 use jiff::{SignedDuration, Timestamp};
 
@@ -7,9 +7,9 @@ use crate::system::layout::Layout;
 use svc_base::diagnosis::Findings;
 use svc_wire::host::{CertificateSource, HostCertificate};
 
-/// A certificate with less remaining lifetime than this should have been renewed.
+/// Certificates should be renewed before their remaining lifetime drops below this.
 const MIN_REMAINING_LIFETIME: SignedDuration = SignedDuration::from_hours(14 * 24);
-/// A short-lived certificate must have at least `1 / MIN_REMAINING_DIVISOR` of its lifetime left.
+/// Short-lived certificates must have at least `1 / MIN_REMAINING_DIVISOR` of their lifetime left.
 const MIN_REMAINING_DIVISOR: i32 = 6;
 
 pub fn check(layout: &Layout) -> Findings {
@@ -41,7 +41,7 @@ pub fn check(layout: &Layout) -> Findings {
         return findings
             .warning(what, "set ACME_DIRECTORY_URL on the platform, or GATEWAY_TLS_CERT_FILE here");
     }
-    // Check expiry before trust, because an expired certificate is also untrusted.
+    // Check expiry before trust, since an expired certificate is also untrusted.
     let lifetime = remaining_and_total_lifetime(&certificate);
     if lifetime.is_some_and(|(remaining, _)| remaining <= SignedDuration::ZERO) {
         let what = format!("the certificate for {name} expired at {}{retry}", certificate.expires_at);

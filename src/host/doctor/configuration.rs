@@ -1,4 +1,4 @@
-//! Checks the env files by reading them as the applets do. Reports every error, but never the invalid value.
+//! Checks the env files by parsing them the way the applets do. Reports every error, but never the invalid value.
 
 use crate::system::config;
 use crate::system::config::{DatabaseUrl, Identity, PlatformAccess, services_env};
@@ -30,16 +30,15 @@ pub fn check(layout: &Layout) -> Findings {
     }
 }
 
-/// Returns whether root's file and the services' file name different platforms. A file that this process cannot read
-/// is ignored.
+/// Whether root's env file and the services' env file point to different platforms. Unreadable files are ignored.
 fn has_conflicting_platform_urls(layout: &Layout) -> bool {
     let platform_url = |file| Env::default().with_file(file).text(&vars::PLATFORM_INTERNAL_URL);
     let (services, root) = (platform_url(&layout.host_env()), platform_url(&layout.update_env()));
     services.zip(root).is_some_and(|(services, root)| services != root)
 }
 
-/// Reads the identity. Also reads the platform, proof key, store and database settings, so that their errors are
-/// reported too. Returns the identity, or every error.
+/// Reads the identity, along with the platform, proof key, store and database settings so that their errors are
+/// reported too. Returns the identity, or all errors.
 fn read_identity(mut env: Env, layout: &Layout) -> Result<Identity, Vec<String>> {
     let identity = Identity::read(&mut env);
     let platform = PlatformAccess::read(&mut env, layout);

@@ -1,5 +1,5 @@
-//! Checks that `DATABASE_URL` names this machine's own PostgreSQL, that the server is reachable and runs version 16,
-//! and that the database is the restored one.
+//! Checks that `DATABASE_URL` points to this machine's PostgreSQL, that the server is reachable and runs version 16,
+//! and that it holds the restored database.
 
 use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
@@ -17,7 +17,7 @@ use svc_base::config::Env;
 use svc_base::diagnosis::Findings;
 use svc_base::error_chain::format_chain;
 
-/// The port of `svc-postgres`.
+/// The `svc-postgres` port.
 const POSTGRES_PORT: u16 = 5432;
 const IDENTITY_NEXT_STEP: &str = "if this database is the right one, run `svc-restore adopt`; otherwise \
                                   restore the latest snapshot: here with `svc-restore replace`, or on a new \
@@ -64,16 +64,16 @@ pub async fn check(layout: &Layout) -> Findings {
     }
 }
 
-/// Returns the next step after a failed identity check. It suggests adopting or restoring a database only after a
+/// Returns the next step after a failed identity check. Adopting or restoring a database is suggested only after a
 /// mismatch.
 fn identity_next_step(error: &IdentityError) -> &'static str {
     if error.is_mismatch() { IDENTITY_NEXT_STEP } else { NEXT_STEP }
 }
 
-/// Returns the port of this machine's own database, from `DATABASE_URL`.
+/// Returns the port of this machine's database from `DATABASE_URL`.
 ///
 /// # Errors
-/// The reason: `DATABASE_URL` is missing, unreadable or invalid, or it does not name this machine's own database.
+/// The reason, if `DATABASE_URL` is missing, unreadable or invalid, or doesn't point to this machine's database.
 pub fn read_own_port(layout: &Layout, env: &mut Env) -> Result<u16, String> {
     let Some(url) = DatabaseUrl::read(env) else {
         return Err("DATABASE_URL is not set, or this user has no permission to read it".to_owned());
@@ -88,17 +88,17 @@ pub fn read_own_port(layout: &Layout, env: &mut Env) -> Result<u16, String> {
         }
     }
     let port = config.get_ports().first().copied().unwrap_or(POSTGRES_PORT);
-    // Under a different root, as in tests, several machines share the network, so the port differs.
+    // Under a different root, as in tests, several machines share a network, so ports differ.
     if port != POSTGRES_PORT && layout.root() == Path::new("/") {
         return Err(format!("the database is on port {port}, where svc-postgres does not listen"));
     }
     Ok(port)
 }
 
-/// Checks that the database server reported by the gateway is the one on this port of this machine.
+/// Checks that the gateway-reported database server is the local one on `port`.
 ///
 /// # Errors
-/// A message that names both servers, if the gateway is connected to a different one.
+/// A message naming both servers, if the gateway is connected to a different one.
 pub fn check_gateway_server(server: &str, port: u16) -> Result<String, String> {
     let is_here = |address: SocketAddr| address.ip().is_loopback() && address.port() == port;
     if server == "socket" || server.parse().is_ok_and(is_here) {

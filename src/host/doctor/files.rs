@@ -1,4 +1,4 @@
-//! Checks the modes of secret files and, if svc's users exist, their owners.
+//! Checks the permissions of secret files and, if the svc users exist, their owners.
 
 use std::io::ErrorKind;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -12,7 +12,7 @@ use svc_base::quantity::pluralize;
 const GATEWAY_USER: &str = "svc-gateway";
 const ROOT_USER: &str = "root";
 
-/// The files in `/opt/svc/env`: name, owner, and whether the file is required.
+/// Files in `/opt/svc/env`: name, owner, and whether required.
 const ENV_FILES: [(&str, &str, bool); 5] = [
     ("host.env", GATEWAY_USER, true),
     ("r2.env", GATEWAY_USER, true),
@@ -48,7 +48,7 @@ pub fn check_env_files(layout: &Layout) -> Findings {
     findings.or_ok(format!("{}, each accessible only to its owner", pluralize(count, "file")))
 }
 
-/// Checks the files with secrets that this machine's services have written.
+/// Checks secret files written by this machine's services.
 pub fn check_secrets(layout: &Layout) -> Findings {
     let mut findings = Findings::new("secrets");
     let accounts = read_accounts(layout);
@@ -102,8 +102,8 @@ fn check_file(
     }
 }
 
-/// Returns the machine's accounts, or none if svc's users do not exist: below a test root, all files have the same
-/// owner, which is not checked.
+/// Returns the machine's accounts, or none if the svc users don't exist. Under a test root, all files have the same
+/// owner, so owners aren't checked.
 fn read_accounts(layout: &Layout) -> Accounts {
     let accounts = Accounts::load(layout.root());
     if accounts.uid(GATEWAY_USER).is_some() { accounts } else { Accounts::default() }

@@ -1,4 +1,4 @@
-//! Checks the gateway as the router sees it, and its key against the registered one.
+//! Checks the gateway from the router's perspective, and its key against the registered one.
 
 use std::path::PathBuf;
 
@@ -12,7 +12,7 @@ use crate::system::vars;
 use svc_base::diagnosis::Findings;
 use svc_base::fsx;
 
-/// Returns the path of the gateway's trusted socket.
+/// Returns the path to the gateway's trusted socket.
 pub fn socket_path(layout: &Layout) -> PathBuf {
     layout.gateway_sockets().join("gateway.sock")
 }

@@ -1,6 +1,6 @@
-//! `svcctl doctor` on a machine: checks the machine's files, database and services.
+//! `svcctl doctor` on a machine: checks its files, database and services.
 //!
-//! The checks do not change files, credentials or units. They report files that they have no permission to read.
+//! Checks never modify files, credentials or units, and report files they lack permission to read.
 
 mod backup;
 mod certificate;
@@ -23,26 +23,26 @@ use super::system::config::services_env;
 use super::system::layout::Layout;
 use svc_base::diagnosis::{self, Check, Findings, Report};
 
-/// Timeout for a check that uses the network or runs a program.
+/// Timeout for checks that use the network or run a program.
 const SLOW_CHECK_TIMEOUT: Duration = Duration::from_secs(15);
-/// Timeout for a check of this machine's files.
+/// Timeout for checks that only read local files.
 const FILE_CHECK_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Returns whether svc's host side is installed below `SVC_ROOT`.
+/// Whether the host side of svc is installed under `SVC_ROOT`.
 pub fn is_installed() -> bool {
     Layout::from_process().host_env().parent().is_some_and(std::path::Path::exists)
 }
 
-/// Returns the path of the gateway's trusted socket below `SVC_ROOT`.
+/// Returns the path to the gateway's trusted socket under `SVC_ROOT`.
 pub fn gateway_socket() -> std::path::PathBuf {
     gateway::socket_path(&Layout::from_process())
 }
 
-/// Checks that the gateway is configured for this machine's own database and connected to it. `server` is the address
-/// of the server to which the gateway reports being connected.
+/// Checks that the gateway is configured for this machine's database and connected to it. `server` is the database
+/// server address reported by the gateway.
 ///
 /// # Errors
-/// The gateway is not connected to this machine's database, or this cannot be determined.
+/// If the gateway isn't connected to this machine's database, or that can't be determined.
 pub fn check_gateway_database(server: Option<&str>) -> Result<String, String> {
     let layout = Layout::from_process();
     let port = database::read_own_port(&layout, &mut services_env(&layout))?;
@@ -50,7 +50,7 @@ pub fn check_gateway_database(server: Option<&str>) -> Result<String, String> {
     database::check_gateway_server(server, port)
 }
 
-/// Runs all checks of the machine below `SVC_ROOT`.
+/// Runs all checks for the machine under `SVC_ROOT`.
 pub async fn run_checks() -> Report {
     let layout = Layout::from_process();
     let blocking_checks = BlockingChecks { layout: &layout };
@@ -84,7 +84,7 @@ struct BlockingChecks<'a> {
 }
 
 impl<'a> BlockingChecks<'a> {
-    /// Returns a check that only reads files. It runs outside the async worker threads.
+    /// Returns a file-only check that runs on the blocking thread pool.
     fn check(&self, name: &'static str, check: fn(&Layout) -> Findings) -> Check<'a> {
         let layout = self.layout.clone();
         Check::new(name, FILE_CHECK_TIMEOUT, async move {

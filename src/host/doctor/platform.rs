@@ -1,5 +1,5 @@
-//! Checks the connection to the platform, whether this machine has been replaced or deleted, and the clock against the
-//! platform's.
+//! Checks the platform connection, whether this machine has been replaced or deleted, and clock skew against the
+//! platform.
 
 use std::time::Duration;
 
@@ -15,9 +15,9 @@ use svc_base::diagnosis::Findings;
 use svc_base::error_chain::format_chain;
 use svc_http::client::{self, Timeouts};
 
-/// Less than the skew that causes rejections: proofs and tokens are accepted with a leeway of 30 s.
+/// Below the skew that causes rejections: proofs and tokens have a leeway of 30 s.
 const MAX_CLOCK_SKEW_SECONDS: i64 = 20;
-/// Heartbeat failures that have lasted for less than this are only a warning: the platform may be restarting.
+/// Shorter heartbeat outages are only a warning, since the platform may be restarting.
 const MIN_PROBLEM_AGE: SignedDuration = SignedDuration::from_mins(2);
 const TIMEOUTS: Timeouts = Timeouts {
     connect: Duration::from_secs(4),
@@ -56,7 +56,7 @@ pub async fn check(layout: &Layout) -> Findings {
     }
 }
 
-/// Reports failing heartbeats. The platform can be reachable and still refuse them.
+/// Reports failing heartbeats. A reachable platform may still reject them.
 fn check_heartbeats(findings: Findings, layout: &Layout) -> Findings {
     let failure = match HeartbeatFailure::read(layout) {
         Ok(failure) => failure,

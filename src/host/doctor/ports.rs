@@ -1,4 +1,4 @@
-//! Checks that only the gateway and ssh listen on TCP ports beyond loopback.
+//! Checks that only the gateway and ssh listen on non-loopback TCP addresses.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::Path;
@@ -8,7 +8,7 @@ use crate::system::layout::Layout;
 use crate::system::vars;
 use svc_base::diagnosis::Findings;
 
-/// The state `TCP_LISTEN` in `/proc/net/tcp`.
+/// `TCP_LISTEN` state in `/proc/net/tcp`.
 const LISTEN_STATE: &str = "0A";
 const SSH_PORT: u16 = 22;
 const POSTGRES_PORT: u16 = 5432;
@@ -20,7 +20,7 @@ pub fn check(layout: &Layout) -> Findings {
     }
     let gateway_port = services_env(layout).or_default::<std::net::SocketAddr>(&vars::GATEWAY_LISTEN).port();
     let read = |name: &str| std::fs::read_to_string(format!("/proc/net/{name}"));
-    // Without IPv6, there is no tcp6.
+    // `tcp6` doesn't exist without IPv6.
     match (read("tcp"), read("tcp6").or_else(|_| Ok::<_, std::io::Error>(String::new()))) {
         (Ok(v4), Ok(v6)) => assess(findings, &parse_listeners(&v4, &v6), gateway_port),
         (Err(error), _) | (_, Err(error)) => findings.skipped(format!("cannot read /proc/net/tcp: {error}")),
@@ -41,8 +41,8 @@ fn assess(findings: Findings, listeners: &[(IpAddr, u16)], gateway_port: u16) ->
     findings.or_ok(format!("only the gateway (port {gateway_port}) and ssh listen beyond loopback"))
 }
 
-/// Returns the listening sockets in `/proc/net/tcp` and `/proc/net/tcp6` (proc(5)). Addresses are 32-bit words in the
-/// machine's byte order, which is little-endian.
+/// Parses the listening sockets from `/proc/net/tcp` and `/proc/net/tcp6` (see proc(5)). Addresses are 32-bit words in
+/// native byte order, which is little-endian.
 fn parse_listeners(v4: &str, v6: &str) -> Vec<(IpAddr, u16)> {
     let mut listeners: Vec<_> = v4.lines().chain(v6.lines()).filter_map(parse_listener).collect();
     listeners.sort_unstable();

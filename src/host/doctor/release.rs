@@ -51,7 +51,7 @@ pub fn check_current(layout: &Layout) -> Findings {
             findings.problem(format!("{}/svc: {error}", layout.link("bin").display()), LINKS_NEXT_STEP)
         }
     };
-    // The tools in the container do not count, because only root can use them.
+    // The container's tools don't count, since only root can use them.
     let lacks_tools = systemd::is_running(layout)
         && PgTools::locate(&mut super::services_env(layout), layout) == PgTools::Container;
     let findings = if lacks_tools {
@@ -69,7 +69,7 @@ pub fn check_current(layout: &Layout) -> Findings {
     findings.or_ok(format!("{version}, bundle sha256 {digest}"))
 }
 
-/// The updater's `releases.json`: the quarantined releases.
+/// Quarantined releases, from the updater's `releases.json`.
 #[derive(Deserialize)]
 struct ReleaseRecord {
     version: u32,
@@ -82,7 +82,7 @@ struct QuarantinedRelease {
     why: String,
 }
 
-/// `last.json`: the outcome of the last update.
+/// Outcome of the last update, from `last.json`.
 #[derive(Deserialize)]
 struct LastUpdate {
     version: String,
@@ -151,7 +151,7 @@ pub fn check_update(layout: &Layout) -> Findings {
     }
 }
 
-/// Reads and parses a file; `None` if it does not exist.
+/// Reads and parses a file, or returns `None` if it doesn't exist.
 fn read_json<T: serde::de::DeserializeOwned>(
     path: &Path,
 ) -> Result<Option<serde_json::Result<T>>, FileError> {
@@ -163,7 +163,7 @@ mod tests {
     use super::*;
     use svc_base::diagnosis::Level;
 
-    /// Returns the levels of the findings if the updater has written this file.
+    /// Returns the finding levels for an updater state file with this text.
     fn check_with(file: &str, text: &str) -> Vec<Level> {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());

@@ -1,4 +1,4 @@
-//! Checks the free space of the root file system, and of those that hold the owner's files and the machine's state.
+//! Checks free space on the file systems that hold the root, the owner's files and the machine state.
 
 use std::path::{Path, PathBuf};
 
@@ -6,7 +6,7 @@ use crate::system::disk_space::{DiskSpace, free_percent, to_gib};
 use crate::system::layout::Layout;
 use svc_base::diagnosis::Findings;
 
-/// Assesses the free space of one file system.
+/// Assesses free space on one file system.
 fn assess(findings: Findings, path: &Path, total_bytes: u64, free_bytes: u64) -> Findings {
     let percent = free_percent(total_bytes, free_bytes);
     let summary = format!("{}: {:.1} GiB free ({percent}%)", path.display(), to_gib(free_bytes));
@@ -19,7 +19,7 @@ fn assess(findings: Findings, path: &Path, total_bytes: u64, free_bytes: u64) ->
     }
 }
 
-/// Returns directories on the file systems to check: the root, the owner's files, and the machine's state.
+/// Returns a directory on each file system to check: root, owner files and machine state.
 fn list_directories(layout: &Layout) -> [PathBuf; 3] {
     [layout.root().to_owned(), layout.home(), layout.update_state()]
 }

@@ -1,5 +1,5 @@
-//! Checks the object store with the current credentials, and the slot's pointer. The check never renews credentials:
-//! root may run it, and the services could not read a file that root writes.
+//! Checks the object store with the current credentials, and the slot pointer. Never renews credentials: the doctor may
+//! run as root, and the services couldn't read a file written by root.
 
 use jiff::{SignedDuration, Timestamp};
 use secrecy::SecretString;
@@ -16,8 +16,8 @@ use svc_store::config::{S3Config, StoreConfig};
 use svc_store::key::SlotPrefix;
 use svc_store::pointer_io;
 
-/// `svc-sync-agent` renews sessions older than 50 minutes each time it checks the metadata, by default every five
-/// minutes. The limit allows some failed renewals.
+/// `svc-sync-agent` renews sessions older than 50 minutes on each metadata check, by default every five minutes. Allow
+/// for a few failed renewals.
 const MAX_RENEWAL_AGE: SignedDuration = SignedDuration::from_mins(75);
 
 pub async fn check(layout: &Layout) -> Findings {
@@ -74,8 +74,8 @@ pub async fn check(layout: &Layout) -> Findings {
     }
 }
 
-/// Assesses an expired session. A session lasts 15 minutes and is renewed on use, so an expired one is normal. Only
-/// the regular renewals by `svc-sync-agent` indicate whether renewal works.
+/// Assesses an expired session. Sessions last 15 minutes and are renewed on use, so expiry is normal. Only the regular
+/// `svc-sync-agent` renewals show whether renewal works.
 fn assess_expired_session(
     findings: Findings,
     expired_at: Timestamp,
@@ -99,7 +99,7 @@ fn assess_expired_session(
     )
 }
 
-/// Uses the stored session if it expires later than the one in `r2.env`.
+/// Switches to the stored session if it expires later than the one in `r2.env`.
 fn use_stored_session(stored: Option<StoredSessions>, s3: &mut S3Config) {
     let Some(session) = stored.map(|stored| stored.session) else { return };
     if s3.expires_at.is_some_and(|at| at < session.expires_at) {

@@ -1,4 +1,4 @@
-//! Checks the units in systemd: which have failed, and which should be running but are not.
+//! Checks for failed systemd units, and for units that should be running but aren't.
 
 use std::path::PathBuf;
 
@@ -8,7 +8,7 @@ use crate::system::layout::Layout;
 use crate::system::systemd;
 use svc_base::diagnosis::Findings;
 
-/// Services that always run.
+/// Always-on services.
 const SERVICES: [&str; 7] = [
     "svc-postgres.service",
     "svc-gateway.service",
@@ -18,7 +18,7 @@ const SERVICES: [&str; 7] = [
     "svc-watch.service",
     "svc-files.service",
 ];
-/// Sockets, timers and path units that are always active.
+/// Always-active sockets, timers and path units.
 const TRIGGER_UNITS: [&str; 13] = [
     "svc-agent.socket",
     "svc-db-backup.timer",
@@ -35,7 +35,7 @@ const TRIGGER_UNITS: [&str; 13] = [
     "svc-files-verify.path",
 ];
 
-/// Returns the path of the optional component of the release that a unit needs, if any.
+/// Returns the path of the optional release component required by a unit, if any.
 fn optional_component(layout: &Layout, unit: &str) -> Option<PathBuf> {
     match unit {
         "svc-shell.service" => Some(layout.shell()),
@@ -65,7 +65,7 @@ pub async fn check(layout: &Layout) -> Findings {
     }
 }
 
-fn assess(findings: Findings, output: &str, lacks_component: impl Fn(&str) -> bool) -> Findings {
+fn assess(findings: Findings, output: &str, is_missing_component: impl Fn(&str) -> bool) -> Findings {
     let mut findings = findings;
     let mut seen = std::collections::BTreeSet::new();
     for block in output.split("\n\n") {
@@ -83,7 +83,7 @@ fn assess(findings: Findings, output: &str, lacks_component: impl Fn(&str) -> bo
                 .problem(format!("{id} is not installed"), "run `svc-update boot` to install the units");
         } else if state == "failed" {
             findings = findings.problem(format!("{id} failed ({})", value("Result")), next);
-        } else if state == "inactive" && lacks_component(id) {
+        } else if state == "inactive" && is_missing_component(id) {
             findings = findings.warning(
                 format!("{id} has nothing to run: the release lacks the component that it needs"),
                 "publish a bundle that contains the component, unless its absence is intended",

@@ -1,4 +1,4 @@
-//! A machine's access to its slot's repository: the key, which the platform stores, and the object store.
+//! Access to the slot's file-backup repository: the key, held by the platform, and the object store.
 
 use std::num::NonZeroU64;
 use std::os::unix::fs::MetadataExt;
@@ -26,12 +26,12 @@ use crate::system::vars;
 
 const KEY_MODE: u32 = 0o600;
 
-/// Why the repository cannot be used.
+/// Errors from accessing the repository.
 #[derive(Debug, thiserror::Error)]
 pub enum AccessError {
-    #[error("cannot get the key of the file backup from the platform: {0}")]
+    #[error("cannot get the file-backup key from the platform: {0}")]
     KeyUnavailable(String),
-    #[error("the platform refused to send the key of the file backup to this machine: {0}")]
+    #[error("the platform refused to send the file-backup key to this machine: {0}")]
     KeyRefused(String),
     #[error(
         "the platform cannot send a key that opens the file backup; if it has lost the key, copy /var/lib/svc/files/key \
@@ -50,8 +50,8 @@ pub enum AccessError {
 }
 
 impl AccessError {
-    /// Describes the problem if this machine's key opens the repository but the platform's does not; `None` for any
-    /// other error.
+    /// Describes the problem if this machine's key opens the repository but the platform's doesn't. Returns `None` for
+    /// other errors.
     pub fn to_key_problem(&self) -> Option<String> {
         let Self::KeyLost(reason) = self else { return None };
         Some(format!(
@@ -70,16 +70,16 @@ impl AccessError {
     }
 }
 
-/// The slot's repository, and the key with which it was opened.
+/// The slot's repository and the key that opened it.
 struct OpenedRepository {
     key: RepositoryKey,
     /// `None` if nothing has been saved yet.
     repository: Option<Repository>,
-    /// Why the platform has not sent the key; `None` if it has.
+    /// Set if the platform didn't send its key.
     key_error: Option<AccessError>,
 }
 
-/// Everything that `restic` needs to open the repository, except credentials for the store.
+/// Everything `restic` needs to open the repository, except the store credentials.
 pub struct ResticAccess {
     /// For example, `s3:https://store.example/bucket/user_1/primary/files`.
     pub repository: String,
@@ -87,11 +87,11 @@ pub struct ResticAccess {
 }
 
 impl ResticAccess {
-    /// Returns this machine's key and the repository's location in the format that `restic` expects; `None` if this
-    /// machine has no valid key yet.
+    /// Returns this machine's key and the repository location in `restic` format, or `None` if this machine doesn't
+    /// have a valid key yet.
     ///
     /// # Errors
-    /// If the machine's settings are invalid, or the key file exists and cannot be read.
+    /// If the machine settings are invalid, or the key file exists but can't be read.
     pub fn read(layout: &Layout) -> Result<Option<Self>, Failure> {
         let mut env = config::environment(layout);
         let identity = Identity::read(&mut env);
@@ -104,13 +104,13 @@ impl ResticAccess {
     }
 }
 
-/// The settings of the programs that save and restore files.
+/// Settings shared by the programs that save and restore files.
 pub struct FilesSettings {
     pub layout: Layout,
     pub identity: Identity,
     pub slot: SlotPrefix,
     pub bucket: Bucket,
-    /// Maximum rate of uploads, in bytes per second; `None` for no limit.
+    /// Upload rate limit in bytes per second. `None` means unlimited.
     pub max_bytes_per_second: Option<NonZeroU64>,
     platform: PlatformAccess,
     client: reqwest::Client,
@@ -136,7 +136,7 @@ impl FilesSettings {
         })
     }
 
-    /// Returns the current epoch, which a heartbeat may have raised.
+    /// Returns the current epoch, possibly raised by a heartbeat.
     pub fn epoch(&self) -> Epoch {
         epoch::current(&self.layout, self.identity.epoch)
     }
@@ -145,19 +145,19 @@ impl FilesSettings {
         SnapshotOrigin { machine: self.identity.machine, epoch: self.epoch() }
     }
 
-    /// Creates the state directory if it is missing. Returns whether this process runs as its owner: other users, such
-    /// as root, must not create files there, because the service could not use them.
+    /// Creates the state directory if missing. Returns whether this process runs as its owner: other users, such as
+    /// root, must not create files there, since the service couldn't use them.
     fn ensure_owned_state_dir(&self) -> bool {
         let dir = self.layout.files_state();
         std::fs::create_dir_all(&dir).is_ok()
             && std::fs::metadata(&dir).is_ok_and(|meta| meta.uid() == nix::unistd::geteuid().as_raw())
     }
 
-    /// Returns the id of the latest snapshot, which the pointer names; `None` if there is no pointer, or if it names no
-    /// snapshot.
+    /// Returns the id of the latest snapshot according to the pointer, or `None` if the pointer is missing or doesn't
+    /// reference a snapshot.
     ///
     /// # Errors
-    /// If the pointer cannot be read from the store; `Corrupt` also if it names an invalid id.
+    /// If the pointer can't be read from the store; `Corrupt` also if it contains an invalid id.
     pub async fn read_latest(&self) -> Result<Option<Id>, StoreError> {
         let pointer = files_pointer::read(&self.bucket, &self.slot).await?;
         let Some(snapshot) = pointer.and_then(|pointer| pointer.value.snapshot) else { return Ok(None) };
@@ -176,21 +176,21 @@ impl FilesSettings {
         }
     }
 
-    /// Opens the slot's repository with the platform's key, or else with this machine's; `None` if nothing has been
-    /// saved yet.
+    /// Opens the slot's repository with the platform's key, falling back to this machine's. Returns `None` if nothing
+    /// has been saved yet.
     ///
     /// # Errors
-    /// [`AccessError`] if no key is available, if the platform refuses to send its key, or if the repository or the key
-    /// file cannot be read or written; `WrongKey` if neither the platform's key nor this machine's key opens it.
+    /// [`AccessError`] if no key is available, the platform refuses to send its key, or the repository or key file
+    /// can't be read or written; `WrongKey` if neither the platform's key nor this machine's opens the repository.
     pub async fn open(&self) -> Result<Option<Repository>, AccessError> {
         Ok(self.open_with_known_keys(&self.cache()).await?.repository)
     }
 
-    /// Opens the slot's repository with this machine's key. Requests the platform's key only if this machine has no key
-    /// or a wrong one, or if the repository seems to be missing.
+    /// Opens the slot's repository with this machine's key. Requests the platform's key only if this machine's is
+    /// missing or wrong, or if the repository appears to be missing.
     ///
     /// # Errors
-    /// Those of [`Self::open`].
+    /// Same as [`Self::open`].
     pub async fn open_with_stored_key(&self) -> Result<Option<Repository>, AccessError> {
         self.open_with_cache(&self.cache()).await
     }
@@ -198,7 +198,7 @@ impl FilesSettings {
     /// Like [`Self::open_with_stored_key`], but without the local cache.
     ///
     /// # Errors
-    /// Those of [`Self::open`].
+    /// Same as [`Self::open`].
     pub async fn open_uncached(&self) -> Result<Option<Repository>, AccessError> {
         self.open_with_cache(&Cache::none()).await
     }
@@ -208,8 +208,8 @@ impl FilesSettings {
             let (bucket, root) = (self.bucket.clone(), self.slot.files());
             match Repository::open(bucket, root, &key, cache.clone()).await {
                 Ok(Some(repository)) => return Ok(Some(repository)),
-                // The platform may have the right key. It is also called before a repository is reported as missing,
-                // because it refuses a machine that has been replaced.
+                // The platform may have the right key. We also contact it before reporting a missing repository, since
+                // it refuses machines that have been replaced.
                 Ok(None) | Err(FilesError::WrongKey) => {}
                 Err(error) => return Err(error.into()),
             }
@@ -217,11 +217,11 @@ impl FilesSettings {
         Ok(self.open_with_known_keys(cache).await?.repository)
     }
 
-    /// Opens the slot's repository. Creates the repository, or the key file in it, if it is missing. Also returns why
-    /// the platform has not sent the key; `None` if it has.
+    /// Opens the slot's repository, creating it or its key file if missing. Also returns an error if the platform
+    /// didn't send its key.
     ///
     /// # Errors
-    /// Those of [`Self::open`].
+    /// Same as [`Self::open`].
     pub async fn open_or_create(&self) -> Result<(Repository, Option<AccessError>), AccessError> {
         let cache = self.cache();
         let OpenedRepository { key, key_error, .. } = self.open_with_known_keys(&cache).await?;
@@ -230,8 +230,8 @@ impl FilesSettings {
         Ok((repository, key_error))
     }
 
-    /// Opens the repository with the first key that opens it. The platform's key and the machine's differ only if the
-    /// platform's database was restored from a copy older than the machine's key.
+    /// Opens the repository with the first key that works. The platform's key and the machine's differ only if the
+    /// platform database was restored from a copy older than the machine's key.
     async fn open_with_known_keys(&self, cache: &Cache) -> Result<OpenedRepository, AccessError> {
         let stored = self.read_key()?;
         let mut key_error = None;
@@ -239,7 +239,7 @@ impl FilesSettings {
             Ok(key) => vec![key].into_iter().chain(stored).collect(),
             Err(error @ (AccessError::KeyUnavailable(_) | AccessError::KeyLost(_))) => match stored {
                 Some(stored) => {
-                    tracing::warn!(error = %format_chain(&error), "using the stored key of the file backup");
+                    tracing::warn!(error = %format_chain(&error), "using the stored file-backup key");
                     key_error = Some(error);
                     vec![stored]
                 }
@@ -262,11 +262,11 @@ impl FilesSettings {
         Err(wrong_key.unwrap_or(FilesError::WrongKey).into())
     }
 
-    /// Sends this machine's key, if it has one, to the platform, in case the platform's database was restored from a
-    /// copy older than the key.
+    /// Sends this machine's key, if any, to the platform, in case the platform database was restored from a copy older
+    /// than the key.
     ///
     /// # Errors
-    /// [`AccessError`] if the key file cannot be read, or if the platform is unavailable or refuses the request.
+    /// [`AccessError`] if the key file can't be read, or the platform is unavailable or refuses the request.
     pub async fn offer_key(&self) -> Result<(), AccessError> {
         match self.read_key()? {
             Some(key) => self.request_key(Some(&key)).await.map(drop),
@@ -298,7 +298,7 @@ impl FilesSettings {
         if !status.is_success() {
             let problem = ProblemBody::parse(&body);
             let text = format!("{status} {}: {}", problem.code, problem.detail);
-            // Any other refusal may come from a proxy between this machine and the platform.
+            // Other rejections may come from a proxy between this machine and the platform.
             let is_final = status == StatusCode::FORBIDDEN && problem.code == "superseded";
             return Err(if is_final {
                 AccessError::KeyRefused(text)
@@ -324,7 +324,7 @@ fn unavailable(error: impl std::error::Error + 'static) -> AccessError {
     AccessError::KeyUnavailable(format_chain(&error))
 }
 
-/// Retries a call until it succeeds, fails permanently, or `timeout` has passed.
+/// Retries a call until it succeeds, fails permanently, or `timeout` elapses.
 ///
 /// # Errors
 /// The error from the last call.

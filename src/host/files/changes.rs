@@ -1,4 +1,4 @@
-//! Fetches home directory changes from the watcher, and converts them for the schedule and the save.
+//! Fetches home directory changes from the watcher and converts them for scheduling and saving.
 
 use std::path::Path;
 
@@ -13,10 +13,10 @@ use crate::audit::file_changes::{
     ChangedPaths, ChangesReply, ChangesRequest, MAX_REPLY_BYTES, REQUEST_TIMEOUT, SOCKET,
 };
 
-/// Why the watcher did not report the changes.
+/// Errors from requesting changes from the watcher.
 #[derive(Debug, thiserror::Error)]
 pub enum ChangesError {
-    #[error("cannot request the changes from svc-watch")]
+    #[error("cannot request changes from svc-watch")]
     Io(#[from] std::io::Error),
     #[error("svc-watch did not respond within {} s", REQUEST_TIMEOUT.as_secs())]
     Timeout,
@@ -24,10 +24,10 @@ pub enum ChangesError {
     Invalid,
 }
 
-/// Returns the changes since the reply with the token `saved_token`.
+/// Requests the changes since the reply with token `saved_token`.
 ///
 /// # Errors
-/// [`ChangesError`] if the watcher is unreachable, does not respond within `REQUEST_TIMEOUT`, or sends an invalid
+/// [`ChangesError`] if the watcher is unreachable, doesn't respond within `REQUEST_TIMEOUT`, or sends an invalid
 /// response.
 pub async fn request_changes(
     sockets: &Path,
@@ -48,7 +48,7 @@ pub async fn request_changes(
     ChangesReply::decode(&reply).ok_or(ChangesError::Invalid)
 }
 
-/// Converts a reply to an observation for the schedule.
+/// Converts a reply into an observation for the schedule.
 pub fn to_observation(reply: &Result<ChangesReply, ChangesError>) -> Observation {
     match reply {
         Ok(ChangesReply { paths: None, .. }) => Observation::Unknown,
@@ -60,13 +60,13 @@ pub fn to_observation(reply: &Result<ChangesReply, ChangesError>) -> Observation
             }
         }
         Err(error) => {
-            tracing::debug!(error = %format_chain(error), "the watcher did not report the changes");
+            tracing::debug!(error = %format_chain(error), "cannot get changes from the watcher");
             Observation::WatcherUnavailable
         }
     }
 }
 
-/// Converts the watcher's paths, relative to `home`, to paths relative to the user's home directory.
+/// Converts watcher paths, relative to `home`, into paths relative to the user's home directory.
 pub fn watched_changes(paths: Option<&ChangedPaths>) -> ChangeSet {
     use std::os::unix::ffi::OsStrExt;
     let below_home = |path: &[u8]| Path::new("home").join(std::ffi::OsStr::from_bytes(path));
@@ -80,13 +80,12 @@ pub fn watched_changes(paths: Option<&ChangedPaths>) -> ChangeSet {
     changes
 }
 
-/// Marks all unwatched paths as changed: the programs' settings next to `home`, and the records and settings in
-/// `home/system`.
+/// Marks all unwatched paths as changed: program settings next to `home`, and records and settings in `home/system`.
 pub fn unwatched_changes(user_home: &Path) -> ChangeSet {
     let mut changes = ChangeSet::default();
     changes.mark_directory(Path::new(""));
     changes.mark_subtree(Path::new("home/system"));
-    // If the directory cannot be listed, the save reports it.
+    // If listing fails, the save reports it.
     for entry in std::fs::read_dir(user_home).into_iter().flatten().flatten() {
         let name = entry.file_name();
         if name != "home" && STAGING_NAMES.iter().all(|staging| name != *staging) {

@@ -1,4 +1,4 @@
-//! The results of verifications and drills of the file backup, and the order in which shares of its packs are verified.
+//! File-backup verification and drill results, and the schedule for verifying pack shares.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
@@ -14,61 +14,61 @@ use crate::system::layout::Layout;
 
 const CHECKS_FILE: &str = "checks.json";
 const FORMAT_VERSION: u32 = 1;
-/// A drill runs once a week, after a verification. Verifications are daily, but not exactly 24 hours apart, so half a
-/// day is subtracted.
+/// Drills run weekly, after a verification. Verifications are daily but not exactly 24 hours apart, so subtract half a
+/// day.
 const DRILL_INTERVAL: SignedDuration = SignedDuration::from_hours(7 * 24 - 12);
-/// An attention item is raised once the checks, which run daily, have failed for this long.
+/// An attention item is raised once the daily checks have been failing for this long.
 const FAILURE_REPORT_DELAY: SignedDuration = SignedDuration::from_hours(36);
-/// Maximum number of overdue shares that one run verifies, to catch up after days without a run.
+/// Maximum number of overdue shares verified per run, to catch up after missed days.
 const MAX_OVERDUE_SHARES: usize = 3;
-/// The value of `damaged_latest` if the index is damaged.
+/// Value of `damaged_latest` for a damaged index.
 pub const DAMAGED_INDEX: &str = "index";
-/// Maximum number of affected files that a message names.
+/// Maximum number of affected files listed in a message.
 const MAX_NAMED_FILES: usize = 5;
-/// Minimum interval between two repairs of the latest snapshot.
+/// Minimum interval between repairs of the latest snapshot.
 const MIN_REPAIR_INTERVAL: SignedDuration = SignedDuration::from_hours(1);
 const DAY: SignedDuration = SignedDuration::from_hours(24);
 
-/// The content of `/var/lib/svc/files/checks.json`.
+/// Contents of `/var/lib/svc/files/checks.json`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct FileChecks {
     version: u32,
-    /// When each share of the packs was last verified; `None` if never.
+    /// Last verification time of each pack share. `None` means never.
     share_times: Vec<Option<Timestamp>>,
     pub verify: Option<VerifyResult>,
     pub drill: Option<DrillResult>,
-    /// When a verification and a drill last succeeded.
+    /// Times of the last successful verification and drill.
     #[serde(with = "clock::wire_option")]
     verified_at: Option<Timestamp>,
     #[serde(with = "clock::wire_option")]
     drilled_at: Option<Timestamp>,
-    /// When a verification or a drill first failed since both last succeeded.
+    /// Time of the first failed verification or drill since both last succeeded.
     #[serde(with = "clock::wire_option")]
     failing_since: Option<Timestamp>,
-    /// Why the latest snapshot could not be restored completely, or could not be restored with `restic`.
+    /// Reason that the latest snapshot can't be restored completely, or can't be restored with `restic`.
     pub unreadable: Option<String>,
-    /// The part that a verification found missing or damaged, and that a save can replace: the id of the latest
-    /// snapshot, or the name of the pointer, the index or the key file.
+    /// Part found missing or corrupt by a verification, which a save can replace: the latest snapshot's id, or the name
+    /// of the pointer, index or key file.
     damaged_latest: Option<String>,
-    /// When this damage was last recorded.
+    /// When `damaged_latest` was last recorded.
     #[serde(with = "clock::wire_option")]
     latest_damaged_at: Option<Timestamp>,
-    /// The damaged packs, and how many of their blobs have no intact copy in another pack. The blobs are not named:
-    /// many programs read this file often, and millions of blobs can be damaged.
+    /// Damaged packs, with the number of blobs that have no intact copy in another pack. Blobs aren't listed: millions
+    /// can be damaged, and many programs read this file often.
     #[serde(deserialize_with = "read_damaged")]
     pub damaged: BTreeMap<String, u64>,
-    /// When a run last found damage that was not recorded yet: a damaged pack, more damaged blobs in one, or the damage
-    /// in `damaged_latest`.
+    /// When a run last found new damage: a damaged pack, more damaged blobs in a known one, or the damage in
+    /// `damaged_latest`.
     #[serde(with = "clock::wire_option")]
     pub damage_found_at: Option<Timestamp>,
-    /// The first affected files; `None` if they are not known yet.
+    /// First few affected files. `None` if not yet known.
     pub affected: Option<Vec<AffectedFile>>,
     pub affected_snapshots: u64,
     pub has_more_affected: bool,
 }
 
-/// The last verification.
+/// Result of the last verification.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct VerifyResult {
@@ -76,46 +76,46 @@ pub struct VerifyResult {
     pub at: Option<Timestamp>,
     pub packs: u64,
     pub bytes: u64,
-    /// The number of damaged packs whose content can still be read, from these packs or from others.
+    /// Number of damaged packs whose content is still readable, from these packs or others.
     #[serde(alias = "replaced")]
     pub recoverable: u64,
-    /// Why the verification could not be completed.
+    /// Error that kept the verification from completing.
     pub error: Option<String>,
 }
 
-/// The last drill.
+/// Result of the last drill.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct DrillResult {
     #[serde(with = "clock::wire_option")]
     pub at: Option<Timestamp>,
-    /// The number and size of the restored files, and how many of them were compared with the current files.
+    /// Number and size of the restored files, and how many of them were compared with the current files.
     pub files: u64,
     pub bytes: u64,
     pub compared: u64,
-    /// The number of files whose content, mode or time differs from the current file, even though the current file has
-    /// not changed since it was saved; and the paths of the first ones.
+    /// Number of files that differ in content, mode or time from a current file unchanged since the save, and the paths
+    /// of the first few.
     pub differing_count: u64,
     pub differing: Vec<String>,
-    /// Why the drill could not be completed.
+    /// Error that kept the drill from completing.
     pub error: Option<String>,
-    /// Whether the drill could not be completed because the backup is damaged.
+    /// Whether the drill couldn't complete because the backup is damaged.
     pub is_damaged: bool,
 }
 
-/// A file that needs a damaged blob.
+/// A file that depends on a damaged blob.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct AffectedFile {
     pub path: String,
-    /// The first and the last snapshot in which it is damaged.
+    /// Times of the first and last snapshots in which the file is damaged.
     #[serde(with = "clock::wire")]
     pub first: Timestamp,
     #[serde(with = "clock::wire")]
     pub last: Timestamp,
 }
 
-/// Reads the number of damaged blobs of each pack. Earlier versions wrote a list of the blobs.
+/// Deserializes the damaged-blob count of each pack. Earlier versions wrote a list of blobs.
 fn read_damaged<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<String, u64>, D::Error> {
     #[derive(Deserialize)]
     #[serde(untagged)]
@@ -132,10 +132,10 @@ fn read_damaged<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<S
 }
 
 impl FileChecks {
-    /// Reads the file; returns an empty value if there is no file, or if it is invalid or has another format version.
+    /// Reads the file. Returns an empty value if it is missing, invalid or has a different format version.
     ///
     /// # Errors
-    /// If the file exists and cannot be read.
+    /// If the file exists but can't be read.
     pub fn read(layout: &Layout) -> Result<Self, FileError> {
         let text = fsx::read_if_exists(&layout.files_state().join(CHECKS_FILE))?;
         let checks = text.and_then(|text| serde_json::from_slice::<Self>(&text).ok());
@@ -143,7 +143,7 @@ impl FileChecks {
     }
 
     /// # Errors
-    /// If the file cannot be written.
+    /// If the file can't be written.
     pub fn write(&mut self, layout: &Layout) -> Result<(), FileError> {
         self.version = FORMAT_VERSION;
         let dir = layout.files_state();
@@ -152,7 +152,7 @@ impl FileChecks {
         fsx::write_atomic(&dir.join(CHECKS_FILE), &text, 0o644)
     }
 
-    /// Divides the packs into `days` shares, and selects all of them.
+    /// Divides the packs into `days` shares and selects all of them.
     pub fn select_all_shares(&mut self, days: u16) -> Vec<PackShare> {
         let count = self.set_share_count(days);
         (0..count).map(|index| PackShare { index, count }).collect()
@@ -166,16 +166,16 @@ impl FileChecks {
         count
     }
 
-    /// Selects the shares to verify now, so that each is verified every `days` days: those verified longest ago, and
-    /// those with damaged packs, which a save may have repaired.
+    /// Selects the shares to verify now so that each is verified every `days` days: the least recently verified ones,
+    /// plus those with damaged packs, which a save may have repaired.
     pub fn select_shares(&mut self, days: u16, now: Timestamp) -> Vec<PackShare> {
         let count = self.set_share_count(days);
         let mut indices: Vec<u16> = (0..count).collect();
-        // A time in the future is from a clock that was ahead. Such a share counts as never verified.
+        // A time in the future means that the clock was ahead. Treat such a share as never verified.
         let time = |index: &u16| self.share_times[usize::from(*index)].filter(|at| *at <= now);
         indices.sort_by_key(|index| (time(index), *index));
         let overdue_before = now - DAY * i32::from(count);
-        // Shares that have never been verified are not overdue: one per run covers all of them within the interval.
+        // Never-verified shares aren't overdue: one per run covers them all within the interval.
         let is_overdue = |index: &&u16| time(index).is_some_and(|at| at <= overdue_before);
         let overdue = indices.iter().filter(is_overdue).count();
         let mut selected: BTreeSet<u16> =
@@ -188,7 +188,7 @@ impl FileChecks {
     }
 
     pub fn record_verification(&mut self, result: VerifyResult, now: Timestamp) {
-        // Copy the time before the result is replaced: in a file of an earlier release, only the result contains it.
+        // Copy the time before replacing the result: in files from earlier releases, only the result contains it.
         self.verified_at = self.verified_at();
         if result.error.is_none() {
             self.verified_at = Some(now);
@@ -197,9 +197,9 @@ impl FileChecks {
         self.update_failing_since(now);
     }
 
-    /// Records that the latest snapshot (`part` is its id), the pointer to it, the index or the key file is missing or
-    /// damaged. A save then replaces it by reading all files again, but not more often than `MIN_REPAIR_INTERVAL`, in
-    /// case the store loses each new snapshot.
+    /// Records that the latest snapshot (`part` is its id), its pointer, the index or the key file is missing or
+    /// corrupt. A save then replaces it by rereading all files, but at most once per `MIN_REPAIR_INTERVAL`, in case the
+    /// store loses each new snapshot.
     pub fn record_damaged_latest(&mut self, part: &str, now: Timestamp) {
         let is_recent = |at: Timestamp| at <= now && now.duration_since(at) < MIN_REPAIR_INTERVAL;
         if self.damaged_latest.as_deref() != Some(part) && !self.latest_damaged_at.is_some_and(is_recent) {
@@ -208,28 +208,27 @@ impl FileChecks {
         }
     }
 
-    /// Records that the pointer, the latest snapshot, the index and the key file can be read.
+    /// Records that the pointer, the latest snapshot, the index and the key file are readable.
     pub fn record_readable(&mut self) {
         (self.unreadable, self.damaged_latest) = (None, None);
     }
 
-    /// Whether a part of the index is lost.
+    /// Whether part of the index is lost.
     pub fn is_index_damaged(&self) -> bool {
         self.damaged_latest.as_deref() == Some(DAMAGED_INDEX)
     }
 
-    /// Returns the id of the latest snapshot if the snapshot is missing or damaged.
+    /// Returns the latest snapshot's id if that snapshot is missing or corrupt.
     pub fn damaged_snapshot(&self) -> Option<Id> {
         self.damaged_latest.as_ref()?.parse().ok()
     }
 
-    /// Whether a save may be able to repair damage by uploading data again.
+    /// Whether a save might repair damage by re-uploading data.
     pub fn has_repairable_damage(&self) -> bool {
         !self.damaged.is_empty() || self.damaged_latest.is_some()
     }
 
-    /// Records a drill. If it could not be completed, the differences and the damage that an earlier drill found are
-    /// kept.
+    /// Records a drill. If it didn't complete, differences and damage found by an earlier drill are retained.
     pub fn record_drill(&mut self, mut drill: DrillResult, now: Timestamp) {
         self.drilled_at = self.drilled_at();
         if drill.error.is_none() {
@@ -255,17 +254,17 @@ impl FileChecks {
         verify.or_else(|| self.drill.as_ref().and_then(|drill| drill.error.as_deref()))
     }
 
-    /// When a verification last succeeded. Earlier releases recorded only the result of the last verification.
+    /// Returns when a verification last succeeded. Earlier releases recorded only the last result.
     pub fn verified_at(&self) -> Option<Timestamp> {
         self.verified_at.or_else(|| self.verify.as_ref().filter(|verify| verify.error.is_none())?.at)
     }
 
-    /// When a drill last succeeded.
+    /// Returns when a drill last succeeded.
     pub fn drilled_at(&self) -> Option<Timestamp> {
         self.drilled_at.or_else(|| self.drill.as_ref().filter(|drill| drill.error.is_none())?.at)
     }
 
-    /// Describes the failure of the checks, if it has lasted for `FAILURE_REPORT_DELAY`.
+    /// Describes the check failure if it has lasted for `FAILURE_REPORT_DELAY`.
     pub fn find_failure(&self, now: Timestamp) -> Option<String> {
         let since = self.failing_since.filter(|since| now.duration_since(*since) >= FAILURE_REPORT_DELAY)?;
         Some(format!("its checks have failed since {}: {}", clock::rfc3339_ms(since), self.find_error()?))
@@ -273,16 +272,16 @@ impl FileChecks {
 
     pub fn is_drill_due(&self, now: Timestamp) -> bool {
         let last = self.drill.as_ref().filter(|drill| drill.error.is_none()).and_then(|drill| drill.at);
-        // A time in the future is from a clock that was ahead.
+        // A time in the future means that the clock was ahead.
         last.is_none_or(|at| at > now || now.duration_since(at) >= DRILL_INTERVAL)
     }
 
-    /// Records the verification of a share.
+    /// Records a verified share.
     pub fn record_share(&mut self, share: PackShare, report: &VerifyReport, now: Timestamp) {
         let before = self.damaged.clone();
         self.damaged.retain(|pack, _| pack.parse().is_ok_and(|pack: Id| !share.contains(pack)));
         for damaged in &report.damaged {
-            // The report names only some of the damaged blobs of a pack that belongs to another share.
+            // For a pack in another share, the report lists only some of its damaged blobs.
             let blobs = self.damaged.entry(damaged.pack.to_string()).or_default();
             *blobs = (*blobs).max(damaged.blobs.len() as u64);
         }
@@ -300,8 +299,8 @@ impl FileChecks {
         }
     }
 
-    /// Describes the most serious known problem: why the latest snapshot cannot be restored completely or with
-    /// `restic`, the damaged packs, or the result of a drill. `None` if no problem is known.
+    /// Describes the most serious known problem, if any: why the latest snapshot can't be restored completely or with
+    /// `restic`, damaged packs, or a drill result.
     pub fn find_problem(&self) -> Option<String> {
         if let Some(reason) = &self.unreadable {
             return Some(reason.clone());
@@ -318,7 +317,7 @@ impl FileChecks {
         Some(format!("{count} differ from those on the machine (first: {differing})"))
     }
 
-    /// Describes the damaged packs, and the files that they affect.
+    /// Describes the damaged packs and the files they affect.
     fn describe_damage(&self) -> String {
         let packs = pluralize(self.damaged.len() as u64, "damaged pack");
         let Some(affected) = &self.affected else {
@@ -333,7 +332,7 @@ impl FileChecks {
             })
             .collect();
         if files.is_empty() {
-            return format!("{packs}, which no snapshot needs");
+            return format!("{packs}, not needed by any snapshot");
         }
         let snapshots = pluralize(self.affected_snapshots, "snapshot");
         let has_more = self.has_more_affected || affected.len() > MAX_NAMED_FILES;
@@ -358,8 +357,7 @@ mod tests {
     }
 
     proptest! {
-        /// Once all shares have been verified, none stays unverified for longer than the interval plus the number of
-        /// missed days.
+        /// Once all shares have been verified, none goes unverified for longer than the interval plus the missed days.
         #[test]
         fn every_share_is_verified_within_interval(days in 1_u16..40, missed in 0_i32..3) {
             let mut checks = FileChecks::default();
@@ -371,7 +369,7 @@ mod tests {
                 }
                 let oldest = checks.share_times.iter().min().copied().flatten();
                 if run >= i32::from(days) {
-                    let age = at(day).duration_since(oldest.expect("all have been verified")).as_hours() / 24;
+                    let age = at(day).duration_since(oldest.expect("all are verified")).as_hours() / 24;
                     prop_assert!(age <= i64::from(days) + i64::from(missed), "{age} days");
                 }
             }
@@ -379,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn select_shares_counts_future_times_as_never_verified() {
+    fn select_shares_treats_future_times_as_never_verified() {
         let mut checks = FileChecks { share_times: vec![Some(at(400)); 3], ..FileChecks::default() };
         for (day, index) in [(1, 0), (2, 1), (3, 2), (4, 0)] {
             let share = PackShare { index, count: 3 };
@@ -389,7 +387,7 @@ mod tests {
     }
 
     #[test]
-    fn damage_is_kept_until_its_share_verifies() {
+    fn damage_is_retained_until_its_share_verifies() {
         let mut checks = FileChecks::default();
         let (pack, blob) = ("ab".repeat(32), "cd".repeat(32));
         let damaged = |blobs: &[&str]| VerifyReport {
@@ -400,15 +398,15 @@ mod tests {
             }],
             ..VerifyReport::default()
         };
-        let [share] = checks.select_shares(1, at(1))[..] else { panic!("there is one share") };
+        let [share] = checks.select_shares(1, at(1))[..] else { panic!("expected one share") };
         checks.record_share(share, &damaged(&[&blob]), at(1));
         let one_blob = BTreeMap::from([(pack.clone(), 1)]);
         assert_eq!((checks.damage_found_at, &checks.damaged), (Some(at(1)), &one_blob));
         checks.record_share(share, &damaged(&[&blob]), at(2));
-        assert_eq!(checks.damage_found_at, Some(at(1)), "the damage is not new");
+        assert_eq!(checks.damage_found_at, Some(at(1)), "no new damage");
         checks.record_share(share, &damaged(&[&blob, &"ef".repeat(32)]), at(3));
         assert_eq!(checks.damage_found_at, Some(at(3)));
-        // Each run verifies the shares with damaged packs.
+        // Shares with damaged packs are verified on every run.
         let mut with_30_shares = FileChecks { damaged: checks.damaged.clone(), ..FileChecks::default() };
         let index = (0xabab % 30) as u16;
         assert!(with_30_shares.select_shares(30, at(4)).contains(&PackShare { index, count: 30 }));
@@ -417,7 +415,7 @@ mod tests {
     }
 
     #[test]
-    fn read_accepts_lists_of_blobs_from_earlier_versions() {
+    fn read_accepts_blob_lists_from_earlier_versions() {
         let text = r#"{"version":1,"damaged":{"ab":["cd","ef"]}}"#;
         let checks: FileChecks = serde_json::from_str(text).unwrap();
         assert_eq!(checks.damaged, BTreeMap::from([("ab".to_owned(), 2)]));
@@ -426,7 +424,7 @@ mod tests {
     }
 
     #[test]
-    fn find_failure_reports_lasting_failures_only() {
+    fn find_failure_reports_only_persistent_failures() {
         let mut checks = FileChecks::default();
         checks.record_verification(VerifyResult::default(), at(0));
         let differing =
@@ -453,7 +451,7 @@ mod tests {
     }
 
     #[test]
-    fn find_problem_reports_damage_from_drill_at_once() {
+    fn find_problem_reports_drill_damage_immediately() {
         let mut checks = FileChecks::default();
         let failed = |is_damaged| DrillResult {
             error: Some("chunk ab is damaged".to_owned()),
@@ -463,7 +461,7 @@ mod tests {
         checks.record_drill(failed(true), at(0));
         assert!(checks.find_problem().unwrap().contains("chunk ab is damaged"));
         checks.record_drill(failed(false), at(1));
-        assert!(checks.find_problem().is_some(), "another failure does not mean that nothing is damaged");
+        assert!(checks.find_problem().is_some(), "a later failure doesn't clear the damage");
         checks.record_drill(DrillResult::default(), at(2));
         assert_eq!(checks.find_problem(), None);
     }

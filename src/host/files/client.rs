@@ -1,4 +1,4 @@
-//! `svc-sync-agent versions`, `list` and `restore`: commands for people, which send requests to the gateway's socket.
+//! `svc-sync-agent versions`, `list` and `restore`: interactive commands that call the gateway over its socket.
 
 use std::time::{Duration, Instant};
 
@@ -28,7 +28,6 @@ const NO_PROGRESS_TIMEOUT: Duration = Duration::from_secs(900);
 const TIMEOUTS: Timeouts =
     Timeouts { connect: Duration::from_secs(5), idle: Duration::from_secs(320), total: None };
 
-/// An HTTP client for the gateway's socket.
 struct GatewaySocketClient(reqwest::Client);
 
 impl GatewaySocketClient {
@@ -55,12 +54,12 @@ impl GatewaySocketClient {
         let body = response
             .bytes()
             .await
-            .context("the gateway's response is incomplete")
+            .context("incomplete response from the gateway")
             .or_exit(Exit::Unavailable)?;
         if !status.is_success() {
             return Err(to_failure(status, &body));
         }
-        serde_json::from_slice(&body).context("the gateway's response is invalid").or_exit(Exit::Unavailable)
+        serde_json::from_slice(&body).context("invalid response from the gateway").or_exit(Exit::Unavailable)
     }
 }
 
@@ -87,8 +86,8 @@ fn to_failure(status: StatusCode, body: &[u8]) -> Failure {
 /// Prints the versions of a file or directory.
 ///
 /// # Errors
-/// [`Failure`] if the gateway cannot be reached, refuses the request, or sends an invalid response, or if standard
-/// output cannot be written to.
+/// [`Failure`] if the gateway is unreachable, refuses the request or sends an invalid response, or writing to stdout
+/// fails.
 pub async fn print_versions(layout: &Layout, path: &str, before: Option<&str>) -> Result<(), Failure> {
     let gateway = GatewaySocketClient::new(layout)?;
     let mut query = vec![("path", path), ("limit", "500")];
@@ -124,11 +123,11 @@ fn format_entry(entry: &FileEntry) -> String {
     format!("{size:>10}  {}  {}", entry.mode, entry.modified_at)
 }
 
-/// Lists a directory, or shows a single entry, as it was at `time`; without `time`, as of the latest snapshot.
+/// Lists a directory, or shows a single entry, as of `time`. Without `time`, uses the latest snapshot.
 ///
 /// # Errors
-/// [`Failure`] if the gateway cannot be reached, refuses the request, or sends an invalid response, or if standard
-/// output cannot be written to.
+/// [`Failure`] if the gateway is unreachable, refuses the request or sends an invalid response, or writing to stdout
+/// fails.
 pub async fn print_listing(layout: &Layout, path: &str, time: Option<&str>) -> Result<(), Failure> {
     let gateway = GatewaySocketClient::new(layout)?;
     let mut cursor = 0;
@@ -158,12 +157,11 @@ pub async fn print_listing(layout: &Layout, path: &str, time: Option<&str>) -> R
     }
 }
 
-/// Requests a restore, and waits until it has ended.
+/// Requests a restore and waits for it to finish.
 ///
 /// # Errors
-/// [`Failure`] if the gateway cannot be reached, refuses the request, stays unreachable for `NO_PROGRESS_TIMEOUT` after
-/// it has accepted the request, or sends an invalid response; if the restore fails or makes no progress; or if standard
-/// output cannot be written to.
+/// [`Failure`] if the gateway is unreachable, refuses the request, stays unreachable for `NO_PROGRESS_TIMEOUT` after
+/// accepting it, or sends an invalid response; if the restore fails or stalls; or if writing to stdout fails.
 pub async fn restore(layout: &Layout, request: &Value) -> Result<(), Failure> {
     let gateway = GatewaySocketClient::new(layout)?;
     let post = gateway.0.post("http://gateway/api/files/restore").json(request);
@@ -187,7 +185,7 @@ pub async fn restore(layout: &Layout, request: &Value) -> Result<(), Failure> {
                     return Err(Failure::new(Exit::Unavailable, anyhow!(text)));
                 }
             }
-            // The gateway may be restarting. The restore does not depend on it.
+            // The gateway may be restarting. The restore doesn't depend on it.
             Err(failure) if failure.exit == Exit::Unavailable && !is_stalled => {}
             Err(Failure { exit, error }) => {
                 return Err(Failure::new(
@@ -244,7 +242,7 @@ mod tests {
             for (status, body) in responses {
                 let (mut stream, _) = listener.accept().await.unwrap();
                 let mut request = Vec::new();
-                // The first request ends with a JSON object, and the others with their headers.
+                // The first request ends with a JSON object, the others with their headers.
                 let end = if status.starts_with("202") { "}" } else { "\r\n\r\n" };
                 while !request.ends_with(end.as_bytes()) {
                     assert!(stream.read_buf(&mut request).await.unwrap() > 0);

@@ -1,4 +1,4 @@
-//! `svc-sync-agent status` and `svc-sync-agent now`: commands for people on the machine.
+//! `svc-sync-agent status` and `svc-sync-agent now`: interactive commands on the machine.
 
 use anyhow::anyhow;
 use jiff::Timestamp;
@@ -15,14 +15,14 @@ use super::save_request::{self, SaveRequestError};
 use super::status::FilesStatus;
 use crate::system::layout::Layout;
 
-/// Maximum number of excluded entries that are listed.
+/// Maximum number of excluded entries to list.
 const MAX_SHOWN_EXCLUDED: usize = 5;
 
-/// Prints the state of the file backup.
+/// Prints the file-backup status.
 ///
 /// # Errors
-/// `Unavailable` if files could not be restored, if the file backup has never run, if changes have been unsaved for too
-/// long, or if it is not known what is saved; `Internal` if the state cannot be read.
+/// `Unavailable` if files couldn't be restored, the file backup has never run, changes have gone unsaved for too long,
+/// or the saved state is unknown; `Internal` if the status can't be read.
 pub fn show_status(layout: &Layout) -> Result<(), Failure> {
     let status = FilesStatus::read(layout).or_exit(Exit::Internal)?;
     let outcome = RestoreOutcome::read(layout).or_exit(Exit::Internal)?;
@@ -113,23 +113,22 @@ fn describe_status(status: Option<&FilesStatus>, outcome: Option<&RestoreOutcome
     format_rows(&rows)
 }
 
-/// Formats each row as one line. File names come from the owner's programs and may contain line breaks and other
+/// Formats each row as a single line. File names come from the owner's programs and may contain line breaks or other
 /// control characters.
 fn format_rows(rows: &[(&str, String)]) -> String {
     rows.iter().map(|(name, text)| format!("{name:<11} {}\n", one_line(text))).collect()
 }
 
-/// Returns the rows for the excluded entries: the total, then the largest ones.
+/// Returns the rows for excluded entries: the total, then the largest.
 fn describe_excluded(excluded: &ExcludedFiles) -> Vec<(&'static str, String)> {
     let largest = excluded.largest.iter().take(MAX_SHOWN_EXCLUDED).map(|file| ("", file.to_string()));
     std::iter::once(("excluded", excluded.to_string())).chain(largest).collect()
 }
 
-/// Requests a save, and waits until everything written before the request is saved.
+/// Requests a save and waits until everything written before the request is saved.
 ///
 /// # Errors
-/// `Unavailable` if the save fails or takes too long; `Internal` if the save cannot be requested, or its status cannot
-/// be read.
+/// `Unavailable` if the save fails or times out; `Internal` if it can't be requested or its status can't be read.
 pub async fn save_now(layout: &Layout) -> Result<(), Failure> {
     let status = save_request::save_now(layout).await.map_err(|error| match error {
         SaveRequestError::File(error) => Failure::new(Exit::Internal, error),
@@ -148,7 +147,7 @@ mod tests {
     use crate::files::checks::DrillResult;
 
     #[test]
-    fn file_name_with_line_break_adds_no_row() {
+    fn file_name_with_line_break_stays_in_one_row() {
         let drill = DrillResult {
             at: Some(Timestamp::UNIX_EPOCH),
             differing_count: 1,

@@ -1,4 +1,4 @@
-//! The weekly drill of `svc-sync-agent verify`: restores a sample of files and compares them with those on the machine.
+//! The weekly `svc-sync-agent verify` drill: restores a sample of files and compares them with those on the machine.
 
 use std::fs::{File, Metadata};
 use std::io::{self, Read};
@@ -22,15 +22,15 @@ use super::home_path::HomePath;
 use super::owner::open_home;
 use crate::system::layout::Layout;
 
-/// Limits on the sample, which also uses at most a quarter of the available space.
+/// Sample limits. The sample also uses at most a quarter of the available space.
 const MAX_SAMPLE_FILES: usize = 50;
 const MAX_SAMPLE_BYTES: u64 = 256 << 20;
-/// The directory for the restored files, in the state directory of the file backup.
+/// Directory for restored files, inside the file-backup state directory.
 const STAGING: &str = "drill";
-/// Maximum number of differing files that the result names.
+/// Maximum number of differing files listed in the result.
 const MAX_NAMED_FILES: usize = 10;
 
-/// Why a drill could not be completed.
+/// Errors that keep a drill from completing.
 #[derive(Debug, thiserror::Error)]
 enum FileDrillError {
     #[error(transparent)]
@@ -45,7 +45,7 @@ enum FileDrillError {
     NothingSaved,
     #[error("there is too little free space to restore a sample")]
     NoSpace,
-    #[error("a file was not restored completely: {0}")]
+    #[error("file not fully restored: {0}")]
     Incomplete(String),
 }
 
@@ -59,9 +59,8 @@ impl FileDrillError {
     }
 }
 
-/// Restores a sample of the latest snapshot's files, and compares those that have not changed since with the files on
-/// the machine. Returns `None` if the disk has too little space for a sample: this is not damage, and the next
-/// verification retries the drill.
+/// Restores a sample of the latest snapshot's files, and compares those that haven't changed since with the files on
+/// the machine. Returns `None` on low disk space: this isn't damage, and the next verification retries the drill.
 pub(super) async fn drill(settings: &FilesSettings, now: Timestamp) -> Option<DrillResult> {
     let mut result = DrillResult { at: Some(now), ..DrillResult::default() };
     let staging = settings.layout.files_state().join(STAGING);
@@ -70,7 +69,7 @@ pub(super) async fn drill(settings: &FilesSettings, now: Timestamp) -> Option<Dr
         Err(error) => Err(FileDrillError::from(error)),
     };
     if let Err(error) = remove_all(&staging) {
-        tracing::warn!(error = %format_chain(&error), "cannot remove the files that the drill restored");
+        tracing::warn!(error = %format_chain(&error), "cannot remove files restored by the drill");
     }
     match compared {
         Ok(()) => {}
@@ -86,7 +85,7 @@ pub(super) async fn drill(settings: &FilesSettings, now: Timestamp) -> Option<Dr
     Some(result)
 }
 
-/// Creates an empty directory that other users cannot access. Removes any files that a killed drill left there.
+/// Creates an empty directory that other users can't access, first removing any files left there by a killed drill.
 fn recreate_directory(dir: &Path) -> Result<(), FileError> {
     remove_all(dir)?;
     std::fs::DirBuilder::new().mode(0o700).create(dir).map_err(FileError::wrap("create", dir))
@@ -155,8 +154,8 @@ async fn compare_sample(
     Ok(())
 }
 
-/// Returns whether the restored file equals the current one; `None` if the current one has changed since it was saved,
-/// or if one of them cannot be read. A missing restored file is a difference.
+/// Returns whether the restored file matches the current one, or `None` if the current one has changed since it was
+/// saved or either is unreadable. A missing restored file is a mismatch.
 fn compare(layout: &Layout, path: &Path, entry: &Entry, restored: &Path) -> Option<bool> {
     let mut current = open_home(layout, &layout.user_home()).ok()?.open_file(path).ok()?;
     let modified_at = |meta: &Metadata| to_nanoseconds(meta.mtime(), meta.mtime_nsec());
@@ -172,12 +171,12 @@ fn compare(layout: &Layout, path: &Path, entry: &Entry, restored: &Path) -> Opti
     current.metadata().ok().filter(is_unchanged)?;
     let mut restored = match File::open(restored) {
         Ok(restored) => restored,
-        // The file's mode denies reading even to its owner, and this process lacks the service's capabilities.
+        // The file's mode denies reads even to its owner, and this process lacks the service's capabilities.
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => return None,
         Err(_) => return Some(false),
     };
     let restored_meta = restored.metadata().ok()?;
-    // A restore with another owner drops the set-user-ID and set-group-ID bits.
+    // Restoring with a different owner drops the setuid and setgid bits.
     let mode = |meta: &Metadata| meta.mode() & 0o1777;
     let has_same_metadata =
         mode(&restored_meta) == mode(&meta) && modified_at(&restored_meta) == modified_at(&meta);
@@ -188,7 +187,7 @@ fn to_nanoseconds(seconds: i64, nanoseconds: i64) -> i128 {
     i128::from(seconds) * 1_000_000_000 + i128::from(nanoseconds)
 }
 
-/// Hashes a file of the given size. Reads at most one byte more, in case a program is still appending to the file.
+/// Hashes a file of the given size. Reads at most one extra byte, in case a program is still appending to the file.
 fn hash(file: &mut File, size: u64) -> Option<[u8; 32]> {
     let mut file = file.take(size.saturating_add(1));
     let mut hash = Sha256::new();
@@ -201,11 +200,11 @@ fn hash(file: &mut File, size: u64) -> Option<[u8; 32]> {
     }
 }
 
-/// Selects random files, each with the same probability.
+/// Draws a uniform random sample of files.
 async fn draw_sample(history: &History, root: Entry) -> Result<Vec<(PathBuf, Entry)>, FilesError> {
     let mut sample: Vec<(PathBuf, Entry)> = Vec::new();
     let mut file_count = 0_u128;
-    // Full paths of deep directories would take a lot of memory.
+    // Full paths of deep directories would take too much memory.
     let (mut pending_paths, mut pending) = (PathStack::default(), vec![root]);
     pending_paths.push(Path::new(""));
     while let (Some(directory), Some(entry)) = (pending_paths.pop(), pending.pop()) {
@@ -218,7 +217,7 @@ async fn draw_sample(history: &History, root: Entry) -> Result<Vec<(PathBuf, Ent
                 }
                 EntryKind::File => {
                     file_count += 1;
-                    // Reservoir sampling: the n-th file replaces one of the sample with probability size / n.
+                    // Reservoir sampling: the n-th file replaces a sampled one with probability size / n.
                     let drawn = uuid::Uuid::new_v4().as_u128() % file_count;
                     if sample.len() < MAX_SAMPLE_FILES {
                         sample.push((path, entry));

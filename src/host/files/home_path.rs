@@ -1,4 +1,4 @@
-//! Paths in the user's home directory, as requests specify them.
+//! Paths in the user's home directory, as given in requests.
 
 use std::ffi::OsStr;
 use std::fmt;
@@ -10,19 +10,18 @@ use svc_wire::files::MAX_PATH_CHARS;
 
 use super::staging::STAGING_NAMES;
 
-/// The user's home directory as snapshots and responses show it, even in tests, where the actual directory differs.
+/// Home directory path shown in snapshots and responses, even in tests, where the real one differs.
 pub const DISPLAY_HOME: &str = "/home/svc";
-/// The directory in the user's home directory that contains the owner's files.
+/// Directory holding the owner's files, relative to the user's home directory.
 const FILES: &str = "home";
-/// The directory with the machine's records and `config.json`. The owner's programs can read it, but only the machine
-/// can write to it.
+/// Machine records and `config.json`. Readable by the owner's programs, but writable only by the machine.
 const SYSTEM: &str = "home/system";
 
-/// The user's home directory, or a path below it without `..`.
+/// The user's home directory or a path below it, never containing `..`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HomePath(PathBuf);
 
-/// The reason a string is not a valid path.
+/// Error from parsing a [`HomePath`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum HomePathError {
     #[error("must be a path below {DISPLAY_HOME}; a relative path is below {DISPLAY_HOME}/{FILES}")]
@@ -34,37 +33,38 @@ pub enum HomePathError {
 }
 
 impl HomePath {
-    /// An ECMA 262 pattern for the API's schema: no component is `..`, and an absolute path begins with
-    /// [`DISPLAY_HOME`]. It does not limit the length to [`MAX_PATH_CHARS`].
+    /// ECMA-262 pattern for the API schema: rejects `..` components and absolute paths outside [`DISPLAY_HOME`].
+    /// Doesn't enforce [`MAX_PATH_CHARS`].
     pub const PATTERN: &str = r"^(/home/svc(/(\.|[^./\u0000][^/\u0000]*|\.[^./\u0000][^/\u0000]*|\.\.[^/\u0000]+)?)*|(\.|[^./\u0000][^/\u0000]*|\.[^./\u0000][^/\u0000]*|\.\.[^/\u0000]+)(/(\.|[^./\u0000][^/\u0000]*|\.[^./\u0000][^/\u0000]*|\.\.[^/\u0000]+)?)*)$";
 
-    /// Returns the path of the directory that contains the owner's files.
+    /// Returns the owner's files directory.
     pub fn files() -> Self {
         Self(PathBuf::from(FILES))
     }
 
-    /// Creates a path from one relative to the user's home directory. `path` must not contain `..`.
+    /// Wraps `path`, which is relative to the user's home directory and must not contain `..`.
     pub fn from_relative(path: PathBuf) -> Self {
         Self(path)
     }
 
-    /// Formats the path for a message: on one line, without control characters, and truncated.
+    /// Formats the path for messages: a single line, truncated, without control characters.
     pub fn to_line(&self) -> String {
         one_line(&truncate_printable(&self.to_string())).into_owned()
     }
 
-    /// The path relative to the user's home directory, which is the root of a snapshot. It is empty for that root.
+    /// Returns the path relative to the user's home directory (the snapshot root). Empty for the root itself.
     pub fn as_path(&self) -> &Path {
         &self.0
     }
 
-    /// Returns the parent, relative to the user's home directory, and the name; `None` for that directory itself.
+    /// Splits the path into its parent, relative to the user's home directory, and file name. `None` for the home
+    /// directory itself.
     pub fn split(&self) -> Option<(&Path, &OsStr)> {
         self.0.parent().zip(self.0.file_name())
     }
 
-    /// Whether a restore must not write to this path. This is true for the machine's `system` directory and its
-    /// contents, the directories that contain it, and the staging directories of restores.
+    /// Whether restores must not write to this path: the machine's `system` directory, its contents and ancestors, and
+    /// the restore staging directories.
     pub fn is_reserved(&self) -> bool {
         let system = Path::new(SYSTEM);
         self.0.starts_with(system)

@@ -1,12 +1,12 @@
 //! Moves restored files into place.
 //!
-//! A new machine's home directory is nearly empty: it contains the directories that the services need, and their first
-//! records. The restored files replace files with the same name, and directories are merged. Each file is moved by a
-//! rename, so that a killed run can be repeated. Replaced entries are moved to a separate directory, because a machine
-//! on which the restore is repeated may have been in use for days.
+//! A new machine's home directory is nearly empty: just the directories the services need and their first records.
+//! Restored files replace existing files of the same name, and directories are merged. Files are moved by rename, so a
+//! killed run can be retried. Replaced entries are moved to a separate directory, since a retry may run on a machine
+//! that has been in use for days.
 //!
-//! `restore-home --retry` runs at the same time as the owner's programs. Directories are therefore opened without
-//! following symbolic links, and entries are named only relative to open directories.
+//! `restore-home --retry` runs alongside the owner's programs, so directories are opened without following symbolic
+//! links, and entries are addressed only relative to open directories.
 
 use std::ffi::{CString, OsStr};
 use std::fs::DirBuilder;
@@ -25,34 +25,33 @@ use svc_base::fsx::FileError;
 use super::restore_entry::Directory;
 use super::staging::STAGING_NAMES;
 
-/// Entries with these names are moved before the others in their directory: the owner's `home`, and in it the machine's
-/// records and the apps.
+/// Entries moved before their siblings: the owner's `home` and, within it, the machine records and the apps.
 const FIRST_NAMES: [&[u8]; 3] = [b"home", b"system", b"apps"];
 
-/// Directories that belong to the services, relative to the destination. They keep their owner and mode: a forged
-/// snapshot must not give them to the owner.
+/// Service-owned directories, relative to the destination. They keep their owner and mode so that a forged snapshot
+/// can't hand them to the owner.
 const SERVICE_DIRECTORIES: [&str; 3] = ["home", "home/system", "home/system/logs"];
-/// The owner's apps directory, to which `svc-apps.service` copies the bundled apps. Like [`SERVICE_DIRECTORIES`], it is
-/// never replaced by an entry of another kind: a forged snapshot must not redirect what the services write.
+/// The owner's apps directory, where `svc-apps.service` copies the bundled apps. Like [`SERVICE_DIRECTORIES`], it is
+/// never replaced by an entry of another type, so a forged snapshot can't redirect service writes.
 const APPS_DIRECTORY: &str = "home/apps";
 
-/// Moves everything in `from` to `to`, on the same file system, and gives existing directories, except
-/// `SERVICE_DIRECTORIES`, the owner, mode, attributes and times of the restored ones. An existing entry that a restored
-/// one replaces is moved to the same path in `replaced`, which is created if it is missing and must not contain that
-/// path yet. Directories created in it belong to `owner`.
+/// Moves the contents of `from` into `to` on the same file system. Existing directories, except `SERVICE_DIRECTORIES`,
+/// take on the owner, mode, xattrs and times of the restored ones. Replaced entries are moved to the same path in
+/// `replaced`, which is created if missing and must not contain that path yet. Directories created in it belong to
+/// `owner`.
 ///
-/// Returns the number of entries that were set aside: existing ones that were replaced, and those of the snapshot that
-/// conflict with a reserved directory.
+/// Returns the number of entries set aside: replaced ones, plus snapshot entries that conflict with a reserved
+/// directory.
 ///
 /// # Errors
-/// If an entry cannot be moved. Entries that were already moved remain in `to`; a repeated call moves the rest.
+/// If an entry cannot be moved. Entries already moved stay in `to`; call again to move the rest.
 pub fn move_contents(
     from: &Path,
     to: &Path,
     replaced: &Path,
     owner: Option<(u32, u32)>,
 ) -> Result<u64, FileError> {
-    // Only the owner may enter `replaced`, because the directories in it do not have the modes of the original ones.
+    // Keep `replaced` private: the directories in it don't have the modes of the originals.
     let created = DirBuilder::new().recursive(true).mode(0o700).create(replaced);
     created.map_err(FileError::wrap("create", replaced))?;
     let open = |path: &Path| open_directory(CWD, path.as_os_str()).map_err(wrap("open", path));
@@ -60,17 +59,17 @@ pub fn move_contents(
     move_between(&open(from)?, &open(to)?, Path::new(""), &destination)
 }
 
-/// The directories to which entries are moved.
+/// Where restored and replaced entries go.
 struct Destination<'a> {
     root: &'a Path,
-    /// The directory for entries that are set aside.
+    /// Receives the entries that are set aside.
     replaced: &'a Path,
-    /// The user and group of the directories that are created in `replaced`.
+    /// User and group for directories created in `replaced`.
     owner: Option<(u32, u32)>,
 }
 
 impl Destination<'_> {
-    /// Moves an entry of the open `directory`, whose path is `path`, to the directory for replaced entries.
+    /// Moves an entry of the open `directory`, located at `path`, to the same path in `replaced`.
     fn set_aside(&self, directory: &OwnedFd, path: &Path, name: &CString) -> Result<(), FileError> {
         let moved = Directory::open(self.replaced, path, self.owner)?.move_from(directory, name);
         let target = self.root.join(path).join(OsStr::from_bytes(name.as_bytes()));
@@ -78,7 +77,7 @@ impl Destination<'_> {
     }
 }
 
-/// Adds the action and a path to an error.
+/// Attaches an action and a path to an error.
 fn wrap(action: &'static str, path: &Path) -> impl FnOnce(Errno) -> FileError {
     move |errno| FileError::wrap(action, path)(errno.into())
 }
@@ -88,7 +87,7 @@ fn open_directory(parent: impl std::os::fd::AsFd, name: &OsStr) -> Result<OwnedF
     openat(parent, name, flags, Mode::empty())
 }
 
-/// Lists the entries to move, in the order in which they are moved.
+/// Lists entries in the order in which to move them.
 fn list_in_move_order(directory: &OwnedFd) -> Result<Vec<CString>, Errno> {
     let mut names = Vec::new();
     for entry in Dir::read_from(directory)? {
@@ -111,8 +110,7 @@ fn is_directory(stat: &Stat) -> bool {
     FileType::from_raw_mode(stat.st_mode) == FileType::Directory
 }
 
-/// Moves everything from one open directory to another. `path` is their path relative to the source and destination
-/// roots.
+/// Moves the contents of one open directory to another. `path` is relative to both the source and destination roots.
 fn move_between(
     from: &OwnedFd,
     to: &OwnedFd,
@@ -122,8 +120,7 @@ fn move_between(
     let mut set_aside_count = 0;
     let full_path = destination.root.join(path);
     let times = modification_time(&fstat(from).map_err(wrap("read", &full_path))?);
-    // Moving an entry out changes the modification time of `from`. It is reset, because a call repeated after a kill
-    // needs the original time.
+    // Moving an entry out updates the mtime of `from`. Reset it, since a retry after a kill needs the original.
     let reset_times = || futimens(from, &times).map_err(wrap("change the times of", &full_path));
     for name in list_in_move_order(from).map_err(wrap("list", &full_path))? {
         let target = full_path.join(OsStr::from_bytes(name.as_bytes()));
@@ -134,8 +131,7 @@ fn move_between(
             Err(error) => return Err(wrap("read", &target)(error)),
         };
         let inner_path = path.join(OsStr::from_bytes(name.as_bytes()));
-        // Only a forged snapshot has entries with these names. They must not be merged into the real staging
-        // directories.
+        // Only a forged snapshot contains entries with these names. Never merge them into the real staging directories.
         let is_staging = STAGING_NAMES.iter().any(|staging| inner_path == Path::new(staging));
         if is_directory(&source) && existing.as_ref().is_some_and(is_directory) && !is_staging {
             set_aside_count += merge(from, to, path, &name, destination)?;
@@ -143,7 +139,7 @@ fn move_between(
             continue;
         }
         if is_staging || !is_directory(&source) && is_written_by_services(&inner_path) {
-            tracing::error!(path = %target.display(), "the snapshot has an entry that conflicts with a reserved directory; setting it aside");
+            tracing::error!(path = %target.display(), "snapshot entry conflicts with a reserved directory; setting it aside");
             destination.set_aside(from, path, &name)?;
             reset_times()?;
             set_aside_count += 1;
@@ -159,7 +155,7 @@ fn move_between(
     Ok(set_aside_count)
 }
 
-/// Merges a directory into the existing one. `path` is the path of `from` and `to`.
+/// Merges a directory into its existing counterpart. `path` is the path of `from` and `to`.
 fn merge(
     from: &OwnedFd,
     to: &OwnedFd,
@@ -181,22 +177,22 @@ fn merge(
     Ok(set_aside_count)
 }
 
-/// Gives an existing directory the metadata of the restored one.
+/// Applies the restored directory's metadata to the existing one.
 fn copy_metadata(restored: &Stat, from: &OwnedFd, to: &OwnedFd, target: &Path) -> Result<(), FileError> {
     let existing = fstat(to).map_err(wrap("read", target))?;
     if (restored.st_uid, restored.st_gid) != (existing.st_uid, existing.st_gid) {
         let (uid, gid) = (Uid::from_raw(restored.st_uid), Gid::from_raw(restored.st_gid));
         fchown(to, Some(uid), Some(gid)).map_err(wrap("change the owner of", target))?;
     }
-    // Set the mode after the owner, because changing the owner can clear mode bits.
+    // Set the mode after the owner: `chown` can clear mode bits.
     fchmod(to, Mode::from_raw_mode(restored.st_mode)).map_err(wrap("change the mode of", target))?;
     if let Err(error) = svc_files::replace_xattrs(from, to) {
-        tracing::warn!(path = %target.display(), %error, "cannot restore the attributes of a directory");
+        tracing::warn!(path = %target.display(), %error, "cannot restore directory xattrs");
     }
     futimens(to, &modification_time(restored)).map_err(wrap("change the times of", target))
 }
 
-/// Returns the modification time, which is also used as the access time.
+/// Returns the modification time, also used as the access time.
 fn modification_time(stat: &Stat) -> Timestamps {
     let modified = Timespec { tv_sec: stat.st_mtime, tv_nsec: stat.st_mtime_nsec.cast_signed() };
     Timestamps { last_access: modified, last_modification: modified }
@@ -262,8 +258,8 @@ mod tests {
             assert_eq!(fs::read_to_string(replaced.join(path)).unwrap(), "new", "{path} is kept");
         }
         assert_eq!(fs::read_link(replaced.join("notes")).unwrap(), root.path().join("outside"));
-        let repeated = move_contents(&from, &to, &replaced, None).unwrap();
-        assert_eq!(repeated, 0, "a repeated call moves nothing");
+        let retried = move_contents(&from, &to, &replaced, None).unwrap();
+        assert_eq!(retried, 0, "a second call moves nothing");
     }
 
     /// A killed or failed run must not replace the restored time with its own.

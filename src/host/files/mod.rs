@@ -1,12 +1,12 @@
 //! Backups of the owner's files, in the restic repository format (`svc_files`).
 //!
-//! While the machine runs, [`service`] repeatedly saves the user's home directory: the watcher reports which
-//! directories have changed, and a schedule decides when to save. On a new machine, [`restore_home`] restores the
-//! latest snapshot before the database is restored and the gateway starts. The pointer (`svc_store::files_pointer`)
-//! names that snapshot; a replaced machine cannot move the pointer.
+//! While the machine runs, [`service`] keeps saving the user's home directory: the watcher reports changed directories,
+//! and a schedule decides when to save. On a new machine, [`restore_home`] restores the latest snapshot before the
+//! database restore and gateway startup. The pointer (`svc_store::files_pointer`) identifies that snapshot; a replaced
+//! machine can't move it.
 //!
-//! [`history`] lists and sends earlier versions of files, and [`restore_entry`] restores a single file or directory on
-//! a running machine.
+//! [`history`] lists and serves earlier file versions, and [`restore_entry`] restores a single file or directory on a
+//! running machine.
 
 pub mod access;
 mod changes;

@@ -1,4 +1,4 @@
-//! A saver for the slot's repository, opened at the snapshot that the pointer names.
+//! Opens a [`Saver`] on the slot's repository, based on the pointer's current snapshot.
 
 use svc_files::save::{SaveOptions, Saver, read_parent};
 use svc_files::{Id, Snapshot};
@@ -12,21 +12,21 @@ use super::save_error::SaveError;
 
 pub(super) struct OpenSaver {
     pub(super) saver: Saver,
-    /// The snapshot with which the next save compares the files; `None` if there is none, or if it is damaged.
+    /// Snapshot the next save diffs against; `None` if missing or corrupt.
     pub(super) parent: Option<(Id, Snapshot)>,
-    /// Whether this machine took the snapshot that the pointer names.
+    /// Whether this machine took the pointer's snapshot.
     pub(super) is_parent_from_this_machine: bool,
-    /// The id of the snapshot that the pointer names.
+    /// Snapshot id in the pointer.
     pub(super) pointer_target: Option<String>,
 }
 
 impl OpenSaver {
-    /// Opens the saver. Also returns why the platform has not sent the repository's key, if this machine's own key was
-    /// used.
+    /// Opens the saver. If the platform didn't send the repository key and this machine's own was used, also returns
+    /// the reason.
     ///
     /// # Errors
-    /// [`AccessError`] if the repository cannot be opened, or if this machine has not restored its predecessor's files;
-    /// [`PointerError::Fenced`] if this machine has been replaced; others if the store fails.
+    /// [`AccessError`] if the repository can't be opened, or if this machine hasn't restored its predecessor's files;
+    /// [`PointerError::Fenced`] if this machine has been replaced; other errors if the store fails.
     pub(super) async fn open(settings: &FilesSettings) -> Result<(Self, Option<AccessError>), SaveError> {
         let (repository, key_error) = settings.open_or_create().await?;
         let latest = read_latest(settings).await?;
@@ -51,7 +51,7 @@ impl OpenSaver {
         Ok((Self { saver, parent, is_parent_from_this_machine, pointer_target }, key_error))
     }
 
-    /// Whether the pointer in the store still names the same snapshot.
+    /// Whether the stored pointer still references the same snapshot.
     ///
     /// # Errors
     /// [`PointerError::Fenced`] if this machine has been replaced; others if the store fails.
@@ -60,7 +60,7 @@ impl OpenSaver {
         Ok(latest.map(|snapshot| snapshot.id) == self.pointer_target)
     }
 
-    /// Returns the parent's id if the store no longer has that snapshot, which may still be in the machine's cache.
+    /// Returns the parent's id if that snapshot is gone from the store. It may still be in the local cache.
     ///
     /// # Errors
     /// If the store fails.
@@ -70,8 +70,8 @@ impl OpenSaver {
     }
 }
 
-/// Returns the snapshot that the pointer names. Fails on a machine that has been replaced, because the pointer would
-/// never move to its new snapshots.
+/// Returns the pointer's snapshot. Fails on a replaced machine, since the pointer would never advance to its new
+/// snapshots.
 async fn read_latest(settings: &FilesSettings) -> Result<Option<FilesSnapshotRef>, SaveError> {
     let Some(pointer) = files_pointer::read(&settings.bucket, &settings.slot).await? else { return Ok(None) };
     let pointer = pointer.value;
@@ -79,15 +79,15 @@ async fn read_latest(settings: &FilesSettings) -> Result<Option<FilesSnapshotRef
     Ok(pointer.snapshot)
 }
 
-/// Returns an error if this machine has not restored its predecessor's files. This happens if the machine was set up by
-/// an earlier release that did not restore files.
+/// Fails if this machine hasn't restored its predecessor's files, which happens if it was set up by an older release
+/// that didn't restore files.
 fn ensure_latest_was_restored(
     settings: &FilesSettings,
     latest: Option<&FilesSnapshotRef>,
 ) -> Result<(), SaveError> {
     let identity = &settings.identity;
-    // Compare with the epoch at provisioning: the current one was raised if a recovery was undone, and the machine of
-    // that recovery is not a predecessor.
+    // Compare with the provisioning epoch: undoing a recovery raises the current one, and the machine from that
+    // recovery isn't a predecessor.
     let is_from_predecessor =
         latest.is_some_and(|latest| latest.machine_id != identity.machine && latest.epoch < identity.epoch);
     if is_from_predecessor && RestoreOutcome::read(&settings.layout).map_err(AccessError::File)?.is_none() {

@@ -1,4 +1,4 @@
-//! The Unix account of the owner's files, and access to the root-owned directories that contain them.
+//! The owner's Unix account, and access to the root-owned directories holding the owner's files.
 
 use std::io;
 use std::path::Path;
@@ -8,14 +8,14 @@ use svc_base::beneath::DirFd;
 
 use crate::system::layout::Layout;
 
-/// Returns the ids of the user and the group `svc`; `None` if the system does not have both, as in tests.
+/// Returns the uid and gid of `svc`, or `None` unless both exist, as in tests.
 pub fn owner_ids(layout: &Layout) -> Option<(u32, u32)> {
     let names = Accounts::load(layout.root()).names();
     names.uid("svc").zip(names.gid("svc"))
 }
 
-/// Opens a root-owned directory that contains the owner's files. Files in it are accepted if they belong to the owner's
-/// user, even though the directory itself does not.
+/// Opens a root-owned directory holding the owner's files. Files in it may belong to the owner's user, even though the
+/// directory itself doesn't.
 ///
 /// # Errors
 /// If the directory cannot be opened.

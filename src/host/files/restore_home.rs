@@ -1,14 +1,14 @@
-//! `svc-sync-agent restore-home`: restores the owner's files on a new machine, before the database is restored and the
-//! gateway starts.
+//! `svc-sync-agent restore-home`: restores the owner's files on a new machine, before the database restore and gateway
+//! startup.
 //!
-//! The files are restored to a staging directory on the same file system, and moved into place only when they are
-//! complete. A killed run can be repeated. On a machine in use, the replaced entries are kept among the owner's files.
+//! Files are restored to a staging directory on the same file system and moved into place only once complete, so a
+//! killed run can be retried. On a machine in use, the replaced entries are kept among the owner's files.
 //!
-//! If the backup is damaged, the machine starts without the files, because the owner still needs the database. The
-//! outcome is recorded, and the machine then saves no files, so that the snapshot remains the latest one. An operator
-//! can retry the restore, optionally without the damaged files and directories, or abandon it. After any other error,
-//! the boot fails. systemd retries it, unless the disk is too small, the platform has refused the key, or the
-//! configuration is invalid.
+//! If the backup is corrupt, the machine starts without the files, because the owner still needs the database. The
+//! outcome is recorded, and the machine doesn't save files, so that the snapshot remains the latest one. An operator
+//! can retry the restore, optionally skipping corrupt files and directories, or abandon it. Any other error fails the
+//! boot, which systemd retries unless the disk is too small, the platform has refused the key, or the configuration is
+//! invalid.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -52,8 +52,7 @@ use crate::system::lock::{Lock, LockError};
 use crate::system::progress::Progress;
 use crate::system::vars;
 
-/// How long transient errors from the store or the platform are retried before the boot fails. systemd then restarts
-/// the unit.
+/// How long to retry transient store or platform errors before failing the boot. systemd then restarts the unit.
 const OUTAGE_TIMEOUT: Duration = Duration::from_secs(3600);
 const RESTORE_PHASE: &str = "restoring the owner's files";
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
@@ -62,32 +61,32 @@ const SKIPPED: &str = "an operator started the machine without them (`svcctl rec
 const GIVEN_UP: &str = "an operator chose not to restore the previous machine's files; this machine now saves its own \
                         files, and the previous machine's last snapshot is kept until it is 90 days old";
 
-/// The capabilities that `svc-files-restore.service` needs to restore the files' owners and modes.
+/// Capabilities `svc-files-restore.service` needs to restore file owners and modes.
 pub const CAPABILITIES: CapabilitySet = CapabilitySet::CHOWN
     .union(CapabilitySet::DAC_OVERRIDE)
     .union(CapabilitySet::FOWNER)
     .union(CapabilitySet::FSETID);
 
-/// The fail points of a restore of the home directory.
+/// Fail points in a home directory restore.
 pub const FAILPOINTS: &[&str] = &["files.gate.restored", "files.gate.marked", "files.gate.placed"];
 
-/// Restores the owner's files on a new machine. If an earlier restore failed, or the machine is in use and has never
-/// restored files, this requires `should_retry`. After a successful restore, does nothing. With `should_skip_damaged`,
-/// damaged files and the content of damaged directories are left out, and the restore then counts as successful.
+/// Restores the owner's files on a new machine. Requires `should_retry` if an earlier restore failed, or if the machine
+/// is in use and has never restored files. Does nothing after a successful restore. With `should_skip_damaged`, corrupt
+/// files and the contents of corrupt directories are skipped, and the restore is treated as successful.
 ///
-/// With `SVC_RESTORE_FILES=false`, the first boot only records that the files were not restored.
+/// With `SVC_RESTORE_FILES=false`, the first boot only records that files weren't restored.
 ///
 /// # Errors
-/// `Refused` if the disk is too small, or, with `should_retry`, if the backup is damaged or an operator has abandoned
-/// the restore; at the first boot, damage is only recorded. `Permission` if the platform refuses the key; `Unavailable`
-/// if the restore fails for another reason, such as an outage of the store; `TryAgain` if another process is already
+/// `Refused` if the disk is too small or, with `should_retry`, if the backup is corrupt or an operator has abandoned
+/// the restore; on first boot, corruption is only recorded. `Permission` if the platform refuses the key; `Unavailable`
+/// if the restore fails for any other reason, such as a store outage; `TryAgain` if another process is already
 /// restoring the files; `Config` if the configuration is invalid; `Internal` if the outcome cannot be read or written.
 pub async fn run(layout: Layout, should_retry: bool, should_skip_damaged: bool) -> Result<(), Failure> {
     if is_done(&layout, should_retry)? {
         return Ok(());
     }
     let _lock = acquire_lock(&layout)?;
-    // Another process may have restored the files in the meantime.
+    // Check again under the lock: another process may have just restored the files.
     if is_done(&layout, should_retry)? {
         return Ok(());
     }
@@ -101,7 +100,7 @@ pub async fn run(layout: Layout, should_retry: bool, should_skip_damaged: bool) 
     let earlier_error = earlier.and_then(|outcome| outcome.error);
     let has_failed = earlier_error.is_some();
     let expected = match earlier_error {
-        // There was a snapshot then: an empty store must not count as success.
+        // There was a snapshot back then, so an empty store isn't success.
         Some(error) if error != SKIPPED => ExpectedSnapshot::Certain,
         None if settings.layout.restore_complete().exists() => ExpectedSnapshot::Unknown,
         None if should_expect_files(&settings.layout)? => ExpectedSnapshot::Certain,
@@ -121,29 +120,26 @@ pub async fn run(layout: Layout, should_retry: bool, should_skip_damaged: bool) 
         Err(error) if !error.is_damage() => Err(error.into_failure()),
         Err(error) => {
             let text = format_chain(&error);
-            tracing::error!(
-                error = text,
-                "the owner's files cannot be restored; the machine continues without them"
-            );
+            tracing::error!(error = text, "cannot restore the owner's files; continuing without them");
             RestoreOutcome::failed(text.clone()).write(&settings.layout).or_exit(Exit::Internal)?;
             activity::note(&settings.layout, &format!("the owner's files could not be restored: {text}"));
-            // At the first boot, the unit must not fail, so that the machine starts.
+            // Don't fail the unit on first boot, or the machine wouldn't start.
             if should_retry { Err(Failure::new(Exit::Refused, error)) } else { Ok(()) }
         }
     }
 }
 
-/// Records that this machine keeps the files that it has, instead of restoring its predecessor's. The machine then
-/// saves files: its next snapshot becomes the latest, and the earlier ones stay in the backup.
+/// Abandons the restore: this machine keeps its own files instead of its predecessor's and resumes saving. Its next
+/// snapshot becomes the latest; earlier ones stay in the backup.
 ///
 /// # Errors
-/// `Refused` if no restore has failed on this machine, or if one was interrupted while it moved files; `TryAgain` if
+/// `Refused` if no restore has failed on this machine, or if one was interrupted while moving files; `TryAgain` if
 /// another process is already restoring the files; `Internal` if the outcome cannot be read or written.
 pub fn give_up(layout: &Layout) -> Result<(), Failure> {
     let _lock = acquire_lock(layout)?;
     let has_failed = match RestoreOutcome::read(layout).or_exit(Exit::Internal)? {
         Some(outcome) => outcome.error.is_some(),
-        // A release that did not restore files set this machine up, so there is no recorded outcome.
+        // This machine was set up by a release that didn't restore files, so there is no recorded outcome.
         None => layout.restore_complete().exists(),
     };
     if !has_failed {
@@ -151,7 +147,7 @@ pub fn give_up(layout: &Layout) -> Result<(), Failure> {
         return Err(Failure::new(Exit::Refused, error));
     }
     let staging = Staging::new(layout, HOME_STAGING);
-    // If there is no directory now, another user may create one at any time: it must not be used.
+    // If there's no directory now, don't use one that appears later: another user can create it at any time.
     let is_interrupted = staging.verify_if_exists().or_exit(Exit::Internal)?;
     if is_interrupted && staging.read_complete::<RestoreOutcome>().or_exit(Exit::Internal)?.is_some() {
         let error = anyhow!(
@@ -171,10 +167,10 @@ pub fn give_up(layout: &Layout) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Requests a save, so that the service does not wait for the retry of its last failed save.
+/// Requests a save, so that the service doesn't wait out the backoff from its last failed one.
 fn request_save(layout: &Layout) {
     if let Err(error) = fsx::write_atomic(&layout.request(SAVE_REQUEST), b"", 0o644) {
-        tracing::warn!(error = %format_chain(&error), "cannot request a save of the files");
+        tracing::warn!(error = %format_chain(&error), "cannot request a file save");
     }
 }
 
@@ -185,7 +181,7 @@ fn acquire_lock(layout: &Layout) -> Result<Lock, Failure> {
     })
 }
 
-/// Whether the first boot is to restore the owner's files.
+/// Whether the first boot should restore the owner's files.
 fn is_restore_requested(layout: &Layout) -> Result<bool, Failure> {
     read_flag(layout, &vars::SVC_RESTORE_FILES)
 }
@@ -204,18 +200,18 @@ fn read_flag(layout: &Layout, variable: &'static Variable) -> Result<bool, Failu
 /// Records that the operator chose to start the machine without its files.
 fn record_skipped(layout: &Layout) -> Result<(), Failure> {
     RestoreOutcome::failed(SKIPPED.to_owned()).write(layout).or_exit(Exit::Internal)?;
-    tracing::warn!("the owner's files are not restored: SVC_RESTORE_FILES is off");
+    tracing::warn!("not restoring the owner's files: SVC_RESTORE_FILES is off");
     activity::note(layout, &format!("the owner's files were not restored: {SKIPPED}"));
     Ok(())
 }
 
-/// Returns whether this run has nothing to do. With `should_retry`, fails if an operator has abandoned the restore.
+/// Whether there's nothing to do. With `should_retry`, fails if an operator has abandoned the restore.
 fn is_done(layout: &Layout, should_retry: bool) -> Result<bool, Failure> {
     match RestoreOutcome::read(layout).or_exit(Exit::Internal)? {
         Some(RestoreOutcome { error: Some(error), .. }) if !should_retry => {
             tracing::warn!(
                 error,
-                "an earlier restore failed; as root, run `svc-sync-agent restore-home --retry` to retry it"
+                "an earlier restore failed; run `svc-sync-agent restore-home --retry` as root to retry"
             );
             return Ok(true);
         }
@@ -231,11 +227,11 @@ fn is_done(layout: &Layout, should_retry: bool) -> Result<bool, Failure> {
             return Ok(true);
         }
         Some(RestoreOutcome { error: None, .. }) => {}
-        // A release that did not restore files set this machine up, so there is no recorded outcome.
+        // This machine was set up by a release that didn't restore files, so there is no recorded outcome.
         None if layout.restore_complete().exists() && !should_retry => {}
         None => return Ok(false),
     }
-    tracing::info!("the files have already been restored, or the machine is in use; nothing to restore");
+    tracing::info!("files already restored, or machine in use; nothing to restore");
     Ok(true)
 }
 
@@ -246,7 +242,7 @@ async fn restore_files(
     should_skip_damaged: bool,
 ) -> Result<RestoreOutcome, RestoreHomeError> {
     let staging = Staging::new(&settings.layout, HOME_STAGING);
-    // If there is no directory now, another user may create one at any time: it must not be used.
+    // If there's no directory now, don't use one that appears later: another user can create it at any time.
     let is_resumed = staging.verify_if_exists()?;
     let complete = if is_resumed {
         // An interrupted run may have replaced some entries.
@@ -256,7 +252,7 @@ async fn restore_files(
         None
     };
     let outcome = match complete {
-        // An earlier run downloaded all files, but was interrupted before it had moved all of them.
+        // An earlier run downloaded all files but was interrupted before moving all of them.
         Some(outcome) => outcome,
         None => {
             let Some(latest) = find_latest(settings, expected).await? else {
@@ -265,7 +261,7 @@ async fn restore_files(
             match download(settings, &latest, &staging, progress, should_skip_damaged).await {
                 Ok(outcome) => outcome,
                 Err(error) => {
-                    // The next run downloads all files again, so these would only fill the disk.
+                    // The next run downloads all files again, so these would only waste disk space.
                     if let Err(error) = staging.remove() {
                         tracing::warn!(error = %format_chain(&error), "cannot remove an incomplete download");
                     }
@@ -292,23 +288,23 @@ async fn restore_files(
     Ok(outcome)
 }
 
-/// Whether the pointer must name a snapshot of an earlier machine.
+/// Whether the pointer must reference an earlier machine's snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ExpectedSnapshot {
-    /// It must: an earlier restore failed, or the platform knows that an earlier machine has saved files.
+    /// Required: an earlier restore failed, or the platform knows that an earlier machine has saved files.
     Certain,
-    /// It must if there are any snapshots, because this machine has saved none.
+    /// Required if any snapshots exist, since this machine has saved none.
     IfAnyExists,
-    /// It need not: the snapshots may be this machine's own, and therefore older than its files.
+    /// Not required: the snapshots may be this machine's own, and therefore older than its files.
     Unknown,
 }
 
-/// Finds the snapshot to restore: the one that the pointer names. `None` if there is none, or if the machine is in use
-/// and the snapshot is not from an earlier machine.
+/// Returns the pointer's snapshot if it should be restored. `None` if there is none, or if the machine is in use and
+/// the snapshot isn't from an earlier machine.
 ///
 /// # Errors
-/// [`RestoreHomeError::NoSnapshot`] if there is no such snapshot, although there must be one: anyone with the slot's
-/// store credentials can clear the pointer, and that must not look like success. Other errors if the store fails.
+/// [`RestoreHomeError::NoSnapshot`] if a required snapshot is missing: anyone with the slot's store credentials can
+/// clear the pointer, and that must not look like success. Other errors if the store fails.
 async fn find_latest(
     settings: &FilesSettings,
     expected: ExpectedSnapshot,
@@ -336,10 +332,10 @@ async fn find_latest(
     if is_missing { Err(RestoreHomeError::NoSnapshot) } else { Ok(None) }
 }
 
-/// Moves the replaced entries from the staging directory to a new directory among the owner's files. On a machine that
-/// is not in use yet, they are only records that its services wrote during the boot, and are deleted.
+/// Moves replaced entries from the staging directory to a new directory among the owner's files. On a machine not yet
+/// in use, they are just records its services wrote during the boot, and are deleted.
 ///
-/// Call this before each removal of the staging directory.
+/// Must be called before every removal of the staging directory.
 fn keep_replaced(layout: &Layout, staging: &Staging) -> Result<(), FileError> {
     let replaced = staging.replaced();
     let is_empty = match fs::read_dir(&replaced) {
@@ -352,7 +348,7 @@ fn keep_replaced(layout: &Layout, staging: &Staging) -> Result<(), FileError> {
     }
     let owner = owner_ids(layout);
     if let Some((uid, gid)) = owner {
-        // Does not follow a link: on a retry, the owner's programs are running.
+        // Don't follow links: on a retry, the owner's programs are running.
         lchown(&replaced, Some(uid), Some(gid)).map_err(FileError::wrap("change the owner of", &replaced))?;
     }
     let wrap = |errno: Errno| FileError::wrap("move", &replaced)(errno.into());
@@ -399,7 +395,7 @@ async fn download(
         tracing::warn!(
             entries = restored.incomplete,
             first,
-            "the owner, mode, times or attributes of some files could not be restored"
+            "could not restore the owner, mode, times or xattrs of some files"
         );
     }
     tracing::info!(seconds = start.elapsed().as_secs(), "downloaded the owner's files");
@@ -421,9 +417,9 @@ async fn download(
     Ok(outcome)
 }
 
-/// Returns the id and time of the snapshot that the pointer names. With `should_skip_damaged`, if that snapshot or its
-/// home directory is damaged or lost, returns the newest readable snapshot instead. A replaced machine may have added
-/// snapshots after the one that the pointer names, so these are used only if there are no others.
+/// Returns the id and time of the pointer's snapshot. With `should_skip_damaged`, falls back to the newest readable
+/// snapshot if that one or its home directory is corrupt or missing. Snapshots newer than the pointer's may come from a
+/// replaced machine, so they are only used if there are no others.
 async fn choose_snapshot(
     repository: &Repository,
     latest: &FilesSnapshotRef,
@@ -456,16 +452,16 @@ async fn choose_snapshot(
         Some((found, snapshot)) if Some(found) == id => Ok((found, restored_as_of(latest, &snapshot))),
         Some((found, snapshot)) => {
             let at = clock::rfc3339_ms(snapshot.time);
-            tracing::warn!(at, "the latest snapshot cannot be read; restoring the newest readable one");
+            tracing::warn!(at, "latest snapshot unreadable; restoring the newest readable one");
             Ok((found, snapshot.time.max(Timestamp::UNIX_EPOCH)))
         }
-        None => Err(FilesError::corrupt("file backup", &"no snapshot can be read").into()),
+        None => Err(FilesError::corrupt("file backup", &"no readable snapshot").into()),
     }
 }
 
-/// Returns the time up to which a snapshot contains all changes. Any holder of the slot's store credentials can write
-/// the pointer's time, so it can only make the result earlier. A time before 1970 cannot be real and is
-/// replaced with the epoch; a year below 0 would also have no RFC 3339 form.
+/// Returns the time up to which a snapshot contains all changes. Anyone with the slot's store credentials can write the
+/// pointer's time, so it can only move the result earlier. A time before the Unix epoch can't be real and is replaced
+/// with the epoch; negative years also have no RFC 3339 form.
 fn restored_as_of(latest: &FilesSnapshotRef, snapshot: &Snapshot) -> Timestamp {
     latest.taken_at.min(snapshot.time).max(Timestamp::UNIX_EPOCH)
 }

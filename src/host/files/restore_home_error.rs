@@ -1,4 +1,4 @@
-//! The errors of [`super::restore_home`].
+//! Errors from [`super::restore_home`].
 
 use anyhow::anyhow;
 use svc_base::applet::{Exit, Failure};
@@ -12,16 +12,16 @@ use svc_wire::registration::RestoreFailureCode;
 
 use super::access::AccessError;
 
-/// Why the home directory could not be restored.
+/// Error from restoring the home directory.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum RestoreHomeError {
     #[error(transparent)]
     Access(#[from] AccessError),
-    #[error("cannot read the pointer of the file backup")]
+    #[error("cannot read the file-backup pointer")]
     Pointer(#[from] StoreError),
-    #[error("the pointer of the file backup names the snapshot {0}, but there is no repository")]
+    #[error("the file-backup pointer references snapshot {0}, but there is no repository")]
     NoRepository(String),
-    #[error("the pointer of the file backup names an invalid snapshot")]
+    #[error("invalid snapshot id in the file-backup pointer")]
     InvalidSnapshot,
     #[error(
         "the pointer of the file backup (`files/latest`) names no snapshot of an earlier machine, although there must be \
@@ -33,23 +33,23 @@ pub(super) enum RestoreHomeError {
     Files(#[from] FilesError),
     #[error(transparent)]
     File(#[from] FileError),
-    #[error("the task that moves the restored files panicked or was cancelled")]
+    #[error("file move task panicked or was cancelled")]
     Task(#[from] tokio::task::JoinError),
     #[error(transparent)]
     Injected(#[from] InjectedFailure),
 }
 
 impl RestoreHomeError {
-    /// Whether the pointer, the key, the repository or the snapshot is unusable, so that neither another boot nor a
-    /// larger disk would help.
+    /// Whether the pointer, key, repository or snapshot is unusable, so neither another boot nor a larger disk would
+    /// help.
     pub(super) fn is_damage(&self) -> bool {
         match self {
             Self::NoRepository(_) | Self::InvalidSnapshot | Self::NoSnapshot => true,
             Self::Access(AccessError::KeyLost(_)) => true,
-            Self::Pointer(error) => is_damaged_object(error),
+            Self::Pointer(error) => is_corrupt_or_missing(error),
             Self::Files(error) | Self::Access(AccessError::Files(error)) => match error {
                 FilesError::Corrupt { .. } | FilesError::WrongKey | FilesError::UnsupportedVersion(_) => true,
-                FilesError::Store(error) => is_damaged_object(error),
+                FilesError::Store(error) => is_corrupt_or_missing(error),
                 _ => false,
             },
             Self::Access(_) | Self::File(_) | Self::Task(_) | Self::Injected(_) => false,
@@ -67,19 +67,19 @@ impl RestoreHomeError {
         }
     }
 
-    /// Returns the failure, with its code in the last line: a failed boot reports only the last line of the log.
+    /// Converts the error to a failure with its code in the last line: a failed boot only reports the last log line.
     pub(super) fn into_failure(self) -> Failure {
         let code = match &self {
             Self::Files(error) if error.is_no_space() => RestoreFailureCode::FilesNoSpace,
             _ => RestoreFailureCode::Files,
         };
-        // The code comes first, and the text is limited: it may contain a path from a forged snapshot.
+        // Put the code first and truncate the text, which may contain a path from a forged snapshot.
         let text = format_chain(&self);
         let text = truncate_printable(&one_line(&text));
         Failure::new(self.exit(), anyhow!("({}) {text}", code.marker()))
     }
 }
 
-fn is_damaged_object(error: &StoreError) -> bool {
+fn is_corrupt_or_missing(error: &StoreError) -> bool {
     matches!(error, StoreError::Corrupt { .. } | StoreError::NotFound { .. })
 }

@@ -1,4 +1,4 @@
-//! The outcome of the restore of the owner's files, which later boots and other programs read.
+//! Outcome of restoring the owner's files, read by later boots and other programs.
 
 use std::fs;
 
@@ -12,50 +12,50 @@ use crate::system::layout::Layout;
 
 pub(super) const FORMAT_VERSION: u32 = 1;
 
-/// The result of the restore: the content of `/var/lib/svc/files/restored.json`.
+/// Restore outcome, as stored in `/var/lib/svc/files/restored.json`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct RestoreOutcome {
     pub(super) version: u32,
     #[serde(with = "clock::wire")]
     pub ended_at: Timestamp,
-    /// The restored snapshot; `None` if there was none, or if it could not be restored.
+    /// The restored snapshot; `None` if there was none or it couldn't be restored.
     pub snapshot: Option<String>,
     /// The time up to which the snapshot contains all changes.
     #[serde(with = "clock::wire_option")]
     pub taken_at: Option<Timestamp>,
     pub files: u64,
     pub bytes: u64,
-    /// The number of entries whose owner, mode, times or attributes could not be set.
+    /// Number of entries whose owner, mode, times or xattrs couldn't be set.
     pub incomplete: u64,
-    /// The number of damaged files that were left out, and of damaged directories that were restored empty.
+    /// Number of corrupt files that were skipped and corrupt directories that were restored empty.
     #[serde(default)]
     pub damaged: u64,
-    /// The paths of the first few damaged entries.
+    /// Paths of the first few corrupt entries.
     #[serde(default)]
     pub damaged_paths: Vec<String>,
-    /// Why the snapshot was not restored.
+    /// Reason the snapshot wasn't restored, if any.
     pub error: Option<String>,
-    /// Whether an operator decided not to restore the snapshot.
+    /// Whether an operator abandoned the restore.
     #[serde(default)]
     pub is_given_up: bool,
 }
 
 impl RestoreOutcome {
-    /// No files were restored.
+    /// An outcome without any restored files.
     pub(super) fn nothing() -> Self {
         Self { version: FORMAT_VERSION, ended_at: clock::now_ms(), ..Self::default() }
     }
 
-    /// The files were not restored, for the reason in `error`.
+    /// An outcome for files not restored because of `error`.
     pub(super) fn failed(error: String) -> Self {
         Self { version: FORMAT_VERSION, ended_at: clock::now_ms(), error: Some(error), ..Self::default() }
     }
 
-    /// Reads the outcome; `None` if this machine has recorded none, or if the file is invalid.
+    /// Reads the recorded outcome; `None` if there is none or the file is invalid.
     ///
     /// # Errors
-    /// If the file exists and cannot be read.
+    /// If the file exists but cannot be read.
     pub fn read(layout: &Layout) -> Result<Option<Self>, FileError> {
         let text = fsx::read_if_exists(&layout.files_restore_outcome())?;
         Ok(text.and_then(|text| serde_json::from_slice(&text).ok()))

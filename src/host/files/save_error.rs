@@ -1,4 +1,4 @@
-//! The error of a failed save.
+//! Error from a failed save.
 
 use svc_base::failpoint::InjectedFailure;
 use svc_files::FilesError;
@@ -13,17 +13,17 @@ pub(super) enum SaveError {
     Access(#[from] AccessError),
     #[error(transparent)]
     Files(#[from] FilesError),
-    #[error("cannot move the pointer of the file backup to the new snapshot")]
+    #[error("cannot advance the file-backup pointer to the new snapshot")]
     Pointer(#[from] PointerError),
-    #[error("cannot read the pointer of the file backup")]
+    #[error("cannot read the file-backup pointer")]
     Store(#[from] StoreError),
     #[error(transparent)]
     Injected(#[from] InjectedFailure),
 }
 
 impl SaveError {
-    /// Whether the platform has withdrawn this machine's credentials for the store, because a recovery has replaced the
-    /// machine. The platform may issue new ones if the recovery is undone.
+    /// Whether the platform has withdrawn this machine's store credentials because a recovery replaced it. The platform
+    /// may issue new ones if the recovery is undone.
     pub(super) fn is_withdrawn(&self) -> bool {
         match self {
             Self::Pointer(PointerError::Store(error)) | Self::Store(error) => is_withdrawn(error),

@@ -1,12 +1,11 @@
-//! Repeats a slow save to include files that were moved during it: a pass misses a file that is moved from a directory
-//! that it has not visited yet to one that it has already visited.
+//! Runs extra passes after a slow save to catch files moved during it: a pass misses a file moved from a directory it
+//! hasn't visited yet to one it has.
 //!
-//! The watcher reports such moves. If it cannot (it does not respond, has lost events, or cannot watch all
-//! directories), everything is saved once more. The repetition reads only what has changed, so it usually takes less
-//! time.
+//! The watcher reports such moves. If it can't (it doesn't respond, has lost events, or can't watch all directories),
+//! everything is saved once more. Extra passes only read what has changed, so they're usually faster.
 //!
-//! Limitation: the number of passes is bounded, so that saves end even if the watcher never reports moves or the home
-//! directory never stops changing. A file that is moved during the last pass may be missing until a later save.
+//! Limitation: the number of passes is bounded so that saves finish even if the watcher never reports moves or the home
+//! directory never stops changing. A file moved during the last pass may be missing until a later save.
 
 use std::path::Path;
 use std::time::Duration;
@@ -17,12 +16,12 @@ use svc_files::save::{ChangeSet, SaveResult, Saver};
 use super::changes::{self, ChangesError};
 use crate::audit::file_changes::ChangesReply;
 
-/// After a pass that took at least this long, the watcher is queried for files that were moved during the pass.
+/// After a pass that took at least this long, query the watcher for files moved during it.
 const RECHECK_THRESHOLD: Duration = Duration::from_secs(1);
-/// Maximum number of passes after the first one.
-const MAX_REPETITIONS: usize = 2;
+/// Maximum number of passes after the first.
+const MAX_EXTRA_PASSES: usize = 2;
 
-/// The changes that a pass may have missed.
+/// Changes a pass may have missed.
 enum MissedChanges {
     None,
     Reported(ChangeSet),
@@ -42,32 +41,32 @@ impl MissedChanges {
     }
 }
 
-/// The passes of one save, as a single result.
+/// All passes of one save, as a single result.
 pub struct SavePasses {
     pub result: SaveResult,
     /// Whether a pass visited the whole home directory.
     pub is_full: bool,
-    /// The token of the watcher's last reply whose changes the passes contain.
+    /// Token of the last watcher reply whose changes the passes contain.
     pub token: Option<String>,
     /// [`RECHECK_THRESHOLD`], except in tests.
     recheck_threshold: Duration,
 }
 
 impl SavePasses {
-    /// `token` is the token of the watcher's reply before the first pass.
+    /// `token` comes from the watcher reply before the first pass.
     pub fn new(result: SaveResult, is_full: bool, token: Option<String>) -> Self {
         Self { result, is_full, token, recheck_threshold: RECHECK_THRESHOLD }
     }
 
-    /// Adds passes for changes that the previous ones may have missed.
+    /// Runs extra passes for changes that the previous ones may have missed.
     ///
     /// # Errors
     /// See [`Saver::save`].
     pub async fn repeat(&mut self, saver: &mut Saver, sockets: &Path) -> Result<(), FilesError> {
-        // The first pass has measured the excluded files, or the measurement is postponed.
+        // The first pass measured the excluded files, or the measurement was postponed.
         saver.options_mut().should_measure_excluded = false;
-        let mut has_repeated_full_save = false;
-        for _ in 0..MAX_REPETITIONS {
+        let mut has_rerun_full_save = false;
+        for _ in 0..MAX_EXTRA_PASSES {
             if self.result.duration < self.recheck_threshold {
                 break;
             }
@@ -81,11 +80,11 @@ impl SavePasses {
                     self.add(pass, false);
                 }
                 // The watcher may be unable to report moves for a long time.
-                MissedChanges::Unknown if has_repeated_full_save => break,
+                MissedChanges::Unknown if has_rerun_full_save => break,
                 MissedChanges::Unknown => {
                     let pass = saver.save(Some(parent)).await?;
                     self.add(pass, true);
-                    has_repeated_full_save = true;
+                    has_rerun_full_save = true;
                 }
             }
             if let Ok(reply) = reply {
@@ -105,7 +104,7 @@ impl SavePasses {
         if is_full {
             result.counts.excluded_sizes = earlier.counts.excluded_sizes;
         } else {
-            // The pass has counted only what it visited. That includes the entries that the earlier one could not read.
+            // The pass only counted what it visited, including entries the earlier one couldn't read.
             let pass = std::mem::replace(&mut result.counts, earlier.counts);
             (result.counts.unreadable, result.counts.unstable) = (pass.unreadable, pass.unstable);
             result.counts.first_unreadable = pass.first_unreadable;
@@ -131,17 +130,17 @@ mod tests {
     use super::*;
     use crate::audit::file_changes::{ChangedPaths, ChangesRequest, SOCKET};
 
-    /// A home directory with one saved file, and a simulated watcher.
+    /// A home directory with one saved file, and a fake watcher.
     struct Fixture {
         dir: tempfile::TempDir,
         saver: Saver,
         first: SaveResult,
-        /// The tokens in the requests to the watcher.
+        /// Tokens received by the watcher.
         requests: Arc<Mutex<Vec<Option<String>>>>,
     }
 
     impl Fixture {
-        /// The watcher sends these paths, with the tokens 1, 2 and so on, and then no longer responds.
+        /// The watcher sends these paths with tokens 1, 2 and so on, then stops responding.
         async fn new(replies: Vec<Option<ChangedPaths>>) -> Self {
             let dir = tempfile::tempdir().unwrap();
             std::fs::create_dir_all(dir.path().join("user/home")).unwrap();
@@ -159,7 +158,7 @@ mod tests {
             Self { dir, saver, first, requests }
         }
 
-        /// Repeats an incremental save whose token is 0.
+        /// Runs extra passes after an incremental save with token 0.
         async fn repeat(&mut self) -> SavePasses {
             let passes = SavePasses::new(self.first.clone(), false, Some("0".to_owned()));
             let mut passes = SavePasses { recheck_threshold: Duration::ZERO, ..passes };

@@ -1,8 +1,7 @@
-//! The lines of `backup.jsonl` about the file backup.
+//! File-backup entries in `backup.jsonl`.
 //!
-//! The service saves up to four times a minute, and each line is itself a change that must be saved. Therefore, there
-//! is only one line an hour, as for database backups, and one when saves begin to fail or succeed again, or when the
-//! service starts.
+//! The service saves up to four times a minute, and each entry is itself a change to save. So we only append one an
+//! hour, as for database backups, plus one when saves start failing or recover, or when the service starts.
 
 use std::time::{Duration, Instant};
 
@@ -16,27 +15,27 @@ use svc_http::openapi::MAX_SAFE_INTEGER;
 use crate::records::backup::{self, BackupKind, Status};
 use crate::system::layout::Layout;
 
-const LINE_INTERVAL: Duration = Duration::from_secs(3600);
-/// Minimum interval between the line about a failure and the one about the next success.
+const RECORD_INTERVAL: Duration = Duration::from_secs(3600);
+/// Minimum interval between a failure entry and the next success entry.
 const RECOVERY_INTERVAL: Duration = Duration::from_secs(60);
 
-/// A line of `backup.jsonl`.
+/// A `backup.jsonl` entry.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 struct FileBackupRecord {
-    /// When the last save began.
+    /// When the last save started.
     #[serde(with = "clock::wire")]
     timestamp: Timestamp,
     kind: BackupKind,
     status: Status,
     stage: &'static str,
-    /// The latest snapshot's key, relative to the slot's prefix; absent after a failure.
+    /// Key of the latest snapshot, relative to the slot prefix; absent after a failure.
     #[serde(skip_serializing_if = "Option::is_none")]
     key: Option<String>,
-    /// The size of the saved files; absent after a failure.
+    /// Total size of the saved files; absent after a failure.
     #[serde(skip_serializing_if = "Option::is_none")]
     size_bytes: Option<u64>,
-    /// The number of snapshots taken since the previous line, and the bytes uploaded for them.
+    /// Snapshots taken since the previous entry, and bytes uploaded for them.
     snapshots: u64,
     uploaded_bytes: u64,
     duration_ms: u64,
@@ -44,21 +43,21 @@ struct FileBackupRecord {
     error: Option<String>,
 }
 
-/// The start of a save.
+/// When a save started.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct SaveStart {
-    /// The time before which every write is included in the save.
+    /// Every write before this time is included in the save.
     pub(super) checked_at: Timestamp,
-    /// From this, the save's duration is measured.
+    /// Start time, for measuring how long the save took.
     pub(super) started_at: Instant,
 }
 
-/// Decides which saves get a line.
+/// Decides which saves to record.
 #[derive(Debug, Default)]
 pub(super) struct SaveRecords {
-    /// When the last line was written or could not be written, and its status.
-    last_line: Option<(Instant, Status)>,
-    /// The number of snapshots taken since a line was last written, and the bytes uploaded for them.
+    /// Time and status of the last attempt to write an entry.
+    last_attempt: Option<(Instant, Status)>,
+    /// Snapshots taken since the last written entry, and bytes uploaded for them.
     snapshots: u64,
     uploaded_bytes: u64,
 }
@@ -105,30 +104,30 @@ impl SaveRecords {
         }
     }
 
-    /// An error is only logged, because a full disk must not stop the backup.
+    /// Errors are only logged: a full disk must not stop the backup.
     fn write_if_due(&mut self, layout: &Layout, record: &FileBackupRecord) {
         let (now, status) = (Instant::now(), record.status);
-        if !is_line_due(self.last_line, status, now) {
+        if !is_record_due(self.last_attempt, status, now) {
             return;
         }
         let line = serde_json::to_vec(record).expect("plain fields serialize to JSON");
         match backup::append(layout, &line) {
-            Ok(()) => *self = Self { last_line: Some((now, status)), ..Self::default() },
+            Ok(()) => *self = Self { last_attempt: Some((now, status)), ..Self::default() },
             Err(error) => {
-                self.last_line = Some((now, status));
+                self.last_attempt = Some((now, status));
                 tracing::warn!(error = %format_chain(&error), "could not record the result of the file backup");
             }
         }
     }
 }
 
-/// Whether a save with this status gets a line.
-fn is_line_due(last: Option<(Instant, Status)>, status: Status, now: Instant) -> bool {
+/// Whether a save with this status should be recorded.
+fn is_record_due(last: Option<(Instant, Status)>, status: Status, now: Instant) -> bool {
     let Some((at, last)) = last else { return true };
     let interval = match (last, status) {
         (Status::Success, Status::Error) => Duration::ZERO,
         (Status::Error, Status::Success) => RECOVERY_INTERVAL,
-        _ => LINE_INTERVAL,
+        _ => RECORD_INTERVAL,
     };
     now.duration_since(at) >= interval
 }
@@ -138,15 +137,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn line_is_due_hourly_and_when_the_status_changes() {
+    fn record_is_due_hourly_and_on_status_change() {
         let now = Instant::now();
         let after = |seconds| now + Duration::from_secs(seconds);
-        assert!(is_line_due(None, Status::Success, now));
-        assert!(!is_line_due(Some((now, Status::Success)), Status::Success, after(3599)));
-        assert!(is_line_due(Some((now, Status::Success)), Status::Success, after(3600)));
-        assert!(is_line_due(Some((now, Status::Success)), Status::Error, after(1)));
-        assert!(!is_line_due(Some((now, Status::Error)), Status::Error, after(3599)));
-        assert!(!is_line_due(Some((now, Status::Error)), Status::Success, after(59)));
-        assert!(is_line_due(Some((now, Status::Error)), Status::Success, after(60)));
+        assert!(is_record_due(None, Status::Success, now));
+        assert!(!is_record_due(Some((now, Status::Success)), Status::Success, after(3599)));
+        assert!(is_record_due(Some((now, Status::Success)), Status::Success, after(3600)));
+        assert!(is_record_due(Some((now, Status::Success)), Status::Error, after(1)));
+        assert!(!is_record_due(Some((now, Status::Error)), Status::Error, after(3599)));
+        assert!(!is_record_due(Some((now, Status::Error)), Status::Success, after(59)));
+        assert!(is_record_due(Some((now, Status::Error)), Status::Success, after(60)));
     }
 }

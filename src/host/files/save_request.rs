@@ -1,4 +1,4 @@
-//! Requests a save, and waits for it.
+//! Requests a save and waits for it.
 
 use std::time::{Duration, Instant};
 
@@ -8,13 +8,13 @@ use svc_base::fsx::{self, FileError};
 use super::status::FilesStatus;
 use crate::system::layout::Layout;
 
-/// The name of the request file for a save, in the requests directory.
+/// Save request file name, in the requests directory.
 pub const SAVE_REQUEST: &str = "files";
-/// Maximum time to wait. The first save of many files may take longer; it continues after the timeout.
+/// Maximum time to wait. The first save of many files may take longer and continues after the timeout.
 const TIMEOUT: Duration = Duration::from_secs(600);
 const POLL_INTERVAL: Duration = Duration::from_millis(250);
 
-/// Why a requested save did not succeed, or could not be requested.
+/// Error from requesting a save or waiting for it.
 #[derive(Debug, thiserror::Error)]
 pub enum SaveRequestError {
     #[error("{0}")]

@@ -1,4 +1,4 @@
-//! Decides when to save. This module is pure: the caller passes the time.
+//! Decides when to save. Pure: the caller passes the time.
 
 use std::time::{Duration, Instant};
 
@@ -11,22 +11,22 @@ pub const UNWATCHED_INTERVAL: Duration = Duration::from_secs(60);
 pub const MIN_PAUSE: Duration = Duration::from_secs(15);
 /// Like [`MIN_PAUSE`], but after a save without changes.
 const MIN_UNCHANGED_PAUSE: Duration = Duration::from_secs(5);
-/// While the watcher reports all changes, checks of unwatched files take at most 1/50 of the time, and full saves at
-/// most 1/100, unless the interval would then exceed its maximum.
+/// While the watcher reports all changes, unwatched-file checks take at most 1/50 of the time and full saves at most
+/// 1/100, unless that would push the interval past its maximum.
 const UNWATCHED_INTERVAL_FACTOR: u32 = 50;
 const MAX_UNWATCHED_INTERVAL: Duration = Duration::from_secs(600);
 const FULL_INTERVAL_FACTOR: u32 = 100;
 const MAX_FULL_INTERVAL: Duration = Duration::from_secs(24 * 3600);
-/// The pause after a save, as a multiple of its duration: at most `MAX_PAUSE`, and shorter if [`MAX_CHANGE_AGE`]
-/// requires it. It keeps saves that read far more than the changes, for example because the cache is not writable, from
-/// hogging the CPU.
+/// Pause after a save, as a multiple of its duration: capped at `MAX_PAUSE`, and shortened if [`MAX_CHANGE_AGE`]
+/// requires it. Keeps saves that read far more than the changes (for example, with an unwritable cache) from hogging
+/// the CPU.
 const PAUSE_FACTOR: u32 = 10;
 const MAX_PAUSE: Duration = Duration::from_secs(300);
 /// Changes reported by the watcher are saved within this time, unless saves fail or take longer than 15 s. In the worst
 /// case, a change is made just after a save starts, then waits for that save, the pause (or `MAX_DELAY`, if longer) and
 /// the next save.
 const MAX_CHANGE_AGE: Duration = Duration::from_secs(60);
-/// Interval between full saves of the home directory, which also catch writes that raise no events, such as those
+/// Interval between full saves of the home directory, which also catch writes that don't raise events, such as those
 /// through a shared memory map.
 pub const FULL_INTERVAL: Duration = Duration::from_secs(3600);
 /// Interval between full saves while the watcher is not responding.
@@ -38,7 +38,7 @@ const RETRY_BACKOFF_RANGE: (Duration, Duration) = (Duration::from_secs(5), Durat
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Observation {
     Unchanged,
-    /// There are changes; `is_settled` if none is newer than the previous check.
+    /// Changes are pending; `is_settled` if none is newer than the previous check.
     Changed {
         is_settled: bool,
     },
@@ -57,7 +57,7 @@ pub enum SaveScope {
     Everything,
 }
 
-/// Past saves and failures, which determine the next save.
+/// Schedules the next save based on past saves and failures.
 #[derive(Debug)]
 pub struct Schedule {
     /// When the first unsaved change was detected.
@@ -102,7 +102,7 @@ impl Schedule {
         self.changed_since
     }
 
-    /// Records the observation, and returns the scope of the save that is due now.
+    /// Records the observation and returns the scope of the save due now.
     pub fn decide(&mut self, observation: Observation, now: Instant) -> SaveScope {
         if observation != Observation::Unchanged {
             self.changed_since.get_or_insert(now);
@@ -112,7 +112,7 @@ impl Schedule {
         if now < self.not_before && !is_requested {
             return SaveScope::Nothing;
         }
-        // Without the watcher, only a full save is sure to include all changes.
+        // Without the watcher, only a full save is guaranteed to include all changes.
         let full_interval = match observation {
             Observation::WatcherUnavailable if is_requested => Duration::ZERO,
             Observation::WatcherUnavailable => WATCHER_UNAVAILABLE_INTERVAL,
@@ -133,7 +133,7 @@ impl Schedule {
         }
     }
 
-    /// Records a successful save that ended at `now` and took `duration`. If nothing had changed, no snapshot was
+    /// Records a save that succeeded at `now` after running for `duration`. If nothing had changed, no snapshot was
     /// stored, so the minimum pause is shorter.
     pub fn record_success(&mut self, scope: SaveScope, is_unchanged: bool, duration: Duration, now: Instant) {
         if scope == SaveScope::Everything {
@@ -151,8 +151,8 @@ impl Schedule {
             + (check_duration * UNWATCHED_INTERVAL_FACTOR).clamp(UNWATCHED_INTERVAL, MAX_UNWATCHED_INTERVAL);
     }
 
-    /// Records a failed save that ended at `now` and took `duration`. The backoff grows with each failure. From the
-    /// second failure on, unless the platform is waiting for the save (`is_awaited`), it also grows with the duration,
+    /// Records a save that failed at `now` after running for `duration`. The backoff grows with each failure. From the
+    /// second failure on, unless the platform is waiting for the save (`is_awaited`), it also scales with the duration,
     /// because each attempt compares all files.
     pub fn record_failure(&mut self, duration: Duration, is_awaited: bool, now: Instant) {
         let (min, max) = RETRY_BACKOFF_RANGE;
@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn settled_changes_are_saved_at_once_and_others_after_the_delay() {
+    fn settled_changes_save_immediately_others_after_delay() {
         let (mut schedule, now) = started();
         assert_eq!(schedule.decide(Observation::Unchanged, after(now, 5)), SaveScope::Nothing);
         assert_eq!(schedule.decide(CHANGING, after(now, 10)), SaveScope::Nothing);
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn save_without_changes_shortens_the_pause() {
+    fn unchanged_save_shortens_pause() {
         let (mut schedule, now) = started();
         schedule.record_success(SaveScope::Changes, true, Duration::from_millis(50), now);
         assert_eq!(schedule.decide(SETTLED, after(now, 4)), SaveScope::Nothing);
@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn everything_is_saved_hourly_and_after_lost_events() {
+    fn full_save_runs_hourly_and_after_lost_events() {
         let (mut schedule, now) = started();
         assert_eq!(schedule.decide(Observation::Unknown, after(now, 15)), SaveScope::Everything);
         assert_eq!(schedule.decide(Observation::Unchanged, after(now, 60)), SaveScope::Changes);
@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn requested_full_save_is_repeated_until_it_succeeds() {
+    fn requested_full_save_is_retried_until_it_succeeds() {
         let (mut schedule, now) = started();
         schedule.request_everything();
         assert_eq!(schedule.decide(Observation::Unchanged, after(now, 1)), SaveScope::Everything);
@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn failed_saves_back_off_and_requests_run_at_once() {
+    fn failed_saves_back_off_but_requests_run_immediately() {
         let (mut schedule, now) = started();
         schedule.record_failure(Duration::ZERO, false, now);
         assert_eq!(schedule.decide(SETTLED, after(now, 4)), SaveScope::Nothing);

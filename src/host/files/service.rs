@@ -1,8 +1,8 @@
-//! `svc-sync-agent files`: saves the user's home directory until it is stopped.
+//! `svc-sync-agent files`: saves the user's home directory until stopped.
 //!
-//! Invariant: `savedUntil` in the status, and the pointer in the store, cover only data that is completely in the
-//! store. A change is forgotten only after a save that contains it. `save_passes.rs` states the limitation for files
-//! that are moved during a save.
+//! Invariant: `savedUntil` in the status and the pointer in the store only cover data that is fully persisted in the
+//! store. A change is dropped only after a save that contains it. See `save_passes.rs` for the limitation on files
+//! moved during a save.
 
 use std::time::{Duration, Instant};
 
@@ -35,13 +35,13 @@ use crate::system::layout::Layout;
 use crate::system::quiesce::Quiesce;
 use crate::system::systemd;
 
-/// Interval between checks for changes, and the shorter interval while there are unsaved changes. Changes are settled
-/// if no new ones follow between two checks.
+/// Interval between checks for changes, and the shorter one while changes are unsaved. Changes are settled if no new
+/// ones arrive between two checks.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 const SETTLE_INTERVAL: Duration = Duration::from_millis(500);
 const REQUEST_POLL_INTERVAL: Duration = Duration::from_millis(250);
 const KEY_OFFER_INTERVAL: Duration = Duration::from_secs(24 * 3600);
-/// Interval between measurements of the excluded files. Each measurement visits all of them.
+/// Interval between measurements of the excluded files, each of which visits all of them.
 const EXCLUDED_MEASURE_INTERVAL: Duration = Duration::from_secs(24 * 3600);
 /// Minimum age of unsaved changes before their size is estimated, and the interval between estimates.
 const MIN_PENDING_AGE: Duration = Duration::from_secs(60);
@@ -71,8 +71,7 @@ pub async fn run(layout: Layout) -> Result<(), Failure> {
 }
 
 fn superseded() -> Failure {
-    let error =
-        anyhow::anyhow!("this machine has been replaced or deleted, so its files are no longer saved");
+    let error = anyhow::anyhow!("this machine has been replaced or deleted; no longer saving its files");
     Failure::new(Exit::Permission, error)
 }
 
@@ -82,27 +81,27 @@ struct FileBackup {
     status: FilesStatus,
     /// `None` until the repository has been opened, and after a failed save.
     saver: Option<OpenSaver>,
-    /// The token of the watcher's last reply whose changes have been saved.
+    /// Token of the last watcher reply whose changes have been saved.
     saved_token: Option<String>,
-    /// Paths that the last save could not read, or that changed during it.
+    /// Paths the last save couldn't read, or that changed during it.
     retry: ChangeSet,
     last_warning: Option<(String, Instant)>,
     records: SaveRecords,
-    /// When the writers were stopped, as of the last check. A new value requests a save.
+    /// When the writers were stopped, as of the last check. A new value triggers a save.
     last_quiesced_at: Option<Timestamp>,
-    /// Whether a full save must follow, because the writers were stopped.
+    /// Whether a full save is still due because the writers were stopped.
     is_full_save_due: bool,
     key_offered_at: Option<Instant>,
     /// The owner's rules, as of the last save.
     rules: Option<OwnerRules>,
-    /// When the sizes of the excluded files were last measured, and the rules at that time.
+    /// When the excluded files were last measured, and the rules at that time.
     measured_excluded: Option<(Instant, OwnerRules)>,
     measured_pending_at: Option<Instant>,
 }
 
-/// What the schedule needs to know about a successful save.
+/// Result of a successful save, for the schedule.
 struct FinishedSave {
-    /// The time for which the upload limit may have delayed it.
+    /// Upper bound on the delay from the upload limit.
     throttled: Duration,
     is_full: bool,
     /// Whether no snapshot was taken.
@@ -150,7 +149,7 @@ impl FileBackup {
         }
     }
 
-    /// Requests the changes from the watcher, and saves them if a save is due.
+    /// Fetches changes from the watcher and saves them if a save is due.
     async fn check_and_save(&mut self) -> Result<(), Failure> {
         if self.settings.layout.superseded().exists() {
             return Err(superseded());
@@ -159,7 +158,7 @@ impl FileBackup {
         // A save that starts now includes everything written before this time.
         let checked_at = clock::now_ms();
         if self.status.correct_future_times(checked_at) {
-            tracing::warn!("the clock was ahead; correcting the recorded times and requesting a save");
+            tracing::warn!("clock was ahead; correcting recorded times and requesting a save");
             self.schedule.request();
             self.write_status();
         }
@@ -174,12 +173,12 @@ impl FileBackup {
         }
         let start = SaveStart { checked_at, started_at: Instant::now() };
         let rules = read_rules(&self.settings.layout);
-        // New rules also apply to unchanged directories.
+        // New rules apply to unchanged directories, too.
         let scope = if self.rules.as_ref() == Some(&rules) { scope } else { SaveScope::Everything };
         self.rules = Some(rules);
         match self.save(scope, reply.ok(), start).await {
             Ok(FinishedSave { throttled, is_full, is_unchanged }) => {
-                // Only the work counts: a save that mostly waits for the upload limit is not slow.
+                // Count only the work: a save that mostly waits for the upload limit isn't slow.
                 let duration = start.started_at.elapsed().saturating_sub(throttled);
                 self.schedule.record_success(scope, is_unchanged, duration, Instant::now());
                 if is_full || scope == SaveScope::Everything {
@@ -194,7 +193,7 @@ impl FileBackup {
             // The save may have failed because another machine has replaced this one. Retry until a heartbeat confirms
             // the replacement, or the platform returns the slot to this machine.
             Err(error) => {
-                // The saver's view of the repository may be stale, and new rules have not been applied.
+                // The saver's view of the repository may be stale, and new rules haven't been applied.
                 (self.saver, self.rules) = (None, None);
                 if error.is_withdrawn() {
                     self.settings = FilesSettings::read(self.settings.layout.clone())?;
@@ -208,9 +207,9 @@ impl FileBackup {
         Ok(())
     }
 
-    /// Passes a request for a save to the schedule, and removes it. Once this machine's writers have been stopped,
-    /// requests a save, and then a full one: the snapshot may be the machine's final one, and the watcher does not
-    /// report writes through a hard link outside the home directory.
+    /// Consumes a pending save request. Once this machine's writers have been stopped, also requests a save and then a
+    /// full one: the snapshot may be the machine's final one, and the watcher doesn't report writes through a hard link
+    /// outside the home directory.
     fn take_requests(&mut self) {
         let layout = &self.settings.layout;
         let quiesced_at = Quiesce::read(layout).ok().flatten().and_then(|quiesce| quiesce.quiesced_at);
@@ -224,7 +223,7 @@ impl FileBackup {
         }
     }
 
-    /// Saves, and moves the pointer to the snapshot.
+    /// Saves the home directory and advances the pointer to the snapshot.
     async fn save(
         &mut self,
         scope: SaveScope,
@@ -234,7 +233,7 @@ impl FileBackup {
         self.ensure_home_is_complete()?;
         let checks = FileChecks::read(&self.settings.layout).map_err(AccessError::File)?;
         let is_repair = self.status.needs_repair(checks.damage_found_at);
-        // A requested save must not succeed based on an earlier state of the store.
+        // A requested save must not succeed based on a stale view of the store.
         let should_check_store = self.schedule.is_requested() || scope == SaveScope::Everything;
         let open = match self.saver.take().filter(|_| !is_repair) {
             Some(open) if !should_check_store || open.is_pointer_current(&self.settings).await? => open,
@@ -254,7 +253,7 @@ impl FileBackup {
         let options = open.saver.options_mut();
         options.origin = self.settings.origin();
         let rules = self.rules.clone().unwrap_or_default();
-        // A caller waits for a requested save, so a repeated measurement is postponed, unless the rules have changed.
+        // A caller is waiting for a requested save, so postpone measuring again unless the rules have changed.
         let can_measure = !self.schedule.is_requested();
         options.should_measure_excluded = match &self.measured_excluded {
             Some((_, measured)) if *measured != rules => true,
@@ -262,11 +261,11 @@ impl FileBackup {
             None => true,
         };
         self.status.invalid_rules = set_rules(&mut options.exclusions, &rules);
-        // The save writes content again if it is only in damaged packs.
+        // Content that is only in corrupt packs is written again.
         open.saver.set_damaged_packs(checks.damaged_packs());
         let scope = if is_repair { SaveScope::Everything } else { scope };
-        // With a parent, entries that cannot be read now would still refer to the lost part of the index. The repair's
-        // snapshot must not.
+        // With a parent, currently unreadable entries would still refer to the lost part of the index, which the
+        // repair's snapshot must not do.
         let parent = open.parent.clone().filter(|_| !(is_repair && checks.is_index_damaged()));
         let (result, is_full) = match (scope, parent) {
             // The changes since another machine's snapshot are unknown.
@@ -297,7 +296,7 @@ impl FileBackup {
             open.pointer_target = Some(id);
         }
         failpoint::trigger("files.service.advanced")?;
-        // Without a reply, there is no token: the watcher then reports that anything may have changed.
+        // Without a reply there's no token, so the watcher will report that anything may have changed.
         self.saved_token = token;
         if is_repair {
             self.record_repair(checks.damage_found_at);
@@ -306,13 +305,13 @@ impl FileBackup {
         Ok(FinishedSave { throttled: saved.throttled, is_full, is_unchanged: saved.is_unchanged })
     }
 
-    /// Records that a save has read all files again because of damage, and requests a verification of the result.
+    /// Records that a save has reread all files because of corruption, and requests verification of the result.
     fn record_repair(&mut self, damage_found_at: Option<Timestamp>) {
-        tracing::info!("read all files again, because a part of the file backup is damaged");
+        tracing::info!("reread all files because part of the file backup is corrupt");
         self.status.repaired_damage_found_at = damage_found_at;
         let request = self.settings.layout.request(verify::REQUEST);
         if let Err(error) = fsx::write_atomic(&request, b"", 0o644) {
-            tracing::warn!(error = %format_chain(&error), "cannot request a verification of the file backup");
+            tracing::warn!(error = %format_chain(&error), "cannot request file-backup verification");
         }
     }
 
@@ -327,12 +326,12 @@ impl FileBackup {
         match offered {
             Ok(()) => self.key_offered_at = Some(Instant::now()),
             Err(error) => {
-                tracing::debug!(error = %format_chain(&error), "cannot send the key of the file backup to the platform");
+                tracing::debug!(error = %format_chain(&error), "cannot send the file-backup key to the platform");
             }
         }
     }
 
-    /// Refuses to save a home directory whose files could not be restored: its snapshot would hide earlier snapshots.
+    /// Refuses to save a home directory whose restore failed: the new snapshot would hide earlier ones.
     fn ensure_home_is_complete(&self) -> Result<(), SaveError> {
         match RestoreOutcome::read(&self.settings.layout).map_err(AccessError::File)? {
             Some(RestoreOutcome { error: Some(_), .. }) => Err(AccessError::NotRestored.into()),
@@ -383,7 +382,7 @@ impl FileBackup {
         if saved.counts.excluded_sizes.is_some() {
             self.measured_excluded = Some((Instant::now(), self.rules.clone().unwrap_or_default()));
         }
-        // Once the writers are stopped, only a full save is certain to contain everything that they wrote.
+        // Once the writers are stopped, only a full save is guaranteed to contain everything they wrote.
         let quiesced_at =
             Quiesce::read(&self.settings.layout).ok().flatten().and_then(|quiesce| quiesce.quiesced_at);
         let saved_until = match quiesced_at {
@@ -410,7 +409,7 @@ impl FileBackup {
         }
     }
 
-    /// Whether a full save has succeeded since the writers were stopped at this time.
+    /// Whether a full save has succeeded since the writers were stopped at `quiesced_at`.
     fn has_final_save(&self, quiesced_at: Timestamp) -> bool {
         self.last_quiesced_at == Some(quiesced_at) && !self.is_full_save_due
     }
@@ -433,7 +432,7 @@ impl FileBackup {
     fn write_status(&mut self) {
         // A full disk must not stop the backup.
         if let Err(error) = self.status.write(&self.settings.layout) {
-            tracing::warn!(error = %format_chain(&error), "cannot write the status of the file backup");
+            tracing::warn!(error = %format_chain(&error), "cannot write the file-backup status");
         }
     }
 }

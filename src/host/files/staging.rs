@@ -1,4 +1,4 @@
-//! The staging directory of a restore, on the same file system as the owner's files.
+//! Restore staging directory, on the same file system as the owner's files.
 
 use std::fs::{self, DirBuilder};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
@@ -10,18 +10,18 @@ use svc_base::fsx::{self, FileError};
 
 use crate::system::layout::Layout;
 
-/// The names of the staging directories in the user's home directory: one for the restore on a new machine, and one for
-/// the restore of a single entry. The backup never includes them.
+/// Names of the staging directories in the user's home directory: one for restores on a new machine, one for
+/// single-entry restores. Never included in backups.
 pub const HOME_STAGING: &str = ".svc-restore";
 pub const ENTRY_STAGING: &str = ".svc-restore-entry";
 pub const STAGING_NAMES: [&str; 2] = [HOME_STAGING, ENTRY_STAGING];
-/// The marker file that is created in the staging directory once the directory contains all files.
+/// Marker file created in the staging directory once it contains all files.
 const COMPLETION_MARKER: &str = "complete";
 
-/// The directory in which a restore collects files until it moves them into place.
+/// A directory that holds restored files until they are moved into place.
 pub struct Staging {
     path: PathBuf,
-    /// The id of the user who owns the state directory of the file backup: svc-gateway.
+    /// Uid that owns the file-backup state directory (svc-gateway).
     service_uid: u32,
 }
 
@@ -32,29 +32,27 @@ impl Staging {
         Self { path: layout.user_home().join(name), service_uid }
     }
 
-    /// The directory that contains the restored files.
+    /// Directory for restored files.
     pub fn files(&self) -> PathBuf {
         self.path.join("files")
     }
 
-    /// The directory for entries that are replaced by restored ones. It is outside [`Self::files`], because an owner's
-    /// entry in that directory may have any name.
+    /// Directory for replaced entries. Outside [`Self::files`], where owner entries may have any name.
     pub fn replaced(&self) -> PathBuf {
         self.path.join("replaced")
     }
 
-    /// Returns whether the directory exists. Rejects a directory that belongs to another user, because the owner's
-    /// programs can create one with this name. They cannot enter a directory that this process created, because of its
-    /// mode, and cannot rename or remove it, because its parent directory is sticky and belongs to root.
+    /// Returns whether the directory exists. Rejects one that belongs to another user, because the owner's programs can
+    /// create a directory with this name. They can't enter a directory created by this process because of its mode, nor
+    /// rename or remove it, because its parent is sticky and root-owned.
     ///
     /// # Errors
-    /// If something other than a directory that belongs to svc-gateway or root has this name, or if its metadata cannot
-    /// be read.
+    /// If the path exists but isn't a directory owned by svc-gateway or root, or if its metadata can't be read.
     pub fn verify_if_exists(&self) -> Result<bool, FileError> {
         match fs::symlink_metadata(&self.path) {
             Ok(meta) if meta.is_dir() && [0, self.service_uid].contains(&meta.uid()) => Ok(true),
             Ok(_) => {
-                let reason = "it is not a directory that belongs to svc-gateway or root; remove it";
+                let reason = "not a directory owned by svc-gateway or root; remove it";
                 Err(FileError::wrap("use", &self.path)(std::io::Error::other(reason)))
             }
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(false),
@@ -62,21 +60,20 @@ impl Staging {
         }
     }
 
-    /// Returns the data that [`Self::mark_complete`] wrote; `None` if the directory does not contain all files yet, or
-    /// if the data is invalid.
+    /// Returns the data written by [`Self::mark_complete`]; `None` if the directory isn't complete yet or the data is
+    /// invalid.
     pub fn read_complete<T: DeserializeOwned>(&self) -> Result<Option<T>, FileError> {
         let text = fsx::read_if_exists(&self.path.join(COMPLETION_MARKER))?;
         Ok(text.and_then(|text| serde_json::from_slice(&text).ok()))
     }
 
-    /// Records that the directory contains all files, together with the data for the next step.
+    /// Marks the directory as complete, storing `data` for the next step.
     pub fn mark_complete(&self, data: &impl Serialize) -> Result<(), FileError> {
         let text = serde_json::to_vec(data).expect("plain fields serialize to JSON");
         fsx::write_atomic(&self.path.join(COMPLETION_MARKER), &text, 0o600)
     }
 
-    /// Creates the directory, empty and inaccessible to other users. A directory that a killed run left is removed
-    /// first.
+    /// Creates the directory, empty and inaccessible to other users, after removing any left by a killed run.
     ///
     /// # Errors
     /// If another user has created a directory with this name, or a directory cannot be removed or created.
@@ -85,7 +82,7 @@ impl Staging {
         if let Some(home) = self.path.parent() {
             fs::create_dir_all(home).map_err(FileError::wrap("create", home))?;
         }
-        // `recursive` is not set, because creation must fail if another user has just created the directory.
+        // Not `recursive`: creation must fail if another user has just created the directory.
         for path in [self.path.clone(), self.files()] {
             let created = DirBuilder::new().mode(0o700).create(&path);
             created.map_err(FileError::wrap("create", &path))?;
@@ -93,7 +90,7 @@ impl Staging {
         Ok(())
     }
 
-    /// Removes the directory, if it exists.
+    /// Removes the directory if it exists.
     ///
     /// # Errors
     /// If the directory belongs to another user, or cannot be removed.

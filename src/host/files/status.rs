@@ -21,11 +21,11 @@ const FORMAT_VERSION: u32 = 1;
 const STATUS_FILE: &str = "status.json";
 /// Unsaved changes and failures are reported once they are this old.
 const MAX_PENDING_AGE: SignedDuration = SignedDuration::from_mins(10);
-/// The last save is reported as too old after this time. The service saves every few minutes even without changes,
-/// because some files are not watched.
+/// Age at which the last save is reported as too old. The service saves every few minutes even without changes, because
+/// some files aren't watched.
 const MAX_SAVE_AGE: SignedDuration = SignedDuration::from_mins(40);
 
-/// The content of `/var/lib/svc/files/status.json`.
+/// File-backup status, as stored in `/var/lib/svc/files/status.json`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct FilesStatus {
@@ -38,33 +38,33 @@ pub struct FilesStatus {
     pub changed_since: Option<Timestamp>,
     /// Estimated size of the unsaved changes, in bytes; `None` if there are none or the size is unknown.
     pub pending_bytes: Option<u64>,
-    /// The latest snapshot's id.
+    /// Latest snapshot id.
     pub snapshot: Option<String>,
     /// Counts from the last full save.
     pub files: u64,
     pub bytes: u64,
     pub excluded: u64,
     pub special: u64,
-    /// Names the first sockets, FIFOs and devices.
+    /// Notes naming the first few sockets, FIFOs and devices.
     pub notes: Vec<String>,
     /// Sizes of the excluded files when last measured.
     pub excluded_files: Option<ExcludedFiles>,
-    /// The number of entries that the last save could not read.
+    /// Number of entries the last save couldn't read.
     pub unreadable: u64,
     pub first_unreadable: Option<String>,
-    /// The number of files that kept changing while the last save tried to read them.
+    /// Number of files that kept changing while the last save tried to read them.
     pub unstable: u64,
-    /// The error if the owner's rules are unreadable, and their first invalid lines, which exclude nothing.
+    /// Error from reading the owner's rules, if any, and their first invalid lines, which are ignored.
     pub invalid_rules: Vec<String>,
-    /// Why the last save failed; `None` if it succeeded.
+    /// Error from the last save; `None` if it succeeded.
     pub error: Option<String>,
-    /// When saves started to fail; `None` if the last save succeeded.
+    /// When saves started failing; `None` if the last one succeeded.
     #[serde(with = "clock::wire_option")]
     pub failing_since: Option<Timestamp>,
     /// The [`FileChecks::damage_found_at`] for which all files were last reread.
     #[serde(rename = "repairedAt", with = "clock::wire_option")]
     pub repaired_damage_found_at: Option<Timestamp>,
-    /// Why a later machine could not read the file backup; `None` if, as far as is known, the platform has the key.
+    /// Key problem that would keep a later machine from reading the file backup, if any is known.
     pub key_problem: Option<String>,
     /// When a save last failed. Later successes do not clear it.
     #[serde(with = "clock::wire_option")]
@@ -72,8 +72,8 @@ pub struct FilesStatus {
 }
 
 impl FilesStatus {
-    /// Reads the status file; `None` if it does not exist. If the file is invalid or has a different format version,
-    /// returns a status with no known saves.
+    /// Reads the status file; `None` if it doesn't exist. An invalid file or a different format version yields a status
+    /// with no known saves.
     ///
     /// # Errors
     /// If the file exists but cannot be read.
@@ -115,12 +115,12 @@ impl FilesStatus {
     pub(super) fn record_key(&mut self, error: Option<&AccessError>) {
         match error {
             None => self.key_problem = None,
-            // Other errors, such as outages, do not show whether the platform has the key.
+            // Other errors, such as outages, don't reveal whether the platform has the key.
             Some(error) => self.key_problem = error.to_key_problem().or(self.key_problem.take()),
         }
     }
 
-    /// Corrects times recorded while the clock was ahead. Otherwise, new changes would already count as saved, and
+    /// Corrects times recorded while the clock was ahead; otherwise, new changes would be treated as already saved, and
     /// requested saves as failed. Returns whether any time was corrected.
     pub fn correct_future_times(&mut self, now: Timestamp) -> bool {
         let before = (self.saved_until, self.changed_since, self.failing_since, self.failed_at);
@@ -132,8 +132,8 @@ impl FilesStatus {
         before != (self.saved_until, self.changed_since, self.failing_since, self.failed_at)
     }
 
-    /// Whether damage requires rereading all files, given [`FileChecks::damage_found_at`]. Times are only compared for
-    /// equality, because the clock may have been ahead when earlier damage was found.
+    /// Whether corruption requires rereading all files, given [`FileChecks::damage_found_at`]. Times are only compared
+    /// for equality, because the clock may have been ahead when earlier corruption was found.
     pub fn needs_repair(&self, damage_found_at: Option<Timestamp>) -> bool {
         damage_found_at.is_some() && damage_found_at != self.repaired_damage_found_at
     }
@@ -146,8 +146,8 @@ impl FilesStatus {
         is_unknown || self.find_unsaved_since(now).is_some()
     }
 
-    /// Returns the time since which changes have been unsaved, if saves are overdue: the first unsaved change or
-    /// failure is at least `MAX_PENDING_AGE` old, or the last save is at least `MAX_SAVE_AGE` old.
+    /// Returns the time since which changes have been unsaved, but only if saves are overdue: the first unsaved change
+    /// or failure is at least `MAX_PENDING_AGE` old, or the last save is at least `MAX_SAVE_AGE` old.
     pub fn find_unsaved_since(&self, now: Timestamp) -> Option<Timestamp> {
         let since = self.changed_since.or(self.failing_since).or(self.saved_until)?;
         let is_old = |at: Timestamp, limit: SignedDuration| now.duration_since(at) >= limit;
@@ -177,7 +177,7 @@ impl FilesStatus {
         }
     }
 
-    /// Describes the entries that the last save could not read; `None` if there are none.
+    /// Describes entries the last save couldn't read, if any.
     pub fn describe_unreadable(&self) -> Option<String> {
         let first =
             self.first_unreadable.as_ref().map_or_else(String::new, |first| format!(" (first: {first})"));
@@ -205,7 +205,7 @@ impl FilesStatus {
     }
 }
 
-/// Describes the excluded entries for the status.
+/// Converts the excluded entries for the status.
 fn to_excluded_files(sizes: &ExcludedSizes, measured_at: Timestamp) -> ExcludedFiles {
     let display_path =
         |path: &Path| truncate_printable(&HomePath::from_relative(path.to_owned()).to_string());
@@ -228,7 +228,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn invalid_file_is_read_as_nothing_saved() {
+    fn invalid_status_file_reads_as_nothing_saved() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         assert_eq!(FilesStatus::read(&layout).unwrap(), None);
@@ -262,11 +262,11 @@ mod tests {
         assert_eq!(status.find_unsaved_since(at(20)), Some(at(10)));
         let mut only_saved = FilesStatus { saved_until: Some(at(1440)), ..FilesStatus::default() };
         assert!(!only_saved.is_unsaved(at(10)) && only_saved.correct_future_times(at(10)));
-        assert!(only_saved.is_unsaved(at(10)), "it is not known what is saved");
+        assert!(only_saved.is_unsaved(at(10)), "the saved state is unknown");
     }
 
     #[test]
-    fn needs_repair_until_files_were_read_for_this_damage() {
+    fn needs_repair_until_files_are_reread_for_this_damage() {
         let at = |minute: i64| Timestamp::from_second(minute * 60).ok();
         let needs_repair = |repaired_damage_found_at, damage_found_at| {
             FilesStatus { repaired_damage_found_at, ..FilesStatus::default() }.needs_repair(damage_found_at)

@@ -1,5 +1,4 @@
-//! `svc-gateway usage` and `svc-gateway logs`: print usage and logs in a terminal. They read the files directly, so
-//! that the gateway does not have to be running.
+//! `svc-gateway usage` and `svc-gateway logs`. Both read the files directly, so the gateway doesn't have to be running.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -82,7 +81,7 @@ impl From<LogName> for LogKind {
 /// Prints the usage report.
 ///
 /// # Errors
-/// The records cannot be read, or the report cannot be printed.
+/// If the records cannot be read or the report cannot be printed.
 pub fn print_usage(layout: &Layout, args: UsageArgs) -> Result<(), Failure> {
     let ledger = usage_store::read_ledger(&layout.logs(), &layout.usage_seals()).or_exit(Exit::Internal)?;
     let UsageArgs { by, user, since, until, json } = args;
@@ -110,7 +109,7 @@ pub fn print_usage(layout: &Layout, args: UsageArgs) -> Result<(), Failure> {
     };
     for entry in report.entries {
         let name = entry.model.or(entry.user_id);
-        // Both are untrusted: agents report the names of models, and senders choose their ids.
+        // Both are untrusted: agents report model names, and senders choose their ids.
         let name = name.map(|name| untrusted_text::one_line(&name).into_owned());
         let name = name.unwrap_or_else(|| entry.date.to_string());
         table.add_row(row(name, &entry.totals));
@@ -119,13 +118,13 @@ pub fn print_usage(layout: &Layout, args: UsageArgs) -> Result<(), Failure> {
     print(&format!("{table}\n")).map(|_| ())
 }
 
-/// Prints the last lines of a log and, with `--follow`, new ones.
+/// Prints the last lines of a log and, with `--follow`, new lines as they arrive.
 ///
 /// # Errors
-/// The log cannot be read, or its lines cannot be printed.
+/// If the log cannot be read or its lines cannot be printed.
 pub fn print_logs(layout: &Layout, args: &LogsArgs) -> Result<(), Failure> {
     let (kind, logs): (LogKind, PathBuf) = (args.log.into(), layout.logs());
-    // Open the tail first, so that lines written in the meantime are printed afterwards.
+    // Open the tail first, so that it picks up lines written concurrently.
     let tail = args.follow.then(|| Tail::from_end(kind, logs.clone())).transpose().or_exit(Exit::Internal)?;
     let lines = read_existing_lines(kind, &logs, tail.as_ref(), args.lines as usize);
     let lines = lines.or_exit(Exit::Internal)?;
@@ -148,7 +147,7 @@ pub fn print_logs(layout: &Layout, args: &LogsArgs) -> Result<(), Failure> {
     }
 }
 
-/// Reads at most `limit` lines, newest first. With a tail, these are the lines before those that the tail will return.
+/// Reads up to `limit` lines, newest first, excluding any that `tail` will return.
 fn read_existing_lines(
     kind: LogKind,
     logs: &Path,
@@ -158,13 +157,13 @@ fn read_existing_lines(
     let mut lines = Vec::new();
     let mut before = None;
     if let Some(tail) = tail {
-        // Without a position, there was no file yet, so the tail returns all lines.
+        // No position means there was no file yet, so the tail returns all lines.
         let Some(position) = tail.position() else { return Ok(lines) };
         before = Some(position.last);
     }
     while lines.len() < limit {
         let page = match page::read_newest(kind, logs, before, limit - lines.len(), |_| Verdict::Take) {
-            // Retention removed the file in the meantime.
+            // Retention removed the file concurrently.
             Err(PageError::Gone) => break,
             page => page?,
         };

@@ -1,6 +1,6 @@
-//! The gateway's configuration: its address, the machine's owner, the accepted credentials, the database, and timeouts.
+//! Gateway configuration: listen address, machine owner, accepted credentials, database, and timeouts.
 //!
-//! On anything but a developer's machine, a configuration that disables authentication is rejected.
+//! Disabling authentication is rejected on anything but a development machine.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -19,7 +19,7 @@ use svc_http::proof::ProofKeys;
 use svc_machine::epoch::Epoch;
 use svc_machine::id::MachineId;
 
-/// PostgreSQL's maximum: it rejects a longer timeout for an app's role, so the app could not be registered.
+/// PostgreSQL's maximum. It rejects longer timeouts for an app role, so the app couldn't be registered.
 const MAX_STATEMENT_TIMEOUT_MS: u64 = 2_147_483_647;
 
 /// The complete, validated configuration.
@@ -29,20 +29,20 @@ pub struct Config {
     pub listen: SocketAddr,
     pub owner: ConfiguredOwner,
     pub admin_token: Option<SecretString>,
-    /// The issuer of the owner's bearer tokens, if configured.
+    /// Issuer of the owner's bearer tokens, if configured.
     pub issuer: Option<TrustedIssuer>,
     pub postgres: tokio_postgres::Config,
-    /// Timeout for a single statement run by an app's role. A whole transaction gets a few seconds more.
+    /// Timeout for a single statement run by an app role. Whole transactions get a few seconds more.
     pub statement_timeout: Duration,
-    /// How long change events are kept.
+    /// How long change events are retained.
     pub changes_retention: Duration,
-    /// A certificate chain file that the operator has placed on the machine.
+    /// Operator-provided certificate chain file.
     pub certificate_file: Option<PathBuf>,
     /// Initial backoff after a failed certificate request.
     pub acme_initial_backoff: Duration,
 }
 
-/// The provisioned owner of the machine, or the fixed owner of a developer's machine, without authentication.
+/// The machine's provisioned owner, or the fixed owner of a development machine without authentication.
 #[derive(Debug, Clone)]
 pub enum ConfiguredOwner {
     Provisioned { identity: Identity, proof_keys: ProofKeys },
@@ -51,7 +51,7 @@ pub enum ConfiguredOwner {
 
 impl Config {
     /// # Errors
-    /// All configuration errors at once.
+    /// Reports all configuration errors at once.
     pub fn load(layout: Layout) -> Result<Self, ConfigError> {
         let env = environment(&layout);
         Self::read(env, layout)
@@ -99,7 +99,7 @@ impl Config {
 }
 
 impl Config {
-    /// The machine's id; `None` on a developer's machine.
+    /// Returns the machine id, or `None` on a development machine.
     pub fn machine_id(&self) -> Option<MachineId> {
         match &self.owner {
             ConfiguredOwner::Provisioned { identity, .. } => Some(identity.machine),
@@ -107,7 +107,7 @@ impl Config {
         }
     }
 
-    /// The machine's epoch; [`Epoch::NONE`] on a developer's machine.
+    /// Returns the machine's epoch, or [`Epoch::NONE`] on a development machine.
     pub fn epoch(&self) -> Epoch {
         match &self.owner {
             ConfiguredOwner::Provisioned { identity, .. } => identity.epoch,
@@ -116,8 +116,8 @@ impl Config {
     }
 }
 
-/// Returns the administrator's token; `None` if it is not set or not valid. An invalid token is ignored rather than
-/// rejected, because earlier releases started with it.
+/// Returns the admin token, or `None` if it's unset or invalid. Invalid tokens are ignored rather than rejected because
+/// earlier releases started with them.
 fn read_admin_token(env: &mut Env) -> Option<SecretString> {
     let token = env.secret(&vars::ADMIN_TOKEN)?;
     let checked = check_operator_secret(token.expose_secret());
@@ -125,15 +125,15 @@ fn read_admin_token(env: &mut Env) -> Option<SecretString> {
     Some(token)
 }
 
-/// Reads the timeout for an app's statements. A timeout that is too long is reduced rather than rejected, because
-/// earlier releases started with it.
+/// Reads the timeout for app statements. Excessive timeouts are clamped rather than rejected because earlier releases
+/// started with them.
 fn read_statement_timeout(env: &mut Env) -> Duration {
     let timeout_ms: u64 = env.or_default(&vars::BRIDGE_STATEMENT_TIMEOUT_MS);
     if timeout_ms == 0 {
         env.add_error(&vars::BRIDGE_STATEMENT_TIMEOUT_MS, "must be at least 1");
     }
     if timeout_ms > MAX_STATEMENT_TIMEOUT_MS {
-        tracing::error!("BRIDGE_STATEMENT_TIMEOUT_MS is reduced to its maximum, {MAX_STATEMENT_TIMEOUT_MS}");
+        tracing::error!("BRIDGE_STATEMENT_TIMEOUT_MS is clamped to its maximum, {MAX_STATEMENT_TIMEOUT_MS}");
     }
     Duration::from_millis(timeout_ms.min(MAX_STATEMENT_TIMEOUT_MS))
 }
@@ -163,8 +163,9 @@ fn read_issuer(env: &mut Env) -> Option<TrustedIssuer> {
     Some(TrustedIssuer { issuer: issuer?, audiences, jwks_url: jwks_url? })
 }
 
-/// Returns the URL of the issuer's keys. If `IDP_JWKS_URL` or, in its absence, the issuer is a URL but not `http` or
-/// `https`, the issuer is ignored rather than rejected, because earlier releases started with such a configuration.
+/// Returns the issuer's JWKS URL. If `IDP_JWKS_URL` (or the issuer, when that is unset) is a URL with a scheme other
+/// than `http` or `https`, the issuer is ignored rather than rejected because earlier releases started with such a
+/// configuration.
 fn read_jwks_url(env: &mut Env, issuer: Option<&str>) -> Option<Url> {
     if env.is_set(&vars::IDP_JWKS_URL) {
         let url: Url = env.optional(&vars::IDP_JWKS_URL)?;
@@ -334,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn read_ignores_issuer_whose_jwks_url_is_not_web_url() {
+    fn read_ignores_issuer_with_non_http_jwks_url() {
         let read_with_urls = |issuer: &str, jwks_url: &str| {
             let idp = [("IDP_ISSUER", issuer), ("IDP_AUDIENCE", "a"), ("IDP_JWKS_URL", jwks_url)];
             let idp: Vec<_> = idp.into_iter().filter(|(_, value)| !value.is_empty()).collect();

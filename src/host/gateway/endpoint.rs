@@ -1,16 +1,16 @@
-//! The description of a route, for the OpenAPI document and for the checks of its requests.
+//! Route metadata for the OpenAPI document and request checks.
 
 use svc_http::openapi::Operation;
 
 pub use svc_http::openapi::documented_json;
 
-/// Extracts the value of the path's first parameter, decoded.
+/// Extractor for the first path parameter, percent-decoded.
 pub struct PathParameter(pub String);
 
-/// Default maximum body size, for routes without a body or with a small one.
+/// Default body limit, for routes with a small body or none.
 pub const DEFAULT_MAX_BODY_BYTES: usize = 64 * 1024;
 
-/// One method of one path, and its maximum body size.
+/// A single method on a single path, and its body limit.
 pub struct Endpoint {
     pub operation: Operation,
     pub max_body_bytes: usize,

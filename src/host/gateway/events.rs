@@ -1,4 +1,4 @@
-//! Responses with server-sent events: headers and timing.
+//! Server-sent event responses: headers and timing.
 
 use std::convert::Infallible;
 use std::time::Duration;
@@ -9,11 +9,11 @@ use bytes::Bytes;
 use futures_util::Stream;
 use http::{HeaderValue, header};
 
-/// Maximum interval between two messages to a client, including heartbeats.
+/// Maximum interval between messages to a client, including heartbeats.
 pub const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(15);
-/// Maximum duration of a stream; the client then reconnects with a fresh credential.
+/// Maximum stream duration, after which the client reconnects with a fresh credential.
 pub const MAX_STREAM_DURATION: Duration = Duration::from_secs(15 * 60);
-/// Delay before a client reconnects.
+/// Client reconnect delay, sent as `retry`.
 pub const RETRY_DELAY_MS: u32 = 1000;
 
 pub fn stream_response(events: impl Stream<Item = Result<Bytes, Infallible>> + Send + 'static) -> Response {

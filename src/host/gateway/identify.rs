@@ -6,7 +6,7 @@ use jiff::Timestamp;
 use super::apps::Registry;
 use super::auth::{AuthFailure, Authentication, Ingress, Principal, PrincipalResolver};
 
-/// Resolves the principal of a request.
+/// Resolves a request's principal.
 ///
 /// # Errors
 /// See [`AuthFailure`].
@@ -20,7 +20,7 @@ pub async fn identify(
     require_installed_app(apps, authentication)
 }
 
-/// Rejects the requests of a removed app: its token stays valid for up to an hour, but must no longer grant access.
+/// Rejects requests from removed apps. Their tokens stay valid for up to an hour but must no longer grant access.
 fn require_installed_app(
     apps: &Registry,
     authentication: Authentication,

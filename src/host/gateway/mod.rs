@@ -1,8 +1,8 @@
 //! `svc-gateway`: serves the owner API, the bridge and apps on the machine's HTTPS port, and proxies the shell and
 //! code-server.
 //!
-//! It listens immediately, without waiting for the database. Invariant: on the public port of a provisioned machine,
-//! only the two health routes are served without a valid proof or token.
+//! Starts listening without waiting for the database. Invariant: on a provisioned machine's public port, only the two
+//! health routes are served without a valid proof or token.
 
 mod apps;
 mod auth;
@@ -78,7 +78,7 @@ enum Command {
     Logs(cli::LogsArgs),
 }
 
-/// The command-line definition, from which the reference pages are generated.
+/// Returns the clap command, from which the reference pages are generated.
 pub fn command() -> clap::Command {
     <Args as clap::CommandFactory>::command()
 }
@@ -114,11 +114,10 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     }
     let config = Config::load(layout)?;
     let layout = config.layout.clone();
-    let identity = certificate::load_or_create(&layout)
-        .context("cannot load the machine's TLS key")
-        .or_exit(Exit::Internal)?;
-    // The secret for the ids of change events is derived from the TLS key, which never changes during the machine's
-    // lifetime and which no other machine has.
+    let identity =
+        certificate::load_or_create(&layout).context("cannot load the TLS key").or_exit(Exit::Internal)?;
+    // Derive the change-event id secret from the TLS key, which is unique to this machine and never changes during its
+    // lifetime.
     let event_id_secret = bridge::EventIdSecret::derive(identity.key_pem.as_bytes());
     let certificate_manager = CertificateManagerConfig {
         layout: layout.clone(),
@@ -134,8 +133,7 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     let trusted_socket = unix_socket::bind(&layout.gateway_sockets(), "gateway.sock");
     let trusted_socket = trusted_socket.context("cannot bind gateway.sock").or_exit(Exit::Unavailable)?;
     let agent_socket = unix_socket::bind(&layout.bridge_sockets(), BRIDGE_SOCKET);
-    let agent_socket =
-        agent_socket.context("cannot bind the agents' Unix socket").or_exit(Exit::Unavailable)?;
+    let agent_socket = agent_socket.context("cannot bind the agent socket").or_exit(Exit::Unavailable)?;
     let stop = server::stop_on_signal().context("cannot handle signals").or_exit(Exit::Internal)?;
     let metrics_handle = metrics::install()?;
     metrics_handle.spawn_upkeep(stop.clone());
@@ -185,15 +183,15 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
         stopping.cancelled().await;
         closing_dispatcher.close().await;
     });
-    // The platform's router processes are the clients, and may all share one address.
+    // Clients are the platform's router processes, which may all share one address.
     let limits = ListenerLimits::default();
     let limits = ListenerLimits { max_connections_per_address: limits.max_connections / 4 * 3, ..limits };
     server::serve(public_listener, Some(Arc::new(tls)), public, limits, stop).await;
-    // The public port has been drained, or the drain timeout has passed. Requests on the Unix sockets are not awaited.
+    // The public port has drained or hit the drain timeout. We don't wait for requests on the Unix sockets.
     supervisor_task.abort();
     trusted_task.abort();
     agents_task.abort();
-    // A panic in one of these tasks has already been logged.
+    // Panics in these tasks have already been logged.
     let _ = dispatcher_task.await;
     let _ = kernel_task.await;
     kernel.note("the gateway has stopped");

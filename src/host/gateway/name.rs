@@ -1,9 +1,9 @@
-//! Names of apps, tables and columns: validated once, safe in a path, and quoted wherever they are inserted into SQL.
+//! App, table and column names: validated once, safe in paths, and quoted wherever they are interpolated into SQL.
 
 use std::fmt;
 use std::str::FromStr;
 
-/// An app's name in paths and requests: `^[a-z][a-z0-9-]{0,40}$`.
+/// App name as used in paths and requests: `^[a-z][a-z0-9-]{0,40}$`.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Slug(String);
 
@@ -12,7 +12,7 @@ impl Slug {
         &self.0
     }
 
-    /// The name of the schema that holds the app's tables, and of the role that may use it.
+    /// Name of both the schema that holds the app's tables and the role with access to it.
     pub fn schema(&self) -> SqlIdentifier {
         SqlIdentifier(format!("app_{}", self.0.replace('-', "_")))
     }
@@ -40,12 +40,12 @@ impl fmt::Display for Slug {
     }
 }
 
-/// The name of a table, column, schema or role: letters, digits and `_`, not starting with a digit, and at most 63
-/// bytes, PostgreSQL's limit.
+/// Table, column, schema or role name: letters, digits and `_`, not starting with a digit, up to PostgreSQL's limit of
+/// 63 bytes.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SqlIdentifier(String);
 
-/// PostgreSQL's system columns, and the keywords in the bridge's filters.
+/// PostgreSQL system columns and bridge filter keywords.
 const RESERVED_NAMES: [&str; 9] = ["tableoid", "ctid", "xmin", "xmax", "cmin", "cmax", "and", "or", "not"];
 
 impl SqlIdentifier {
@@ -53,7 +53,7 @@ impl SqlIdentifier {
         &self.0
     }
 
-    /// The identifier in double quotes. A name cannot contain a quote, so nothing needs escaping.
+    /// Returns the identifier in double quotes. Names can't contain quotes, so nothing needs escaping.
     pub fn quoted(&self) -> Quoted<'_> {
         Quoted(&self.0)
     }
@@ -83,7 +83,7 @@ impl fmt::Display for SqlIdentifier {
     }
 }
 
-/// An identifier in double quotes.
+/// A double-quoted identifier.
 #[derive(Debug, Clone, Copy)]
 pub struct Quoted<'a>(&'a str);
 
@@ -93,7 +93,7 @@ impl fmt::Display for Quoted<'_> {
     }
 }
 
-/// The rule that an invalid name violates.
+/// The rule violated by an invalid name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct InvalidName(&'static str);

@@ -1,4 +1,4 @@
-//! Proxies requests to the shell, to code-server and to the file history, each on its Unix socket.
+//! Proxies requests to the shell, code-server and the file history over their Unix sockets.
 
 use std::io;
 use std::path::PathBuf;
@@ -20,18 +20,18 @@ use svc_http::proof;
 use svc_http::proxy::{Dial, Io, Proxy, ProxyError, ProxyLimits, end_stalled_body};
 use svc_http::server::ListenerLimits;
 
-/// Reload interval for the waiting page, and `Retry-After` for problems, in seconds.
+/// Reload interval of the waiting page and `Retry-After` for problems, in seconds.
 const RETRY_AFTER_SECONDS: u64 = 3;
-/// Maximum number of concurrent requests to the file history; `svc-files-history.socket` has the same limit.
+/// Maximum number of concurrent file-history requests; `svc-files-history.socket` has the same limit.
 const MAX_HISTORY_REQUESTS: usize = 4;
-/// Maximum number of concurrent downloads, which can take hours. Listings can always use the rest.
+/// Maximum number of concurrent downloads, which can take hours. The rest is reserved for listings.
 const MAX_DOWNLOADS: usize = MAX_HISTORY_REQUESTS - 1;
-/// Timeout for a client that has stopped reading a response from the file history. It is longer than the history's own
-/// timeout for a gateway that has stopped reading.
+/// Timeout for clients that stop reading a file-history response. Longer than the file history's own timeout for a
+/// gateway that stops reading.
 const HISTORY_STALL_TIMEOUT: Duration = Duration::from_secs(90);
 const HISTORY_NAME: &str = "The file history";
 
-/// The machine's services behind the gateway.
+/// Local services behind the gateway.
 pub struct Upstreams {
     shell: Proxy,
     code: Proxy,
@@ -41,12 +41,12 @@ pub struct Upstreams {
 
 impl Upstreams {
     pub fn new(layout: &Layout) -> Self {
-        // The gateway's listener already limits the number of clients, so these proxies set no lower limit.
+        // The gateway's listener already limits the number of clients, so don't set a lower limit here.
         let max_connections = ListenerLimits::default().max_connections;
         let limits = ProxyLimits { max_connections, ..ProxyLimits::default() };
         let sockets = layout.owner_sockets();
         let proxy_to = |name: &str| Proxy::new(UnixDialer(sockets.join(name)), limits);
-        // A separate process serves each connection, which carries one request.
+        // Each connection carries one request and is served by its own process.
         let history_limits =
             ProxyLimits { max_connections: MAX_HISTORY_REQUESTS, max_idle_connections: 0, ..limits };
         let history = UnixDialer(layout.history_sockets().join(history::SOCKET));
@@ -68,13 +68,13 @@ impl Dial for UnixDialer {
     }
 }
 
-/// Proxies the requests that no gateway route handles.
+/// Proxies requests not handled by a gateway route.
 pub async fn proxy_to_shell(upstreams: &Upstreams, request: Request) -> Response {
     forward(&upstreams.shell, "The shell", request).await
 }
 
-/// Proxies requests on the code host, except code-server's proxy to local ports: a local service would share the
-/// editor's origin, and thus its cookies and terminal.
+/// Proxies requests on the code host, except for code-server's local port proxy: a local service would share the
+/// editor's origin, and with it cookies and the terminal.
 pub async fn proxy_to_code(upstreams: &Upstreams, request: Request) -> Response {
     if is_port_proxy_path(request.uri().path()) {
         let detail = "The editor's origin does not proxy local ports. Make the service an app, or forward its port from the terminal.";
@@ -83,12 +83,12 @@ pub async fn proxy_to_code(upstreams: &Upstreams, request: Request) -> Response 
     forward(&upstreams.code, "The code server", request).await
 }
 
-/// Proxies a request for a listing to the file history.
+/// Proxies a listing request to the file history.
 pub async fn proxy_to_history(upstreams: &Upstreams, request: Request) -> Response {
     forward_to_history(upstreams, request, ()).await
 }
 
-/// Proxies a download to the file history.
+/// Proxies a download request to the file history.
 pub async fn proxy_download(upstreams: &Upstreams, request: Request) -> Response {
     match Arc::clone(&upstreams.download_permits).try_acquire_owned() {
         Ok(permit) => forward_to_history(upstreams, request, permit).await,
@@ -100,7 +100,7 @@ pub async fn proxy_download(upstreams: &Upstreams, request: Request) -> Response
     }
 }
 
-/// Proxies a request to the file history. `permit` is held until the response has been read.
+/// Proxies a request to the file history, holding `permit` until the response has been read.
 async fn forward_to_history(
     upstreams: &Upstreams,
     request: Request,
@@ -113,7 +113,7 @@ async fn forward_to_history(
     }
 }
 
-/// Whether a path is `/proxy/…` or `/absproxy/…` in any encoding; code-server's router ignores case.
+/// Whether a path is `/proxy/…` or `/absproxy/…` in any encoding and case: code-server's router is case-insensitive.
 fn is_port_proxy_path(path: &str) -> bool {
     let first = path.split('/').find(|part| !part.is_empty()).unwrap_or_default();
     let first = percent_decode(first).unwrap_or_default().to_ascii_lowercase();
@@ -129,7 +129,7 @@ async fn forward(upstream: &Proxy, name: &str, request: Request) -> Response {
 }
 
 async fn send(upstream: &Proxy, mut request: Request) -> Result<Response, ProxyError> {
-    // These credentials are only for the gateway.
+    // Don't leak gateway credentials to upstreams.
     request.headers_mut().remove(proof::HEADER);
     request.headers_mut().remove(header::AUTHORIZATION);
     upstream.forward(request).await
@@ -157,7 +157,7 @@ fn accepts_html(headers: &HeaderMap) -> bool {
     accept.is_some_and(|accept| accept.contains("text/html"))
 }
 
-/// Returns a self-reloading page to a browser while the service is unavailable, and a problem in all other cases.
+/// Returns a self-reloading page to browsers while the service is unavailable, and a problem otherwise.
 fn unavailable_response(problem: Problem, wants_page: bool) -> Response {
     if !wants_page || problem.code.status() != StatusCode::SERVICE_UNAVAILABLE {
         return problem.into_response();
@@ -186,7 +186,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn port_proxy_path_is_recognized_in_any_encoding() {
+    fn is_port_proxy_path_handles_any_encoding_and_case() {
         for path in
             ["/proxy/8080/", "/proxy", "//PROXY/1", "/absproxy/3000/x", "/%70roxy/3000/", "/AbsProxy/1"]
         {

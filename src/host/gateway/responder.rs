@@ -1,7 +1,7 @@
-//! Responds to the requests of one listener: finds the route, checks the request, and runs the route's handler.
+//! Per-listener request handling: finds the route, checks the request, and runs the route's handler.
 //!
-//! An axum router is not used, because each of its layers clones all inner services for every request: when the checks
-//! were layers, most of the allocations for a bridge request were such clones.
+//! We don't use an axum router because each layer clones all inner services on every request. When the checks were
+//! layers, such clones made up most of the allocations for a bridge request.
 
 use std::sync::Arc;
 
@@ -42,7 +42,7 @@ impl Responder {
         Self(Arc::new(ResponderState { services, ingress, routes: RouteTable::new(ingress) }))
     }
 
-    /// Wraps the responder for a Unix socket, which axum serves.
+    /// Wraps the responder for a Unix socket served by axum.
     pub fn into_router(self) -> Router {
         Router::new().fallback(move |request: Request| {
             let responder = self.clone();
@@ -62,9 +62,9 @@ impl Responder {
 }
 
 impl ResponderState {
-    /// Resolves the caller first, which consumes an internal proof. Still, the method is checked before the size, and
-    /// the size before the credential. A request whose proof is for the code host is proxied to code-server, regardless
-    /// of its path and method, except on a public route.
+    /// Resolves the caller first, which consumes an internal proof, but still checks the method, then the size, then
+    /// the credential. Requests with a code-host proof are proxied to code-server regardless of path and method, except
+    /// on public routes.
     async fn respond_to_target(&self, target: Target<'_>, request: Request) -> Response {
         match target {
             Target::Route { route, path_parameter } if route.is_public() => {
@@ -93,7 +93,7 @@ impl ResponderState {
             }
             Target::MethodNotAllowed(path) => reject_method(path, request).await,
             Target::UnknownRoute => {
-                // Without a principal, an unknown path gets the same refusal as a known one with an allowed method and
+                // Without a principal, unknown paths get the same refusal as known ones with an allowed method and
                 // size.
                 let refusal = match outcome {
                     Ok(_) => {
@@ -131,8 +131,7 @@ async fn reject_method(path: &PathRoutes, request: Request) -> Response {
     response
 }
 
-/// Drains the request's body before it returns the response: otherwise, a client that is still sending may not receive
-/// the response.
+/// Drains the request body before responding; otherwise, a client that's still sending may never receive the response.
 async fn reject(request: Request, refusal: impl IntoResponse) -> Response {
     let response = refusal.into_response();
     body::LIMITS.drain(request.into_body()).await;

@@ -1,5 +1,5 @@
-//! The table of the gateway's routes. [`Responder`](super::responder::Responder) and the OpenAPI document are built
-//! from it. Invariant: which callers a route accepts, and its maximum body size, are taken from its description.
+//! The gateway's route table, from which [`Responder`](super::responder::Responder) and the OpenAPI document are built.
+//! Invariant: a route's accepted callers and body limit always come from its description.
 
 use std::collections::BTreeMap;
 use std::pin::Pin;
@@ -22,7 +22,7 @@ use super::{apps, bridge};
 use svc_http::openapi::{self, Api, Credential, Operation};
 use svc_http::problem::Code;
 
-/// A route's description and its handler.
+/// A route's description and handler.
 pub struct Route {
     pub endpoint: &'static Endpoint,
     pub handler: fn(Request, RequestState) -> ResponseFuture,
@@ -31,7 +31,7 @@ pub struct Route {
 type ResponseFuture = Pin<Box<dyn Future<Output = Response> + Send>>;
 
 impl Route {
-    /// The credentials that the route accepts.
+    /// Credentials accepted by the route.
     pub fn credentials(&self) -> &'static [Credential] {
         self.endpoint.operation.credentials
     }
@@ -48,8 +48,8 @@ macro_rules! route {
     };
 }
 
-/// All gateway routes except `/metrics`, in the order of the OpenAPI document. Except on the agents' socket, a request
-/// whose path has no route and is not under `/api` or `/_svc/internal` is proxied to the shell.
+/// All gateway routes except `/metrics`, in OpenAPI document order. Except on the agent socket, requests whose path has
+/// no route and isn't under `/api` or `/_svc/internal` are proxied to the shell.
 static ROUTES: [Route; 48] = [
     route!(bridge::QUERY, bridge::query),
     route!(bridge::SCHEMAS, bridge::list_schemas),
@@ -101,26 +101,26 @@ static ROUTES: [Route; 48] = [
     route!(health::READY, health::report_readiness),
 ];
 
-/// Paths that are never proxied to the shell, although not all of them have a route.
+/// Paths that are never proxied to the shell, even if they have no route.
 const RESERVED_PATHS: [&str; 2] = ["/_svc/internal/{*path}", "/api/{*path}"];
 
-/// The routes of one listener, by path.
+/// A listener's routes by path.
 pub struct RouteTable {
     ingress: Ingress,
     paths: matchit::Router<PathRoutes>,
 }
 
-/// The routes of one path; none for a reserved path.
+/// Routes on a single path; empty for a reserved path.
 pub struct PathRoutes {
     template: &'static str,
     routes: Vec<&'static Route>,
-    /// The value of the `Allow` header.
+    /// `Allow` header value.
     pub allowed_methods: HeaderValue,
 }
 
-/// What a request's path and method select.
+/// Routing result for a path and method.
 pub enum Target<'t> {
-    /// `path_parameter` is the value of the path's first parameter, percent-encoded.
+    /// `path_parameter` is the first path parameter, still percent-encoded.
     Route {
         route: &'static Route,
         path_parameter: Option<Box<str>>,
@@ -131,8 +131,8 @@ pub enum Target<'t> {
 }
 
 impl RouteTable {
-    /// The agents' socket has only the routes that accept an agent's token, which are the bridge's. The other listeners
-    /// have all routes, and the socket of the machine's own users also `/metrics`.
+    /// The agent socket only serves routes that accept agent tokens, i.e. the bridge routes. The other listeners serve
+    /// all routes, and the socket for the machine's own users also serves `/metrics`.
     pub fn new(ingress: Ingress) -> Self {
         let is_served = |route: &&'static Route| match ingress {
             Ingress::Public | Ingress::Trusted => true,
@@ -147,12 +147,12 @@ impl RouteTable {
         let mut paths = matchit::Router::new();
         for (template, routes) in by_path {
             let path = PathRoutes { template, allowed_methods: list_methods(&routes), routes };
-            paths.insert(template, path).expect("the templates do not conflict");
+            paths.insert(template, path).expect("path templates don't conflict");
         }
         Self { ingress, paths }
     }
 
-    /// Returns the template that the path matches, if any, and what the path and method select.
+    /// Returns the matching path template, if any, and the routing result.
     pub fn find(&self, method: &Method, path: &str) -> (Option<&'static str>, Target<'_>) {
         let Ok(matched) = self.paths.at(path) else {
             let is_for_agents = self.ingress == Ingress::Agents;
@@ -172,13 +172,13 @@ impl RouteTable {
 }
 
 impl PathRoutes {
-    /// A HEAD request selects the GET route; hyper does not send the body of its response.
+    /// HEAD requests use the GET route; hyper drops the response body.
     fn find_route(&self, method: &Method) -> Option<&'static Route> {
         let method = if method == Method::HEAD { &Method::GET } else { method };
         self.routes.iter().find(|route| route.endpoint.operation.method == *method).copied()
     }
 
-    /// Whether the path has routes, and none of them needs authentication.
+    /// Whether the path has routes and all of them are public.
     pub fn is_public(&self) -> bool {
         !self.routes.is_empty() && self.routes.iter().all(|route| route.is_public())
     }
@@ -192,10 +192,10 @@ fn list_methods(routes: &[&Route]) -> HeaderValue {
             method => methods.push(method),
         }
     }
-    HeaderValue::try_from(methods.join(",")).expect("the names of methods are valid in a header")
+    HeaderValue::try_from(methods.join(",")).expect("method names are valid header values")
 }
 
-/// The descriptions of all routes except `/metrics`, in the order of the OpenAPI document.
+/// Descriptions of all routes except `/metrics`, in OpenAPI document order.
 pub fn endpoints() -> impl Iterator<Item = &'static Endpoint> {
     ROUTES.iter().map(|route| route.endpoint)
 }
@@ -218,7 +218,7 @@ const API: Api = Api {
     ],
 };
 
-/// Builds the OpenAPI document, which has all routes except `/metrics`.
+/// Builds the OpenAPI document, covering all routes except `/metrics`.
 pub fn openapi_document() -> Value {
     openapi::generate_document(&API, endpoints().map(|endpoint| &endpoint.operation))
 }
@@ -238,7 +238,7 @@ static DESCRIPTION: Endpoint = Endpoint {
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
 };
 
-/// `/metrics`, which is not in the OpenAPI document.
+/// `/metrics`, which isn't part of the OpenAPI document.
 static METRICS: Route = route!(METRICS_ENDPOINT, metrics::render_metrics);
 
 static METRICS_ENDPOINT: Endpoint = Endpoint {
@@ -264,7 +264,7 @@ async fn describe() -> Json<Value> {
 mod tests {
     use super::*;
 
-    /// What a request selects, in a form that can be compared.
+    /// Formats a routing result for comparison.
     fn describe_target(ingress: Ingress, method: &Method, path: &str) -> String {
         match RouteTable::new(ingress).find(method, path).1 {
             Target::Route { route, path_parameter: None } => route.endpoint.operation.id.to_owned(),

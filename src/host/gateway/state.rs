@@ -1,4 +1,4 @@
-//! The gateway's services. Each handler extracts the ones it needs.
+//! The gateway's services, from which each handler extracts the ones it needs.
 
 use std::sync::Arc;
 
@@ -23,7 +23,7 @@ use svc_http::path_params;
 use svc_http::problem::Problem;
 use svc_http::server::ListenerLimits;
 
-/// A running gateway's services.
+/// Services of a running gateway.
 pub struct Services {
     pub layout: Layout,
     pub metrics: MetricsHandle,
@@ -89,14 +89,14 @@ impl Services {
     }
 }
 
-/// The state that handlers extract from: the services and the request's context.
+/// Handler state: the services and the request context.
 #[derive(Clone)]
 pub struct RequestState {
     pub services: Arc<Services>,
     pub ingress: Ingress,
     /// `None` on unauthenticated routes.
     pub caller: Option<Caller>,
-    /// The first path parameter, percent-encoded.
+    /// The first path parameter, still percent-encoded.
     pub path_parameter: Option<Box<str>>,
 }
 
@@ -113,8 +113,8 @@ impl FromRequestParts<RequestState> for PathParameter {
 
     async fn from_request_parts(_: &mut Parts, state: &RequestState) -> Result<Self, Problem> {
         let value = state.path_parameter.as_deref();
-        let value = value
-            .ok_or_else(|| Problem::internal(&std::io::Error::other("the route has no path parameter")))?;
+        let value =
+            value.ok_or_else(|| Problem::internal(&std::io::Error::other("route has no path parameter")))?;
         percent_decode(value).map(Self).ok_or_else(path_params::invalid_path)
     }
 }

@@ -1,8 +1,8 @@
-//! The write gate: admits operations on the apps' tables and changes to the cost limits, except while writers are
-//! stopped for this machine's final backup. During that time, it rejects all of them, even reads of tables.
+//! The write gate: admits operations on app tables and cost-limit changes, except while writers are stopped for this
+//! machine's final backup. While stopped, it rejects everything, even table reads.
 //!
-//! Invariant: once `quiescedAt` is set, no bridge request and no dispatch changes the owner's data until writers are
-//! resumed. The file that `host::system::quiesce` manages is authoritative, so the state survives a restart.
+//! Invariant: once `quiescedAt` is set, neither bridge requests nor dispatches modify the owner's data until writers
+//! are resumed. The file managed by `host::system::quiesce` is authoritative, so the state survives restarts.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -27,13 +27,12 @@ use svc_machine::id::OperationId;
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 /// Timeout for the query that counts active sessions.
 const SESSIONS_TIMEOUT: Duration = Duration::from_secs(5);
-/// Timeout for flushing the records of ended dispatches.
+/// Timeout for flushing the records of finished dispatches.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(5);
 /// Retry delay for rejected clients, in seconds. The final backup and the steps after it take minutes.
 const RETRY_AFTER_SECONDS: u64 = 15;
 
-/// Counts the app sessions that are executing a statement or holding a transaction open, whether or not their clients
-/// are still waiting.
+/// Counts app sessions that are executing a statement or holding a transaction open, even if their client is gone.
 const COUNT_ACTIVE_SESSIONS: &str = "SELECT count(*) FROM pg_stat_activity \
     WHERE datname = current_database() AND backend_type = 'client backend' \
       AND starts_with(usename, 'app_') AND state <> 'idle'";
@@ -45,7 +44,7 @@ pub struct Writers {
     kernel: Arc<Kernel>,
     database: Arc<Database>,
     state: Mutex<WritersState>,
-    /// Serializes changes to the quiesce state, so that `watch` does not undo a concurrent `quiesce`.
+    /// Serializes changes to the quiesce state, so that `watch` doesn't undo a concurrent `quiesce`.
     change_lock: tokio::sync::Mutex<()>,
 }
 
@@ -54,7 +53,7 @@ struct WritersState {
     in_flight: usize,
 }
 
-/// A permit to write. Writers count as stopped only after every permit has been dropped.
+/// A write permit. Writers are considered stopped only once every permit has been dropped.
 pub struct WritePermit(Arc<Writers>);
 
 impl Drop for WritePermit {
@@ -63,14 +62,14 @@ impl Drop for WritePermit {
     }
 }
 
-/// The progress of a quiesce.
+/// Quiesce progress.
 pub struct QuiesceProgress {
     pub quiesce: Quiesce,
     pub running_dispatches: usize,
 }
 
 impl Writers {
-    /// Creates the gate. If writers were stopped before a restart, they remain stopped, and the dispatcher is paused.
+    /// Creates the gate. Writers stopped before a restart remain stopped, and the dispatcher is paused.
     ///
     /// # Errors
     /// [`FileError`] if `quiesce.json` cannot be read: the gateway must not start without knowing whether writers are
@@ -83,7 +82,7 @@ impl Writers {
     ) -> Result<Arc<Self>, FileError> {
         let quiesce = Quiesce::read(layout)?;
         if let Some(quiesce) = &quiesce {
-            tracing::warn!(operation = %quiesce.operation_id, "writers remain stopped after the restart");
+            tracing::warn!(operation = %quiesce.operation_id, "writers remain stopped after restart");
             dispatcher.pause();
         }
         let state = Mutex::new(WritersState { quiesce, in_flight: 0 });
@@ -116,8 +115,8 @@ impl Writers {
     /// operation replaces the current one.
     ///
     /// # Errors
-    /// 500 if the state cannot be read or stored. If the operation itself cannot be stored, no writer is stopped,
-    /// because a restart would lose the state.
+    /// 500 if the state cannot be read or persisted. If the operation itself cannot be persisted, no writers are
+    /// stopped, since a restart would lose the state.
     pub async fn quiesce(&self, operation: OperationId) -> Result<QuiesceProgress, Problem> {
         let _guard = self.change_lock.lock().await;
         let mut quiesce = self.record_quiesce(operation).await?;
@@ -152,9 +151,9 @@ impl Writers {
         Ok(())
     }
 
-    /// Returns whether all writes have ended: requests, statements that their clients have abandoned, and copies from
-    /// the side database. A database that accepts no connections is assumed to execute nothing. If no request is in
-    /// flight, also flushes the records of ended dispatches; a failure to do so does not prevent the backup.
+    /// Returns whether all writes have finished: requests, statements abandoned by their clients, and copies from the
+    /// side database. A database that doesn't accept connections is assumed to be idle. If no request is in flight,
+    /// also flushes the records of finished dispatches; a failed flush doesn't prevent the backup.
     async fn flush_and_check_idle(&self) -> bool {
         if self.lock().in_flight > 0 {
             return false;
@@ -162,7 +161,7 @@ impl Writers {
         let kernel = Arc::clone(&self.kernel);
         let is_flushed = tokio::task::spawn_blocking(move || kernel.flush(FLUSH_TIMEOUT)).await;
         if !is_flushed.unwrap_or_default() {
-            tracing::warn!("cannot flush the records of ended dispatches; the final backup may lack them");
+            tracing::warn!("cannot flush finished dispatch records; the final backup may be missing them");
         }
         let layout = self.layout.clone();
         let side_database_state = run_blocking(move || side_database::SideState::read(&layout)).await;
@@ -178,14 +177,14 @@ impl Writers {
         });
         match session_count.await {
             Ok(Ok(sessions)) => sessions == 0,
-            // A server that responds, even with "too many connections", may be executing statements, and so may one
+            // A server that responds, even with "too many connections", may still be executing statements, as may one
             // that has closed a connection.
             Ok(Err(DatabaseError::Connect(error))) => error.as_db_error().is_none(),
             Ok(Err(_)) | Err(_) => false,
         }
     }
 
-    /// Resumes writers that were stopped for this operation.
+    /// Resumes writers stopped for this operation.
     ///
     /// # Errors
     /// 409 if writers are stopped for another operation; 500 if the state cannot be read or removed.
@@ -216,8 +215,8 @@ impl Writers {
         self.dispatcher.resume();
     }
 
-    /// Watches `quiesce.json` until `stop` is cancelled, and resumes writers once the file has been removed. The sync
-    /// agent removes it once the platform's heartbeat responses no longer name the operation.
+    /// Watches `quiesce.json` until `stop` is cancelled, resuming writers once the file has been removed. The sync
+    /// agent removes it when the platform's heartbeat responses no longer reference the operation.
     pub async fn watch(self: Arc<Self>, stop: CancellationToken) {
         while stop.run_until_cancelled(tokio::time::sleep(POLL_INTERVAL)).await.is_some() {
             if !self.is_quiesced() {

@@ -1,14 +1,14 @@
-//! Claude Code: parses the output of `claude -p --output-format stream-json --verbose`. Its format is documented in
-//! `tests/agents/README.md`, with the recordings that test this adapter.
+//! Claude Code adapter: parses the output of `claude -p --output-format stream-json --verbose`. The format is
+//! documented in `tests/agents/README.md`, along with the recordings used to test this adapter.
 //!
-//! `total_cost_usd` and `modelUsage` accumulate over the results of a run and over the runs of a conversation. The
-//! usage of a run is therefore the sum of `model_usage_since_last_result` over its results. A run with background work
-//! has several results.
+//! `total_cost_usd` and `modelUsage` accumulate across the results of a run and the runs of a conversation. A run's
+//! usage is therefore the sum of `model_usage_since_last_result` over its results. Runs with background work have
+//! several results.
 //!
-//! Earlier releases, such as 2.1.197, do not print `model_usage_since_last_result`. For those, the last `modelUsage`,
-//! which includes subagents, is used. In a resumed conversation, `modelUsage` also includes an unknown amount from
-//! earlier runs, so the tokens in `usage`, which omit subagents, are used instead; the cost then includes the cost of
-//! the earlier runs.
+//! Earlier releases, such as 2.1.197, don't print `model_usage_since_last_result`. For those, we use the last
+//! `modelUsage`, which includes subagents. In a resumed conversation, `modelUsage` also includes an unknown amount from
+//! earlier runs, so we fall back to the tokens in `usage`, which exclude subagents; the cost then includes that of the
+//! earlier runs.
 
 use std::collections::BTreeMap;
 
@@ -34,7 +34,7 @@ struct ClaudeLine {
     message: Option<Message>,
     #[serde(default)]
     parent_tool_use_id: Option<String>,
-    // Fields of a result.
+    // Result fields.
     #[serde(default)]
     is_error: bool,
     #[serde(default)]
@@ -63,7 +63,7 @@ struct Message {
     usage: Option<Usage>,
 }
 
-/// A count that some model APIs omit or write as null.
+/// A token count, which some model APIs omit or set to null.
 type Count = Option<u64>;
 
 fn sum_counts(counts: [Count; 3]) -> u64 {
@@ -97,7 +97,7 @@ struct ModelUsage {
     cost_usd: Option<f64>,
 }
 
-/// The usage summed over all models.
+/// Usage summed over all models.
 #[derive(Clone, Copy)]
 struct Totals {
     tokens_in: u64,
@@ -146,22 +146,22 @@ enum Block {
 /// A Claude Code run.
 #[derive(Default)]
 pub struct Claude {
-    /// Includes the cost of the results so far, and their tokens if the release prints the usage since the last result.
+    /// Includes the cost of all results so far, and their tokens if the release prints usage since the last result.
     run: RunState,
-    /// The usage of the whole conversation, from releases that do not print the usage since the last result.
+    /// Usage of the whole conversation, for releases that don't print usage since the last result.
     conversation_totals: Option<Totals>,
-    /// Input and output tokens of the main loop, from the same releases: the sum over the results so far.
+    /// Main loop input and output tokens for the same releases, summed over the results so far.
     main_loop_tokens: (u64, u64),
     is_resumed: bool,
     combined_result: Option<CombinedResult>,
-    /// Whether a result was printed. Stays true after `finish` has taken `combined_result`.
+    /// Whether a result was printed. Stays true after `finish` takes `combined_result`.
     has_result: bool,
-    /// Input tokens per model message since the last result. For an interrupted run, no other usage is known: output
-    /// tokens are reported only at the end.
+    /// Input tokens per model message since the last result. Interrupted runs report nothing else: output tokens are
+    /// only printed at the end.
     input_tokens: BTreeMap<String, u64>,
 }
 
-/// The results so far. If any result failed, the run failed.
+/// All results so far. The run fails if any of them failed.
 struct CombinedResult {
     error: Option<DispatchError>,
 }
@@ -205,7 +205,7 @@ impl Adapter for Claude {
 }
 
 impl Claude {
-    /// Handles an init line. The program repeats it when background work wakes the model.
+    /// Handles an init line, which is printed again when background work wakes the model.
     fn handle_init(&mut self, line: ClaudeLine) -> Vec<Event> {
         let is_first = self.run.conversation_id.is_none();
         self.run.conversation_id = line.session_id.or(self.run.conversation_id.take());
@@ -218,7 +218,7 @@ impl Claude {
         let (Some(message), is_assistant) = (line.message, line.kind == "assistant") else {
             return Vec::new();
         };
-        // Each block has its own line. The lines of one message have the same id, so its usage is counted once.
+        // Each block has its own line. Lines of one message share its id, so usage is counted once per message.
         if let (true, Some(id), Some(usage)) = (is_assistant, message.id, message.usage) {
             self.input_tokens.insert(id, usage.tokens_in());
         }
@@ -248,7 +248,7 @@ impl Claude {
     fn handle_result(&mut self, line: ClaudeLine) {
         self.has_result = true;
         self.input_tokens.clear();
-        // A run that failed at its start has no init line.
+        // Runs that fail at startup don't print an init line.
         self.run.conversation_id = self.run.conversation_id.take().or(line.session_id);
         let cost = match line.model_usage_since_last_result {
             Some(models) => {
@@ -256,7 +256,7 @@ impl Claude {
                 self.run.add_tokens(totals.tokens_in, totals.tokens_out);
                 totals.cost
             }
-            // Earlier releases report the usage of the whole conversation with each result.
+            // Earlier releases report the whole conversation's usage with each result.
             None => {
                 let (usage, (tokens_in, tokens_out)) =
                     (line.usage.unwrap_or_default(), self.main_loop_tokens);
@@ -281,7 +281,7 @@ impl Claude {
                 line.errors.iter().map(|error| error.as_str().map_or(error.to_string(), str::to_owned));
             let message =
                 text.clone().or_else(|| errors.reduce(|all, next| all + "; " + &next)).unwrap_or_default();
-            // A failed model call has the subtype "success".
+            // Failed model calls have subtype "success".
             let name = if subtype == "success" { "ApiError".to_owned() } else { subtype };
             DispatchError {
                 name,
@@ -299,7 +299,7 @@ impl Claude {
     }
 }
 
-/// Returns the text of a tool's result, which is a string or an array of blocks.
+/// Returns the text of a tool result, which is either a string or an array of blocks.
 fn result_text(content: &Value) -> String {
     let text = |block: &Value| block.get("text")?.as_str().map(str::to_owned);
     match content {
@@ -309,7 +309,7 @@ fn result_text(content: &Value) -> String {
     }
 }
 
-/// Converts an amount; invalid amounts count as zero.
+/// Converts an amount. Invalid amounts become zero.
 fn to_dollars(number: f64) -> Dollars {
     Dollars::from_f64(number).unwrap_or_default()
 }
@@ -370,7 +370,7 @@ mod tests {
         assert_eq!(ends, 7);
         assert!(
             !format!("{events:?}{outcome:?}").contains("File created successfully"),
-            "a tool's output was reported"
+            "tool output leaked"
         );
         assert_eq!(outcome.tools[3].error.as_deref(), Some("Exit code 3 out err"));
         assert!(outcome.tools[5].error.as_deref().is_some_and(|error| error.contains("not found in file")));
@@ -402,7 +402,7 @@ mod tests {
         let (_, outcome) = replay("sigterm");
         let error = outcome.error.unwrap();
         assert_eq!((error.tool.as_deref(), error.turn), (Some("Bash"), Some(1)));
-        // The result of an interrupted run names no tool; the adapter adds the one that was running.
+        // An interrupted run's result doesn't name a tool, so the adapter adds the running one.
         let error = replay("sigint").1.error.unwrap();
         assert_eq!((error.tool.as_deref(), error.turn), (Some("Bash"), Some(3)));
         assert!(outcome.tokens_in > 0 && outcome.cost.is_none(), "{} {:?}", outcome.tokens_in, outcome.cost);
@@ -444,7 +444,7 @@ mod tests {
         assert_eq!(run(&all, false), (45_010, 1002, 130_000_000), "the second result includes the first");
         assert_eq!(run(&all, true), (24_000, 800, 130_000_000), "the tokens exclude the earlier runs");
         assert_eq!(run(&[result("{}")], false), (12_000, 400, 120_000_000));
-        // A recording without the usage since the last result yields the same totals.
+        // A recording stripped of usage since the last result yields the same totals.
         let path = concat!(
             env!("CARGO_MANIFEST_DIR"),
             "/../../tests/agents/recordings/claude/agent_fg.stdout.jsonl"

@@ -1,11 +1,11 @@
-//! Codex: parses the output of `codex exec --json`. Its format is documented in `tests/agents/README.md`, with the
-//! recordings that test this adapter.
+//! Codex adapter: parses the output of `codex exec --json`. The format is documented in `tests/agents/README.md`, along
+//! with the recordings used to test this adapter.
 //!
-//! The output reports neither model nor price; its usage covers all earlier runs of the thread, but not subagents or
-//! interrupted runs. [`super::codex_sessions`] therefore reads model and usage from the session files. A
-//! conversation id that names an existing thread resumes that thread; otherwise, each run starts a new one.
+//! The output doesn't include the model or cost, and its usage covers all earlier runs of the thread, but not subagents
+//! or interrupted runs. [`super::codex_sessions`] therefore reads model and usage from the session files. A
+//! conversation id that matches an existing thread resumes it; otherwise, each run starts a new thread.
 //!
-//! If the session files cannot be read, the printed usage is used, which is too high for a resumed thread.
+//! If the session files can't be read, we fall back to the printed usage, which is too high for a resumed thread.
 
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -72,7 +72,7 @@ enum ItemKind {
 #[serde(default)]
 struct Usage {
     input_tokens: u64,
-    /// Part of `input_tokens`.
+    /// Included in `input_tokens`.
     cached_input_tokens: u64,
     output_tokens: u64,
 }
@@ -141,7 +141,7 @@ impl Adapter for Codex {
     }
 }
 
-/// Returns the thread id if the line reports that a thread has started.
+/// Returns the thread id if this is a `thread.started` line.
 pub fn parse_thread_id(line: &[u8]) -> Option<String> {
     match serde_json::from_slice(line) {
         Ok(CodexLine::ThreadStarted { thread_id }) => Some(thread_id),
@@ -163,7 +163,7 @@ impl Codex {
     }
 
     fn complete_item(&mut self, at_ms: u64, item: Item) -> Vec<Event> {
-        // Some items are reported only when they are completed. `start_item` ignores an item that has already started.
+        // Some items are only reported on completion. `start_item` ignores items that have already started.
         let started = self.start_item(at_ms, &item);
         let ended = match item.kind {
             ItemKind::AgentMessage { text } => {
@@ -171,7 +171,7 @@ impl Codex {
                 Some(Event::Text { text })
             }
             ItemKind::CommandExecution { status, aggregated_output, exit_code, .. } => {
-                // Matches the format of Claude Code's output.
+                // Matches Claude Code's output format.
                 let code = exit_code.map(|code| format!("Exit code {code}\n")).unwrap_or_default();
                 self.end_tool(at_ms, &item.id, &status, Some(&(code + &aggregated_output)))
             }
@@ -189,7 +189,7 @@ impl Codex {
     }
 }
 
-/// Removes the `bash -lc` wrapper that Codex puts around commands.
+/// Strips the `bash -lc` wrapper that Codex adds to commands.
 fn unwrap_shell(command: &str) -> &str {
     let inner = command.strip_prefix("/bin/bash -lc '").and_then(|rest| rest.strip_suffix('\''));
     inner.unwrap_or(command)
@@ -222,7 +222,7 @@ mod tests {
         assert_eq!((outcome.tokens_in, outcome.tokens_out, outcome.cost), (48_000, 1600, None));
         assert_eq!(outcome.tokens_cached, 40_000);
         assert_eq!((outcome.status, outcome.text.as_deref()), (ResultStatus::Success, Some("All done.")));
-        assert!(!format!("{events:?}{outcome:?}").contains("three"), "a tool's output was reported");
+        assert!(!format!("{events:?}{outcome:?}").contains("three"), "tool output leaked");
         assert_eq!(outcome.tools[3].error.as_deref(), Some("Exit code 3 out err"));
         assert_eq!(outcome.tools.iter().filter(|tool| tool.error.is_some()).count(), 1);
     }

@@ -1,8 +1,8 @@
-//! Reads Codex's session files: `sessions/YYYY/MM/DD/rollout-TIME-THREAD.jsonl` in its home directory, as of release
-//! 0.169 (`tests/agents/README.md`).
+//! Reads Codex session files: `sessions/YYYY/MM/DD/rollout-TIME-THREAD.jsonl` in its home directory, as of release
+//! 0.169 (see `tests/agents/README.md`).
 //!
-//! Codex's output reports a thread's usage only when a turn succeeds, without its model or its subagents. The session
-//! files have the usage of each model call, including those of interrupted runs.
+//! Codex prints a thread's usage only when a turn succeeds, without the model or subagents. Session files record the
+//! usage of every model call, including those of interrupted runs.
 
 use std::fs::{DirEntry, File};
 use std::io::{BufRead, BufReader, Read};
@@ -15,20 +15,20 @@ use serde::{Deserialize, Serialize};
 
 /// Maximum number of session files considered.
 const MAX_SESSION_FILES: usize = 100_000;
-/// Maximum number of bytes read from a file.
+/// Maximum number of bytes read per file.
 const MAX_FILE_BYTES: u64 = 256 << 20;
-/// Maximum number of bytes in a line that is parsed. Relevant lines are a few hundred bytes long, and the first line is
-/// about ten thousand bytes long.
+/// Maximum length of a parsed line in bytes. Relevant lines are a few hundred bytes long, and the first line is about
+/// 10,000 bytes.
 const MAX_LINE_BYTES: u64 = 1 << 20;
 
-/// The usage of a run, including its subagents.
+/// Usage of a run, including its subagents.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct SessionUsage {
     pub model: Option<String>,
     pub tokens_in: u64,
     pub tokens_out: u64,
-    /// Input tokens that the model's service had cached; part of `tokens_in`.
+    /// Input tokens served from the model provider's cache. Included in `tokens_in`.
     pub tokens_cached: u64,
 }
 
@@ -43,7 +43,7 @@ struct SessionLine<T> {
 #[derive(Deserialize)]
 struct SessionMeta {
     id: String,
-    /// The root thread: for a subagent, the thread of the run.
+    /// The root thread, which for a subagent is the run's thread.
     session_id: Option<String>,
 }
 
@@ -52,7 +52,7 @@ struct TurnContext {
     model: Option<String>,
 }
 
-/// The usage of one model call, written when the call ends.
+/// Usage of one model call, written when the call completes.
 #[derive(Deserialize)]
 struct UsageRecord {
     thread_id: String,
@@ -75,7 +75,7 @@ impl SessionUsage {
     }
 }
 
-/// Sums the usage of a thread and its subagents since `since`; `None` if no usage is recorded.
+/// Sums the usage of a thread and its subagents since `since`. Returns `None` if none is recorded.
 pub fn read_usage(sessions: &Path, thread: &str, since: Timestamp) -> Option<SessionUsage> {
     let (mut total, mut has_usage) = (SessionUsage::default(), false);
     for file in list_session_files(sessions) {
@@ -88,7 +88,7 @@ pub fn read_usage(sessions: &Path, thread: &str, since: Timestamp) -> Option<Ses
     has_usage.then_some(total)
 }
 
-/// Whether the thread has a session file, so that Codex can resume it.
+/// Whether the thread has a session file and can therefore be resumed.
 pub fn has_thread(sessions: &Path, thread: &str) -> bool {
     uuid::Uuid::try_parse(thread).is_ok()
         && list_session_files(sessions).any(|file| is_file_for_thread(&file, thread))
@@ -102,7 +102,7 @@ fn is_file_for_thread(file: &DirEntry, thread: &str) -> bool {
     })
 }
 
-/// Lists the session files, which are in directories by year, month and day.
+/// Lists session files, which are grouped into directories by year, month and day.
 fn list_session_files(sessions: &Path) -> impl Iterator<Item = DirEntry> {
     let entries = |dir: PathBuf| std::fs::read_dir(dir).into_iter().flatten().flatten();
     let years = entries(sessions.to_owned());
@@ -111,8 +111,8 @@ fn list_session_files(sessions: &Path) -> impl Iterator<Item = DirEntry> {
     days.flat_map(move |day| entries(day.path())).take(MAX_SESSION_FILES)
 }
 
-/// Adds the usage in one file since `since`. Returns whether there is any; `None` if the file is unreadable or belongs
-/// to neither the thread nor one of its subagents.
+/// Adds the usage in a file since `since`. Returns whether there is any, or `None` if the file is unreadable or doesn't
+/// belong to the thread or one of its subagents.
 fn add_usage(path: &Path, thread: &str, since: Timestamp, total: &mut SessionUsage) -> Option<bool> {
     let mut lines = BufReader::new(open_regular(path)?.take(MAX_FILE_BYTES));
     let mut line = Vec::new();
@@ -126,14 +126,14 @@ fn add_usage(path: &Path, thread: &str, since: Timestamp, total: &mut SessionUsa
         if !read_line(&mut lines, &mut line).ok()? {
             return Some(has_usage);
         }
-        // Most lines are long and irrelevant: check the type before parsing.
+        // Most lines are long and irrelevant, so check the type before parsing.
         if has_type(&line, b"\"token_usage_record\"") {
             let Ok(SessionLine { timestamp, payload }) =
                 serde_json::from_slice::<SessionLine<UsageRecord>>(&line)
             else {
                 continue;
             };
-            // The file of a forked thread also contains the records of the thread that it was forked from.
+            // A forked thread's file also contains its parent thread's records.
             if payload.thread_id == meta.id && timestamp.is_none_or(|at| at >= since) {
                 total.add(&payload.usage);
                 has_usage = true;
@@ -145,14 +145,14 @@ fn add_usage(path: &Path, thread: &str, since: Timestamp, total: &mut SessionUsa
     }
 }
 
-/// Opens only regular files, without blocking: the agent could create a FIFO, which would block the reader forever.
+/// Opens regular files only, without blocking: an agent-created FIFO would block the reader forever.
 fn open_regular(path: &Path) -> Option<File> {
     let file = File::options().read(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(path).ok()?;
     file.metadata().ok()?.is_file().then_some(file)
 }
 
-/// Reads the next line, up to [`MAX_LINE_BYTES`]; a longer line is truncated, which makes it invalid JSON. Returns
-/// `false` at the end.
+/// Reads the next line. Lines longer than [`MAX_LINE_BYTES`] are truncated, which makes them invalid JSON. Returns
+/// `false` at the end of the file.
 fn read_line(lines: &mut impl BufRead, line: &mut Vec<u8>) -> std::io::Result<bool> {
     line.clear();
     let read = lines.by_ref().take(MAX_LINE_BYTES).read_until(b'\n', line)?;
@@ -162,7 +162,7 @@ fn read_line(lines: &mut impl BufRead, line: &mut Vec<u8>) -> std::io::Result<bo
     Ok(read > 0)
 }
 
-/// Whether the line has this type. Checks only the first 200 bytes, which contain the type.
+/// Whether the line has the given type. Checks only the first 200 bytes, which contain the type.
 fn has_type(line: &[u8], kind: &[u8]) -> bool {
     line[..line.len().min(200)].windows(kind.len()).any(|part| part == kind)
 }
@@ -191,7 +191,7 @@ mod tests {
         )
     }
 
-    /// A usage record that is ignored because it is too long.
+    /// A usage record that is ignored for being too long.
     fn long_line() -> String {
         let line = usage_line("03:00:02.500", THREAD, 5000, 5000);
         let padding = "x".repeat(usize::try_from(MAX_LINE_BYTES).unwrap());
@@ -205,7 +205,7 @@ mod tests {
         let since: Timestamp = "2026-11-22T03:00:00Z".parse().unwrap();
         assert_eq!(read_usage(&sessions, THREAD, since), None);
         let context = "{\"timestamp\":\"2026-11-22T02:50:12.000Z\",\"type\":\"turn_context\",\"payload\":{\"model\":\"gpt-5.5\"}}\n";
-        // A resumed thread's file stays in the directory of its first day.
+        // A resumed thread's file stays in the directory for the day it was created.
         write(
             &sessions.join("2026/11/21"),
             &format!("rollout-2026-11-21T02-50-12-{THREAD}.jsonl"),

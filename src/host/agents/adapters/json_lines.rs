@@ -1,18 +1,19 @@
-//! The project's own protocol, for agents that have none: one JSON object per line.
+//! Our own protocol, for agents without one: one JSON object per line.
 //!
-//! The program reads one line, `{"type": "prompt", "version": 1, "prompt", "agentName", "model", "conversationId"}`,
-//! whose last two members may be `null`; then its standard input ends. It writes to its standard output:
+//! The program reads one line from stdin, followed by EOF:
+//! `{"type": "prompt", "version": 1, "prompt", "agentName", "model", "conversationId"}`. The last two fields may be
+//! `null`. It then writes these lines to stdout:
 //!
 //! | line | |
 //! |---|---|
 //! | `{"type": "started", "conversationId"?, "model"?}` | first |
-//! | `{"type": "text", "text"}` | text that the agent wrote |
-//! | `{"type": "tool", "id", "name", "input"}` | a tool starts |
-//! | `{"type": "toolResult", "id", "status": "success" or "error", "error"?}` | the tool ends; `error` is text |
-//! | `{"type": "usage", "tokensIn", "tokensOut", "cost"?}` | usage since the previous such line; `cost` in dollars |
+//! | `{"type": "text", "text"}` | text written by the agent |
+//! | `{"type": "tool", "id", "name", "input"}` | a tool call started |
+//! | `{"type": "toolResult", "id", "status": "success" or "error", "error"?}` | the call finished; `error` is text |
+//! | `{"type": "usage", "tokensIn", "tokensOut", "cost"?}` | usage since the previous `usage` line; `cost` in dollars |
 //! | `{"type": "result", "status", "text"?, "error"?: {"name"?, "message", "stack"?, "tool"?, "turn"?}}` | last |
 //!
-//! A run succeeds only if the status of its result is `success` and the program exits with code 0.
+//! A run succeeds only if its result has status `success` and the program exits with code 0.
 
 use serde::Deserialize;
 use serde_json::Value;
@@ -26,7 +27,7 @@ use crate::records::money::Dollars;
 
 /// Maximum number of characters in an error or tool name.
 const MAX_NAME_CHARS: usize = 100;
-/// The name of an error for which the program gives none.
+/// Name for errors that the program doesn't name.
 const DEFAULT_ERROR_NAME: &str = "Error";
 
 #[derive(Deserialize)]
@@ -85,7 +86,7 @@ impl From<ErrorFields> for DispatchError {
     }
 }
 
-/// A run of an agent that uses this protocol.
+/// A run of an agent that speaks this protocol.
 #[derive(Default)]
 pub struct JsonLines {
     run: RunState,
@@ -95,7 +96,7 @@ pub struct JsonLines {
 impl Adapter for JsonLines {
     fn parse_line(&mut self, at_ms: u64, line: &str) -> Vec<Event> {
         let Ok(line) = serde_json::from_str::<ProtocolLine>(line) else { return Vec::new() };
-        // Every line except `usage` implies model usage that has not been reported yet.
+        // Every line except `usage` implies model usage that hasn't been reported yet.
         self.run.has_unreported_usage = !matches!(line, ProtocolLine::Usage { .. });
         let event = match line {
             ProtocolLine::Started { conversation_id, model } => {
@@ -127,7 +128,7 @@ impl Adapter for JsonLines {
     }
 
     fn finish(&mut self, at_ms: u64, exit: Exit, stderr_tail: &str) -> Outcome {
-        // A program that prints its result has reported all of its usage.
+        // By the time a program prints its result, it has reported all of its usage.
         self.run.has_unreported_usage &= self.result.is_none();
         let error = match (self.result.take(), exit) {
             (Some((ResultStatus::Success, _)), Exit::Code(0)) => None,

@@ -1,4 +1,4 @@
-//! Launch parameters of an agent's program: arguments, standard input and environment. Performs no I/O.
+//! Builds an agent program's launch parameters: arguments, stdin and environment. Doesn't perform I/O.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use uuid::Uuid;
 
 use super::AdapterKind;
 
-/// The parameters of a run.
+/// Parameters of a run.
 #[derive(Debug, Clone, Copy)]
 pub struct LaunchRequest<'a> {
     pub agent_name: &'a str,
@@ -27,8 +27,8 @@ pub struct Launch {
 }
 
 impl AdapterKind {
-    /// Builds the additions to the command. If `has_conversation`, the program has stored this conversation and resumes
-    /// it.
+    /// Builds the additions to the command. With `has_conversation`, the program has stored the conversation and
+    /// resumes it.
     pub fn build_launch(self, request: &LaunchRequest<'_>, has_conversation: bool) -> Launch {
         match self {
             Self::ClaudeCode => build_claude_launch(request, has_conversation),
@@ -37,8 +37,8 @@ impl AdapterKind {
         }
     }
 
-    /// The location of Claude Code's transcript of a conversation: a directory, and the file name in one of its
-    /// subdirectories. `None` for other programs; for Codex, see [`Self::sessions_dir`].
+    /// Returns the location of a conversation's Claude Code transcript: a directory, and the file name within one of
+    /// its subdirectories. `None` for other programs; for Codex, see [`Self::sessions_dir`].
     pub fn transcript_location(
         self,
         location: &StateLocation<'_>,
@@ -53,24 +53,24 @@ impl AdapterKind {
         }
     }
 
-    /// The directory with Codex's session files (see [`super::codex_sessions`]).
+    /// Returns the directory of Codex session files (see [`super::codex_sessions`]).
     pub fn sessions_dir(self, location: &StateLocation<'_>) -> Option<PathBuf> {
         (self == Self::Codex).then(|| location.resolve("CODEX_HOME", ".codex").join("sessions"))
     }
 }
 
-/// The settings that determine where a program keeps its state.
+/// Settings that determine where a program stores its state.
 #[derive(Debug, Clone, Copy)]
 pub struct StateLocation<'a> {
     /// The home directory, unless the agent's environment sets `HOME`.
     pub home: &'a Path,
     pub working_dir: &'a Path,
-    /// The agent's environment, from its configuration.
+    /// The agent's configured environment.
     pub environment: &'a BTreeMap<String, String>,
 }
 
 impl StateLocation<'_> {
-    /// Returns the directory that a variable names, or else `below_home` in the home directory.
+    /// Returns the directory named by a variable, defaulting to `below_home` in the home directory.
     fn resolve(&self, variable: &str, below_home: &str) -> PathBuf {
         let directory = |name: &str| {
             let value = self.environment.get(name).filter(|value| !value.is_empty())?;
@@ -95,7 +95,7 @@ fn build_claude_launch(request: &LaunchRequest<'_>, has_conversation: bool) -> L
     Launch {
         arguments,
         stdin: request.prompt.as_bytes().to_vec(),
-        // Host releases update the program.
+        // The program is updated with host releases.
         environment: vec![("DISABLE_AUTOUPDATER", "1")],
     }
 }
@@ -114,7 +114,7 @@ fn build_codex_launch(request: &LaunchRequest<'_>, has_conversation: bool) -> La
     Launch { arguments, stdin: request.prompt.as_bytes().to_vec(), ..Launch::default() }
 }
 
-/// Claude Code requires UUIDs, so any other conversation id is mapped to a stable UUID.
+/// Claude Code requires UUIDs, so other conversation ids are mapped to stable UUIDs.
 pub fn to_session_id(conversation_id: &str) -> String {
     if let Ok(id) = Uuid::try_parse(conversation_id) {
         return id.to_string();
@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn json_lines_agent_reads_its_prompt_as_a_line() {
+    fn json_lines_prompt_is_a_single_line() {
         let launch = AdapterKind::JsonLines.build_launch(&REQUEST, false);
         let line: serde_json::Value = serde_json::from_slice(&launch.stdin).unwrap();
         assert_eq!((line["prompt"].as_str(), line["model"].as_str()), (Some(REQUEST.prompt), Some("m")));

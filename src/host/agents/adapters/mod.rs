@@ -1,8 +1,7 @@
-//! Adapters that parse the output of coding agents' programs. Only [`codex_sessions`] performs I/O: it reads files.
+//! Adapters that parse the output of coding agents. Only [`codex_sessions`] performs I/O: it reads files.
 //!
-//! An [`Adapter`] receives each line of a run's output and finally its exit status. It returns events during the run,
-//! and the outcome at the end: tools, tokens, cost and error. Unknown lines are ignored, because new program releases
-//! add more.
+//! An [`Adapter`] is fed each line of a run's output, followed by the exit status. It returns events during the run and
+//! the outcome at the end: tools, tokens, cost and error. Unknown lines are ignored, since new agent releases add more.
 
 mod claude;
 pub mod codex;
@@ -27,10 +26,10 @@ use crate::records::money::Dollars;
 /// Longer messages and stacks are truncated.
 const MAX_MESSAGE_CHARS: usize = 2000;
 const MAX_STACK_CHARS: usize = 4000;
-/// Maximum number of characters in a model name or a conversation id.
+/// Maximum number of characters in a model name or conversation id.
 const MAX_ID_CHARS: usize = 200;
 
-/// An event that a run reports to its listeners.
+/// An event reported to a run's listeners.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase", tag = "type")]
 pub enum Event {
@@ -40,7 +39,7 @@ pub enum Event {
         conversation_id: Option<String>,
         model: Option<String>,
     },
-    /// Text that the agent wrote.
+    /// Text written by the agent.
     Text {
         text: String,
     },
@@ -50,7 +49,7 @@ pub enum Event {
         name: String,
         input_preview: String,
         /// Whether the call is recorded in [`Outcome::tools`], whose length is limited. Only recorded calls may be
-        /// noted in `activity.log`. Listeners do not receive this field.
+        /// logged to `activity.log`. Not sent to listeners.
         #[serde(skip)]
         is_recorded: bool,
     },
@@ -70,8 +69,8 @@ pub enum Exit {
 }
 
 impl Exit {
-    /// Whether a signal ended the process. By convention, a program that handles a signal exits with 128 plus the
-    /// signal's number, which is at most 64. Higher codes are errors: 255, for example, is the code of `exit(-1)`.
+    /// Whether a signal terminated the process. By convention, programs that handle a signal exit with 128 plus the
+    /// signal number, which is at most 64. Higher codes are errors: `exit(-1)`, for example, yields 255.
     pub fn is_caused_by_signal(self) -> bool {
         match self {
             Self::Code(code) => (129..=192).contains(&code),
@@ -87,11 +86,11 @@ pub struct Outcome {
     pub model: Option<String>,
     pub tokens_in: u64,
     pub tokens_out: u64,
-    /// Input tokens that the model's service had cached; part of `tokens_in`.
+    /// Input tokens served from the model provider's cache. Included in `tokens_in`.
     pub tokens_cached: u64,
-    /// `None` if the program reports no cost.
+    /// `None` if the program doesn't report a cost.
     pub cost: Option<Dollars>,
-    /// Whether the model may have used tokens after the program last reported its usage or cost.
+    /// Whether the model may have used tokens since the program last reported usage or cost.
     pub has_unreported_usage: bool,
     pub tools: Vec<ToolCall>,
     pub status: ResultStatus,
@@ -102,22 +101,21 @@ pub struct Outcome {
 
 /// Parses the output of one run.
 pub trait Adapter: Send {
-    /// Parses a line of standard output, which was read `at_ms` milliseconds after the start.
+    /// Parses a line of stdout, read `at_ms` milliseconds into the run.
     fn parse_line(&mut self, at_ms: u64, line: &str) -> Vec<Event>;
 
-    /// Sets the usage from the program's session files, which overrides the printed usage. Call before
-    /// [`Adapter::finish`].
+    /// Overrides the printed usage with that from the program's session files. Call before [`Adapter::finish`].
     fn set_usage(&mut self, _usage: SessionUsage) {}
 
     /// Records that the program resumed an earlier conversation, whose usage some releases print again. Call before
     /// [`Adapter::finish`].
     fn set_resumed(&mut self) {}
 
-    /// Ends the run after the process has exited.
+    /// Finishes the run after the process has exited.
     fn finish(&mut self, at_ms: u64, exit: Exit, stderr_tail: &str) -> Outcome;
 }
 
-/// The adapters, by their names in the configuration.
+/// Adapters by configuration name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum AdapterKind {
@@ -130,7 +128,7 @@ pub enum AdapterKind {
 }
 
 impl AdapterKind {
-    /// Whether tool calls have the same ids in the program's output and in its hooks.
+    /// Whether tool calls have the same ids in the program's output and hooks.
     pub fn has_shared_call_ids(self) -> bool {
         self == Self::ClaudeCode
     }
@@ -144,12 +142,12 @@ impl AdapterKind {
     }
 }
 
-/// Removes secrets, then puts the text on one line and truncates it to at most `max_chars` characters.
+/// Redacts secrets, then flattens the text to one line of at most `max_chars` characters.
 fn scrub_and_truncate(text: &str, max_chars: usize) -> String {
     preview::flatten_and_truncate(&preview::scrub(text), max_chars)
 }
 
-/// The error for a run that reported none itself. [`run::RunState::finish`] adds the tool and the turn.
+/// Error for a run that didn't report one itself. [`run::RunState::finish`] adds the tool and turn.
 fn exit_failure(exit: Exit, stderr_tail: &str) -> DispatchError {
     let (name, message) = match exit {
         Exit::Code(0) => ("NoResult", "the agent exited without a result".to_owned()),

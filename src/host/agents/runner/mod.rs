@@ -1,7 +1,7 @@
 //! `svc-agent`: runs one agent for the gateway, as the owner's user, and leaves no process behind.
 //!
-//! Each connection is one run. systemd accepts it and starts a separate unit instance (`svc-agent@.service`), so that
-//! each run has its own cgroup. Without systemd, `--listen` starts one process per run.
+//! One run per connection. systemd accepts each connection in its own unit instance (`svc-agent@.service`), so every
+//! run has its own cgroup. Without systemd, `--listen` starts one process per run.
 
 mod output;
 pub mod process_tree;
@@ -20,7 +20,7 @@ use crate::system::socket_service::{self, SocketService};
 use svc_base::applet::{self, Exit, Failure, OrExit};
 use svc_http::server;
 
-/// Maximum number of concurrent runs without systemd, whose socket unit has its own limit.
+/// Maximum number of concurrent runs with `--listen`. The systemd socket unit has its own limit.
 const MAX_CONCURRENT_RUNS: usize = 128;
 
 #[derive(Parser)]
@@ -37,12 +37,12 @@ struct Args {
     listen: bool,
 }
 
-/// The command-line definition, from which the reference pages are generated.
+/// Returns the clap command, from which the reference pages are generated.
 pub fn command() -> clap::Command {
     <Args as clap::CommandFactory>::command()
 }
 
-/// Entry point of the applet.
+/// Applet entry point.
 pub fn run(args: Vec<OsString>) -> ExitCode {
     let args = match applet::parse::<Args>(args) {
         Ok(args) => args,
@@ -57,12 +57,12 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     }
 }
 
-/// Serves the connection on standard input until the run ends.
+/// Serves the connection on stdin until the run ends.
 async fn serve_stdin(layout: Layout) -> Result<(), Failure> {
     let connection = socket_service::stdin_connection()?;
     let connection = tokio::net::UnixStream::from_std(connection).context("cannot use the connection")?;
     let stop = server::stop_on_signal().context("cannot handle signals").or_exit(Exit::Internal)?;
-    run::serve(&layout, connection, stop).await.context("the run failed").or_exit(Exit::Unavailable)
+    run::serve(&layout, connection, stop).await.context("run failed").or_exit(Exit::Unavailable)
 }
 
 async fn listen(layout: Layout) -> Result<(), Failure> {

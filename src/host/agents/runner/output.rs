@@ -1,4 +1,4 @@
-//! Reads an agent's output: its lines, limited in length, and the redacted tail of its standard error.
+//! Reads agent output: length-limited lines, and a redacted tail of stderr.
 
 use std::collections::VecDeque;
 use std::io;
@@ -8,7 +8,7 @@ use tokio::io::{AsyncBufRead, AsyncBufReadExt, AsyncRead, AsyncReadExt};
 use crate::agents::adapters::preview::Secrets;
 use crate::agents::protocol::MAX_LINE_BYTES;
 
-/// Maximum number of bytes reported from the end of standard error.
+/// Maximum size of the reported stderr tail.
 const STDERR_TAIL_BYTES: usize = 8 << 10;
 
 #[derive(Debug, PartialEq, Eq)]
@@ -18,7 +18,7 @@ pub enum OutputLine {
     TooLong,
 }
 
-/// Reads line by line. A partially read line is kept when a read is cancelled.
+/// Line reader. A partially read line survives a cancelled read.
 #[derive(Default)]
 pub struct LineReader {
     line: Vec<u8>,
@@ -26,7 +26,7 @@ pub struct LineReader {
 }
 
 impl LineReader {
-    /// Returns the next line, without its terminator; `None` at the end of the output. Cancel-safe.
+    /// Returns the next line without its terminator, or `None` at EOF. Cancel-safe.
     ///
     /// # Errors
     /// The read failed.
@@ -59,11 +59,11 @@ impl LineReader {
     }
 }
 
-/// Buffers the last bytes of standard error and redacts secrets from them.
+/// Buffers the tail of stderr and redacts its secrets.
 pub struct StderrTail {
     bytes: VecDeque<u8>,
-    /// Number of bytes kept in addition to those reported, so that a secret that the cut would split is still redacted.
-    /// Equals the length of the longest secret.
+    /// Bytes retained on top of the reported ones, so that a secret straddling the cut is still redacted. Equals the
+    /// length of the longest secret.
     margin: usize,
     is_truncated: bool,
 }
@@ -73,7 +73,7 @@ impl StderrTail {
         Self { bytes: VecDeque::new(), margin: secrets.max_bytes(), is_truncated: false }
     }
 
-    /// Reads until the end of the stream.
+    /// Reads to EOF.
     ///
     /// # Errors
     /// The read failed.
@@ -91,14 +91,13 @@ impl StderrTail {
         }
     }
 
-    /// Returns the last `STDERR_TAIL_BYTES` as text, without the secrets. A truncated first line is dropped if another
-    /// line follows.
+    /// Returns the last `STDERR_TAIL_BYTES` as redacted text. Drops a truncated first line if another line follows.
     pub fn into_text(mut self, secrets: &Secrets) -> String {
         let bytes = self.bytes.make_contiguous();
         let (mut partial_char_bytes, mut min_cut) = (0, 0);
         if self.is_truncated {
             partial_char_bytes = bytes.iter().take(3).take_while(|byte| **byte & 0xc0 == 0x80).count();
-            // The text may start with the rest of a secret, which is shorter than the margin.
+            // The text may start with the rest of a truncated secret, which is shorter than the margin.
             min_cut = self.margin;
         }
         let mut text = String::from_utf8_lossy(&bytes[partial_char_bytes..]).into_owned();
@@ -159,7 +158,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn stderr_tail_contains_no_part_of_a_secret() {
+    async fn stderr_tail_never_contains_partial_secret() {
         let secret = "BEGIN KEY\nÄBC123\nDEF456\nEND KEY";
         let secrets = Secrets::from_environment(&[("A_KEY".to_owned(), secret.to_owned())].into());
         for length in STDERR_TAIL_BYTES - 10..STDERR_TAIL_BYTES + 2 * secret.len() {

@@ -1,6 +1,6 @@
-//! Finds the descendants of this process by their parent process ids, and kills them.
+//! Finds this process's descendants by parent pid, and kills them.
 //!
-//! This process is the subreaper of its descendants: orphans become its children, even those in other sessions.
+//! We are their subreaper: orphans become our children, even those in other sessions.
 
 use std::time::Duration;
 
@@ -10,12 +10,12 @@ use nix::unistd::Pid;
 
 use crate::system::process_stat::ProcessStat;
 
-/// Interval between checks for remaining processes.
+/// Poll interval while waiting for processes to exit.
 const CHECK_INTERVAL: Duration = Duration::from_millis(20);
-/// Timeout for the kill; systemd handles a process that is stuck in the kernel for longer.
+/// Timeout for killing all descendants. systemd handles processes stuck in the kernel for longer.
 const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Makes orphaned descendants children of this process.
+/// Makes this process the subreaper of its descendants.
 ///
 /// # Errors
 /// `prctl` failed.
@@ -41,13 +41,13 @@ fn find_descendants(root: i32) -> Vec<Pid> {
     tree.into_iter().skip(1).map(Pid::from_raw).collect()
 }
 
-/// Reaps children that have ended, except the agent, for which the caller waits.
+/// Reaps exited children, except the agent, which the caller waits for.
 pub fn reap_orphans(agent: u32) {
     let flags = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
     while let Ok(status) = waitid(Id::All, flags) {
         match status.pid() {
             Some(pid) if u32::try_from(pid.as_raw()) != Ok(agent) => {
-                // The process has ended, so this does not block.
+                // The process has exited, so this doesn't block.
                 let _ = waitpid(pid, Some(WaitPidFlag::WNOHANG));
             }
             _ => return,
@@ -55,15 +55,15 @@ pub fn reap_orphans(agent: u32) {
     }
 }
 
-/// Kills all descendants and waits until they have ended, for at most `KILL_TIMEOUT`. No other task may wait for
-/// children in the meantime.
+/// Kills all descendants and waits for them to exit, for at most `KILL_TIMEOUT`. No other task may wait for children
+/// concurrently.
 pub async fn kill_descendants() {
     let this = Pid::this().as_raw();
     let deadline = tokio::time::Instant::now() + KILL_TIMEOUT;
     loop {
         // Killing parents first would only create orphans sooner.
         for pid in find_descendants(this).into_iter().rev() {
-            // It is not an error if the process has already ended.
+            // The process may have exited already.
             let _ = kill(pid, Signal::SIGKILL);
         }
         loop {
@@ -75,7 +75,7 @@ pub async fn kill_descendants() {
             }
         }
         if tokio::time::Instant::now() >= deadline {
-            tracing::warn!("a process of the run has not ended after SIGKILL");
+            tracing::warn!("run process still alive after SIGKILL");
             return;
         }
         tokio::time::sleep(CHECK_INTERVAL).await;
@@ -93,7 +93,7 @@ mod tests {
         let pid = i32::try_from(child.id()).unwrap();
         let deadline = std::time::Instant::now() + Duration::from_secs(10);
         while find_descendants(pid).len() < 2 {
-            assert!(std::time::Instant::now() < deadline, "no grandchild before the deadline");
+            assert!(std::time::Instant::now() < deadline, "timed out waiting for the grandchild");
             std::thread::sleep(CHECK_INTERVAL);
         }
         for descendant in find_descendants(pid) {

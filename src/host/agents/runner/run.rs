@@ -1,9 +1,9 @@
-//! Performs one run: reads the request, forwards the agent's output, and reports the agent's exit.
+//! Performs a single run: reads the request, forwards the agent's output, and reports its exit.
 //!
 //! A run ends when the agent exits, when the gateway cancels or disconnects, or when this process is stopped. In the
-//! last two cases, the agent's process group first gets SIGINT, so that the agent can still report its cost, and then
-//! SIGTERM, so that the agent can end its tools, which may run in other process groups. In all cases, the remaining
-//! processes are killed at the end.
+//! last two cases, the agent's process group gets SIGINT first, so that the agent can still report its cost, and then
+//! SIGTERM, so that it can terminate its tools, which may run in other process groups. Any remaining processes are
+//! killed at the end in all cases.
 
 use std::io;
 use std::os::unix::process::ExitStatusExt;
@@ -33,26 +33,26 @@ use crate::agents::protocol::{
 use crate::system::layout::Layout;
 use svc_base::error_chain::format_chain;
 
-/// Timeout for reading the request, and then for reading the go-ahead.
+/// Timeout for reading the request, and again for the go-ahead.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
-/// Maximum time that the output may stay open after the agent has exited: a child may have inherited it.
+/// How long the output may stay open after the agent exits: a child may have inherited it.
 const OUTPUT_CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
-/// Timeout for one write to the gateway, after which the run is cancelled.
+/// Timeout for a single write to the gateway, after which the run is cancelled.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Timeout for reading the program's session files.
 const USAGE_TIMEOUT: Duration = Duration::from_secs(5);
-/// Interval at which the agent's orphans are reaped.
+/// Interval for reaping the agent's orphans.
 const REAP_INTERVAL: Duration = Duration::from_secs(1);
-/// An agent's search path, after the release's own directories.
+/// The agent's `PATH`, after the release's own directories.
 const SYSTEM_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
-/// Environment variables that a run inherits from this process.
+/// Environment variables inherited from this process.
 const INHERITED_VARIABLES: [&str; 5] = ["HOME", "USER", "LOGNAME", "LANG", "TZ"];
 
 /// Serves one connection from the gateway.
 ///
 /// # Errors
-/// Before the agent started, the connection failed, a frame was invalid, or the request or the go-ahead did not arrive
-/// within `REQUEST_TIMEOUT`.
+/// Fails if, before the agent starts, the connection breaks, a frame is invalid, or the request or go-ahead doesn't
+/// arrive within `REQUEST_TIMEOUT`.
 pub async fn serve(layout: &Layout, connection: UnixStream, stop: CancellationToken) -> io::Result<()> {
     let (mut from_gateway, mut to_gateway) = connection.into_split();
     let request = tokio::time::timeout(REQUEST_TIMEOUT, GatewayFrame::read(&mut from_gateway)).await;
@@ -61,7 +61,7 @@ pub async fn serve(layout: &Layout, connection: UnixStream, stop: CancellationTo
     };
     if ![RunRequest::PROTOCOL_VERSION_WITHOUT_READY, RunRequest::PROTOCOL_VERSION].contains(&request.version)
     {
-        let reason = format!("svc-agent does not support requests of version {}", request.version);
+        let reason = format!("svc-agent does not support request version {}", request.version);
         return RunnerFrame::Refused(reason).write(&mut to_gateway).await;
     }
     if let Err(error) = process_tree::adopt_orphans() {
@@ -70,15 +70,14 @@ pub async fn serve(layout: &Layout, connection: UnixStream, stop: CancellationTo
     if request.version != RunRequest::PROTOCOL_VERSION_WITHOUT_READY
         && !wait_for_go(&mut from_gateway, &mut to_gateway).await?
     {
-        let reason = "the gateway sent no go-ahead to start the agent";
+        let reason = "the gateway never sent a go-ahead";
         return RunnerFrame::Refused(reason.to_owned()).write(&mut to_gateway).await;
     }
     let (child, is_resumed) = match start_agent(layout, &request) {
         Ok(started) => started,
         Err(error) => {
             let program = request.command.first().map_or("", String::as_str);
-            let reason =
-                format!("the agent's program {program:?} cannot be started: {}", format_chain(&error));
+            let reason = format!("cannot start the agent program {program:?}: {}", format_chain(&error));
             return RunnerFrame::Refused(reason).write(&mut to_gateway).await;
         }
     };
@@ -99,14 +98,14 @@ pub async fn serve(layout: &Layout, connection: UnixStream, stop: CancellationTo
     Ok(())
 }
 
-/// Reports this process's id and waits for the gateway's go-ahead; `false` if the gateway cancelled or disconnected.
+/// Reports our pid and waits for the gateway's go-ahead. Returns `false` if the gateway cancels or disconnects.
 async fn wait_for_go(from_gateway: &mut OwnedReadHalf, to_gateway: &mut OwnedWriteHalf) -> io::Result<bool> {
     RunnerFrame::Ready { pid: std::process::id() }.write(to_gateway).await?;
     let go = tokio::time::timeout(REQUEST_TIMEOUT, GatewayFrame::read(from_gateway)).await;
     Ok(matches!(go.map_err(|_| io::ErrorKind::TimedOut)??, Some(GatewayFrame::Go)))
 }
 
-/// Starts the agent. Returns its process, and whether the program resumes the conversation.
+/// Spawns the agent. Also returns whether it resumes the conversation.
 fn start_agent(layout: &Layout, request: &RunRequest) -> io::Result<(Child, bool)> {
     let (home, working_dir) = (user_home(layout), layout.home());
     let location =
@@ -145,8 +144,8 @@ fn user_home(layout: &Layout) -> PathBuf {
     std::env::var_os("HOME").map_or_else(|| layout.home(), PathBuf::from)
 }
 
-/// Whether the program has stored this conversation: Claude Code as a transcript in a project directory, Codex as a
-/// session file.
+/// Whether this conversation is stored on disk: as a transcript in a project directory for Claude Code, as a session
+/// file for Codex.
 fn has_conversation(adapter: AdapterKind, location: &StateLocation<'_>, conversation_id: &str) -> bool {
     if let Some(sessions) = adapter.sessions_dir(location) {
         return codex_sessions::has_thread(&sessions, conversation_id);
@@ -159,15 +158,15 @@ fn has_conversation(adapter: AdapterKind, location: &StateLocation<'_>, conversa
 }
 
 async fn write_prompt(mut stdin: ChildStdin, prompt: Vec<u8>) {
-    // If the agent does not read its prompt, its exit status reports the failure.
+    // If the agent doesn't read its prompt, its exit status reports the failure.
     let _ = stdin.write_all(&prompt).await;
 }
 
-/// The session files that a program writes for its runs.
+/// Session files written by the agent program.
 struct SessionFiles {
     sessions: PathBuf,
     since: Timestamp,
-    /// The thread id, once the program has printed it.
+    /// Thread id, once the program has printed it.
     thread: Option<String>,
 }
 
@@ -194,7 +193,7 @@ struct AgentRun {
     /// Whether the agent has been sent SIGINT.
     is_interrupted: bool,
     is_resumed: bool,
-    /// The secrets in the agent's environment.
+    /// Secrets in the agent's environment.
     secrets: Secrets,
 }
 
@@ -205,7 +204,7 @@ impl AgentRun {
         let stderr_tail = child.stderr.take().map(|mut stderr| {
             let mut tail = StderrTail::new(&self.secrets);
             tokio::spawn(async move {
-                // Output before a read error is still reported.
+                // Still report the output before a read error.
                 let _ = tail.read_from(&mut stderr).await;
                 tail
             })
@@ -213,7 +212,7 @@ impl AgentRun {
         self.send(&RunnerFrame::Started { pid }).await;
         let (cancelled, stop) = (self.cancelled.clone(), self.stop.clone());
         let mut lines = LineReader::default();
-        // The next signal, and its time.
+        // Next signal and when to send it.
         let mut next_signal = None;
         let mut reap = tokio::time::interval(REAP_INTERVAL);
         let status = loop {
@@ -255,14 +254,14 @@ impl AgentRun {
                     next_signal = Some((Signal::SIGKILL, tokio::time::Instant::now() + TERMINATE_GRACE));
                 } else {
                     next_signal = None;
-                    // This process adopts the agent's orphans; they are killed below.
+                    // The agent's orphans are reparented to this process and killed below.
                     let _ = child.start_kill();
                 }
             }
         };
         self.send_remaining_lines(&mut lines, &mut out, OUTPUT_CLOSE_TIMEOUT).await;
         process_tree::kill_descendants().await;
-        // All processes that had the pipes open have been killed.
+        // Every process holding the pipes open has been killed.
         self.send_remaining_lines(&mut lines, &mut out, OUTPUT_CLOSE_TIMEOUT).await;
         let stderr_tail = match stderr_tail {
             Some(tail) => tokio::time::timeout(OUTPUT_CLOSE_TIMEOUT, tail).await.ok().and_then(Result::ok),
@@ -278,7 +277,7 @@ impl AgentRun {
             .await;
     }
 
-    /// Sends buffered lines and those that arrive before the timeout.
+    /// Sends buffered lines, plus any that arrive before the timeout.
     async fn send_remaining_lines(
         &mut self,
         lines: &mut LineReader,
@@ -287,7 +286,7 @@ impl AgentRun {
     ) {
         let Some(pipe) = out else { return };
         let deadline = tokio::time::Instant::now() + timeout;
-        // Lines may keep arriving, so the deadline must be checked after each.
+        // Lines may keep arriving, so check the deadline after each one.
         while tokio::time::Instant::now() < deadline
             && let Ok(Ok(Some(line))) = tokio::time::timeout_at(deadline, lines.next(pipe)).await
         {
@@ -313,29 +312,29 @@ impl AgentRun {
         let written = tokio::time::timeout(WRITE_TIMEOUT, frame.write(to_gateway)).await;
         if !matches!(written, Ok(Ok(()))) {
             tracing::debug!("gateway connection lost");
-            // Part of the frame may have been written, so no other frame may follow.
+            // The frame may be partially written, so no other frame may follow.
             self.to_gateway = None;
             self.cancelled.cancel();
         }
     }
 }
 
-/// Returns a token that is cancelled when the gateway cancels the run or disconnects.
+/// Returns a token that is cancelled once the gateway cancels the run or disconnects.
 fn watch_cancellation(mut from_gateway: OwnedReadHalf) -> CancellationToken {
     let token = CancellationToken::new();
     let cancel = token.clone();
     drop(tokio::spawn(async move {
-        // Any frame, error or end of the connection cancels the run: no other frame is valid during a run.
+        // Any frame, error or EOF cancels the run: no other frame is valid at this point.
         let _ = GatewayFrame::read(&mut from_gateway).await;
         cancel.cancel();
     }));
     token
 }
 
-/// Sends a signal to the agent's process group.
+/// Signals the agent's process group.
 fn send_signal(pid: u32, signal: Signal) {
     if let Some(pid) = i32::try_from(pid).ok().filter(|pid| *pid > 1) {
-        // It is not an error if the group has already ended.
+        // The group may be gone already.
         let _ = nix::sys::signal::killpg(Pid::from_raw(pid), signal);
     }
 }

@@ -1,6 +1,6 @@
-//! The hook input fields that are used; `tests/agents/README.md` documents the input.
+//! The subset of the hook input that we use; see `tests/agents/README.md` for the format.
 //!
-//! File contents and tool results are discarded once the input has been parsed, and never leave the process.
+//! File contents and tool results are discarded after parsing, and never leave the process.
 
 use std::io::{self, Read};
 
@@ -9,7 +9,7 @@ use serde::de::IgnoredAny;
 
 use crate::audit::protocol::{COMMAND_TOOLS, Message, Phase, WRITER_TOOLS};
 
-/// Maximum number of bytes in a hook's input.
+/// Maximum hook input size.
 const MAX_INPUT_BYTES: u64 = 4 << 20;
 
 #[derive(Debug, Deserialize)]
@@ -29,7 +29,7 @@ pub struct HookInput {
     tool_input: Option<LenientValue<ToolInput>>,
     #[serde(default)]
     tool_response: Option<LenientValue<ToolResponse>>,
-    /// Only Codex sends this field.
+    /// Only sent by Codex.
     #[serde(default)]
     turn_id: Option<IgnoredAny>,
     #[serde(default)]
@@ -38,7 +38,7 @@ pub struct HookInput {
     agent_type: Option<String>,
 }
 
-/// The expected object, or any other value that a program sends instead.
+/// Tolerates any other value in place of the expected object.
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
 enum LenientValue<T> {
@@ -68,13 +68,13 @@ struct ToolInput {
 struct ToolResponse {
     #[serde(default)]
     background_task_id: Option<IgnoredAny>,
-    /// A command that timed out continues in the background.
+    /// Commands that time out keep running in the background.
     #[serde(default)]
     timed_out_after_ms: Option<IgnoredAny>,
 }
 
 impl HookInput {
-    /// Parses the input; `None` for events that are not reported.
+    /// Parses the input. Returns `None` for events that aren't reported.
     ///
     /// # Errors
     /// The input cannot be read, is invalid, or is too large.
@@ -101,7 +101,7 @@ impl HookInput {
         }
     }
 
-    /// Builds the message for the watcher. `actor` is the program for which the hook was installed; empty if unknown.
+    /// Builds the message for the watcher. `actor` is the program the hook was installed for; empty if unknown.
     pub fn into_message(self, actor: &str) -> Message {
         let mut message = Message::new(self.phase().unwrap_or(Phase::TurnEnd));
         message.actor = self.detect_actor(actor).to_owned();
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn background_commands_are_recognized() {
+    fn detects_background_commands() {
         let recorded = include_str!("../../../../tests/agents/recordings/claude/bash_bg.hooks.jsonl");
         let messages: Vec<Message> = recorded.lines().filter_map(parse).collect();
         let background = messages.iter().filter(|message| message.is_background);
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn codex_is_recognized() {
+    fn detects_codex() {
         let recorded = include_str!("../../../../tests/agents/recordings/codex/basic.hooks.jsonl");
         let messages: Vec<Message> = recorded.lines().filter_map(parse).collect();
         assert!(messages.iter().any(|message| message.tool.as_deref() == Some("apply_patch")));

@@ -1,6 +1,6 @@
-//! Installs the hook in the settings files of the owner's agents.
+//! Installs the hook in the agents' settings files.
 //!
-//! A file is replaced atomically and keeps its mode and owner. An invalid file is left unchanged.
+//! Files are replaced atomically, preserving mode and owner. Invalid files are left alone.
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use super::settings::{self, HookSpec, SettingsError};
 use svc_base::fsx::{self, FileError};
 
-/// The matcher for the tools that may change files: `COMMAND_TOOLS` and `WRITER_TOOLS` from the protocol.
+/// Matches all tools that may change files: `COMMAND_TOOLS` and `WRITER_TOOLS` from the protocol.
 const TOOL_MATCHER: &str = "Write|Edit|MultiEdit|NotebookEdit|Bash|apply_patch";
 
 const fn for_tools(event: &'static str) -> HookSpec {
@@ -22,7 +22,7 @@ const fn without_matcher(event: &'static str) -> HookSpec {
     HookSpec { event, matcher: None }
 }
 
-/// An agent's program, and its settings file below the home directory.
+/// An agent program and its settings file, relative to the home directory.
 struct Program {
     actor: &'static str,
     file: &'static str,
@@ -74,15 +74,15 @@ pub enum InstallError {
     File(#[from] FileError),
 }
 
-/// Adds `svc-hook`, from the directory `bin`, to the settings of all programs. A failure for one program does not
-/// prevent changes for the others.
+/// Adds `svc-hook` from the `bin` directory to the settings of all programs. A failure for one program doesn't affect
+/// the others.
 ///
 /// # Errors
-/// The first failure.
+/// Returns the first failure.
 pub fn install(home: &Path, bin: &Path) -> Result<(), InstallError> {
     let hook = bin.join("svc-hook");
     change_all(home, |program, settings| {
-        // `exec` replaces the shell, so that the hook's parent is the agent's process, by which the call is identified.
+        // `exec` replaces the shell, so the hook's parent is the agent process, which identifies the call.
         let command = format!("exec {} {}", hook.display(), program.actor);
         settings::install(settings, program.hooks, &command)
     })
@@ -112,7 +112,7 @@ fn change_file(
     path: &Path,
     change: impl FnOnce(&mut Value) -> Result<bool, SettingsError>,
 ) -> Result<(), InstallError> {
-    // The owner may have replaced the file with a symbolic link.
+    // The owner may have replaced the file with a symlink.
     let target = fsx::resolve_link(path);
     let text = fsx::read_if_exists(&target)?.unwrap_or_default();
     let is_empty = text.iter().all(u8::is_ascii_whitespace);
@@ -144,7 +144,7 @@ fn replace_file(path: &Path, text: &[u8]) -> Result<(), FileError> {
         std::os::unix::fs::chown(path, Some(before.uid()), Some(before.gid()))
             .map_err(FileError::wrap("restore the owner of", path))?;
     }
-    // Restore the bits that the umask removed.
+    // Restore the bits cleared by the umask.
     fs::set_permissions(path, fs::Permissions::from_mode(mode))
         .map_err(FileError::wrap("set the mode of", path))
 }

@@ -1,7 +1,7 @@
-//! `svc-hook`: reports agents' tool calls to the watcher, and installs itself as a hook in their programs.
+//! `svc-hook`: reports tool calls to the watcher, and installs itself as a hook in the agents' programs.
 //!
-//! As a hook, it prints nothing, exits within `HOOK_TIMEOUT`, and always exits with 0, so that it never disrupts an
-//! agent. A message that cannot be delivered is saved to a file for the watcher.
+//! As a hook, it never disrupts an agent: it prints nothing, exits within `HOOK_TIMEOUT`, and always exits with 0.
+//! Undeliverable messages are saved to a file for the watcher.
 
 mod input;
 mod install;
@@ -23,7 +23,7 @@ use crate::system::layout::Layout;
 use crate::system::process_stat::{ProcessStat, TICKS_PER_SECOND};
 use svc_base::applet::{self, Exit, OrExit};
 
-/// Parses a hook's input for `tests/fuzz`; `None` for events that are not reported.
+/// Parses hook input for `tests/fuzz`. Returns `None` for events that aren't reported.
 ///
 /// # Errors
 /// The input is invalid or too large.
@@ -32,10 +32,10 @@ pub fn read_input(bytes: &[u8]) -> std::io::Result<Option<Message>> {
     Ok(HookInput::read(bytes)?.map(|input| input.into_message("")))
 }
 
-/// Time limit for the whole hook, from the start of its process. A hook usually takes a few milliseconds; the limit is
-/// for busy machines and for commands that change tens of thousands of files.
+/// Time limit for the whole hook, from process start. A hook usually takes a few milliseconds; the limit allows for
+/// busy machines and commands that change tens of thousands of files.
 const HOOK_TIMEOUT: Duration = Duration::from_millis(500);
-/// The part of `HOOK_TIMEOUT` that is reserved for saving an undelivered message.
+/// Part of `HOOK_TIMEOUT` reserved for saving an undelivered message.
 const SAVE_RESERVE: Duration = Duration::from_millis(10);
 
 #[derive(clap::Parser)]
@@ -65,7 +65,7 @@ struct HomeArgs {
     home: Option<PathBuf>,
 }
 
-/// The command-line definition, from which the reference pages are generated.
+/// Returns the clap command, from which the reference pages are generated.
 pub fn command() -> clap::Command {
     <Args as clap::CommandFactory>::command()
 }
@@ -103,10 +103,10 @@ fn run_command(args: Vec<OsString>) -> ExitCode {
     }
 }
 
-/// The parsed message, shared with the main thread, which saves it if it cannot be delivered.
+/// The parsed message. The main thread saves it if it can't be delivered.
 type SharedMessage = Arc<Mutex<Option<Message>>>;
 
-/// The time since this process was started, accurate to 10 ms; zero if unknown. On a busy machine, the process may have
+/// Returns the time since process start, accurate to 10 ms, or zero if unknown. On a busy machine, the process may have
 /// waited for a CPU.
 fn process_age() -> Duration {
     let Ok(stat) = ProcessStat::current() else { return Duration::ZERO };
@@ -114,7 +114,7 @@ fn process_age() -> Duration {
     now.saturating_sub(Duration::from_millis(stat.start_ticks * 1000 / TICKS_PER_SECOND))
 }
 
-/// Runs the hook in a separate thread, so that it can be abandoned at the deadline.
+/// Runs the hook on a separate thread, so that it can be abandoned at the deadline.
 fn run_hook(actor: String) {
     let deadline = Instant::now()
         + protocol::time_limit(HOOK_TIMEOUT).saturating_sub(process_age()).saturating_sub(SAVE_RESERVE);
@@ -125,7 +125,7 @@ fn run_hook(actor: String) {
     let (sender, receiver) = mpsc::channel();
     let thread_shared = Arc::clone(&shared);
     let spawned = std::thread::Builder::new().spawn(move || {
-        // After a timeout, there is no receiver.
+        // The receiver is gone after a timeout.
         let _ = sender.send(report_event(&layout, &actor, deadline, &thread_shared));
     });
     let failure = match spawned {
@@ -139,12 +139,12 @@ fn run_hook(actor: String) {
     };
     if let Some(reason) = failure {
         let message = shared.lock().unwrap_or_else(PoisonError::into_inner).take();
-        // A failure here cannot be reported: the hook must not print anything.
+        // Failures here can't be reported: the hook must not print anything.
         let _ = UndeliveredHook::new(reason, message).save(&gap_file);
     }
 }
 
-/// Parses the hook's input and sends it to the watcher. Returns the reason if that failed.
+/// Parses the hook input and sends it to the watcher. Returns the gap reason on failure.
 fn report_event(
     layout: &Layout,
     actor: &str,
@@ -153,7 +153,7 @@ fn report_event(
 ) -> Option<GapReason> {
     let input = match HookInput::read(std::io::stdin().lock()) {
         Ok(Some(input)) => input,
-        // The event is not reported to the watcher.
+        // Not an event that we report.
         Ok(None) => return None,
         Err(_) => return Some(GapReason::Unreadable),
     };

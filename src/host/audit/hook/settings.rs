@@ -1,28 +1,29 @@
-//! Edits the `hooks` of an agent's settings. Performs no I/O.
+//! Edits the `hooks` section of agent settings. Performs no I/O.
 //!
-//! Foreign hooks keep their content and order. Our hook is recognized by its program.
+//! Foreign hooks keep their content and order. Ours is recognized by its program name.
 
 use serde_json::{Map, Value, json};
 
-/// The name of the hook's program, which may be in any directory.
+/// Program name of our hook, which may be in any directory.
 const HOOK_PROGRAM: &str = "svc-hook";
 
-/// A hook to install: its event, and the tools to which it applies.
+/// A hook to install: an event, and the tools it applies to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HookSpec {
     pub event: &'static str,
     pub matcher: Option<&'static str>,
 }
 
-/// An error in the structure of the settings.
+/// A structural error in the settings.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0} must be {1}")]
 pub struct SettingsError(pub String, pub &'static str);
 
-/// Adds our hook once for each of these events, and removes it from all other events; `true` if anything changed.
+/// Adds our hook exactly once for each of these events, and removes it from all others. Returns whether anything
+/// changed.
 ///
 /// # Errors
-/// The structure of the hooks is invalid; nothing is changed.
+/// Fails without changing anything if the hooks are malformed.
 pub fn install(settings: &mut Value, specs: &[HookSpec], command: &str) -> Result<bool, SettingsError> {
     check_structure(settings)?;
     let before = settings.clone();
@@ -40,7 +41,7 @@ pub fn install(settings: &mut Value, specs: &[HookSpec], command: &str) -> Resul
     Ok(*settings != before)
 }
 
-/// Removes our hook; `true` if there was one.
+/// Removes our hook. Returns whether there was one.
 ///
 /// # Errors
 /// See [`install`].
@@ -80,12 +81,12 @@ fn check_structure(settings: &Value) -> Result<(), SettingsError> {
     Ok(())
 }
 
-/// The settings' hooks, created if absent; [`check_structure`] has validated them.
+/// Returns the `hooks` object, creating it if absent. Call [`check_structure`] first.
 fn hooks_mut(settings: &mut Value) -> &mut Map<String, Value> {
     if settings.get("hooks").is_none() {
         settings["hooks"] = json!({});
     }
-    settings["hooks"].as_object_mut().expect("the structure has been checked")
+    settings["hooks"].as_object_mut().expect("validated by check_structure")
 }
 
 fn was_empty(before: &Value, event: &str) -> bool {
@@ -110,14 +111,14 @@ fn is_ours(hook: &Value) -> bool {
     words.next().is_some_and(|program| program.rsplit('/').next() == Some(HOOK_PROGRAM))
 }
 
-/// Whether the group contains our hook and no other.
+/// Whether the group contains only our hook.
 fn is_only_ours(group: &Value) -> bool {
     group["hooks"].as_array().is_some_and(|hooks| !hooks.is_empty() && hooks.iter().all(is_ours))
 }
 
-/// Replaces our existing group in place, or else appends a new one.
+/// Replaces our existing group in place, or appends a new one.
 fn replace_or_append(groups: &mut Value, group: Value) {
-    // All groups before our first one stay, so its index remains valid.
+    // Groups before our first one are retained, so its index stays valid.
     let first = groups.as_array().and_then(|groups| groups.iter().position(is_only_ours));
     remove_ours(groups);
     let Some(groups) = groups.as_array_mut() else { return };

@@ -1,7 +1,7 @@
-//! Attributes changes to the tool calls that were running when they happened.
+//! Attributes changes to the tool calls running at the time.
 //!
-//! Performs no I/O. A command may change anything, so changes between its start and its end are attributed to it. A
-//! tool that writes one file claims that file: if the call succeeds, the change is attributed only to it.
+//! Performs no I/O. A command may change anything, so all changes between its start and end are attributed to it. A
+//! single-file tool claims its file: if the call succeeds, the change is attributed only to that call.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -22,12 +22,12 @@ pub struct Agent {
     pub dispatch: Option<String>,
 }
 
-/// A path below the home directory that a call may write.
+/// A path below the home directory that a call may write to.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "SavedPath", into = "SavedPath")]
 pub struct ClaimedPath(pub Vec<u8>);
 
-/// A [`ClaimedPath`] in the state file: text if the path is valid UTF-8. Earlier releases read and write only text.
+/// State-file form of a [`ClaimedPath`]: text if the path is valid UTF-8. Earlier releases only support text.
 #[derive(Serialize, Deserialize)]
 #[serde(untagged)]
 enum SavedPath {
@@ -50,7 +50,7 @@ impl From<ClaimedPath> for SavedPath {
     }
 }
 
-/// The time window of a running tool call. Any change in it may have been made by the call.
+/// Time window of a running tool call. Any change within it may have been made by the call.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct CallWindow {
@@ -61,13 +61,13 @@ pub struct CallWindow {
     pub subagent: Option<String>,
     pub process: Option<Process>,
     pub opened: Timestamp,
-    /// Possible paths of the file that the call writes; `None` for a command, which may write any file.
+    /// Possible paths of the file being written, or `None` for a command, which may write any file.
     pub claim: Option<Vec<ClaimedPath>>,
     pub is_background: bool,
 }
 
 impl CallWindow {
-    /// Returns the window of the call that the message reports.
+    /// Builds the window for the call reported in the message.
     pub fn new(message: &Message, claim: Option<Vec<ClaimedPath>>, opened: Timestamp) -> Self {
         Self {
             session: message.session_id.clone(),
@@ -90,17 +90,17 @@ impl CallWindow {
         let Some(paths) = &self.claim else { return false };
         paths.iter().any(|ClaimedPath(path)| match change.op {
             FileOperation::Write => change.path == *path,
-            FileOperation::Mkdir => is_above(&change.path, path),
+            FileOperation::Mkdir => is_ancestor(&change.path, path),
             FileOperation::Delete => false,
         })
     }
 }
 
-fn is_above(dir: &[u8], path: &[u8]) -> bool {
+fn is_ancestor(dir: &[u8], path: &[u8]) -> bool {
     path.strip_prefix(dir).is_some_and(|rest| rest.starts_with(b"/"))
 }
 
-/// The agents to which a change is attributed, and their tool, if all of them used the same one.
+/// The agents a change is attributed to, and their tool if they all used the same one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Attribution {
     agents: Vec<Agent>,
@@ -110,7 +110,7 @@ struct Attribution {
 }
 
 impl Attribution {
-    /// Adds a killed call that claimed the change. The call may have made the change, or been killed before making it.
+    /// Adds a killed call that claimed the change, and may or may not have made it.
     fn add_killed_call(&mut self, window: &CallWindow) {
         if self.agents.is_empty() {
             self.is_uncertain = true;
@@ -152,11 +152,11 @@ impl Attribution {
     }
 }
 
-/// A claimed change, pending until the call that claims it ends.
+/// A claimed change, pending until the claiming call ends.
 #[derive(Debug)]
 struct PendingChange {
     change: Change,
-    /// The attribution if no call that claims the change succeeds.
+    /// Fallback attribution if no claiming call succeeds.
     attribution: Attribution,
     at: Timestamp,
 }
@@ -168,7 +168,7 @@ pub struct CallWindows {
 }
 
 impl CallWindows {
-    /// Restores the calls that were open before a restart.
+    /// Restores calls that were open before a restart.
     pub fn restore(open: Vec<CallWindow>) -> Self {
         Self { open, pending: Vec::new() }
     }
@@ -194,8 +194,7 @@ impl CallWindows {
         self.open.iter().find(|window| window.session == session && window.tool_use == tool_use)
     }
 
-    /// Opens a call's window, replacing any open window of the same call. Returns the oldest window if it had to be
-    /// evicted.
+    /// Opens a window, replacing any open window of the same call. Returns the oldest window if it had to be evicted.
     pub fn begin(&mut self, window: CallWindow) -> Option<CallWindow> {
         self.open.retain(|open| !(open.session == window.session && open.tool_use == window.tool_use));
         let evicted = (self.open.len() >= MAX_WINDOWS).then(|| self.open.remove(0));
@@ -203,7 +202,7 @@ impl CallWindows {
         evicted
     }
 
-    /// Attributes newly found changes to the running commands; changes that a call claims stay pending.
+    /// Attributes new changes to the running commands. Claimed changes stay pending.
     pub fn attribute(&mut self, changes: Vec<Change>, at: Timestamp) -> Vec<AuditEntry> {
         if self.open.is_empty() {
             return Vec::new();
@@ -234,8 +233,8 @@ impl CallWindows {
         Attribution { agents, tool, is_uncertain: false }
     }
 
-    /// Ends a successful call. If the call claimed a file, returns the pending changes that it claims, attributed to
-    /// it: the latest for each path. If none of them is a write, `fallback` is added.
+    /// Ends a successful call. If it claimed a file, returns its claimed changes, attributed to it: the latest for each
+    /// path, plus `fallback` if none of them is a write.
     pub fn end_successful(
         &mut self,
         session: &str,
@@ -270,15 +269,15 @@ impl CallWindows {
         last.filter_map(|(_, pending)| attribution.build_entry(&pending.change, pending.at)).collect()
     }
 
-    /// Ends the matching calls, which failed or were abandoned. The changes that they claimed are attributed to the
-    /// commands that were running.
+    /// Ends matching calls that failed or were abandoned. The changes they claimed are attributed to the commands
+    /// running at the time.
     pub fn end(&mut self, should_end: impl Fn(&CallWindow) -> bool) -> Vec<AuditEntry> {
         self.open.retain(|window| !should_end(window));
         self.release_unclaimed()
     }
 
-    /// Ends the matching calls, whose process ended before it reported a result. The changes that they claimed are
-    /// attributed to them and to the commands that were running.
+    /// Ends matching calls whose process exited before reporting a result. The changes they claimed are attributed to
+    /// them and to the commands running at the time.
     pub fn end_killed(&mut self, was_killed: impl Fn(&CallWindow) -> bool) -> Vec<AuditEntry> {
         let (killed, open) = std::mem::take(&mut self.open).into_iter().partition::<Vec<_>, _>(was_killed);
         self.open = open;
@@ -290,7 +289,7 @@ impl CallWindows {
         self.release_unclaimed()
     }
 
-    /// Removes the pending changes that no open call claims, and builds their entries.
+    /// Removes pending changes no longer claimed by an open call, and builds their entries.
     fn release_unclaimed(&mut self) -> Vec<AuditEntry> {
         let open = &self.open;
         let (pending, released) = std::mem::take(&mut self.pending)
@@ -303,7 +302,7 @@ impl CallWindows {
             .collect()
     }
 
-    /// Marks a call whose command keeps running after the tool has returned.
+    /// Marks a call whose command keeps running after the tool returns.
     pub fn mark_as_background(&mut self, session: &str, tool_use: &str) {
         let is_call = |window: &&mut CallWindow| window.session == session && window.tool_use == tool_use;
         if let Some(window) = self.open.iter_mut().find(is_call) {

@@ -1,4 +1,4 @@
-//! Identifies tool calls, decides which peers may report on them, and sanitizes the names in messages. Performs no I/O.
+//! Identifies tool calls, authorizes peers to report on them, and sanitizes names in messages. Performs no I/O.
 
 use std::collections::VecDeque;
 
@@ -6,12 +6,12 @@ use super::call_windows::CallWindow;
 use super::peer::Peer;
 use crate::audit::protocol::{Message, Process};
 
-/// Maximum number of bytes in names and ids; longer ones are truncated.
+/// Maximum length of names and ids; longer ones are truncated.
 const MAX_NAME_BYTES: usize = 200;
-/// Maximum number of remembered tool calls with a gap, and of remembered ended calls.
+/// Maximum number of remembered calls, both for those with a gap and for ended ones.
 const MAX_REMEMBERED_CALLS: usize = 512;
 
-/// A tool call. Its process is part of its identity, because any program can send any id.
+/// A tool call. The process is part of its identity, since any program can send any id.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Call {
     pub session: String,
@@ -19,10 +19,10 @@ pub struct Call {
     pub process: Option<Process>,
 }
 
-/// A call that has ended.
+/// An ended call.
 pub struct EndedCall {
     pub call: Call,
-    /// Whether the end was reported by a live process rather than by a saved message.
+    /// Whether the end was reported by a live process, not by a saved message.
     pub is_live: bool,
 }
 
@@ -30,13 +30,12 @@ pub struct EndedCall {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Authority {
     Proven,
-    /// The peer ended before it could be identified. Its report is accepted, but a reported end is recorded as a gap.
+    /// The peer exited before it could be identified. Its report is accepted, but a reported end is recorded as a gap.
     Unproven,
     /// The call belongs to a different process.
     None,
 }
 
-/// Determines a peer's authority over a call.
 pub fn determine_authority(window: &CallWindow, peer: &Peer) -> Authority {
     match (window.process, peer.caller()) {
         (None, _) => Authority::Proven,
@@ -46,17 +45,17 @@ pub fn determine_authority(window: &CallWindow, peer: &Peer) -> Authority {
     }
 }
 
-/// Removes the oldest calls beyond `MAX_REMEMBERED_CALLS`.
+/// Drops the oldest calls beyond `MAX_REMEMBERED_CALLS`.
 pub fn trim_remembered<T>(calls: &mut VecDeque<T>) {
     let excess = calls.len().saturating_sub(MAX_REMEMBERED_CALLS);
     calls.drain(..excess);
 }
 
-/// Truncates names and ids, and removes their control characters: any program can choose them.
+/// Truncates names and ids and strips their control characters, since any program can choose them.
 pub fn sanitize_names(mut message: Message) -> Message {
     let sanitize = |text: &mut String| {
         if text.len() > MAX_NAME_BYTES || text.chars().any(char::is_control) {
-            // A character has at most four bytes.
+            // A character is at most four bytes.
             *text = text.chars().filter(|c| !c.is_control()).take(MAX_NAME_BYTES / 4).collect();
         }
     };

@@ -1,4 +1,4 @@
-//! The changed paths that the file backup has not saved yet.
+//! Changed paths not yet saved by the file backup.
 
 use std::collections::BTreeSet;
 
@@ -6,7 +6,7 @@ use super::diff::{Change, DirtySet};
 use super::tree::{Tree, join_path};
 use crate::audit::file_changes::{ChangedPaths, ChangesReply};
 
-/// Maximum number of paths in a [`PathSet`]. A larger set is replaced with [`PathSet::everything`].
+/// Maximum number of paths in a [`PathSet`]. Larger sets become [`PathSet::everything`].
 const MAX_PATHS: usize = 50_000;
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -17,7 +17,7 @@ struct PathSet {
 }
 
 impl PathSet {
-    /// Returns the set of all paths, for when anything may have changed.
+    /// Returns the set of all paths, meaning that anything may have changed.
     fn everything() -> Self {
         Self { is_everything: true, ..Self::default() }
     }
@@ -39,25 +39,25 @@ impl PathSet {
     }
 }
 
-/// Collects changed paths until the file backup reports that it has saved them.
+/// Accumulates changed paths until the file backup acknowledges having saved them.
 #[derive(Debug)]
 pub struct ChangeLog {
-    /// Distinguishes the tokens of this process from those of earlier processes.
+    /// Distinguishes our tokens from those of earlier processes.
     instance: String,
-    /// The number of the last reply; 0 before the first one.
+    /// Sequence number of the last reply; 0 before the first one.
     last_reply: u64,
-    /// The number of the last reply whose changes are saved.
+    /// Sequence number of the last saved reply.
     last_saved: Option<u64>,
-    /// Changes in replies since the saved one.
+    /// Changes in replies after the last saved one.
     unsaved: PathSet,
     /// Changes since the last reply.
     fresh: PathSet,
-    /// The number of events at the last reply.
+    /// Event count at the last reply.
     last_event_count: u64,
 }
 
 impl ChangeLog {
-    /// Creates a log in which anything may have changed, until the file backup has saved the home directory.
+    /// Creates a log that reports everything as changed until the file backup has saved the home directory.
     pub fn new() -> Self {
         Self {
             instance: uuid::Uuid::now_v7().simple().to_string(),
@@ -69,7 +69,7 @@ impl ChangeLog {
         }
     }
 
-    /// Whether the next reply will report that anything may have changed, so that changes need not be recorded.
+    /// Whether the next reply will report that anything may have changed, so there's no need to record changes.
     fn will_report_everything(&self) -> bool {
         self.fresh.is_everything || self.last_reply == 0
     }
@@ -80,7 +80,7 @@ impl ChangeLog {
         }
     }
 
-    /// Records the dirty names at their paths in the tree. Must be called before and after a check, because a moved
+    /// Records dirty names under their paths in the tree. Must be called both before and after a check, since a moved
     /// directory's changes are at both of its paths.
     pub fn record(&mut self, dirty: &DirtySet, tree: &Tree) {
         if self.will_report_everything() {
@@ -90,7 +90,7 @@ impl ChangeLog {
             return self.record_everything();
         }
         for (dir, names) in dirty.names() {
-            // A directory that is not in the tree is below a dirty name, and that name is recorded with its subtree.
+            // A directory missing from the tree is below a dirty name, which is recorded with its subtree.
             let Some(path) = tree.path(dir) else { continue };
             for (name, _) in names.iter().filter(|(_, marks)| marks.has_name_change) {
                 self.fresh.subtrees.insert(join_path(&path, name));
@@ -100,7 +100,7 @@ impl ChangeLog {
         self.fresh.limit();
     }
 
-    /// Records the directories of changed paths. These include the directories of a hard-linked file's other names.
+    /// Records the parent directories of changed paths, including those of a hard-linked file's other names.
     pub fn record_changes(&mut self, changes: &[Change]) {
         if self.will_report_everything() {
             return;
@@ -112,7 +112,7 @@ impl ChangeLog {
         self.fresh.limit();
     }
 
-    /// Returns the changes since the reply whose token is `last_saved_token`. `event_count` is the number of events so
+    /// Returns the changes since the reply identified by `last_saved_token`. `event_count` is the number of events so
     /// far.
     pub fn take(&mut self, last_saved_token: Option<&str>, event_count: u64) -> ChangesReply {
         let saved = last_saved_token
@@ -121,10 +121,10 @@ impl ChangeLog {
         if saved.is_some() && saved == Some(self.last_reply) {
             (self.unsaved, self.last_saved) = (PathSet::default(), saved);
         } else if saved.is_none() || saved != self.last_saved {
-            // The file backup has saved nothing, or its token is too old or from an earlier process.
+            // Nothing has been saved yet, or the token is too old or from an earlier process.
             (self.unsaved, self.last_saved) = (PathSet::everything(), None);
         }
-        // A non-empty `fresh` does not mean new events: while a tool is running, each request records the same names
+        // A non-empty `fresh` doesn't mean new events: while a tool is running, every request records the same names
         // again.
         let has_new = event_count != self.last_event_count;
         self.last_event_count = event_count;
@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn take_repeats_changes_until_they_are_saved() {
+    fn take_resends_changes_until_saved() {
         let mut log = ChangeLog::new();
         let first = log.take(None, 1);
         assert_eq!(first.paths, None, "the first reply must report everything");
@@ -161,11 +161,7 @@ mod tests {
         assert_eq!((directories(&second), second.has_new), (Some(vec!["a"]), true));
         add_change(&mut log, "b");
         let third = log.take(Some(&first.token), 2);
-        assert_eq!(
-            directories(&third),
-            Some(vec!["a", "b"]),
-            "changes that have not been saved must be repeated"
-        );
+        assert_eq!(directories(&third), Some(vec!["a", "b"]), "unsaved changes must be resent");
         let fourth = log.take(Some(&third.token), 2);
         assert_eq!((directories(&fourth), fourth.has_new), (Some(vec![]), false));
         for token in [None, Some("other-1"), Some(second.token.as_str())] {

@@ -1,28 +1,28 @@
-//! Computes the changes since the last check: the net difference in the tree. Reads only the names with events, or all
-//! names if events may have been lost, the watch limit is reached, or too many names have events.
+//! Computes the net difference in the tree since the last check. Reads only names with events, or everything if events
+//! may have been lost, the watch limit is reached, or too many names have events.
 //!
-//! When a name is replaced or a directory is moved, the paths below it before and after are compared. A file that was
-//! created and deleted, or moved away and back, is not reported.
+//! For replaced names and moved directories, compares the paths below them before and after. Files that were created
+//! and deleted, or moved away and back, aren't reported.
 
 use std::collections::HashMap;
 
 use super::tree::{FileId, FileState, Inode, Name, NodeKind, PathMap, Tree, TreeEntry, join_path};
 use crate::records::entry::FileOperation;
 
-/// Maximum number of names with events; beyond that, the whole tree is checked.
+/// Maximum number of dirty names, beyond which the whole tree is checked.
 pub const MAX_DIRTY_NAMES: usize = 200_000;
 
-/// Reads the file system. Symbolic links are never followed.
+/// File system access. Symlinks are never followed.
 pub trait FsProbe {
-    /// Reads the current state of these names in a directory; `None` for a name that does not exist, and for all names
-    /// if `path` is no longer this directory.
+    /// Reads the current state of names in a directory: `None` for names that don't exist, and for all names if `path`
+    /// is no longer this directory.
     fn probe(&mut self, path: &[u8], dir: Inode, names: &[Name]) -> Vec<Option<FileState>>;
 
-    /// Lists a directory. The directory is watched before it is read.
+    /// Lists a directory, after adding a watch for it.
     fn list(&mut self, path: &[u8], dir: Inode) -> Vec<(Name, FileState)>;
 }
 
-/// The events for a name since the last check.
+/// Events for a name since the last check.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Marks {
     /// The name was created, deleted or moved.
@@ -63,7 +63,7 @@ impl Marks {
     }
 }
 
-/// The names to check.
+/// Names to check.
 #[derive(Debug, Default)]
 pub struct DirtySet {
     dirs: HashMap<Inode, HashMap<Name, Marks>>,
@@ -99,7 +99,7 @@ impl DirtySet {
         self.is_everything_dirty
     }
 
-    /// Returns the names with events, by directory.
+    /// Returns the dirty names by directory.
     pub fn names(&self) -> impl Iterator<Item = (Inode, &HashMap<Name, Marks>)> {
         self.dirs.iter().map(|(dir, names)| (*dir, names))
     }
@@ -131,7 +131,7 @@ pub struct TreeChanges {
     pub removed_dirs: Vec<Inode>,
 }
 
-/// Updates the tree and returns its changes.
+/// Updates the tree and returns the changes.
 pub fn update_tree(tree: &mut Tree, dirty: &DirtySet, probe: &mut impl FsProbe) -> TreeChanges {
     let (mut before, mut after, mut removed_dirs) = (PathMap::new(), PathMap::new(), Vec::new());
     if dirty.is_everything_dirty {
@@ -169,17 +169,17 @@ pub fn update_tree(tree: &mut Tree, dirty: &DirtySet, probe: &mut impl FsProbe) 
     TreeChanges { changes, removed_dirs }
 }
 
-/// A name to be added to the tree.
+/// A name to add to the tree.
 struct FoundName {
     dir: Inode,
-    /// The path of the directory.
+    /// Directory path.
     path: Vec<u8>,
     name: Name,
     state: FileState,
 }
 
-/// Removes all dirty names from the tree, except unmoved directories, and returns the names that still exist, to be
-/// added again. Everything is removed before anything is added, so that a moved file is at only one path.
+/// Removes all dirty names from the tree, except unmoved directories, and returns the names that still exist, for
+/// re-adding. Everything is removed before anything is added, so a moved file is never at two paths.
 fn remove_dirty(
     tree: &mut Tree,
     dirty: &DirtySet,
@@ -194,7 +194,7 @@ fn remove_dirty(
     dirs.sort();
     for (path, dir) in dirs {
         if !tree.has_dir(dir) {
-            // The directory or an ancestor was deleted or moved. A moved directory is listed again at its new path.
+            // The directory or an ancestor was deleted or moved. Moved directories are listed again at their new path.
             continue;
         }
         let Some(marked) = dirty.dirs.get(&dir) else { continue };
@@ -220,7 +220,7 @@ fn remove_dirty(
     found
 }
 
-/// Fills an empty tree.
+/// Populates an empty tree.
 pub fn fill_tree(tree: &mut Tree, probe: &mut impl FsProbe) {
     let (mut before, mut removed_dirs, root) = (PathMap::new(), Vec::new(), tree.root());
     let mut walk = TreeWalk { tree, probe, before: &mut before, removed_dirs: &mut removed_dirs };
@@ -236,7 +236,7 @@ struct TreeWalk<'a, S> {
 }
 
 impl<S: FsProbe> TreeWalk<'_, S> {
-    /// Adds everything below a directory, and calls `on_added` for each path.
+    /// Adds everything below a directory, calling `on_added` for each path.
     fn add_contents(&mut self, dir: Inode, path: Vec<u8>, on_added: &mut impl FnMut(Vec<u8>, TreeEntry)) {
         let mut pending = vec![(dir, path)];
         while let Some((dir, path)) = pending.pop() {
@@ -251,7 +251,7 @@ impl<S: FsProbe> TreeWalk<'_, S> {
         }
     }
 
-    /// Adds a name. A directory that the tree has at another path was moved, so it is removed from that path.
+    /// Adds a name. A directory already in the tree under another path was moved, so it's removed from there.
     fn add_name(&mut self, dir: Inode, name: Name, state: FileState) {
         if state.kind == NodeKind::Directory
             && let Some((parent, old_name)) = self.tree.parent(state.inode)
@@ -263,8 +263,8 @@ impl<S: FsProbe> TreeWalk<'_, S> {
     }
 }
 
-/// Files with several names (hard links), and whether each was written, and whether it was touched. An event for one
-/// name applies to all names of the file.
+/// Hard-linked files, and whether each was written and whether it was touched. Events for one name apply to all names
+/// of the file.
 struct HardLinkedFiles(HashMap<FileId, (bool, bool)>);
 
 impl HardLinkedFiles {
@@ -318,7 +318,7 @@ fn compare_paths(
     changes
 }
 
-/// Returns the change to a path that exists now, if any.
+/// Returns the change to an existing path, if any.
 fn compare_states(old: Option<FileState>, new: FileState, marks: Marks, path: &[u8]) -> Option<Change> {
     let is_new = old.is_none_or(|old| old.kind != new.kind);
     if new.kind == NodeKind::Directory {
@@ -338,18 +338,18 @@ fn is_written_or_replaced(old: FileState, new: FileState, marks: Marks) -> bool 
         return false;
     }
     if marks.is_created {
-        // This is a new file that reuses the inode, on a file system without birth times.
+        // A new file reusing the inode, on a file system without birth times.
         return true;
     }
     if new.kind != NodeKind::File || (old.size, new.size) == (0, 0) {
         return false;
     }
-    // Writes through a memory mapping cause no event, but change the mtime. After a touch, a changed mtime is not
-    // evidence of a write.
+    // Writes through a memory mapping emit no event but change the mtime. After a touch, a changed mtime doesn't prove
+    // a write.
     old.size != new.size || marks.is_written || (old.mtime != new.mtime && !marks.is_touched)
 }
 
-/// Refreshes the other names of hard-linked files in the tree, and returns the changes to them.
+/// Refreshes the other names of hard-linked files in the tree and returns their changes.
 fn compare_other_names(
     tree: &mut Tree,
     probe: &mut impl FsProbe,

@@ -1,4 +1,4 @@
-//! Running dispatches, their processes, and the tool calls that hooks have reported for them. Performs no I/O.
+//! Running dispatches, their processes and hook-reported tool calls. Performs no I/O.
 
 use std::collections::BTreeSet;
 
@@ -19,7 +19,7 @@ pub struct Dispatch {
     pub agent_name: String,
     /// The `svc-agent` process, which adopts the agent's orphans.
     runner: Process,
-    /// The ids of the calls that hooks have reported, up to [`MAX_IDS`].
+    /// Ids of hook-reported calls, up to [`MAX_IDS`].
     #[serde(rename = "told")]
     reported: BTreeSet<String>,
     /// Number of calls beyond `reported`.
@@ -39,12 +39,12 @@ impl Dispatches {
         self.0.push(Dispatch { id, agent_name, runner, reported: BTreeSet::new(), further_reported: 0 });
     }
 
-    /// Finds the dispatch to which the peer's process belongs.
+    /// Finds the dispatch the peer's process belongs to.
     pub fn find(&self, peer: &Peer) -> Option<&Dispatch> {
         self.0.iter().find(|dispatch| peer.is_in_tree_of(dispatch.runner))
     }
 
-    /// Stores a call that a hook reported.
+    /// Records a hook-reported call.
     pub fn add_call(&mut self, id: &str, tool_use: &str) {
         let Some(dispatch) = self.0.iter_mut().find(|dispatch| dispatch.id == id) else { return };
         if dispatch.reported.len() < MAX_IDS {
@@ -54,7 +54,7 @@ impl Dispatches {
         }
     }
 
-    /// Ends a dispatch. Returns the number of calls in its agent's output that no hook reported.
+    /// Ends a dispatch. Returns the number of calls in the agent's output that weren't reported by a hook.
     pub fn end(&mut self, id: &str, seen: &SeenCalls) -> u64 {
         let position = self.0.iter().position(|dispatch| dispatch.id == id);
         let (reported, further_reported) = position
@@ -64,7 +64,7 @@ impl Dispatches {
         if seen.has_shared_call_ids && further_reported == 0 && seen.further_calls == 0 {
             return seen.ids.iter().filter(|id| !reported.contains(*id)).count() as u64;
         }
-        // Without common ids, or if some ids were not stored, compare only the counts.
+        // Without shared ids, or if some ids weren't stored, only compare the counts.
         let seen_count = seen.ids.len() as u64 + seen.further_calls;
         seen_count.saturating_sub(reported.len() as u64 + further_reported)
     }
@@ -93,18 +93,18 @@ mod tests {
     fn end_counts_unreported_calls() {
         assert_eq!(dispatches_with_calls(&["a", "b"]).end("d", &seen(&["a", "b"], true)), 0);
         assert_eq!(dispatches_with_calls(&["a"]).end("d", &seen(&["a", "b", "c"], true)), 2);
-        // A reported subagent call does not offset an unreported call.
+        // A reported subagent call doesn't offset an unreported call.
         assert_eq!(dispatches_with_calls(&["a", "x"]).end("d", &seen(&["a", "b"], true)), 1);
         // Codex uses different ids in its output and its hooks.
         assert_eq!(dispatches_with_calls(&["a", "b"]).end("d", &seen(&["1", "2"], false)), 0);
         assert_eq!(dispatches_with_calls(&["a"]).end("d", &seen(&["1", "2", "3"], false)), 2);
-        assert_eq!(dispatches_with_calls(&[]).end("other", &seen(&["1"], true)), 1, "an unknown dispatch");
+        assert_eq!(dispatches_with_calls(&[]).end("other", &seen(&["1"], true)), 1, "unknown dispatch");
         assert_eq!(dispatches_with_calls(&[]).end("d", &SeenCalls::default()), 0);
     }
 
     #[test]
     fn end_counts_each_call_with_a_reused_id() {
-        // The program reused the id of an ended call, so the watcher rejects the report of the second call.
+        // The program reused an ended call's id, so the watcher rejects the second call's report.
         assert_eq!(dispatches_with_calls(&["a"]).end("d", &seen(&["a", "a"], false)), 1);
         let seen = SeenCalls { further_calls: 1, ..seen(&["a", "a"], true) };
         assert_eq!(dispatches_with_calls(&["a"]).end("d", &seen), 2);

@@ -1,11 +1,10 @@
-//! Watches the home directory: opens its directories, and reads their events with inotify(7).
+//! Home directory watcher, based on inotify(7).
 //!
-//! The kernel queues an event before the system call that caused it returns. Draining the queue therefore yields all
-//! changes so far, which separates one tool call from the next. The `notify` crate is unsuitable: it also subscribes to
-//! open events, so that a search through the home directory fills the queue, and it identifies directories by path,
-//! which rename(2) changes.
+//! The kernel queues an event before the causing system call returns, so draining the queue yields all changes so far.
+//! This separates one tool call from the next. The `notify` crate is unsuitable: it also subscribes to open events, so
+//! a search through the home directory fills the queue, and it identifies directories by path, which rename(2) changes.
 //!
-//! Directories are opened below the home directory without following symbolic links and without crossing mounts.
+//! Directories are opened beneath the home directory, without following symlinks or crossing mounts.
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -22,9 +21,9 @@ use super::diff::{DirtySet, FsProbe, Marks};
 use super::tree::{FileState, Inode, Name, NodeKind};
 use svc_base::fsx::FileError;
 
-/// The directory with records and settings. It is not watched, because the owner's programs cannot change it.
+/// Holds records and settings. Not watched, since the owner's programs can't change it.
 const SYSTEM_DIR: &[u8] = b"system";
-/// Maximum number of events read per drain: a program that writes endlessly must not block the watcher.
+/// Maximum number of events read per drain, so that a program writing nonstop can't block the watcher.
 const MAX_EVENTS_PER_DRAIN: usize = 200_000;
 
 const WATCHED_EVENTS: AddWatchFlags = AddWatchFlags::IN_CREATE
@@ -42,9 +41,9 @@ pub struct HomeWatcher {
     inotify: Inotify,
     dirs: HashMap<WatchDescriptor, Inode>,
     watches: HashMap<Inode, WatchDescriptor>,
-    /// Whether a directory could not be watched, probably because the system's watch limit has been reached.
+    /// Set if a directory couldn't be watched, probably because of the system's watch limit.
     is_at_watch_limit: bool,
-    /// The number of events that have been read.
+    /// Number of events read so far.
     event_count: u64,
 }
 
@@ -62,8 +61,8 @@ impl HomeWatcher {
         let (dirs, watches) = (HashMap::new(), HashMap::new());
         let watcher =
             Self { home: dir, root, inotify, dirs, watches, is_at_watch_limit: false, event_count: 0 };
-        // Check now that `openat2` is permitted: if a seccomp filter denied it, no directory could be opened, and the
-        // audit would miss all changes.
+        // Check `openat2` up front: if a seccomp filter denied it, no directory could be opened, and the audit would
+        // miss all changes.
         watcher.open_below(b".").map_err(wrap("open directories of"))?;
         Ok(watcher)
     }
@@ -76,7 +75,7 @@ impl HomeWatcher {
         self.is_at_watch_limit
     }
 
-    /// Clears [`Self::is_at_watch_limit`]. Called before a full check, which tries to watch all directories again.
+    /// Clears [`Self::is_at_watch_limit`]. Called before a full check, which retries all watches.
     pub fn retry_watches(&mut self) {
         self.is_at_watch_limit = false;
     }
@@ -89,7 +88,7 @@ impl HomeWatcher {
         self.watches.len()
     }
 
-    /// Reads the queued events, up to about `MAX_EVENTS_PER_DRAIN`.
+    /// Reads queued events, up to about `MAX_EVENTS_PER_DRAIN`.
     pub fn drain(&mut self, dirty: &mut DirtySet) {
         let mut read = 0;
         while read < MAX_EVENTS_PER_DRAIN {
@@ -133,7 +132,7 @@ impl HomeWatcher {
         for dir in dirs {
             if let Some(watch) = self.watches.remove(dir) {
                 self.dirs.remove(&watch);
-                // The kernel has already removed a deleted directory's watch.
+                // The kernel has already removed the watches of deleted directories.
                 let _ = self.inotify.rm_watch(watch);
             }
         }
@@ -142,11 +141,11 @@ impl HomeWatcher {
     fn open_dir(&self, path: &[u8], dir: Inode) -> Option<OwnedFd> {
         match self.open_below(if path.is_empty() { b"." } else { path }) {
             Ok(opened) => fstat(&opened).is_ok_and(|stat| stat.st_ino == dir).then_some(opened),
-            // The directory was deleted or replaced, or something is mounted on it.
+            // The directory was deleted, replaced or mounted over.
             Err(Errno::ENOENT | Errno::ENOTDIR | Errno::ELOOP | Errno::EXDEV | Errno::EAGAIN) => None,
             Err(error) => {
                 let path = String::from_utf8_lossy(path);
-                tracing::error!(%error, %path, "cannot open a directory: its changes are not audited");
+                tracing::error!(%error, %path, "cannot open directory; its changes are not audited");
                 None
             }
         }

@@ -1,7 +1,7 @@
-//! `svc-watch`: audits the files in the home directory, and records the changes made by agents' tools in `audit.jsonl`.
+//! `svc-watch`: audits the home directory and records changes made by agents' tools in `audit.jsonl`.
 //!
-//! This module contains the command line, the socket for hooks, and the service lifecycle. The watcher runs as a user
-//! whose processes the owner's programs can neither kill nor impersonate. It reads names and metadata, never contents.
+//! This module has the command line, the sockets and the service lifecycle. The watcher runs as a user whose processes
+//! the owner's programs can't kill or impersonate. It reads names and metadata, never contents.
 
 mod call_windows;
 mod calls;
@@ -48,10 +48,10 @@ use svc_base::applet::{self, Exit, Failure, OrExit};
 
 /// Maximum number of concurrent hook connections.
 const MAX_CONNECTIONS: usize = 128;
-/// Timeout for one hook connection; longer than the hook itself waits.
+/// Timeout for a hook connection; longer than the hook itself waits.
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(1);
-/// Time without progress after which the watcher thread counts as stuck, and systemd's watchdog is no longer fed. A
-/// full check of a million names takes several seconds.
+/// Time without progress after which the watcher thread is considered stuck and the systemd watchdog is no longer fed.
+/// A full check of a million names takes several seconds.
 const STUCK_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// The watcher's fail points.
@@ -66,7 +66,7 @@ pub const FAILPOINTS: &[&str] = &["watch.check"];
 )]
 struct Args {}
 
-/// The command-line definition, from which the reference pages are generated.
+/// Returns the clap command, from which the reference pages are generated.
 pub fn command() -> clap::Command {
     <Args as clap::CommandFactory>::command()
 }
@@ -92,7 +92,7 @@ async fn watch(layout: Layout) -> Result<(), Failure> {
     let thread_layout = layout.clone();
     let start_task = tokio::task::spawn_blocking(move || Watcher::start(&thread_layout, records));
     let watcher = start_task.await.or_exit(Exit::Internal)?.or_exit(Exit::Internal)?;
-    let WatcherThread { handle, has_progressed, thread, ended } =
+    let WatcherThread { handle, has_progressed, thread, exited } =
         spawn_watcher_thread(watcher).or_exit(Exit::Internal)?;
     let listener = unix_socket::bind(&layout.watch_sockets(), SOCKET).or_exit(Exit::Internal)?;
     let change_listener =
@@ -101,8 +101,8 @@ async fn watch(layout: Layout) -> Result<(), Failure> {
     let is_stop_requested = tokio::select! {
         () = listen_for_hooks(listener, handle.clone()) => false,
         () = listen_for_changes(change_listener, handle) => false,
-        // The thread has panicked; the panic hook has logged it.
-        _ = ended => false,
+        // The thread panicked; the panic hook has logged it.
+        _ = exited => false,
         never = feed_watchdog(has_progressed) => match never {},
         _ = term.recv() => true,
         _ = int.recv() => true,
@@ -110,15 +110,15 @@ async fn watch(layout: Layout) -> Result<(), Failure> {
     systemd::notify(&[NotifyState::Stopping]);
     // The listeners have dropped their handles; open connections hold theirs until they time out.
     let join_task = tokio::task::spawn_blocking(move || thread.join());
-    // After the timeout, the thread ends with the process.
+    // After the timeout, the thread dies with the process.
     let _ = tokio::time::timeout(CONNECTION_TIMEOUT * 2, join_task).await;
     drop(writer);
     is_stop_requested
         .then_some(())
-        .ok_or_else(|| anyhow::anyhow!("the watcher thread ended unexpectedly").into())
+        .ok_or_else(|| anyhow::anyhow!("watcher thread exited unexpectedly").into())
 }
 
-/// Feeds the watchdog while the thread makes progress.
+/// Feeds the watchdog as long as the thread makes progress.
 async fn feed_watchdog(has_progressed: Arc<AtomicBool>) -> Infallible {
     let is_alive = async || {
         let deadline = tokio::time::Instant::now() + STUCK_TIMEOUT;
@@ -135,7 +135,7 @@ async fn feed_watchdog(has_progressed: Arc<AtomicBool>) -> Infallible {
     std::future::pending().await
 }
 
-/// Sends requests to the watcher thread, and wakes it.
+/// Sends requests to the watcher thread and wakes it.
 #[derive(Clone)]
 struct WatcherHandle {
     requests: Sender<Request>,
@@ -144,11 +144,11 @@ struct WatcherHandle {
 
 struct WatcherThread {
     handle: WatcherHandle,
-    /// Set in each iteration of the thread's loop, which processes at most one request, and before each tick.
+    /// Set on each iteration of the thread's loop, which processes at most one request, and before each tick.
     has_progressed: Arc<AtomicBool>,
     thread: std::thread::JoinHandle<()>,
-    /// Resolves when the thread ends.
-    ended: oneshot::Receiver<()>,
+    /// Resolves when the thread exits.
+    exited: oneshot::Receiver<()>,
 }
 
 fn spawn_watcher_thread(watcher: Watcher) -> std::io::Result<WatcherThread> {
@@ -156,30 +156,30 @@ fn spawn_watcher_thread(watcher: Watcher) -> std::io::Result<WatcherThread> {
     let (waker, wakeups) = StdStream::pair()?;
     waker.set_nonblocking(true)?;
     wakeups.set_nonblocking(true)?;
-    let (has_progressed, (ended_sender, ended)) = (Arc::new(AtomicBool::new(true)), oneshot::channel());
+    let (has_progressed, (exit_sender, exited)) = (Arc::new(AtomicBool::new(true)), oneshot::channel());
     let thread_has_progressed = Arc::clone(&has_progressed);
     let work = move || {
         watcher.run(&receiver, &wakeups, &thread_has_progressed);
-        drop(ended_sender);
+        drop(exit_sender);
     };
     let thread = std::thread::Builder::new().name("watcher".to_owned()).spawn(work)?;
     Ok(WatcherThread {
         handle: WatcherHandle { requests, waker: Arc::new(waker) },
         has_progressed,
         thread,
-        ended,
+        exited,
     })
 }
 
 impl WatcherHandle {
-    /// Sends a message; returns whether the thread has processed it.
+    /// Sends a message. Returns whether the thread has processed it.
     async fn send(&self, message: Message, peer: Peer) -> bool {
         let (done, completion) = oneshot::channel();
         let request = HookRequest { message, peer, received_at: Instant::now(), done };
         self.send_request(Request::Hook(Box::new(request))) && completion.await.is_ok()
     }
 
-    /// Returns the changes since the reply with the token `last_saved_token`; `None` if the thread has ended.
+    /// Returns the changes since the reply identified by `last_saved_token`, or `None` if the thread has exited.
     async fn take_changes(&self, last_saved_token: Option<String>) -> Option<ChangesReply> {
         let (reply, changes) = oneshot::channel();
         if !self.send_request(Request::Changes { last_saved_token, reply }) {
@@ -192,7 +192,7 @@ impl WatcherHandle {
         if self.requests.send(request).is_err() {
             return false;
         }
-        // If the socket buffer is full, unread bytes already wake the thread.
+        // If the socket buffer is full, its unread bytes already wake the thread.
         let _ = (&*self.waker).write(&[1]);
         true
     }
@@ -207,30 +207,30 @@ async fn listen_for_hooks(listener: UnixListener, handle: WatcherHandle) {
             Ok((stream, _)) => {
                 let handle = handle.clone();
                 tokio::spawn(async move {
-                    // A hook that sends nothing times out; one that has disconnected needs no reply.
+                    // A silent hook times out; a disconnected one doesn't need a reply.
                     let _ = tokio::time::timeout(time_limit, serve_hook(stream, handle)).await;
                     drop(permit);
                 });
             }
             Err(error) => {
-                tracing::error!(%error, "cannot accept a hook's connection");
+                tracing::error!(%error, "cannot accept hook connection");
                 tokio::time::sleep(Duration::from_millis(100)).await;
             }
         }
     }
 }
 
-/// Serves the file backup's requests for changed paths, one connection at a time.
+/// Serves changed-paths requests from the file backup, one connection at a time.
 async fn listen_for_changes(listener: UnixListener, handle: WatcherHandle) {
     loop {
         match listener.accept().await {
             Ok((stream, _)) => {
                 let served = serve_changes(stream, &handle);
-                // A client that disconnected or timed out retries.
+                // Clients retry after a disconnect or timeout.
                 let _ = tokio::time::timeout(file_changes::REQUEST_TIMEOUT, served).await;
             }
             Err(error) => {
-                tracing::error!(%error, "cannot accept a connection from the file backup");
+                tracing::error!(%error, "cannot accept file-backup connection");
                 tokio::time::sleep(Duration::from_millis(100)).await;
             }
         }
@@ -238,10 +238,10 @@ async fn listen_for_changes(listener: UnixListener, handle: WatcherHandle) {
 }
 
 async fn serve_changes(mut stream: UnixStream, handle: &WatcherHandle) -> std::io::Result<()> {
-    // Agents can also connect to this socket, but must not be able to mark changes as saved.
+    // Agents can connect to this socket too, but must not be able to mark changes as saved.
     let peer = PeerCredentials::from_stream(&stream).uid;
     if peer != Some(nix::unistd::geteuid().as_raw()) {
-        tracing::warn!(uid = ?peer, "rejected a request for changed paths: the client runs as a different user");
+        tracing::warn!(uid = ?peer, "rejected changed-paths request from another user");
         return Ok(());
     }
     let mut line = Vec::new();
@@ -271,7 +271,7 @@ async fn serve_hook(mut stream: UnixStream, handle: WatcherHandle) -> std::io::R
             Ok(())
         }
         Ok(message) => {
-            tracing::warn!(version = message.version, "a message has an unsupported protocol version");
+            tracing::warn!(version = message.version, "unsupported protocol version on watch.sock");
             Ok(())
         }
         Err(error) => {

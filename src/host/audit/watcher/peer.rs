@@ -1,16 +1,16 @@
-//! The peer of a hook connection, identified by the kernel and never by the content that it sends.
+//! Identifies the peer of a hook connection from kernel credentials, never from what it sends.
 
 use nix::unistd::geteuid;
 
 use crate::audit::protocol::Process;
 use crate::system::unix_socket::PeerCredentials;
 
-/// The connected process and its ancestors, at the time of the connection.
+/// The connected process and its ancestors, captured when it connected.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Peer {
-    /// Whether the process runs as root or as the gateway's user; only such a process may report dispatches.
+    /// Whether the process runs as root or the gateway user, the only users allowed to report dispatches.
     pub may_report_dispatches: bool,
-    /// The process, then its parent, and so on; empty if the process had already ended.
+    /// The process, its parent, and so on. Empty if the process had already exited.
     processes: Vec<Process>,
 }
 
@@ -21,7 +21,7 @@ impl Peer {
         Self { may_report_dispatches: credentials.uid.is_some_and(is_trusted), processes }
     }
 
-    /// The hook's parent process, which is the agent's program.
+    /// The hook's parent process: the agent program.
     pub fn caller(&self) -> Option<Process> {
         self.processes.get(1).copied()
     }
@@ -42,7 +42,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn peer_is_in_the_trees_of_its_ancestors_only() {
+    fn is_in_tree_of_matches_only_peer_and_ancestors() {
         let pid = i32::try_from(std::process::id()).unwrap();
         let peer = Peer::from_credentials(PeerCredentials { uid: Some(geteuid().as_raw()), pid: Some(pid) });
         let parent = Process::from_pid(nix::unistd::getppid().as_raw());
@@ -50,7 +50,7 @@ mod tests {
         assert_eq!(peer.caller(), Some(parent));
         assert!(peer.is_in_tree_of(Process::from_pid(pid)) && peer.is_in_tree_of(parent));
         assert!(!peer.is_in_tree_of(Process { pid, started: 1 }));
-        let ended = Peer::from_credentials(PeerCredentials { uid: Some(u32::MAX), pid: Some(i32::MAX) });
-        assert!(!ended.may_report_dispatches && !ended.is_identified() && ended.caller().is_none());
+        let exited = Peer::from_credentials(PeerCredentials { uid: Some(u32::MAX), pid: Some(i32::MAX) });
+        assert!(!exited.may_report_dispatches && !exited.is_identified() && exited.caller().is_none());
     }
 }

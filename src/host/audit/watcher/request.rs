@@ -8,7 +8,7 @@ use super::peer::Peer;
 use crate::audit::file_changes::ChangesReply;
 use crate::audit::protocol::Message;
 
-/// A message, and the channel that reports when it has been processed.
+/// A hook message, with a channel that signals when it has been processed.
 pub struct HookRequest {
     pub message: Message,
     pub peer: Peer,
@@ -18,8 +18,8 @@ pub struct HookRequest {
 
 pub enum Request {
     Hook(Box<HookRequest>),
-    /// Requests the changes since the reply with the token `last_saved_token`. If it is `None`, the reply states that
-    /// anything may have changed.
+    /// Requests the changes since the reply with token `last_saved_token`. With `None`, the reply says that anything
+    /// may have changed.
     Changes {
         last_saved_token: Option<String>,
         reply: oneshot::Sender<ChangesReply>,

@@ -1,4 +1,4 @@
-//! The state file, from which running tool calls and dispatches are restored when the watcher restarts.
+//! Persists running tool calls and dispatches across watcher restarts.
 
 use std::path::Path;
 
@@ -13,17 +13,17 @@ pub struct WatcherState {
     pub dispatches: Dispatches,
 }
 
-/// Replaces the file, without a sync.
+/// Replaces the file without syncing it to disk.
 ///
 /// # Errors
-/// The file cannot be written.
+/// If the file can't be written.
 pub fn save_state(file: &Path, state: &WatcherState) -> std::io::Result<()> {
     let new = file.with_extension("new");
     std::fs::write(&new, serde_json::to_vec(state)?)?;
     std::fs::rename(new, file)
 }
 
-/// Loads the state; a missing or invalid file counts as empty.
+/// Loads the state. A missing or invalid file is treated as empty.
 pub fn load_state(file: &Path) -> WatcherState {
     let text = std::fs::read(file).unwrap_or_default();
     let parse_older_format =

@@ -1,7 +1,7 @@
-//! The watcher thread: processes file events in the home directory, and messages from hooks.
+//! The watcher thread: processes file events in the home directory and messages from hooks.
 //!
-//! Before a tool call starts and after it ends, all changes so far are collected. Each change therefore belongs to the
-//! calls that have run since the last check. If this cannot be guaranteed, a gap is recorded.
+//! All pending changes are collected before a tool call starts and after it ends, so each change belongs to the calls
+//! that ran since the last check. If we can't guarantee that, we record a gap.
 
 use std::collections::VecDeque;
 use std::os::fd::AsFd;
@@ -35,11 +35,11 @@ use svc_base::clock;
 use svc_base::failpoint;
 use svc_base::fsx::FileError;
 
-/// Interval between checks for ended processes and saved messages.
+/// Interval between checks for exited processes and saved messages.
 const TICK_INTERVAL: Duration = Duration::from_secs(2);
-/// Interval between checks of the home directory while only background calls are running.
+/// Interval between home directory checks while only background calls are running.
 const BACKGROUND_INTERVAL: Duration = Duration::from_secs(10);
-/// Number of dirty names that triggers a check while no tool is running.
+/// Dirty names beyond this limit trigger a check while no tool is running.
 const MAX_IDLE_DIRTY_NAMES: usize = 5_000;
 
 pub struct Watcher {
@@ -53,22 +53,21 @@ pub struct Watcher {
     change_log: ChangeLog,
     windows: CallWindows,
     dispatches: Dispatches,
-    /// Tool calls whose gap has already been recorded.
+    /// Tool calls whose gap is already recorded.
     calls_with_gap: VecDeque<String>,
-    /// Ended tool calls. A call whose hook disconnected may be reported twice: live, and by its saved message.
+    /// Finished tool calls. If a hook disconnects, its call may be reported twice: live, and through the saved message.
     ended_calls: VecDeque<EndedCall>,
     last_check: Instant,
-    /// Set while a message is processed whose sender is no longer waiting: the time at which the message was received
-    /// or collected.
-    unawaited_since: Option<Instant>,
+    /// When the current message was received or collected, if its sender is no longer waiting for a reply.
+    orphaned_since: Option<Instant>,
     was_at_watch_limit: bool,
 }
 
 impl Watcher {
-    /// Scans the whole home directory, and records the calls that were running during a restart as a gap.
+    /// Scans the entire home directory, and records a gap for calls that were running across a restart.
     ///
     /// # Errors
-    /// The home directory cannot be resolved, opened or watched.
+    /// If the home directory can't be resolved, opened or watched.
     pub fn start(layout: &Layout, records: Records) -> Result<Self, FileError> {
         let home = layout.home();
         let home = std::fs::canonicalize(&home).map_err(FileError::wrap("resolve", &home))?;
@@ -98,7 +97,7 @@ impl Watcher {
             calls_with_gap: VecDeque::new(),
             ended_calls: VecDeque::new(),
             last_check: Instant::now(),
-            unawaited_since: None,
+            orphaned_since: None,
             was_at_watch_limit: false,
         };
         if let Some(since) = open_windows.iter().map(|window| window.opened).min() {
@@ -110,7 +109,7 @@ impl Watcher {
         Ok(watcher)
     }
 
-    /// Runs until all handles are dropped. `wakeups` is readable when there are requests.
+    /// Runs until all handles are dropped. `wakeups` becomes readable when requests are queued.
     pub fn run(mut self, requests: &Receiver<Request>, wakeups: &UnixStream, has_progressed: &AtomicBool) {
         let mut last_tick = Instant::now();
         loop {
@@ -149,18 +148,18 @@ impl Watcher {
             }
         };
         if done.is_closed() {
-            // The connection ended without a reply. A hook has saved the message, which is collected later.
-            self.unawaited_since = Some(received_at);
+            // The client hung up before the reply. Hooks save the message in that case, to be collected later.
+            self.orphaned_since = Some(received_at);
         } else {
             self.collect_saved();
         }
         self.process_message(message, &peer);
-        self.unawaited_since = None;
+        self.orphaned_since = None;
         // The hook may have disconnected.
         let _ = done.send(());
     }
 
-    /// Returns the changes that the file backup has not saved.
+    /// Returns the changes not yet saved by the file backup.
     fn take_changes(&mut self, last_saved_token: Option<&str>) -> ChangesReply {
         self.home_watcher.drain(&mut self.dirty);
         if self.home_watcher.is_at_watch_limit() {
@@ -176,10 +175,10 @@ impl Watcher {
             PollFd::new(wakeups.as_fd(), PollFlags::POLLIN),
         ];
         let timeout = PollTimeout::try_from(timeout).unwrap_or(PollTimeout::ZERO);
-        // An error, such as EINTR, is harmless: the caller reads the available events anyway.
+        // Errors such as EINTR are harmless: the caller drains the available events anyway.
         let _ = poll(&mut sources, timeout);
         if sources[0].any() == Some(true) && sources[1].any() == Some(false) {
-            // Batch events from a busy writer: the kernel queues them.
+            // Let events from a busy writer batch up in the kernel queue.
             std::thread::sleep(Duration::from_millis(1));
         }
     }
@@ -197,19 +196,19 @@ impl Watcher {
         }
     }
 
-    /// Ends the calls whose processes have ended, after collecting their changes.
+    /// Ends the calls whose process has exited, after collecting their changes.
     fn end_killed_calls(&mut self) {
         let processes = self.windows.all().iter().filter_map(|window| window.process);
-        let ended: Vec<Process> = processes.filter(|process| process.has_ended()).collect();
-        if ended.is_empty() {
+        let exited: Vec<Process> = processes.filter(|process| process.has_ended()).collect();
+        if exited.is_empty() {
             return;
         }
-        // A check shared with other messages may have begun before these processes ended.
-        let unawaited_since = self.unawaited_since.take();
+        // A check shared with other messages may have started before these processes exited.
+        let orphaned_since = self.orphaned_since.take();
         self.check_home();
-        self.unawaited_since = unawaited_since;
-        let has_ended = |window: &CallWindow| window.process.is_some_and(|process| ended.contains(&process));
-        let entries = self.windows.end_killed(has_ended);
+        self.orphaned_since = orphaned_since;
+        let is_killed = |window: &CallWindow| window.process.is_some_and(|process| exited.contains(&process));
+        let entries = self.windows.end_killed(is_killed);
         self.write_entries(entries);
         self.save_state();
     }
@@ -222,18 +221,18 @@ impl Watcher {
         let message = self.with_peer_identity(message, peer);
         let (session, tool_use) =
             (message.session_id.clone(), message.tool_use_id.clone().unwrap_or_default());
-        let is_about_call = matches!(message.phase, Phase::Pre | Phase::Post | Phase::Failed);
+        let is_call_report = matches!(message.phase, Phase::Pre | Phase::Post | Phase::Failed);
         let call = Call { session, tool_use, process: message.process };
-        if is_about_call && let Some(ended) = self.ended_calls.iter().find(|ended| ended.call == call) {
-            // A saved message may repeat a live report. A second live report, however, means that another process with
-            // the same parent forged the first one: a program's hook reports the end of a call only once.
+        if is_call_report && let Some(ended) = self.ended_calls.iter().find(|ended| ended.call == call) {
+            // A saved message may duplicate a live report. A second live report, though, means that another process
+            // with the same parent forged the first one: a program's hook reports the end of a call only once.
             if ended.is_live && peer.is_identified() {
                 self.record_gap(GapReason::Forged, 1, message.sent_at);
             }
             return;
         }
         let Call { session, tool_use, process } = call;
-        if is_about_call && !self.check_authority(&message, &session, &tool_use, peer) {
+        if is_call_report && !self.check_authority(&message, &session, &tool_use, peer) {
             return;
         }
         match message.phase {
@@ -244,7 +243,7 @@ impl Watcher {
             Phase::Post => {
                 let has_window = self.windows.contains(&session, &tool_use);
                 if !has_window && message.path.is_some() {
-                    // The message itself names the written file.
+                    // The message itself contains the written path.
                     self.open_window(&message);
                 } else if !has_window {
                     self.record_unpaired(&tool_use, &message);
@@ -270,7 +269,7 @@ impl Watcher {
         }
     }
 
-    /// Counts a dispatch's call as reported, if the call has a window.
+    /// Counts the call as reported for its dispatch, if it has a window.
     fn count_reported_call(&mut self, message: &Message, session: &str, tool_use: &str) {
         if let Some(dispatch) = &message.dispatch_id
             && self.windows.contains(session, tool_use)
@@ -279,7 +278,7 @@ impl Watcher {
         }
     }
 
-    /// Processes a message from the dispatcher, which only root and the gateway's user may send.
+    /// Processes a dispatcher message, which only root and the gateway user may send.
     fn process_dispatch(&mut self, message: Message, peer: &Peer) {
         let Some(id) = message.dispatch_id.filter(|_| peer.may_report_dispatches) else {
             return self.record_gap(GapReason::Forged, 1, message.sent_at);
@@ -305,13 +304,13 @@ impl Watcher {
         }
     }
 
-    /// Replaces the sender's claims about itself with the kernel's data.
+    /// Replaces the identity claimed by the sender with the one reported by the kernel.
     fn with_peer_identity(&self, mut message: Message, peer: &Peer) -> Message {
         let tool_use = message.tool_use_id.as_deref().unwrap_or_default();
         if !peer.is_identified()
             && let Some(window) = self.windows.get(&message.session_id, tool_use)
         {
-            // The sender has ended, but the call has a window: use the identity recorded at the call's start.
+            // The sender has exited, but the call has a window: use the identity recorded when the call started.
             message.process = window.process;
             message.dispatch_id.clone_from(&window.agent.dispatch);
             message.agent_name.clone_from(&window.agent.name);
@@ -340,7 +339,7 @@ impl Watcher {
         authority != Authority::None
     }
 
-    /// Ends the matching calls, except those of other processes. Forged and unproven ends are recorded as gaps.
+    /// Ends the matching calls, except those owned by other processes. Records forged and unproven ends as gaps.
     fn end_calls_of_peer(&mut self, message: &Message, peer: &Peer, is_match: impl Fn(&CallWindow) -> bool) {
         let count_with = |authority| {
             self.windows
@@ -394,7 +393,7 @@ impl Watcher {
         self.save_state();
     }
 
-    /// Collects the changes so far, then ends the matching calls.
+    /// Collects pending changes, then ends the matching calls.
     fn end_windows(&mut self, should_end: impl Fn(&CallWindow) -> bool) {
         self.check_home();
         let entries = self.windows.end(should_end);
@@ -402,11 +401,12 @@ impl Watcher {
         self.save_state();
     }
 
-    /// Collects and attributes all changes so far. At the watch limit, a check takes seconds, so messages whose senders
-    /// are no longer waiting share a check that began after they were received. Otherwise, messages could arrive faster
-    /// than they are processed.
+    /// Collects and attributes all pending changes.
+    ///
+    /// At the watch limit, a check takes seconds, so messages with no waiting sender share one that started after they
+    /// were received. Otherwise, messages could arrive faster than we process them.
     fn check_home(&mut self) {
-        let is_shared = self.unawaited_since.is_some_and(|since| self.last_check >= since);
+        let is_shared = self.orphaned_since.is_some_and(|since| self.last_check >= since);
         if is_shared && self.home_watcher.is_at_watch_limit() {
             return;
         }
@@ -452,17 +452,17 @@ impl Watcher {
     }
 
     fn record_gap(&self, reason: GapReason, calls: usize, since: Timestamp) {
-        tracing::warn!(%reason, calls, "gap recorded in the file audit");
+        tracing::warn!(%reason, calls, "recorded a file-audit gap");
         let gap = Gap { lost: calls as u64, since, why: Some(reason) };
         // The writer reports a dropped line as a gap.
         let _ = self.records.append(LogFile::Audit, &GapLine { version: 1, timestamp: clock::now_ms(), gap });
     }
 
-    /// Records the saved messages as gaps, except late reports of an end, and processes the reports of an end that the
-    /// watcher has not processed yet.
+    /// Records saved messages as gaps, except late end reports, and processes the end reports that the watcher hasn't
+    /// processed yet.
     fn collect_saved(&mut self) {
         let mut saved = UndeliveredHook::collect(&self.gap_file);
-        // A late message about the end of a call is not a gap: all changes until then belong to the call.
+        // A late end report isn't a gap: all changes up to that point belong to the call.
         let is_gap = |saved: &UndeliveredHook| {
             saved.why != GapReason::Late
                 || saved.message.as_ref().is_none_or(|message| message.phase == Phase::Pre)
@@ -476,24 +476,25 @@ impl Watcher {
         self.calls_with_gap.extend(ids);
         trim_remembered(&mut self.calls_with_gap);
         saved.sort_by_key(|hook| hook.at);
-        self.unawaited_since = Some(Instant::now());
+        self.orphaned_since = Some(Instant::now());
         for UndeliveredHook { why: reason, message, .. } in saved {
             let Some(message) = message.filter(|message| message.phase != Phase::Pre) else { continue };
             let tool_use = message.tool_use_id.as_deref().unwrap_or_default();
-            // A message from a hook that timed out may still have been processed.
+            // The message may have been processed even though its hook timed out.
             if reason == GapReason::Undelivered || self.windows.contains(&message.session_id, tool_use) {
-                // The hook's process has ended.
+                // The hook process has exited.
                 self.process_message(message, &Peer::default());
             }
         }
-        self.unawaited_since = None;
+        self.orphaned_since = None;
     }
 
-    /// Saves the running calls and dispatches, without a sync: a power cut may lose the file, but also ends all calls.
+    /// Saves the running calls and dispatches without fsync: a power failure may lose the file, but it ends all calls
+    /// too.
     fn save_state(&self) {
         let (windows, dispatches) = (self.windows.all().to_vec(), self.dispatches.clone());
         if let Err(error) = save_state(&self.state_file, &WatcherState { windows, dispatches }) {
-            tracing::error!(%error, path = %self.state_file.display(), "cannot save the watcher's state");
+            tracing::error!(%error, path = %self.state_file.display(), "cannot save watcher state");
         }
     }
 }

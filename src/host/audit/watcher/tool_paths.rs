@@ -1,4 +1,4 @@
-//! Resolves the path given to a tool to a file in the home directory.
+//! Resolves tool path arguments to files in the home directory.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -7,8 +7,8 @@ use std::path::{Component, Path, PathBuf};
 use super::diff::Change;
 use crate::records::entry::FileOperation;
 
-/// Lists the paths below the home directory that a tool may have written: the name in its resolved directory and, if
-/// the name is a symbolic link, the link's target. Omits paths outside the home directory or in its `system` directory.
+/// Lists the paths below the home directory that a tool may have written: the name in its resolved directory and, for a
+/// symlink, its target. Omits paths outside the home directory or in its `system` directory.
 pub fn resolve_written_paths(home: &Path, cwd: Option<&str>, path: &str) -> Vec<Vec<u8>> {
     let path = Path::new(cwd.unwrap_or("/")).join(path);
     let mut paths = Vec::new();
@@ -22,12 +22,12 @@ pub fn resolve_written_paths(home: &Path, cwd: Option<&str>, path: &str) -> Vec<
     paths
 }
 
-/// Returns the write that a tool reports. The caller records it if the watcher's check found no write: the tool may
-/// have written the same content, or an earlier check may have collected the change.
+/// Returns the write reported by a tool. The caller records it if the watcher's check didn't find one: the tool may
+/// have written identical content, or an earlier check may have collected the change.
 pub fn find_reported_write(home: &Path, cwd: Option<&str>, path: &str) -> Option<Change> {
     let path = resolve_written_paths(home, cwd, path).pop()?;
     let meta = std::fs::symlink_metadata(home.join(OsStr::from_bytes(&path))).ok();
-    // The last path is a symbolic link only if its target is missing or not audited: there is no write to record.
+    // The last path is a symlink only if its target is missing or not audited, so there's no write to record.
     if meta.as_ref().is_some_and(std::fs::Metadata::is_symlink) {
         return None;
     }
@@ -41,7 +41,7 @@ fn path_within_home(home: &Path, path: &Path) -> Option<Vec<u8>> {
     (!is_excluded).then(|| below.as_os_str().as_bytes().to_owned())
 }
 
-/// Resolves the existing part of a path, and appends the rest.
+/// Canonicalizes the longest existing prefix of a path and appends the rest.
 fn resolve_existing_part(path: &Path) -> PathBuf {
     let mut existing = path.to_owned();
     let mut rest = Vec::new();
@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn written_paths_keep_names_that_are_not_utf8() {
+    fn written_paths_preserve_non_utf8_names() {
         let dir = tempfile::tempdir().unwrap();
         let home = std::fs::canonicalize(dir.path()).unwrap();
         let dir = OsStr::from_bytes(b"\xff");

@@ -1,15 +1,13 @@
-//! The last known state of the files in the home directory: the names in each directory, and the file behind each name.
+//! The home directory's last known state: the names in each directory and the file behind each name.
 //!
-//! The tree exists only in memory, and performs no I/O. Directories are identified by inode, so that they keep their
-//! identity when they are moved.
+//! Held only in memory; performs no I/O. Directories are keyed by inode, so they keep their identity when moved.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 pub type Inode = u64;
-/// A name in bytes, because it need not be valid UTF-8.
+/// File name as bytes, since it may not be valid UTF-8.
 pub type Name = Box<[u8]>;
 
-/// The kind of the file behind a name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NodeKind {
     File,
@@ -18,23 +16,23 @@ pub enum NodeKind {
     Other,
 }
 
-/// The state of the file behind a name.
+/// Metadata of the file behind a name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FileState {
     pub inode: Inode,
     pub size: u64,
-    /// The modification time in nanoseconds.
+    /// Modification time in nanoseconds.
     pub mtime: i64,
-    /// The birth time in nanoseconds, which distinguishes a file from an earlier one with the same inode; 0 if the
-    /// file system has none.
+    /// Birth time in nanoseconds, to tell a file from an earlier one with the same inode. 0 if the file system doesn't
+    /// record it.
     pub birth_time: i64,
     pub kind: NodeKind,
-    /// The file has other names (hard links).
+    /// Whether the file has other names (hard links).
     pub has_other_names: bool,
 }
 
 impl FileState {
-    /// The file's identity. The inode alone is not enough, because inodes are reused.
+    /// Returns the file's identity. The inode alone isn't enough, since inodes are reused.
     pub fn id(&self) -> FileId {
         FileId { inode: self.inode, birth_time: self.birth_time }
     }
@@ -52,20 +50,20 @@ struct Directory {
     entries: BTreeMap<Name, FileState>,
 }
 
-/// Values by path below the root, whose own path is empty.
+/// Values keyed by path relative to the root. The root's own path is empty.
 pub type PathMap<T> = BTreeMap<Vec<u8>, T>;
 
 #[derive(Debug)]
 pub struct Tree {
     root: Inode,
     dirs: HashMap<Inode, Directory>,
-    /// All names of the files for which [`Self::find_names`] was called, and possibly names that they no longer have.
+    /// All names of the files passed to [`Self::find_names`], and possibly stale ones.
     indexed: HashMap<FileId, HashSet<(Inode, Name)>>,
 }
 
-/// Maximum number of directories in a path: Linux limits a path to 4096 bytes.
+/// Maximum directory depth. Linux limits paths to 4096 bytes.
 const MAX_DEPTH: usize = 4096;
-/// Above this number of indexed files, the index is cleared.
+/// The index is cleared when it would exceed this many files.
 const MAX_INDEXED_FILES: usize = 20_000;
 
 impl Tree {
@@ -82,7 +80,7 @@ impl Tree {
         self.dirs.contains_key(&dir)
     }
 
-    /// The number of names.
+    /// Returns the number of names.
     pub fn len(&self) -> usize {
         self.dirs.values().map(|dir| dir.entries.len()).sum()
     }
@@ -95,14 +93,14 @@ impl Tree {
         self.dirs.get(&dir).map_or_else(Vec::new, |dir| dir.entries.keys().cloned().collect())
     }
 
-    /// The path of a directory below the root; `None` if the directory is not in the tree.
+    /// Returns a directory's path relative to the root, or `None` if it isn't in the tree.
     pub fn path(&self, dir: Inode) -> Option<Vec<u8>> {
         let mut names = Vec::new();
         let mut current = self.dirs.get(&dir)?;
         while let Some((parent, name)) = &current.parent {
             names.push(name);
             current = self.dirs.get(parent)?;
-            // Such a path is a cycle: between two checks, each of two directories was moved into the other.
+            // This must be a cycle: between two checks, two directories were each moved into the other.
             if names.len() > MAX_DEPTH {
                 return None;
             }
@@ -114,12 +112,12 @@ impl Tree {
         Some(path)
     }
 
-    /// A directory's parent, and its name there.
+    /// Returns a directory's parent and its name there.
     pub fn parent(&self, dir: Inode) -> Option<(Inode, Name)> {
         self.dirs.get(&dir)?.parent.clone()
     }
 
-    /// Adds or replaces a name, if its directory is in the tree. A new directory is empty.
+    /// Adds or replaces a name if its directory is in the tree. New directories start out empty.
     pub fn insert(&mut self, dir: Inode, name: Name, state: FileState) {
         if !self.has_dir(dir) {
             return;
@@ -148,8 +146,8 @@ impl Tree {
         }
     }
 
-    /// Moves a name and everything below it from the tree to `before`, by path. The inodes of removed directories are
-    /// also added to `removed_dirs`.
+    /// Moves a name and everything below it from the tree into `before`, keyed by path, and adds the inodes of removed
+    /// directories to `removed_dirs`.
     pub fn remove(
         &mut self,
         dir: Inode,
@@ -174,13 +172,13 @@ impl Tree {
         }
     }
 
-    /// Whether the directory is still at this path. It may have been added at another path since.
+    /// Whether the directory is still at this path. It may have been re-added at another path since.
     fn is_at(&self, inode: Inode, expected_parent: Inode, path: &[u8]) -> bool {
         let parent = self.dirs.get(&inode).and_then(|dir| dir.parent.as_ref());
         parent.is_some_and(|(parent, name)| *parent == expected_parent && last_component(path) == &name[..])
     }
 
-    /// Finds all names of these files. The first call for a file searches the whole tree.
+    /// Finds all names of these files. The first lookup of a file scans the whole tree.
     pub fn find_names(&mut self, files: impl Iterator<Item = FileId>) -> Vec<(Inode, Name, FileState)> {
         let files: Vec<FileId> = files.collect();
         if self.indexed.len() + files.len() > MAX_INDEXED_FILES {
@@ -211,14 +209,14 @@ impl Tree {
     }
 }
 
-/// A file's state, and its directory.
+/// A file's state and containing directory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TreeEntry {
     pub state: FileState,
     pub dir: Inode,
 }
 
-/// Joins a directory's path and a name.
+/// Joins a directory path and a name.
 pub fn join_path(path: &[u8], name: &[u8]) -> Vec<u8> {
     let mut joined = Vec::with_capacity(path.len() + 1 + name.len());
     joined.extend_from_slice(path);

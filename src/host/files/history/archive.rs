@@ -1,4 +1,4 @@
-//! Archives of earlier versions of the owner's files, generated while they are being sent.
+//! Archives of earlier versions of the owner's files, generated on the fly.
 
 use std::ffi::{OsStr, OsString};
 use std::io::{self, BufWriter, Read, Write};
@@ -23,10 +23,9 @@ use zip::write::{SimpleFileOptions, StreamWriter};
 use zip::{CompressionMethod, ZipWriter};
 
 const BUFFER_BYTES: usize = 128 << 10;
-/// Maximum number of buffers that wait to be sent to the client.
+/// Maximum number of buffers queued for the client.
 const MAX_PENDING_BUFFERS: usize = 4;
 
-/// An archive format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ArchiveFormat {
     Tar,
@@ -49,8 +48,8 @@ impl ArchiveFormat {
     }
 }
 
-/// Returns an archive of an entry and everything below it. If the archive cannot be completed, the body ends with an
-/// error, so that a client does not mistake it for a complete one.
+/// Streams an archive of an entry and everything below it. If the archive can't be completed, the body ends with an
+/// error so that clients don't mistake it for a complete one.
 pub fn stream_archive(history: History, entry: Entry, name: OsString, format: ArchiveFormat) -> Body {
     let (sender, buffers) = mpsc::channel::<io::Result<Vec<u8>>>(MAX_PENDING_BUFFERS);
     let runtime = Handle::current();
@@ -67,15 +66,15 @@ pub fn stream_archive(history: History, entry: Entry, name: OsString, format: Ar
         let written = match write_entries(&history, &entry, &name, &mut writer, &runtime) {
             Ok(()) => writer.finish(),
             Err(error) => {
-                // Both libraries complete the archive when their writer is dropped.
+                // Both libraries finish the archive when their writer is dropped.
                 has_failed.store(true, Ordering::Relaxed);
                 drop(writer);
                 Err(error)
             }
         };
         if let Err(error) = written {
-            tracing::warn!(error = %format_chain(&error), "an archive of the owner's files is incomplete");
-            // This fails if the client has disconnected.
+            tracing::warn!(error = %format_chain(&error), "incomplete archive of the owner's files");
+            // Fails if the client has disconnected.
             let _ = errors.blocking_send(Err(error));
         }
     });
@@ -94,7 +93,7 @@ impl Write for ChannelWriter {
         if self.has_failed.load(Ordering::Relaxed) {
             return Err(io::Error::other("the archive is incomplete"));
         }
-        let disconnected = |_| io::Error::new(io::ErrorKind::BrokenPipe, "the client has disconnected");
+        let disconnected = |_| io::Error::new(io::ErrorKind::BrokenPipe, "client disconnected");
         self.buffers.blocking_send(Ok(bytes.to_vec())).map_err(disconnected)?;
         Ok(bytes.len())
     }
@@ -104,9 +103,9 @@ impl Write for ChannelWriter {
     }
 }
 
-/// An archive that is being written.
+/// Writes an archive in either format.
 enum ArchiveWriter<W: Write> {
-    /// [`HardLinkPaths`] holds the first path of each file with several hard links; later ones become links to it.
+    /// [`HardLinkPaths`] maps each hard-linked file to its first path. Later paths become links to it.
     Tar(Box<tar::Builder<W>>, HardLinkPaths),
     Zip(Box<ZipWriter<StreamWriter<W>>>),
 }
@@ -126,7 +125,7 @@ fn write_entries<W: Write>(
             EntryKind::Directory => {
                 writer.add_directory(&path, &entry)?;
                 let children = runtime.block_on(history.list(&entry)).map_err(io::Error::other)?;
-                // The order is reversed, because the stack returns the last entry first.
+                // Reversed, since the stack pops the last entry first.
                 for child in children.into_iter().rev() {
                     pending_paths.push(&path.join(child.name()));
                     pending.push(child);
@@ -218,7 +217,7 @@ fn tar_header(entry: &Entry, kind: tar::EntryType) -> tar::Header {
     header
 }
 
-/// Appends a GNU entry with a link target that is too long for the header of the next entry.
+/// Appends a GNU long-link entry, for a link target too long for the next entry's header.
 fn append_long_link<W: Write>(tar: &mut tar::Builder<W>, target: &[u8]) -> io::Result<()> {
     let mut header = tar::Header::new_gnu();
     header.set_path("././@LongLink")?;
@@ -237,7 +236,7 @@ fn zip_options(entry: &Entry) -> SimpleFileOptions {
         .last_modified_time(zip_time(entry.modified_at()).unwrap_or_default())
 }
 
-/// Converts a time to UTC in the zip format, which has a resolution of two seconds; `None` outside the years 1980 to
+/// Converts a time to a zip timestamp in UTC, with two-second resolution. Returns `None` outside the years 1980 to
 /// 2107.
 fn zip_time(time: Timestamp) -> Option<zip::DateTime> {
     let time = time.to_zoned(TimeZone::UTC);
@@ -253,10 +252,10 @@ fn zip_time(time: Timestamp) -> Option<zip::DateTime> {
     .ok()
 }
 
-/// Returns a path as text. Each byte that is not valid UTF-8, and each byte of U+FFFD itself, is written as U+FFFD and
-/// two hexadecimal digits. So is `\`, because on Windows it could escape the target directory. The path can be
-/// decoded from the text, so two paths never have the same text: [`ZipWriter`] refuses duplicate names.
-/// Percent-encoding would have to change valid names that contain `%`, too.
+/// Encodes a path as text. Each invalid UTF-8 byte, and each byte of U+FFFD itself, becomes U+FFFD followed by two hex
+/// digits. So does `\`, which could escape the target directory on Windows. The encoding is reversible, so distinct
+/// paths never collide ([`ZipWriter`] rejects duplicate names). Percent-encoding would also have to change valid names
+/// containing `%`.
 fn zip_name(path: &Path) -> String {
     use std::fmt::Write as _;
     let mut name = String::new();
@@ -272,12 +271,11 @@ fn zip_name(path: &Path) -> String {
 
 type Chunks<'a> = Pin<Box<dyn Stream<Item = Result<Vec<u8>, FilesError>> + 'a>>;
 
-/// Reads a file's content. Fails if its size differs from the recorded one, which the header of a tar entry already
-/// contains.
+/// Reads a file's content. Fails if its size differs from the recorded one, which is already in the tar entry's header.
 struct ContentReader<'a> {
     chunks: Chunks<'a>,
     chunk: io::Cursor<Vec<u8>>,
-    /// The bytes of the recorded size that have not been read yet.
+    /// Bytes of the recorded size not yet read.
     remaining: u64,
     runtime: &'a Handle,
 }
@@ -295,12 +293,12 @@ impl Read for ContentReader<'_> {
                 } else {
                     Err(io::Error::new(
                         io::ErrorKind::UnexpectedEof,
-                        "a file is shorter than its recorded size",
+                        "file is shorter than its recorded size",
                     ))
                 };
             };
             let chunk = chunk.map_err(io::Error::other)?;
-            let too_long = || io::Error::other("a file is longer than its recorded size");
+            let too_long = || io::Error::other("file is longer than its recorded size");
             self.remaining = self.remaining.checked_sub(chunk.len() as u64).ok_or_else(too_long)?;
             self.chunk = io::Cursor::new(chunk);
         }
@@ -312,7 +310,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn zip_names_are_distinct_and_keep_valid_names() {
+    fn zip_names_are_unique_and_preserve_valid_names() {
         for (path, expected) in [
             (&b"a/%E9 \xC3\xBC"[..], "a/%E9 \u{FC}"),
             (&b"a/\xE9 \xC3\xBC"[..], "a/\u{FFFD}E9 \u{FC}"),

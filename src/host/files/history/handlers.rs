@@ -1,4 +1,4 @@
-//! The handlers of the routes that `history.sock` serves. The gateway has already authenticated each request.
+//! Route handlers for `history.sock`. The gateway has already authenticated each request.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -30,19 +30,19 @@ use crate::files::access::{AccessError, FilesSettings};
 use crate::files::home_path::HomePath;
 use crate::system::activity;
 
-/// Maximum number of snapshots that one request searches.
+/// Maximum number of snapshots searched per request.
 const MAX_SEARCHED_SNAPSHOTS: usize = 2000;
-/// Maximum time to search before a partial page is sent. The platform and svcctl wait only 20 s.
+/// Maximum search time before a partial page is sent. The platform and svcctl wait only 20 s.
 const MAX_SEARCH_DURATION: Duration = Duration::from_secs(12);
-/// Timeout for everything before a response begins. It is shorter than the gateway's.
+/// Timeout for starting a response, shorter than the gateway's.
 const RESPONSE_START_TIMEOUT: Duration = Duration::from_secs(120);
 const RETRY_SECONDS: u64 = 5;
 
-/// The format in which a file or directory is sent.
+/// Download format of a file or directory.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, EnumString, VariantNames)]
 #[strum(serialize_all = "lowercase", parse_err_ty = String, parse_err_fn = unknown_format)]
 pub enum DownloadFormat {
-    /// The content of a file.
+    /// Plain file content.
     #[default]
     Raw,
     Tar,
@@ -176,24 +176,25 @@ async fn open_repository(settings: &FilesSettings) -> Result<Repository, Problem
     repository.ok_or_else(|| Problem::new(Code::NotFound, "No files have been saved yet."))
 }
 
-/// An entry, and the snapshot in which it was found.
+/// An entry and the snapshot that contains it.
 struct SnapshotEntry {
     id: Id,
     snapshot: Snapshot,
     entry: Entry,
 }
 
-/// Returns the id of the snapshot that the pointer names, which is the only one that a request without a time needs;
-/// `None` for a request with a time, or if the pointer is missing or damaged, or names no snapshot. The latest snapshot
-/// need not have the latest time: the clock may have been ahead when an earlier one was taken.
+/// Returns the snapshot id from the pointer, the only snapshot needed by a request without a time. Returns `None` for a
+/// request with a time, or if the pointer is missing or corrupt, or doesn't reference a snapshot.
+///
+/// The latest snapshot may not have the latest time: the clock may have been ahead when an earlier one was taken.
 async fn read_latest(settings: &FilesSettings, time: Option<Timestamp>) -> Result<Option<Id>, Problem> {
     if time.is_some() {
         return Ok(None);
     }
     match settings.read_latest().await {
-        // The snapshots may be intact.
+        // The snapshots may still be intact.
         Err(error @ StoreError::Corrupt { .. }) => {
-            tracing::warn!(error = %format_chain(&error), "the pointer of the file backup is damaged; using the snapshot with the latest time");
+            tracing::warn!(error = %format_chain(&error), "corrupt file-backup pointer; using the snapshot with the latest time");
             Ok(None)
         }
         latest => latest.map_err(|error| to_problem(error.into())),
@@ -282,7 +283,7 @@ fn send_file(history: Arc<History>, entry: Entry, name: &OsStr) -> Response {
                         remaining = rest;
                         Ok(chunk)
                     }
-                    // The content is damaged. The body must not exceed its announced length.
+                    // The content is corrupt. The body must not exceed its declared length.
                     None => {
                         tracing::warn!("a downloaded file is longer than its recorded size");
                         break;
@@ -295,11 +296,11 @@ fn send_file(history: Arc<History>, entry: Entry, name: &OsStr) -> Response {
                     break;
                 }
                 Err(error) => {
-                    tracing::warn!(error = %format_chain(&error), "the download of a file is incomplete");
+                    tracing::warn!(error = %format_chain(&error), "incomplete file download");
                     Err(error)
                 }
             };
-            // This fails if the client has disconnected.
+            // Fails if the client has disconnected.
             if sender.send(next).await.is_err() {
                 return;
             }
@@ -321,7 +322,7 @@ fn send_archive(history: History, entry: Entry, name: &OsStr, format: ArchiveFor
     response
 }
 
-/// Makes a browser save the response as a file instead of displaying or running it.
+/// Makes browsers save the response as a file instead of displaying or running it.
 fn set_attachment(response: &mut Response, name: &OsStr, extension: &str, media_type: &'static str) {
     use std::fmt::Write as _;
     let mut encoded = String::new();

@@ -1,7 +1,7 @@
-//! `svc-sync-agent history`: serves requests for earlier versions of the owner's files.
+//! `svc-sync-agent history`: serves earlier versions of the owner's files.
 //!
-//! The gateway connects to `history.sock` for each request. systemd accepts the connection and starts one process for
-//! it (`svc-files-history@.service`), so that the index of a large repository uses memory only during requests. Without
+//! The gateway opens a `history.sock` connection for each request. systemd accepts it and starts a process for it
+//! (`svc-files-history@.service`), so the index of a large repository uses memory only during requests. Without
 //! systemd, `--listen` does the same.
 
 mod archive;
@@ -29,13 +29,13 @@ use stall::{StallTrackedStream, WriteStallTimer};
 
 pub use handlers::DownloadFormat;
 
-/// The socket, in [`Layout::history_sockets`].
+/// Socket name in [`Layout::history_sockets`].
 pub const SOCKET: &str = "history.sock";
 /// Maximum number of processes with `--listen`. With systemd, the socket unit sets the limit.
 const MAX_PROCESSES: usize = 4;
 const HEADER_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Accepts connections, and serves each in a separate process.
+/// Accepts connections and serves each in a separate process.
 pub async fn listen(layout: Layout) -> Result<(), Failure> {
     let service = SocketService {
         directory: layout.history_sockets(),
@@ -46,7 +46,7 @@ pub async fn listen(layout: Layout) -> Result<(), Failure> {
     socket_service::listen(&service).await
 }
 
-/// Serves one request from the connection on standard input.
+/// Serves one request from the connection on stdin.
 pub async fn serve_stdin(layout: Layout) -> Result<(), Failure> {
     let connection = socket_service::stdin_connection()?;
     let settings = FilesSettings::read(layout)?;
@@ -75,10 +75,10 @@ async fn serve(settings: FilesSettings, connection: UnixStream) -> Result<(), Fa
         .header_read_timeout(HEADER_TIMEOUT)
         .serve_connection(TokioIo::new(connection), TowerToHyperService::new(router));
     tokio::select! {
-        // After an error, the response is missing or incomplete: the client has disconnected or has sent no request
-        // within `HEADER_TIMEOUT`, or the content of a file or an archive could not be read completely.
+        // On error, the response is missing or incomplete: the client disconnected or didn't send a request within
+        // `HEADER_TIMEOUT`, or the content of a file or archive couldn't be read completely.
         served = served => if let Err(error) = served {
-            tracing::debug!(error = %format_chain(&error), "the connection ended early");
+            tracing::debug!(error = %format_chain(&error), "connection closed early");
         },
         () = stall_timer.wait_for_stall() => {
             tracing::warn!("the client has stopped reading; closing the connection");

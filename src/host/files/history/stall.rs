@@ -1,4 +1,4 @@
-//! Detects connections whose client has stopped reading, so that they are closed: each occupies one of a few processes.
+//! Detects clients that have stopped reading so we can close their connections: each ties up one of a few processes.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-/// Maximum time that a write may wait for the client.
+/// How long a write may block on the client.
 const STALL_TIMEOUT: Duration = Duration::from_secs(60);
 const CHECK_INTERVAL: Duration = Duration::from_secs(5);
 
-/// When the pending write began to wait for the client; `None` if no write is waiting.
+/// Time at which the pending write blocked; `None` if no write is pending.
 #[derive(Clone, Default)]
 pub(super) struct WriteStallTimer(Arc<Mutex<Option<Instant>>>);
 
@@ -25,7 +25,7 @@ impl WriteStallTimer {
         }
     }
 
-    /// Waits until a write has waited for the client for [`STALL_TIMEOUT`].
+    /// Completes once a write has been blocked for [`STALL_TIMEOUT`].
     pub(super) async fn wait_for_stall(&self) {
         loop {
             tokio::time::sleep(CHECK_INTERVAL).await;
@@ -37,7 +37,7 @@ impl WriteStallTimer {
     }
 }
 
-/// A connection that records in its timer when the pending write began to wait for the client.
+/// A connection that tracks blocked writes in its [`WriteStallTimer`].
 pub(super) struct StallTrackedStream<S> {
     pub(super) stream: S,
     pub(super) stall_timer: WriteStallTimer,

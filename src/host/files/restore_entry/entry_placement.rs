@@ -1,8 +1,8 @@
-//! Moves a restored entry into place, beneath the user's home directory.
+//! Moves restored entries into place beneath the user's home directory.
 //!
-//! The owner's programs run at the same time and could create symbolic links, and this process can write to directories
-//! that they cannot write to. Directories are therefore opened one name at a time without following links, and entries
-//! are named only relative to open directories, except in the staging directory, which those programs cannot enter.
+//! The owner's programs run concurrently and could plant symbolic links, and this process can write where they can't.
+//! Directories are therefore opened one component at a time without following links, and entries are addressed only
+//! relative to open directories, except in the staging directory, which those programs can't enter.
 
 use std::ffi::{CStr, OsStr, OsString};
 use std::os::fd::OwnedFd;
@@ -18,19 +18,19 @@ use rustix::fs::{
 use rustix::io::Errno;
 use svc_base::fsx::FileError;
 
-/// Maximum number of names to try if an entry already exists.
+/// Maximum number of candidate names to try.
 const MAX_NAME_ATTEMPTS: u32 = 100;
 const MAX_NAME_BYTES: usize = 255;
 
-/// An open directory: the user's home directory, or one beneath it.
+/// An open handle to the user's home directory or one beneath it.
 pub struct Directory(OwnedFd);
 
 impl Directory {
-    /// Opens `path` beneath `home`. Creates missing directories, which then belong to `owner`.
+    /// Opens `path` beneath `home`, creating missing directories owned by `owner`.
     ///
     /// # Errors
-    /// `NotADirectory` if a name is a symbolic link or a file; `InvalidInput` if `path` is absolute or contains `..`;
-    /// other file system errors.
+    /// `NotADirectory` if a component is a symbolic link or a file; `InvalidInput` if `path` is absolute or contains
+    /// `..`; other file system errors.
     pub fn open(home: &Path, path: &Path, owner: Option<(u32, u32)>) -> Result<Self, FileError> {
         let full_path = home.join(path);
         let wrap = |action| move |errno: Errno| FileError::wrap(action, &full_path)(errno.into());
@@ -49,7 +49,7 @@ impl Directory {
         Ok(Self(directory))
     }
 
-    /// Returns whether an entry has this name, even if it is a dangling symbolic link.
+    /// Whether an entry with this name exists, including a dangling symbolic link.
     ///
     /// # Errors
     /// File system errors other than `NOENT`.
@@ -61,10 +61,10 @@ impl Directory {
         }
     }
 
-    /// Returns an unused name: the given name with a mark, such as `notes.restored-20261128T021907Z.txt`.
+    /// Returns an unused name derived from `name` and `mark`, such as `notes.restored-20261128T021907Z.txt`.
     ///
     /// # Errors
-    /// `EXIST` if all names are taken; other file system errors.
+    /// `EXIST` if all candidates are taken; other file system errors.
     pub fn find_free_name(&self, name: &OsStr, mark: &str, at: Timestamp) -> Result<OsString, Errno> {
         for number in 1..=MAX_NAME_ATTEMPTS {
             let candidate = mark_name(name, mark, at, number);
@@ -75,15 +75,15 @@ impl Directory {
         Err(Errno::EXIST)
     }
 
-    /// Atomically exchanges an entry of this directory with the one at the path `with`.
+    /// Atomically exchanges an entry in this directory with the one at `with`.
     ///
     /// # Errors
-    /// `NOENT` if one of them does not exist; `XDEV` if they are on different file systems; other file system errors.
+    /// `NOENT` if either is missing; `XDEV` if they are on different file systems; other file system errors.
     pub(super) fn exchange(&self, name: &OsStr, with: &Path) -> Result<(), Errno> {
         renameat_with(CWD, with, &self.0, name, RenameFlags::EXCHANGE)
     }
 
-    /// Moves an entry to an unused name in this directory.
+    /// Moves the entry at `from` to an unused name in this directory.
     ///
     /// # Errors
     /// `EXIST` if the name is taken; `XDEV` if the entry is on another file system; other file system errors.
@@ -91,7 +91,7 @@ impl Directory {
         renameat_with(CWD, from, &self.0, name, RenameFlags::NOREPLACE)
     }
 
-    /// Moves an entry of another open directory to this one, under the same name.
+    /// Moves an entry from another open directory into this one, keeping its name.
     ///
     /// # Errors
     /// `EXIST` if the name is taken; other file system errors.
@@ -104,21 +104,21 @@ fn directory_flags() -> OFlags {
     OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC
 }
 
-/// Creates and opens a directory that no other user can enter yet.
+/// Creates and opens a directory, private until [`finish_new_directory`] sets its mode.
 fn create_directory(parent: &OwnedFd, name: &OsStr) -> Result<OwnedFd, Errno> {
     match mkdirat(parent, name, Mode::RWXU) {
-        // One of the owner's programs may have created it in the meantime.
+        // One of the owner's programs may have created it concurrently.
         Ok(()) | Err(Errno::EXIST) => {}
         Err(error) => return Err(error),
     }
     openat(parent, name, directory_flags(), Mode::empty())
 }
 
-/// Sets the owner and the mode of a directory that this process, or an interrupted run, has created.
+/// Sets the owner and mode of a directory created by this process or an interrupted run.
 fn finish_new_directory(directory: &OwnedFd, owner: Option<(u32, u32)>) -> Result<(), Errno> {
     let stat = fstat(directory)?;
     let mode = Mode::from_raw_mode(stat.st_mode);
-    // A new directory inherits this bit from its parent and, if the bit is set, also the parent's group.
+    // A new directory inherits this bit from its parent and, if it's set, the parent's group too.
     let set_group_id = mode & Mode::SGID;
     let is_new = stat.st_uid == geteuid().as_raw() && mode == Mode::RWXU | set_group_id;
     if !is_new {
@@ -131,8 +131,8 @@ fn finish_new_directory(directory: &OwnedFd, owner: Option<(u32, u32)>) -> Resul
     fchmod(directory, Mode::from_raw_mode(0o755) | set_group_id)
 }
 
-/// `notes.txt` becomes `notes.restored-20261128T021907Z.txt`. A `number` above 1 is appended to the time. If the result
-/// is too long for a file name, it has only the mark, the time and the number.
+/// Turns `notes.txt` into `notes.restored-20261128T021907Z.txt`. A `number` above 1 is appended to the time. If the
+/// result would be too long for a file name, it is just the mark, time and number.
 fn mark_name(name: &OsStr, mark: &str, at: Timestamp, number: u32) -> OsString {
     let at = at.to_zoned(TimeZone::UTC).strftime("%Y%m%dT%H%M%SZ");
     let suffix = if number == 1 { format!(".{mark}-{at}") } else { format!(".{mark}-{at}-{number}") };
@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn directories_are_created_but_links_are_not_followed() {
+    fn open_creates_directories_without_following_links() {
         let (home, outside) = (home(), home());
         symlink(outside.path(), home.path().join("link")).unwrap();
         fs::write(home.path().join("file"), "x").unwrap();
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn exchange_and_move_in_lose_no_entry() {
+    fn exchange_and_move_in_never_lose_entries() {
         let home = home();
         fs::write(home.path().join("staged"), "restored").unwrap();
         fs::write(home.path().join("taken"), "present").unwrap();

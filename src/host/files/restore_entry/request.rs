@@ -1,4 +1,4 @@
-//! The request file, and the state that the service writes.
+//! The restore request file and the state file written by the service.
 
 use std::path::PathBuf;
 
@@ -14,12 +14,12 @@ use svc_wire::files::{FileRestore, FileRestoreStatus};
 use crate::files::home_path::HomePath;
 use crate::system::layout::Layout;
 
-/// The name of the request file in the requests directory.
+/// Request file name, in the requests directory.
 const REQUEST_FILE: &str = "files-restore";
-/// The name of the state file in the file backup's directory.
+/// State file name, in the file-backup state directory.
 const STATE_FILE: &str = "entry-restore.json";
 
-/// A request to restore an entry: the content of the request file.
+/// Entry restore request, as stored in the request file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct RestoreRequest {
@@ -28,36 +28,36 @@ pub struct RestoreRequest {
     pub requested_at: Timestamp,
     /// The entry to restore, as formatted by [`HomePath`].
     pub path: String,
-    /// The entry is restored from the last snapshot at or before this time; `None` for the time of the request. A time
-    /// after the request counts as the time of the request, unless it is exactly the time of a snapshot.
+    /// Restore from the last snapshot at or before this time, by default the request time. Later times are treated as
+    /// the request time unless they exactly match a snapshot.
     #[serde(with = "clock::wire_option", default)]
     pub time: Option<Timestamp>,
-    /// Where to restore the entry. `None` for its original path; if that path exists and is not replaced, for a new
-    /// name next to it.
+    /// Where to restore the entry. Defaults to its original path or, if that exists and is not replaced, a new name
+    /// next to it.
     pub into: Option<String>,
-    /// Whether to replace an existing entry, which is saved first and kept under another name.
+    /// Whether to replace an existing entry. It is saved first and kept under another name.
     pub replace: bool,
-    /// The number of runs that have started to restore the entry.
+    /// Number of restore attempts started.
     #[serde(default)]
     pub attempts: u32,
 }
 
 impl RestoreRequest {
-    /// Creates a request with a new id. The id of the HTTP request is not used, because a client may repeat it.
+    /// Creates a request with a new id. The HTTP request id is unsuitable, since clients may reuse it.
     pub fn new(path: String, time: Option<Timestamp>, into: Option<String>, replace: bool) -> Self {
         let (request_id, requested_at) = (uuid::Uuid::now_v7().to_string(), clock::now_ms());
         Self { request_id, requested_at, path, time, into, replace, attempts: 0 }
     }
 
-    /// Replaces the request's id with one derived from an idempotency key and the request's fields, so that a repeated
-    /// request has the same id.
+    /// Replaces the id with one derived from an idempotency key and the request's fields, so that a retried request
+    /// gets the same id.
     #[must_use]
     pub fn with_idempotency_key(self, key: &str) -> Self {
         let request = format!("{:?}", (&self.path, self.time, &self.into, self.replace));
         Self { request_id: format!("{}-{}", hash_text(key), hash_text(&request)), ..self }
     }
 
-    /// Whether the request with this id had the same idempotency key. This request must have one.
+    /// Whether `request_id` was derived from the same idempotency key as this request, which must have one.
     pub fn has_same_idempotency_key(&self, request_id: &str) -> bool {
         let key = |id: &str| id.split('-').next().map(str::to_owned);
         key(&self.request_id) == key(request_id)
@@ -72,17 +72,17 @@ impl RestoreRequest {
         fsx::create_atomic(&layout.request(REQUEST_FILE), &text, 0o600)
     }
 
-    /// Counts an attempt durably before it starts, because a run that is killed cannot record its end.
+    /// Durably counts an attempt before it starts, since a killed run can't record its own failure.
     pub(super) fn start_attempt(&mut self, layout: &Layout) -> Result<(), FileError> {
         self.attempts += 1;
         let text = serde_json::to_vec(self).expect("plain fields serialize to JSON");
         fsx::write_atomic(&layout.request(REQUEST_FILE), &text, 0o600)
     }
 
-    /// Reads the pending request. The inner error means that the file cannot be parsed, so a retry is pointless.
+    /// Reads the pending request. The inner error is a parse failure, so retrying is pointless.
     ///
     /// # Errors
-    /// If the file exists and cannot be read.
+    /// If the file exists but cannot be read.
     pub(super) fn read(layout: &Layout) -> Result<Option<Result<Self, serde_json::Error>>, FileError> {
         let text = fsx::read_if_exists(&layout.request(REQUEST_FILE))?;
         Ok(text.map(|text| serde_json::from_slice(&text)))
@@ -92,7 +92,7 @@ impl RestoreRequest {
         fsx::remove_if_exists(&layout.request(REQUEST_FILE))
     }
 
-    /// Returns the state of a request that has not been served yet.
+    /// Returns the initial state of a request not yet served.
     pub(super) fn to_state(&self) -> FileRestore {
         FileRestore {
             request_id: self.request_id.clone(),
@@ -107,7 +107,7 @@ impl RestoreRequest {
             written_bytes: 0,
             incomplete: 0,
             error: None,
-            // Not the current time: to clients, an unchanged state means that the restore makes no progress.
+            // Not the current time: clients take an unchanged state to mean that the restore is stuck.
             updated_at: self.requested_at.into(),
         }
     }
@@ -129,7 +129,7 @@ impl RestoreRequest {
     }
 }
 
-/// Describes the damaged entries below a restored directory; `None` if there are none.
+/// Describes corrupt entries below a restored directory, if any.
 pub(super) fn describe_damaged(directory: &HomePath, damaged: &DamagedEntries) -> Option<String> {
     let first = damaged.first_paths.iter().map(|staged| {
         // The first component is the directory's name in the staging directory.
@@ -145,11 +145,11 @@ fn hash_text(text: &str) -> String {
     hex::encode(&Sha256::digest(text)[..16])
 }
 
-/// Returns the state of the pending request or, if there is none, of the last one; `None` if there has never been one,
-/// or if the state file is invalid.
+/// Returns the state of the pending request, or else the last one. `None` if there has never been a request, or if the
+/// state file is invalid.
 ///
 /// # Errors
-/// If a file exists and cannot be read.
+/// If a file exists but cannot be read.
 pub fn read_current_state(layout: &Layout) -> Result<Option<FileRestore>, FileError> {
     // Read the request first: it is removed only after the final state has been written.
     let request = RestoreRequest::read(layout)?.and_then(Result::ok);
@@ -167,7 +167,7 @@ pub(super) fn read_state(layout: &Layout) -> Result<Option<FileRestore>, FileErr
     Ok(text.and_then(|text| serde_json::from_slice(&text).ok()))
 }
 
-/// Writes the state file, and sets the time of the update.
+/// Writes the state file, updating its timestamp.
 ///
 /// # Errors
 /// If the file cannot be written.
@@ -182,7 +182,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn state_is_constant_until_the_request_is_served() {
+    fn state_is_constant_until_request_is_served() {
         let requested_at = Timestamp::UNIX_EPOCH;
         let request =
             RestoreRequest { requested_at, ..RestoreRequest::new("a".to_owned(), None, None, false) };

@@ -1,4 +1,4 @@
-//! `svc-sync-agent serve-restore`: serves the pending request.
+//! `svc-sync-agent serve-restore`: serves the pending restore request.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -32,29 +32,29 @@ use crate::system::layout::Layout;
 use crate::system::lock::Lock;
 use crate::system::quiesce::Quiesce;
 
-/// How long transient errors of the store or the platform are retried before a request fails.
+/// How long to retry transient store or platform errors before failing the request.
 const OUTAGE_TIMEOUT: Duration = Duration::from_secs(600);
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
-/// The entry's name in the staging directory.
+/// Entry name in the staging directory.
 const STAGED_NAME: &str = "entry";
 /// Maximum number of names to try for the replaced entry.
-const MAX_KEEP_ATTEMPTS: u32 = 10;
-/// Maximum number of runs for one request: a restore that needs too much memory is killed each time.
+const MAX_RENAME_ATTEMPTS: u32 = 10;
+/// Maximum number of runs per request: a restore that runs out of memory is killed every time.
 const MAX_ATTEMPTS: u32 = 5;
 const LOCK_FILE: &str = "entry-restore.lock";
 
-/// The capabilities of `svc-files-request.service`, which gives the files to the owner's user and accesses directories
-/// that only this user can enter.
+/// Capabilities of `svc-files-request.service`, which hands files to the owner's user and accesses directories that
+/// only that user can enter.
 pub const CAPABILITIES: CapabilitySet = crate::files::restore_home::CAPABILITIES;
 
-/// The fail points of a restore.
+/// Fail points in an entry restore.
 pub const FAILPOINTS: &[&str] =
     &["files.entry.staged", "files.entry.exchanged", "files.entry.placed", "files.entry.recorded"];
 
-/// Why a request failed.
+/// Error from serving a restore request.
 #[derive(Debug, thiserror::Error)]
 enum RestoreError {
-    #[error("the request names an invalid path: {0}")]
+    #[error("invalid path in request: {0}")]
     Path(#[from] HomePathError),
     #[error("no files have been saved yet")]
     NothingSaved,
@@ -70,18 +70,18 @@ enum RestoreError {
     AlreadyExists(HomePath),
     #[error("{0} is on a different file system from the home directory; restore to another path")]
     OtherFileSystem(HomePath),
-    #[error("the current state could not be saved, so nothing was replaced")]
-    Unsaved(#[source] SaveRequestError),
+    #[error("cannot save the current state; nothing was replaced")]
+    SaveFailed(#[source] SaveRequestError),
     #[error(
         "the platform has stopped this machine's writers for a final backup, or has replaced or deleted this machine; \
          nothing was restored"
     )]
     Quiesced,
     #[error(
-        "the restore was interrupted {MAX_ATTEMPTS} times, perhaps because the machine has too little memory for this \
-         many files; restore part of the directory"
+        "the restore was interrupted {MAX_ATTEMPTS} times, possibly because of too little memory for this many files; \
+         restore part of the directory"
     )]
-    Killed,
+    TooManyAttempts,
     #[error(transparent)]
     Access(#[from] AccessError),
     #[error(transparent)]
@@ -104,14 +104,14 @@ impl RestoreError {
     }
 }
 
-/// The destination of the restored entry. Names are bytes, because they need not be UTF-8.
+/// Destination of the restored entry. Names are bytes, since they may not be valid UTF-8.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Placement {
     request_id: String,
-    /// The directory for the entry, relative to the user's home directory, and the entry's name in it.
+    /// Target directory, relative to the user's home directory, and the entry's name in it.
     directory: Vec<u8>,
     name: Vec<u8>,
-    /// The name under which the existing entry is kept; `None` if none is replaced.
+    /// New name for the existing entry; `None` if nothing is replaced.
     kept_as: Option<Vec<u8>>,
     #[serde(flatten)]
     staged: StagedEntry,
@@ -122,24 +122,24 @@ struct Placement {
 struct StagedEntry {
     /// When the snapshot was taken.
     saved_at: Timestamp,
-    /// The inode of the restored entry. After an interruption, it shows whether the entry has already been moved.
+    /// Inode of the restored entry, for detecting after an interruption whether it has already been moved.
     inode: u64,
     files: u64,
     bytes: u64,
     incomplete: u64,
-    /// Describes the damaged entries whose content was left out; `None` if there are none.
+    /// Describes corrupt entries whose content was skipped, if any.
     #[serde(default)]
     left_out: Option<String>,
 }
 
 impl Placement {
-    /// Returns the path of a name in the directory, for display.
+    /// Returns the display path of `name` in the target directory.
     fn display_path(&self, name: &[u8]) -> String {
         let path = Path::new(DISPLAY_HOME).join(bytes_to_name(&self.directory)).join(bytes_to_name(name));
         path.display().to_string()
     }
 
-    /// Converts an error from moving the entry into place.
+    /// Maps an error from moving the entry into place.
     fn classify_move_error(&self, error: Errno) -> RestoreError {
         let path = Path::new(&bytes_to_name(&self.directory)).join(bytes_to_name(&self.name));
         match error {
@@ -154,13 +154,13 @@ fn bytes_to_name(bytes: &[u8]) -> OsString {
     OsString::from_vec(bytes.to_vec())
 }
 
-/// Serves the pending request, if there is one.
+/// Serves the pending request, if any.
 ///
 /// # Errors
-/// `Unavailable` if the restore fails, and `Config` if the configuration is invalid: the request is then removed, and
-/// its state contains the reason. `Refused` if the request file is invalid; it is removed, too. `TryAgain` if the lock
-/// cannot be acquired or the replaced entry cannot be moved; the request remains. `Internal` if a local file cannot be
-/// read or written.
+/// `Unavailable` if the restore fails and `Config` if the configuration is invalid: in both cases, the request is
+/// removed and its state contains the reason. `Refused` if the request file is invalid; it is removed as well.
+/// `TryAgain` if the lock can't be acquired or the replaced entry can't be moved; the request is retained. `Internal`
+/// if a local file can't be read or written.
 pub async fn serve(layout: Layout) -> Result<(), Failure> {
     let _lock = Lock::acquire(&layout.files_state().join(LOCK_FILE)).or_exit(Exit::TryAgain)?;
     let Some(request) = RestoreRequest::read(&layout).or_exit(Exit::Internal)? else { return Ok(()) };
@@ -173,20 +173,20 @@ pub async fn serve(layout: Layout) -> Result<(), Failure> {
     };
     let has_ended = |state: &FileRestore| state.request_id == request.request_id && state.status.has_ended();
     let staging = Staging::new(&layout, ENTRY_STAGING);
-    // This precedes all removals, because an interrupted run may have left the replaced entry in the staging directory.
-    // If the directory belongs to another user, it contains no such entry, and the restore below fails with the reason.
+    // Do this before any removal: an interrupted run may have left the replaced entry in the staging directory. A
+    // directory that belongs to another user can't contain one, and makes the restore below fail with the reason.
     if staging.verify_if_exists().is_ok()
         && let Err(error) = finish_exchange(&layout, &staging)
     {
         return Err(fail_and_keep_request(&layout, request.to_state(), error));
     }
     if read_state(&layout).or_exit(Exit::Internal)?.is_some_and(|state| has_ended(&state)) {
-        // An earlier run was interrupted after it had recorded the final state, but before it had cleaned up.
+        // An earlier run was interrupted between recording the final state and cleaning up.
         return clean_up(&layout, &staging).or_exit(Exit::Internal);
     }
     let settings = match FilesSettings::read(layout.clone()) {
         Err(failure) if failure.exit == Exit::Config => {
-            // The request is not kept, because systemd would start this program again immediately.
+            // Drop the request, or systemd would start this program again immediately.
             let (status, error) = (FileRestoreStatus::Failed, Some(format!("{:#}", failure.error)));
             let mut state = FileRestore { status, error, ..request.to_state() };
             write_progress(&layout, &mut state);
@@ -207,7 +207,7 @@ pub async fn serve(layout: Layout) -> Result<(), Failure> {
         return Err(fail_and_keep_request(layout, state, error));
     }
     if result.is_err() {
-        // Remove the staging directory first: the state cannot be written if the restore has filled the disk.
+        // Remove the staging directory first: if the restore has filled the disk, the state cannot be written.
         remove_staging(&staging);
     }
     state.status = if result.is_ok() { FileRestoreStatus::Done } else { FileRestoreStatus::Failed };
@@ -221,7 +221,7 @@ pub async fn serve(layout: Layout) -> Result<(), Failure> {
     result.map_err(|error| Failure::new(Exit::Unavailable, error))
 }
 
-/// Keeps the request, because the replaced entry may still be in the staging directory: the next run moves it.
+/// Keeps the request so that the next run moves the replaced entry, which may still be in the staging directory.
 fn fail_and_keep_request(layout: &Layout, mut state: FileRestore, error: RestoreError) -> Failure {
     state.status = FileRestoreStatus::Running;
     state.error = Some(format_chain(&error));
@@ -235,21 +235,21 @@ fn clean_up(layout: &Layout, staging: &Staging) -> Result<(), FileError> {
     RestoreRequest::remove(layout)
 }
 
-/// Removes the staging directory, unless it contains a replaced entry that could not be moved yet. If the removal
-/// fails, the next restore retries it.
+/// Removes the staging directory unless it contains a replaced entry that could not be moved yet. Best effort: the next
+/// restore retries the removal.
 fn remove_staging(staging: &Staging) {
     if matches!(find_exchanged(staging), Err(_) | Ok(Some(_))) {
         return;
     }
     if let Err(error) = staging.remove() {
-        tracing::warn!(error = %format_chain(&error), "cannot remove the staging directory of a restore");
+        tracing::warn!(error = %format_chain(&error), "cannot remove the restore staging directory");
     }
 }
 
-/// Writes the progress. An error is only logged, because the state is written again at the end.
+/// Writes the progress. Errors are only logged, since the state is written again at the end.
 fn write_progress(layout: &Layout, state: &mut FileRestore) {
     if let Err(error) = write_state(layout, state) {
-        tracing::debug!(error = %format_chain(&error), "cannot write the progress of a restore");
+        tracing::debug!(error = %format_chain(&error), "cannot write restore progress");
     }
 }
 
@@ -262,24 +262,24 @@ async fn restore(
     let complete = if staging.verify_if_exists()? { staging.read_complete::<Placement>()? } else { None };
     let owner = owner_ids(&settings.layout);
     let placement = match complete.filter(|placement| placement.request_id == request.request_id) {
-        // An earlier run restored the entry to the staging directory, but was interrupted later.
+        // An earlier run staged the entry but was interrupted later.
         Some(placement) => placement,
         None => {
             ensure_writable(&settings.layout)?;
             if request.attempts >= MAX_ATTEMPTS {
-                return Err(RestoreError::Killed);
+                return Err(RestoreError::TooManyAttempts);
             }
             if let Err(error) = request.start_attempt(&settings.layout) {
-                // The disk may be full. If the restore then fails, its files are removed.
-                tracing::warn!(error = %format_chain(&error), "cannot count an attempt to restore an entry");
+                // Possibly a full disk. If the restore then fails, its files are removed.
+                tracing::warn!(error = %format_chain(&error), "cannot record the restore attempt");
             }
             stage(settings, request, state, staging, owner).await?
         }
     };
     failpoint::trigger("files.entry.staged")?;
-    // If the entry is no longer there, an earlier run was interrupted after it had moved the entry.
+    // If the entry is gone, an earlier run was interrupted after moving it.
     if find_inode(&staging.files().join(STAGED_NAME))? == Some(placement.staged.inode) {
-        // Check again, because the download may have taken a long time.
+        // Check again: the download may have taken a long time.
         ensure_writable(&settings.layout)?;
         move_into_place(&settings.layout, staging, &placement, owner)?;
     }
@@ -303,7 +303,7 @@ fn ensure_writable(layout: &Layout) -> Result<(), RestoreError> {
     if is_quiesced || layout.superseded().exists() { Err(RestoreError::Quiesced) } else { Ok(()) }
 }
 
-/// Restores the entry to the staging directory, and decides where to move it.
+/// Restores the entry to the staging directory and decides where to move it.
 async fn stage(
     settings: &FilesSettings,
     request: &RestoreRequest,
@@ -321,7 +321,7 @@ async fn stage(
     }
     let (directory_path, name) = target.split().ok_or_else(|| RestoreError::Reserved(target.clone()))?;
     if request.replace {
-        save_request::save_now(&settings.layout).await.map_err(RestoreError::Unsaved)?;
+        save_request::save_now(&settings.layout).await.map_err(RestoreError::SaveFailed)?;
     }
     let counts = RestoreProgress::default();
     let attempt = async || restore_to_staging(settings, request, &path, staging, owner, &counts).await;
@@ -349,7 +349,7 @@ async fn stage(
     Ok(placement)
 }
 
-/// Empties the staging directory, and restores the entry to it.
+/// Restores the entry to the emptied staging directory.
 async fn restore_to_staging(
     settings: &FilesSettings,
     request: &RestoreRequest,
@@ -361,9 +361,9 @@ async fn restore_to_staging(
     let repository = settings.open_with_stored_key().await?.ok_or(RestoreError::NothingSaved)?;
     let repository = repository.with_outage_timeout(OUTAGE_TIMEOUT);
     let history = History::open_for_restore(repository.clone()).await?;
-    // By default, and if the client's clock is ahead, the time of the request is used: `stage` has since saved the
-    // state to be replaced, and a repeated run must find the same snapshot. A later time is used only if it is exactly
-    // the time of a snapshot, which was then taken while the machine's clock was ahead.
+    // By default, and if the client's clock is ahead, use the request time: `stage` has since saved the state to be
+    // replaced, and a retry must find the same snapshot. A later time is used only if it exactly matches a snapshot,
+    // which was then taken while the machine's clock was ahead.
     let time = request.time.unwrap_or(request.requested_at);
     let max_time = time.min(request.requested_at);
     let is_exact = |at: Timestamp| at.as_millisecond() == time.as_millisecond();
@@ -388,7 +388,7 @@ async fn restore_to_staging(
         tracing::warn!(
             entries = restored.incomplete,
             first,
-            "the owner, mode, times or attributes of some files could not be restored"
+            "could not restore the owner, mode, times or xattrs of some files"
         );
     }
     let RestoreReport { files, bytes, incomplete, damaged, .. } = restored;
@@ -410,8 +410,8 @@ async fn show_progress(
     }
 }
 
-/// Moves the restored entry into place. An existing entry is atomically exchanged with it, so that the path always
-/// exists; [`finish_exchange`] then moves the replaced entry next to the restored one.
+/// Moves the restored entry into place. An existing entry is exchanged with it atomically, so the path always exists;
+/// [`finish_exchange`] then moves the replaced entry next to the restored one.
 fn move_into_place(
     layout: &Layout,
     staging: &Staging,
@@ -425,7 +425,7 @@ fn move_into_place(
     if placement.kept_as.is_some() {
         match directory.exchange(&name, &staged) {
             Ok(()) => return Ok(failpoint::trigger("files.entry.exchanged")?),
-            // One of the owner's programs has removed the existing entry in the meantime.
+            // One of the owner's programs has removed the existing entry concurrently.
             Err(Errno::NOENT) => {}
             Err(error) => return Err(placement.classify_move_error(error)),
         }
@@ -433,7 +433,7 @@ fn move_into_place(
     directory.move_in(&staged, &name).map_err(|error| placement.classify_move_error(error))
 }
 
-/// Returns the placement if its restored entry is in place, and the replaced entry is still in the staging directory.
+/// Returns the placement if the restored entry is in place but the replaced one is still in the staging directory.
 fn find_exchanged(staging: &Staging) -> Result<Option<Placement>, RestoreError> {
     let complete = if staging.verify_if_exists()? { staging.read_complete::<Placement>()? } else { None };
     let Some(placement) = complete else { return Ok(None) };
@@ -442,19 +442,18 @@ fn find_exchanged(staging: &Staging) -> Result<Option<Placement>, RestoreError> 
 }
 
 /// Moves the replaced entry, if any, from the staging directory to a name next to the restored one, and returns its
-/// path for display. If the move fails for a reason other than a taken name, undoes the exchange.
+/// display path. Rolls back the exchange if the move fails for any reason other than a taken name.
 fn finish_exchange(layout: &Layout, staging: &Staging) -> Result<Option<String>, RestoreError> {
     let Some(mut placement) = find_exchanged(staging)? else { return Ok(None) };
     let staged = staging.files().join(STAGED_NAME);
     let path = bytes_to_name(&placement.directory);
     let directory = Directory::open(&layout.user_home(), Path::new(&path), owner_ids(layout))?;
     let mut kept_as = bytes_to_name(placement.kept_as.as_ref().unwrap_or(&placement.name));
-    for _ in 0..MAX_KEEP_ATTEMPTS {
+    for _ in 0..MAX_RENAME_ATTEMPTS {
         match directory.move_in(&staged, &kept_as) {
             Ok(()) => return Ok(Some(placement.display_path(kept_as.as_bytes()))),
-            // One of the owner's programs has created this entry in the meantime. The new name is recorded first, for
-            // `find_replaced_entry`. If it cannot be recorded, the entry is moved nevertheless, so that it does not
-            // stay hidden.
+            // One of the owner's programs has created this entry concurrently. Record the new name first, for
+            // `find_replaced_entry`, but move the entry even if that fails, so it doesn't stay hidden.
             Err(Errno::EXIST) => {
                 let name = bytes_to_name(&placement.name);
                 kept_as = directory.find_free_name(&name, "replaced", clock::now_ms())?;
@@ -466,7 +465,7 @@ fn finish_exchange(layout: &Layout, staging: &Staging) -> Result<Option<String>,
             Err(error) => {
                 let name = bytes_to_name(&placement.name);
                 if let Err(error) = directory.exchange(&name, &staged) {
-                    tracing::error!(%error, "cannot undo the exchange of the restored and the replaced entry");
+                    tracing::error!(%error, "cannot roll back the exchange of the restored and replaced entries");
                 }
                 return Err(error.into());
             }
@@ -475,7 +474,7 @@ fn finish_exchange(layout: &Layout, staging: &Staging) -> Result<Option<String>,
     Err(Errno::EXIST.into())
 }
 
-/// Returns the path, for display, to which an earlier, interrupted run has moved the replaced entry.
+/// Returns the display path of the replaced entry if an earlier, interrupted run has moved it.
 fn find_replaced_entry(layout: &Layout, placement: &Placement) -> Result<Option<String>, RestoreError> {
     let Some(kept_as) = &placement.kept_as else { return Ok(None) };
     let path = bytes_to_name(&placement.directory);

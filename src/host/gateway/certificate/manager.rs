@@ -1,7 +1,7 @@
-//! Keeps the gateway's certificate current: from the operator's file, or from the authority.
+//! Keeps the gateway's certificate current, from either the operator's file or the ACME CA.
 //!
-//! Invariant: after startup, the presented certificate is replaced only by a usable chain, and a trusted certificate
-//! only by a trusted one. A failed request does not change the presented certificate.
+//! Invariant: after startup, the presented certificate is only ever replaced by a usable chain, and a trusted one only
+//! by another trusted one. A failed request leaves it unchanged.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -27,15 +27,15 @@ use svc_http::vars::SSL_CERT_FILE;
 use svc_machine::id::MachineId;
 use svc_wire::host::{CertificateSource, HostCertificate};
 
-/// How often the settings, the operator's file and the schedule are checked.
+/// Interval for checking the settings, the operator's file and the schedule.
 const CHECK_INTERVAL: Duration = Duration::from_secs(2);
-/// How often the presented chain is verified again, because it may expire or the machine's clock may be corrected.
+/// Interval for re-verifying the presented chain: it may expire, or the machine's clock may be corrected.
 const VERIFY_INTERVAL: Duration = Duration::from_secs(60);
 
-/// The inputs of a [`CertificateManager`].
+/// Configuration for a [`CertificateManager`].
 pub struct CertificateManagerConfig {
     pub layout: Layout,
-    /// `None` on a developer's machine, which requests no certificate.
+    /// `None` on a development machine, which never requests certificates.
     pub machine: Option<MachineId>,
     /// `GATEWAY_TLS_CERT_FILE`.
     pub file: Option<PathBuf>,
@@ -50,16 +50,16 @@ pub struct CertificateManager {
     resolver: Arc<CertificateResolver>,
     verifier: ChainVerifier,
     presented: PresentedChain,
-    /// The content of the operator's file (`None` if it could not be read) and the host name that were checked last.
+    /// The last input checked: contents of the operator's file (`None` if unreadable) and host name.
     checked_file: Option<(Option<Vec<u8>>, Option<String>)>,
     requests: RequestSchedule,
     error: Option<String>,
     last_verification: Option<Verification>,
-    /// An issued chain that could not be stored yet.
+    /// An issued chain that hasn't been persisted yet.
     unstored_chain: Option<String>,
 }
 
-/// A verification of the presented chain against this machine's roots.
+/// Result of verifying the presented chain against this machine's roots.
 struct Verification {
     verified_at: Instant,
     name: Option<String>,
@@ -69,30 +69,30 @@ struct Verification {
 struct PresentedChain {
     source: CertificateSource,
     chain: Chain,
-    /// The ACME directory of the authority that issued the chain, if known.
+    /// ACME directory URL of the issuing CA, if known.
     directory_url: Option<String>,
 }
 
-/// Prefix of the stored chain's first line, which names the ACME directory. PEM parsers ignore text outside
+/// Prefix of the stored chain's first line, which records the ACME directory. PEM parsers ignore text outside
 /// certificates (RFC 7468).
 const DIRECTORY_PREFIX: &str = "Directory: ";
 
 const NOT_TRUSTED: &str = "is not trusted by this machine's roots, but the presented certificate is";
 
-/// The schedule of the requests with the current settings.
+/// Request schedule under the current settings.
 struct RequestSchedule {
     /// The settings as JSON; a change resets the backoff.
     settings: Option<String>,
     delays: backon::ExponentialBackoff,
-    /// The earliest time of the next request. Set by each attempt and each settings change; restored after a restart.
+    /// Earliest time for the next request. Set by each attempt and each settings change; restored after a restart.
     retry_at: Option<Timestamp>,
 }
 
 impl CertificateManager {
-    /// Creates a manager that presents the stored chain if it can be used, and otherwise the self-signed certificate.
+    /// Creates a manager that presents the stored chain if it's usable, or the self-signed certificate otherwise.
     ///
     /// # Errors
-    /// The machine's self-signed certificate or the trusted roots cannot be read.
+    /// If the self-signed certificate or the trusted roots cannot be read.
     pub fn new(config: CertificateManagerConfig, identity: Identity) -> anyhow::Result<Self> {
         let resolver = CertificateResolver::new(&identity)?;
         let self_signed = Chain::from_pem(identity.cert_pem.as_bytes())
@@ -164,7 +164,7 @@ impl CertificateManager {
         self.publish_status(&settings);
     }
 
-    /// Presents the chain that was stored before a restart, even if it has expired or is not valid yet.
+    /// Presents the chain stored before a restart, even if it has expired or isn't valid yet.
     fn load_stored_chain(&mut self, settings: &CertificateSettings) {
         let Ok(Some(pem)) = fsx::read_if_exists(&self.config.layout.tls_chain()) else { return };
         let usable = Chain::from_pem(&pem).and_then(|chain| {
@@ -185,13 +185,13 @@ impl CertificateManager {
                     std::str::from_utf8(first_line).ok().and_then(|line| line.strip_prefix(DIRECTORY_PREFIX));
                 self.presented.directory_url = directory_url.map(str::to_owned);
             }
-            Err(error) => tracing::warn!("the stored certificate chain {error}; it is not used"),
+            Err(error) => tracing::warn!("the stored certificate chain {error}; ignoring it"),
         }
     }
 
-    /// Restores the time of the next request and the last request's error, unless the settings have changed since these
-    /// were stored. A restart must not shorten the current delay, because authorities limit failed and abandoned
-    /// orders. The delays that follow start again from the initial one.
+    /// Restores the next request time and the last request's error, unless the settings have changed since. CAs
+    /// rate-limit failed and abandoned orders, so a restart must not shorten the current delay. Later delays start over
+    /// from the initial backoff.
     fn restore_schedule(&mut self, settings: &CertificateSettings) {
         let layout = &self.config.layout;
         let modified = |path: PathBuf| std::fs::metadata(path).and_then(|meta| meta.modified()).ok();
@@ -200,7 +200,7 @@ impl CertificateManager {
         if are_settings_newer || last.host_name != settings.host_name {
             return;
         }
-        // Any other error concerns the operator's file, which is checked again at once if it is still configured.
+        // Any other error is about the operator's file, which is rechecked right away if it's still configured.
         let is_request_pending = self.config.file.is_none() && last.next_attempt_at.is_some();
         self.error = last.error.filter(|_| is_request_pending);
         let retry_at: Option<Timestamp> = last.next_attempt_at.and_then(|time| time.parse().ok());
@@ -225,7 +225,7 @@ impl CertificateManager {
         let mut is_temporary = false;
         let loaded = content.and_then(|pem| {
             let chain = Chain::from_pem(&pem).map_err(|error| error.to_string())?;
-            // Without a host name, clients do not check the name.
+            // Without a host name, clients don't check the name.
             let name = settings.host_name.as_deref();
             let checked = match name {
                 Some(name) => chain.check(self.pin, name, Timestamp::now()),
@@ -240,8 +240,8 @@ impl CertificateManager {
             Ok(chain)
         });
         if is_temporary {
-            // Check the file again, because the chain may become valid when time passes or the clock is corrected, and
-            // the presented certificate may expire.
+            // Recheck the file next time: the chain may become valid as time passes or the clock is corrected, and the
+            // presented certificate may expire.
             self.checked_file = None;
         }
         match loaded {
@@ -260,9 +260,9 @@ impl CertificateManager {
         }
     }
 
-    /// Whether the presented chain is trusted but this one is not, for instance because of a wrong ACME directory or
-    /// missing intermediates. A chain that is not valid yet is verified as of the start of its validity, because this
-    /// machine's clock may be behind.
+    /// Whether the presented chain is trusted but `chain` isn't, e.g. due to a wrong ACME directory or missing
+    /// intermediates. This machine's clock may be behind, so a chain that isn't valid yet is verified as of its
+    /// `notBefore`.
     fn would_lose_trust(&self, chain: &Chain, name: &str) -> bool {
         let now = Timestamp::now();
         let is_trusted = |chain: &Chain, at| chain.verify(&self.verifier, name, at).is_ok();
@@ -273,13 +273,12 @@ impl CertificateManager {
         if self.next_attempt(name, acme).is_some_and(|due| Timestamp::now() < due) {
             return;
         }
-        // The router passes validations through only to a registered machine.
+        // The router only passes validations through to registered machines.
         let Some(machine) = self.config.machine else { return };
         if registration::read_accepted(&self.config.layout, machine).is_none() {
             return;
         }
-        // Record the attempt first: a gateway that is killed during the request must not place another order at its
-        // next start.
+        // Record the attempt first, so that a gateway killed mid-request doesn't place another order on restart.
         let delay = self.requests.next_delay();
         self.requests.schedule_retry(delay);
         self.publish_status(settings);
@@ -289,7 +288,7 @@ impl CertificateManager {
                 self.present(CertificateSource::Acme, chain);
                 self.presented.directory_url = Some(acme.directory_url.clone());
                 self.requests.reset(self.config.initial_backoff);
-                // Even if the new certificate is already due for renewal, the next order must wait.
+                // Delay the next order even if the new certificate is already due for renewal.
                 let delay = self.requests.next_delay();
                 self.requests.schedule_retry(delay);
                 self.error = None;
@@ -305,7 +304,7 @@ impl CertificateManager {
         }
     }
 
-    /// Stores an issued chain, which is already presented. If it is not stored, the gateway requests a new one after a
+    /// Persists an issued chain, which is already presented. Otherwise, the gateway would request a new one after a
     /// restart.
     fn store_chain(&mut self) {
         let Some(text) = &self.unstored_chain else { return };
@@ -314,7 +313,7 @@ impl CertificateManager {
             Err(error) => {
                 let error = format!("the issued certificate cannot be stored: {}", format_chain(&error));
                 if self.error.as_ref() != Some(&error) {
-                    tracing::error!("{error}; it is presented until the next restart");
+                    tracing::error!("{error}; presenting it until the next restart");
                 }
                 self.error = Some(error);
                 return;
@@ -323,22 +322,22 @@ impl CertificateManager {
         self.error = None;
     }
 
-    /// The time at which the next certificate is requested; `None` means now.
+    /// When to request the next certificate; `None` means now.
     fn next_attempt(&self, name: &str, acme: &AcmeSettings) -> Option<Timestamp> {
         let PresentedChain { source, chain, directory_url } = &self.presented;
-        // As of `not_before`, the check covers only the key and the name: an expired chain is renewed like any other.
+        // Checking as of `not_before` covers only the key and the name: an expired chain is renewed like any other.
         let matches_settings = *source == CertificateSource::Acme
             && directory_url.as_ref().is_none_or(|url| *url == acme.directory_url)
             && chain.check(self.pin, name, chain.not_before()).is_ok();
         let machine = self.config.machine.unwrap_or_default().0;
         let renewal =
             matches_settings.then(|| schedule::renewal_time(chain.not_before(), chain.not_after(), machine));
-        // A retry time after `latest` is ignored: the clock was ahead when the time was computed.
+        // Ignore a retry time after `latest`: the clock was ahead when it was computed.
         let latest = Timestamp::now() + schedule::MAX_RETRY_DELAY;
         renewal.max(self.requests.retry_at.filter(|retry_at| *retry_at <= latest))
     }
 
-    /// Requests a certificate and returns its checked chain and the PEM.
+    /// Requests a certificate, returning the checked chain and its PEM.
     async fn request(&self, name: &str, settings: &AcmeSettings) -> anyhow::Result<(Chain, String)> {
         let layout = &self.config.layout;
         let key_pem = &self.identity.key_pem;
@@ -346,7 +345,7 @@ impl CertificateManager {
             CertificateIssuance { layout, settings, name, key_pem, resolver: &self.resolver }.issue().await?;
         let chain = Chain::from_pem(pem.as_bytes());
         let chain = chain.and_then(|chain| match chain.check(self.pin, name, Timestamp::now()) {
-            // If a new chain is not valid yet, this machine's clock is behind.
+            // A new chain that isn't valid yet means that this machine's clock is behind.
             Ok(()) | Err(ChainError::NotYetValid(_)) => Ok(chain),
             Err(error) => Err(error),
         });
@@ -355,7 +354,7 @@ impl CertificateManager {
         Ok((chain, pem))
     }
 
-    /// Updates the metrics and the certificate's recorded state.
+    /// Updates the metrics and the recorded certificate status.
     fn publish_status(&mut self, settings: &CertificateSettings) {
         let name = settings.host_name.as_deref();
         let is_trusted = match &self.last_verification {
@@ -387,7 +386,7 @@ impl CertificateManager {
                 .map(Into::into),
         };
         if let Err(error) = certificate::write(&self.config.layout, &current) {
-            tracing::warn!(error = %format_chain(&error), "cannot record the certificate's state");
+            tracing::warn!(error = %format_chain(&error), "cannot record certificate status");
         }
     }
 }
@@ -403,7 +402,6 @@ impl RequestSchedule {
         delay.unwrap_or(schedule::MAX_RETRY_DELAY)
     }
 
-    /// Schedules the next attempt after this delay.
     fn schedule_retry(&mut self, delay: SignedDuration) -> Timestamp {
         let retry_at = Timestamp::now() + delay;
         self.retry_at = Some(retry_at);
@@ -419,7 +417,7 @@ fn error_chain(error: &anyhow::Error) -> String {
     format_chain(AsRef::<dyn std::error::Error>::as_ref(error))
 }
 
-/// Reads the operator's file, but at most one byte more than a chain may have. The error says why it cannot be read.
+/// Reads up to [`MAX_CHAIN_BYTES`] + 1 bytes of the operator's file. On failure, returns the reason.
 fn read_limited(file: &Path) -> Result<Vec<u8>, String> {
     use std::io::Read;
     let mut content = Vec::new();

@@ -1,8 +1,8 @@
-//! The machine's TLS key and self-signed certificate, created once; the platform pins the key at registration.
-//! Certificate chains from a certificate authority use the same key: see [`manager`].
+//! The machine's TLS key and self-signed certificate, created once. The platform pins the key at registration.
+//! CA-issued chains use the same key: see [`manager`].
 //!
-//! The key is written before the certificate, and the pair is used only when both exist: a crash between the two writes
-//! leaves a key that was never used, and the next start replaces it.
+//! The key is written before the certificate, and the pair is only used once both exist. A crash between the two writes
+//! leaves an unused key behind, which the next start replaces.
 
 mod acme;
 mod manager;
@@ -19,10 +19,10 @@ use svc_host::system::layout::Layout;
 use svc_http::certificate::create_signing_request;
 use svc_http::tls::{self, Identity};
 
-/// Reads the machine's TLS key and certificate, or creates them.
+/// Loads the machine's TLS key and certificate, creating them if missing.
 ///
 /// # Errors
-/// The files cannot be read or written.
+/// If the files cannot be read or written.
 pub fn load_or_create(layout: &Layout) -> anyhow::Result<Identity> {
     if layout.tls_cert().exists() {
         return Identity::read(&layout.tls_cert(), &layout.tls_key())
@@ -34,11 +34,11 @@ pub fn load_or_create(layout: &Layout) -> anyhow::Result<Identity> {
     Ok(identity)
 }
 
-/// Prints a certificate signing request for the machine's name, signed with its key.
+/// Prints a CSR for the machine's name, signed with its TLS key.
 ///
 /// # Errors
-/// [`Exit::Config`] if the machine has no name yet; [`Exit::Unavailable`] if its key cannot be read, for instance
-/// because the gateway has not created it yet; [`Exit::Internal`] if the request cannot be created.
+/// [`Exit::Config`] if the machine has no name yet; [`Exit::Unavailable`] if its key cannot be read, e.g. because the
+/// gateway hasn't created it yet; [`Exit::Internal`] if the CSR cannot be created.
 pub fn print_csr(layout: &Layout) -> Result<(), Failure> {
     let Some(name) = certificate::read_settings(layout).host_name else {
         let error = anyhow!("this machine has no name: set HOST_DOMAIN on the platform");

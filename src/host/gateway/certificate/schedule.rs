@@ -1,4 +1,4 @@
-//! Decides when the next certificate is requested, and computes the delays after failed requests.
+//! Certificate request scheduling: first requests, renewals and retry backoff.
 
 use std::time::Duration;
 
@@ -6,31 +6,30 @@ use backon::{BackoffBuilder, ExponentialBackoff, ExponentialBuilder};
 use jiff::{SignedDuration, Timestamp};
 use uuid::Uuid;
 
-/// A certificate with a lifetime of at least 90 days is renewed this long before it expires; a shorter one, when a
-/// third of its lifetime remains.
+/// Certificates valid for at least 90 days are renewed this long before expiry; shorter-lived ones, when a third of
+/// their lifetime remains.
 const RENEWAL_MARGIN: SignedDuration = SignedDuration::from_hours(30 * 24);
-/// A machine younger than this requests its first certificate at once.
+/// Machines younger than this request their first certificate immediately.
 const NEW_MACHINE_AGE: SignedDuration = SignedDuration::from_hours(1);
-/// Maximum delay of an older machine's first request under new settings.
+/// Maximum delay before an older machine's first request under new settings.
 const MAX_FIRST_REQUEST_DELAY: Duration = Duration::from_secs(600);
-/// Maximum delay after a failed request, without jitter.
+/// Maximum delay after a failed request, before jitter.
 const MAX_BASE_DELAY: Duration = Duration::from_secs(6 * 3600);
 
-/// Returns the time at which a certificate is renewed. To spread the requests from machines that were created together,
-/// the time between renewal and expiry is longer by up to a tenth, depending on the machine's id.
+/// Returns when to renew a certificate. The renewal margin grows by up to a tenth depending on the machine id, to
+/// spread out requests from machines created together.
 pub fn renewal_time(not_before: Timestamp, not_after: Timestamp, machine: Uuid) -> Timestamp {
     let lifetime = not_after.duration_since(not_before);
     let margin = (lifetime / 3).min(RENEWAL_MARGIN);
     let max_spread_ms = margin.as_millis() / 10;
-    // The last bits of a UUIDv7 are random.
+    // The low bits of a UUIDv7 are random.
     let per_mille = i128::try_from(machine.as_u128() % 1000).unwrap_or(0);
     let spread = SignedDuration::from_millis(i64::try_from(max_spread_ms * per_mille / 1000).unwrap_or(0));
     not_after - margin - spread
 }
 
-/// Returns the time at which the first certificate under new settings is requested. A whole fleet may get the settings
-/// at the same time, so the requests of its machines are spread over ten minutes by their ids. A new machine does not
-/// wait.
+/// Returns when to request the first certificate under new settings. A whole fleet may receive the settings at once, so
+/// requests are spread over ten minutes by machine id. New machines don't wait.
 pub fn first_request_time(now: Timestamp, machine: Uuid) -> Timestamp {
     let created = machine.get_timestamp().map(|time| time.to_unix().0);
     let age = created.and_then(|seconds| {
@@ -43,8 +42,7 @@ pub fn first_request_time(now: Timestamp, machine: Uuid) -> Timestamp {
     now + SignedDuration::try_from(MAX_FIRST_REQUEST_DELAY * per_mille / 1000).unwrap_or_default()
 }
 
-/// Returns the delays after failed requests: `first`, doubled each time up to [`MAX_BASE_DELAY`], plus up to 100%
-/// jitter.
+/// Returns the retry backoff: `first`, doubling up to [`MAX_BASE_DELAY`], plus up to 100% jitter.
 pub fn retry_delays(first: Duration) -> ExponentialBackoff {
     ExponentialBuilder::new()
         .with_min_delay(first.min(MAX_BASE_DELAY))
@@ -55,7 +53,7 @@ pub fn retry_delays(first: Duration) -> ExponentialBackoff {
         .build()
 }
 
-/// Maximum delay from [`retry_delays`], with jitter.
+/// Maximum delay from [`retry_delays`], including jitter.
 pub const MAX_RETRY_DELAY: SignedDuration = SignedDuration::from_secs(2 * 6 * 3600);
 
 #[cfg(test)]
@@ -63,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn renewal_is_due_30_days_or_a_third_of_lifetime_before_expiry() {
+    fn renewal_margin_is_30_days_or_a_third_of_lifetime() {
         let from: Timestamp = "2026-01-01T00:00:00Z".parse().unwrap();
         let days_before_end = |lifetime_days: i64, machine: u128| {
             let until = from + SignedDuration::from_hours(24 * lifetime_days);
@@ -78,7 +76,7 @@ mod tests {
     }
 
     #[test]
-    fn first_requests_of_older_machines_are_spread() {
+    fn first_request_time_spreads_older_machines() {
         let created: Timestamp = "2026-01-01T00:00:00Z".parse().unwrap();
         let unix = uuid::Timestamp::from_unix(uuid::NoContext, created.as_second().unsigned_abs(), 0);
         let machines: Vec<_> = (0..200).map(|_| Uuid::new_v7(unix)).collect();

@@ -1,4 +1,4 @@
-//! `GET /_svc/internal/backup`: the running backup, the result of the last one, and the state of the file backup.
+//! `GET /_svc/internal/backup`: backup progress, the last run's result, and the file-backup status.
 
 use axum::Json;
 use axum::extract::State;
@@ -20,7 +20,7 @@ use svc_http::openapi::{Operation, boolean, count, object, string_enum, text, ti
 use svc_http::problem::{Code, Problem};
 use svc_store::key;
 
-/// The result of the last run, from `last-backup.json`.
+/// The last run's result, from `last-backup.json`.
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct LastRun {
@@ -32,12 +32,12 @@ struct LastRun {
     held: Option<HeldSnapshotView>,
 }
 
-/// Why a complete snapshot was held back: the database has lost many rows.
+/// A complete snapshot held back because the database lost many rows.
 #[derive(Serialize, Deserialize)]
 struct HeldSnapshotView {
-    /// The key of the snapshot that remains the latest.
+    /// Key of the snapshot that remains the latest.
     latest: String,
-    /// The missing tables and rows, as text.
+    /// Describes the missing tables and rows.
     loss: String,
 }
 
@@ -57,7 +57,7 @@ struct LastRunView {
     held: Option<HeldSnapshotView>,
 }
 
-/// The state of the file backup.
+/// File-backup status.
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
 struct FilesView {
@@ -65,7 +65,7 @@ struct FilesView {
     saved_until: Option<Timestamp>,
     #[serde(skip_serializing_if = "Option::is_none")]
     error: Option<String>,
-    /// Describes the entries that the last save could not read.
+    /// Describes entries that the last save couldn't read.
     #[serde(skip_serializing_if = "Option::is_none")]
     unreadable: Option<String>,
 }
@@ -76,7 +76,7 @@ pub async fn show(State(layout): State<Layout>) -> Result<Json<Value>, Problem> 
 }
 
 fn read_backup_status(layout: &Layout) -> Result<Value, LockError> {
-    // Check the lock first: a run that has released the lock has already written its result.
+    // Check the lock first: a run writes its result before releasing the lock.
     let is_running = Lock::is_held(&layout.backup_lock())?;
     let mut summary = json!({ "running": is_running });
     let progress = BackupProgress::read(layout)?.filter(|_| is_running);
@@ -146,7 +146,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn backup_status_shows_why_snapshot_is_held() {
+    fn backup_status_includes_held_snapshot() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         let last = json!({"timestamp": "2026-01-02T03:04:05.678Z", "status": "error", "key": null, "error": "shrunk",

@@ -1,4 +1,4 @@
-//! `/api/dispatch`: submits, follows, shows and cancels dispatches.
+//! `/api/dispatch`: submit, list, show, follow and cancel dispatches.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -63,7 +63,7 @@ pub async fn submit(
     Ok(stream_events(&dispatcher, target, 0))
 }
 
-/// Whether the client accepts JSON but not events; such a client polls for the result.
+/// Whether the client accepts JSON but not events. Such clients poll for the result.
 fn wants_json(headers: &HeaderMap) -> bool {
     let accepted = headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok());
     let accepted: String = accepted.collect::<Vec<_>>().join(",");
@@ -88,7 +88,7 @@ pub async fn show(
     Ok(Json(dispatch_json(&dispatcher, &target)))
 }
 
-/// `GET /api/dispatch/{id}/events`: streams the events, after `Last-Event-ID` if given.
+/// `GET /api/dispatch/{id}/events`: streams events, resuming after `Last-Event-ID` if given.
 pub async fn follow(
     State(dispatcher): State<Arc<Dispatcher>>,
     PathParameter(id): PathParameter,
@@ -97,7 +97,7 @@ pub async fn follow(
     let last_event_id = headers.get("last-event-id").filter(|value| !value.is_empty());
     let last_event: Option<u64> = match last_event_id {
         Some(value) => {
-            // `parse` accepts a plus sign, which no id has.
+            // `parse` accepts a leading plus sign, but ids never have one.
             let text = value.to_str().ok().filter(|text| !text.starts_with('+'));
             let number = text.and_then(|text| text.parse().ok());
             let invalid_id =
@@ -143,8 +143,8 @@ fn dispatch_json(dispatcher: &Dispatcher, target: &DispatchTarget) -> Value {
     })
 }
 
-/// The status of a batch: it ends when all entries have ended, and succeeds if all have succeeded. An entry that is
-/// missing from `dispatches` has no record: it was refused, or its record has been deleted.
+/// Aggregate status of a batch: finished once all entries have finished, and successful if all of them succeeded.
+/// Entries missing from `dispatches` have no record: they were refused, or their record was deleted.
 fn overall_status(dispatches: &[Arc<Dispatch>], entry_count: usize) -> &'static str {
     let phases: Vec<Phase> = dispatches.iter().map(|dispatch| dispatch.phase()).collect();
     let all_are = |phase| phases.iter().all(|each| *each == phase);
@@ -159,30 +159,30 @@ fn overall_status(dispatches: &[Arc<Dispatch>], entry_count: usize) -> &'static 
     }
 }
 
-/// Streams the events from number `from` to the last.
+/// Streams events from sequence number `from` through the last.
 fn stream_events(dispatcher: &Arc<Dispatcher>, target: DispatchTarget, from: u64) -> Response {
     let state = (target, from, Instant::now() + MAX_STREAM_DURATION, Arc::clone(dispatcher));
     let retry_field = Bytes::from(format!("retry: {RETRY_DELAY_MS}\n\n"));
     let first = stream::iter([Ok::<_, Infallible>(retry_field)]);
     let event_chunks = stream::unfold(Some(state), |state| async move {
-        let (target, from, end, dispatcher) = state?;
-        // On shutdown, the stream ends, and the client reconnects to the restarted gateway.
-        let next = dispatcher.closed.run_until_cancelled(next_events(target.log(), from, end)).await;
+        let (target, from, deadline, dispatcher) = state?;
+        // The stream ends on shutdown; the client then reconnects to the restarted gateway.
+        let next = dispatcher.closed.run_until_cancelled(next_events(target.log(), from, deadline)).await;
         let (chunk, next) = next.unwrap_or_else(|| remaining_events(target.log(), from))?;
-        Some((Ok(chunk), next.map(|from| (target, from, end, dispatcher))))
+        Some((Ok(chunk), next.map(|from| (target, from, deadline, dispatcher))))
     });
     events::stream_response(first.chain(event_chunks))
 }
 
-/// Returns the existing events starting with number `from` as the stream's last chunk; `None` if there are none.
+/// Returns the existing events from sequence number `from` as the final chunk, or `None` if there are none.
 fn remaining_events(log: &EventLog, from: u64) -> Option<(Bytes, Option<u64>)> {
     let events = log.read(from).events.concat();
     (!events.is_empty()).then(|| (Bytes::from(events), None))
 }
 
-/// Waits for the events starting with number `from`, at most until the next heartbeat. Returns a chunk and the number
-/// to continue with, which is `None` after the last event; returns `None` at `end` and when no event can follow.
-async fn next_events(log: &EventLog, from: u64, end: Instant) -> Option<(Bytes, Option<u64>)> {
+/// Waits for events from sequence number `from`, at most until the next heartbeat. Returns a chunk and the sequence
+/// number to continue from (`None` after the last event), or `None` past `deadline` or if no event can follow.
+async fn next_events(log: &EventLog, from: u64, deadline: Instant) -> Option<(Bytes, Option<u64>)> {
     let mut updates = log.subscribe();
     updates.mark_unchanged();
     let read = log.read(from);
@@ -197,10 +197,10 @@ async fn next_events(log: &EventLog, from: u64, end: Instant) -> Option<(Bytes, 
         let has_more = !read.is_closed;
         return (!chunk.is_empty()).then(|| (Bytes::from(chunk), has_more.then_some(read.next)));
     }
-    if Instant::now() >= end {
+    if Instant::now() >= deadline {
         return None;
     }
-    let wait = HEARTBEAT_INTERVAL.min(end.saturating_duration_since(Instant::now()));
+    let wait = HEARTBEAT_INTERVAL.min(deadline.saturating_duration_since(Instant::now()));
     match tokio::time::timeout(wait, updates.changed()).await {
         Ok(Ok(())) => Some((Bytes::new(), Some(from))),
         // The log was dropped.

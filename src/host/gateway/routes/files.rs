@@ -1,7 +1,7 @@
-//! `/api/files`: the owner's file backup, with its status, file history and restores.
+//! `/api/files`: the owner's file backup, including its status, file history and restores.
 //!
-//! History requests are proxied to `history.sock`, where a separate process serves each one. A restore request is a
-//! file that triggers a systemd path unit.
+//! History requests are proxied to `history.sock`, where each is served by its own process. Restore requests are files
+//! that trigger a systemd path unit.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -41,7 +41,7 @@ use svc_wire::files::{
     FileRestoreResponse, FileVersions, MAX_ENTRIES, MAX_PATH_CHARS, MAX_VERSIONS,
 };
 
-/// `Retry-After`, in seconds, while the key is unavailable: an operator must fix the cause.
+/// `Retry-After`, in seconds, while the key is unavailable, which requires operator action.
 const RETRY_AFTER_SECONDS: u64 = 60;
 
 /// `GET /api/files/status`
@@ -64,13 +64,13 @@ pub async fn show_key(State(layout): State<Layout>) -> Result<Response, Problem>
 fn read_key(layout: &Layout) -> Result<ResticAccess, Problem> {
     let unavailable = |detail| Problem::new(Code::Unavailable, detail).retry_after(RETRY_AFTER_SECONDS);
     let access = ResticAccess::read(layout).map_err(|failure| {
-        tracing::error!(error = ?failure.error, "cannot read the key of the file backup");
+        tracing::error!(error = ?failure.error, "cannot read the file-backup key");
         unavailable("The key of the file backup cannot be read; see the machine's log.")
     })?;
     let access = access.ok_or_else(|| Problem::new(Code::NotFound, "No files have been saved yet."))?;
-    // Never reveal the key unless the request is in the activity log.
-    activity::append(layout, "the key of the file backup was shown").map_err(|error| {
-        tracing::error!(error = %format_chain(&error), "cannot record that the key of the file backup was shown");
+    // Never reveal the key without an activity log entry.
+    activity::append(layout, "the file-backup key was shown").map_err(|error| {
+        tracing::error!(error = %format_chain(&error), "cannot record access to the file-backup key");
         unavailable("The request cannot be recorded in activity.log; see the machine's log.")
     })?;
     Ok(access)
@@ -118,7 +118,7 @@ pub async fn restore(
         let current = run_blocking(move || restore_entry::read_current_state(&layout)).await?;
         if let Some(earlier) = current.filter(|current| request.has_same_idempotency_key(&current.request_id))
         {
-            return respond_to_repeat(&request, earlier);
+            return respond_to_retry(&request, earlier);
         }
     }
     let accepted = FileRestoreAccepted {
@@ -132,12 +132,12 @@ pub async fn restore(
     Ok((StatusCode::ACCEPTED, Json(accepted)).into_response())
 }
 
-/// Responds to a request that reuses the idempotency key of the pending or last restore: returns that restore instead
+/// Responds to a request that reuses the idempotency key of the pending or last restore, returning that restore instead
 /// of starting another.
 ///
 /// # Errors
 /// 422 if the two requests differ.
-fn respond_to_repeat(request: &RestoreRequest, earlier: FileRestore) -> Result<Response, Problem> {
+fn respond_to_retry(request: &RestoreRequest, earlier: FileRestore) -> Result<Response, Problem> {
     if earlier.request_id != request.request_id {
         let detail = "This Idempotency-Key was used for a different request.";
         return Err(Problem::new(Code::IdempotencyMismatch, detail));

@@ -19,7 +19,7 @@ pub async fn report_liveness() -> Response {
     json_response(StatusCode::OK, &json!({ "status": "live" }))
 }
 
-/// Reports whether the bridge is usable: the database responds, and the apps are loaded.
+/// Reports whether the bridge is usable, i.e. the database responds and the apps are loaded.
 pub async fn report_readiness(
     State(database): State<Arc<Database>>,
     State(apps): State<Arc<Registry>>,
@@ -27,7 +27,7 @@ pub async fn report_readiness(
 ) -> Response {
     let server_address = database.fetch_server_address().await;
     if let Err(error) = &server_address {
-        tracing::warn!(error = %format_chain(error), "not ready: the database did not respond");
+        tracing::warn!(error = %format_chain(error), "not ready: database not responding");
     }
     let are_apps_loaded = apps.snapshot().is_loaded;
     let (status, label) = match (&server_address, are_apps_loaded) {
@@ -95,7 +95,7 @@ fn readiness_schema() -> Value {
             ("database", string_enum(&["ok", "failing"])),
             ("apps", string_enum(&["ok", "waiting"])),
         ],
-        // The database's address and port, or `socket`; reported only on the Unix socket of the machine's own users.
+        // Database address and port, or `socket`. Only reported on the Unix socket for the machine's own users.
         &[("server", text())],
     )
 }

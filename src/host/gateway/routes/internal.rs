@@ -1,4 +1,4 @@
-//! `POST /_svc/internal/…`: backup, check and update requests from the platform. Each one is written to a file that
+//! `POST /_svc/internal/…`: backup, check and update requests from the platform. Each is written to a file that
 //! triggers a systemd path unit.
 
 use axum::Json;
@@ -23,12 +23,12 @@ use svc_http::problem::{Code, Problem};
 use svc_http::request_id;
 use svc_machine::name::ImageVersion;
 
-/// `POST /_svc/internal/backup`: requests a backup. Repeating the request before the backup starts has no effect.
+/// `POST /_svc/internal/backup`: requests a backup. Idempotent until the backup starts.
 pub async fn request_backup(State(layout): State<Layout>) -> Result<Response, Problem> {
     write_request(&layout, "backup").await
 }
 
-/// `POST /_svc/internal/backup-accept`: requests promotion of the held-back snapshot to the latest.
+/// `POST /_svc/internal/backup-accept`: requests that the held-back snapshot be promoted to latest.
 pub async fn request_backup_acceptance(State(layout): State<Layout>) -> Result<Response, Problem> {
     write_request(&layout, "accept").await
 }
@@ -43,7 +43,7 @@ pub async fn request_files_verification(State(layout): State<Layout>) -> Result<
     write_request(&layout, verify::REQUEST).await
 }
 
-/// Writes the named request file, replacing an earlier request that is still pending.
+/// Writes the named request file, replacing any pending request.
 async fn write_request(layout: &Layout, name: &'static str) -> Result<Response, Problem> {
     let path = layout.request(name);
     let requested_at = rfc3339_ms(Timestamp::now());

@@ -1,4 +1,4 @@
-//! `/api/limits`: the cost limits and the current spending; the owner and admins can change the limits.
+//! `/api/limits`: cost limits and current spending. The owner and admins can change the limits.
 
 use std::sync::{Arc, PoisonError};
 
@@ -87,14 +87,14 @@ fn period_json(settings: &OwnerSettings, spending: &Spending, period: Period, no
         "spent": spent,
         "reserved": spending.reserved,
         "remaining": is_limited.then(|| limit.saturating_sub(spent + spending.reserved)),
-        // At 80% of the limit or more.
+        // At or above 80% of the limit.
         "warning": is_limited && spent >= limit.scaled(4, 5),
         "reached": is_limited && spent + spending.reserved >= limit,
         "resetsAt": rfc3339_ms(resets_at),
     })
 }
 
-/// The limits to change; `None` keeps the current value.
+/// Requested limit changes; `None` keeps the current value.
 struct LimitsChange {
     daily: Option<Dollars>,
     monthly: Option<Dollars>,
@@ -102,7 +102,7 @@ struct LimitsChange {
     time_zone: Option<String>,
 }
 
-/// `PUT /api/limits`: changes `system/config.json`, and records the change in `audit.jsonl`.
+/// `PUT /api/limits`: updates `system/config.json` and records the change in `audit.jsonl`.
 pub async fn set(
     State(kernel): State<Arc<Kernel>>,
     State(resolver): State<Arc<PrincipalResolver>>,
@@ -158,8 +158,8 @@ fn read_time_zone(fields: &mut Fields) -> Option<String> {
     Some(zone)
 }
 
-/// Returns the audit entry for the gateway's change to `system/config.json`. The file watcher reports no changes below
-/// `system`.
+/// Returns the audit entry for the gateway's change to `system/config.json`, since the file watcher doesn't report
+/// changes below `system`.
 fn audit_entry(size_bytes: u64) -> AuditEntry {
     AuditEntry {
         version: AuditEntry::FORMAT_VERSION,
@@ -176,8 +176,8 @@ fn audit_entry(size_bytes: u64) -> AuditEntry {
     }
 }
 
-/// Changes the limits in the file and keeps its other contents. Returns the file's new size, or `None` if the file or
-/// its `costLimits` is not a JSON object; the file is then unchanged.
+/// Updates the limits in the file, preserving everything else. Returns the new file size, or `None` if the file or its
+/// `costLimits` isn't a JSON object, in which case the file is left unchanged.
 fn write_limits(file: &std::path::Path, change: &LimitsChange) -> Result<Option<u64>, FileError> {
     let text = owner_config::read_config_file(file)?;
     let parsed = text.map_or(Ok(Value::Object(Map::new())), |text| serde_json::from_slice(&text));
@@ -199,7 +199,7 @@ fn write_limits(file: &std::path::Path, change: &LimitsChange) -> Result<Option<
     if let Some(dir) = file.parent() {
         std::fs::create_dir_all(dir).map_err(FileError::wrap("create directory", dir))?;
     }
-    // The owner's programs read the file through its group.
+    // Group-readable for the owner's programs.
     fsx::write_atomic(file, &text, 0o640)?;
     Ok(Some(text.len() as u64))
 }

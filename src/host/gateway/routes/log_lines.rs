@@ -1,4 +1,4 @@
-//! Serves the lines of the log files: pages with the newest lines first, and streams of new lines.
+//! Serves log lines, both as newest-first pages and as streams of new lines.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -29,31 +29,31 @@ pub const DEFAULT_LIMIT: usize = 50;
 pub const MAX_LIMIT: usize = 1000;
 /// Maximum length of a filter value.
 pub const MAX_FILTER_CHARS: usize = 1024;
-/// Interval at which a stream checks for new lines.
+/// Poll interval for new lines.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
-/// Lines are assumed to be out of order by at most this many hours. A clock may have been set back, and a change of the
-/// owner's time zone, by up to 26 hours, can put lines into an earlier or later day's file.
+/// Maximum assumed disorder of lines, in hours. The clock may have been set back, and changing the owner's time zone
+/// (by up to 26 hours) can put lines into an earlier or later day's file.
 const MAX_DISORDER_HOURS: i64 = 50;
 
-/// A log and its filters.
+/// A log and its supported filters.
 pub struct LogView {
     pub kind: LogKind,
-    /// The response member that contains the lines.
+    /// Response member that contains the lines.
     pub member: &'static str,
-    /// Line members that must equal the filter with the same name. In an ambiguous audit entry, they are lists, which
-    /// must contain the filter's value.
+    /// Line members that must equal the filter of the same name. In ambiguous audit entries, they are lists that must
+    /// contain the filter value.
     pub exact_members: &'static [&'static str],
-    /// All possible values of some of the `exact_members`.
+    /// Allowed values, for `exact_members` with a fixed set.
     pub values: &'static [(&'static str, &'static [&'static str])],
-    /// A member that is a path: the filter with the same name selects that path and everything below it.
+    /// Path member: the filter of the same name selects that path and everything below it.
     pub path_member: Option<&'static str>,
-    /// Default values of text members that lines of earlier releases lack.
+    /// Defaults for text members missing from lines written by earlier releases.
     pub defaults: &'static [(&'static str, &'static str)],
-    /// Whether lines are text, not JSON. The filter `contains` selects text lines by a substring.
+    /// Whether lines are plain text rather than JSON. Text lines support the substring filter `contains`.
     pub is_text: bool,
 }
 
-/// The filters in a request.
+/// Filters parsed from a request.
 #[derive(Default)]
 struct LogFilter {
     exact: Vec<(&'static str, String)>,
@@ -92,15 +92,15 @@ impl LogFilter {
         if let (Some(time), Some(since)) = (time, self.since)
             && time < since
         {
-            let are_older_lines_out_of_range =
+            let can_stop_scanning =
                 since.checked_sub(MAX_DISORDER_HOURS.hours()).is_ok_and(|limit| time < limit);
-            return if are_older_lines_out_of_range { Verdict::Stop } else { Verdict::Skip };
+            return if can_stop_scanning { Verdict::Stop } else { Verdict::Skip };
         }
         let is_before_end = self.until.is_none_or(|until| time.is_some_and(|time| time < until));
         let text = |name: &str| entry.get(name).and_then(Value::as_str);
         // A gap replaces dropped lines, some of which may have matched.
         let is_gap = entry.contains_key("gap");
-        // An ambiguous audit entry lists all agents that may have made the change.
+        // Ambiguous audit entries list all agents that may have made the change.
         let is_ambiguous = entry.get("ambiguous") == Some(&Value::Bool(true));
         let list_contains =
             |value: &str, wanted: &str| is_ambiguous && value.split(", ").any(|name| name == wanted);
@@ -121,7 +121,7 @@ impl LogFilter {
     }
 }
 
-/// Parses a line; `None` if it is not a valid line of this log.
+/// Parses a line, returning `None` if it isn't valid for this log.
 fn parse_line(view: &LogView, line: &str) -> Option<Map<String, Value>> {
     if !view.is_text {
         return match serde_json::from_str(line) {
@@ -139,10 +139,10 @@ fn parse_line(view: &LogView, line: &str) -> Option<Map<String, Value>> {
     Some(Map::from_iter([("timestamp".to_owned(), timestamp.into()), ("text".to_owned(), text.into())]))
 }
 
-/// Returns a page from a log.
+/// Returns a page of log lines.
 ///
 /// # Errors
-/// 400 for an invalid parameter; 410 for a cursor whose lines no longer exist; 500 if a file cannot be read.
+/// 400 for an invalid parameter; 410 if the cursor's lines no longer exist; 500 if a file cannot be read.
 pub async fn list(kernel: &Kernel, view: &'static LogView, query: Option<&str>) -> Result<Response, Problem> {
     let mut query = Fields::from_query(query.unwrap_or_default());
     let limit = query.number_in_range("limit", 1..=MAX_LIMIT, DEFAULT_LIMIT);
@@ -174,8 +174,8 @@ pub async fn list(kernel: &Kernel, view: &'static LogView, query: Option<&str>) 
     Ok(bridge::json_response(StatusCode::OK, Bytes::from(response.to_string())).into_response())
 }
 
-/// Streams a log's new lines until `closing` is cancelled, because the gateway is shutting down, or until
-/// `MAX_STREAM_DURATION` has elapsed. The client then reconnects.
+/// Streams new log lines until the gateway shuts down, cancelling `closing`, or `MAX_STREAM_DURATION` has elapsed. The
+/// client then reconnects.
 ///
 /// # Errors
 /// 400 for an invalid filter or `Last-Event-ID`; 410 if the lines after `Last-Event-ID` no longer exist; 500 if a file
@@ -235,7 +235,7 @@ fn id_line(position: Option<TailPosition>) -> String {
     position.map(|position| format!("id: {position}\n")).unwrap_or_default()
 }
 
-/// The state of one stream of a log's new lines.
+/// State of a log stream.
 struct LogStream {
     /// `None` while a blocking thread reads the next lines.
     tail: Option<Tail>,
@@ -362,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn filter_keeps_gaps_in_its_time_range() {
+    fn filter_keeps_gaps_within_time_range() {
         let line = json!({"timestamp": "2026-11-22T10:00:00.000Z", "gap": {"lost": 1}});
         assert_eq!(verdict_of("op=write&path=a", &line), Verdict::Take);
         assert_eq!(verdict_of("until=2026-11-22T00:00:00Z", &line), Verdict::Skip);
@@ -379,7 +379,7 @@ mod tests {
     }
 
     #[test]
-    fn line_of_earlier_release_has_default_members() {
+    fn parse_line_fills_in_defaults_for_old_lines() {
         let view = LogView {
             exact_members: &["kind"],
             defaults: &[("kind", "database")],
@@ -392,7 +392,7 @@ mod tests {
     }
 
     #[test]
-    fn text_line_has_timestamp_and_text() {
+    fn parse_line_splits_text_lines() {
         let view = LogView {
             kind: LogKind::Activity,
             member: "entries",

@@ -1,5 +1,5 @@
-//! `/metrics`, served only on the Unix socket of the machine's own users: the gateway's counters, and gauges that are
-//! measured at each request.
+//! `/metrics`: gateway counters, and gauges sampled on each request. Only served on the Unix socket for the machine's
+//! own users.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -48,7 +48,7 @@ pub async fn render_metrics(
     let records = kernel.records();
     RECORDS_STUCK.set([], f64::from(u8::from(records.is_write_failing())));
     UNWRITTEN_RECORD_BYTES.set([], records.unwritten_bytes() as f64);
-    // Reading records and /proc blocks the thread.
+    // Reading records and /proc is blocking.
     let rendered = tokio::task::spawn_blocking(move || {
         set_backup_metrics(&layout.logs());
         set_check_metrics(&layout);
@@ -61,7 +61,7 @@ pub async fn render_metrics(
     }
 }
 
-/// Sets the metrics of the database backups that are known so far.
+/// Sets the database-backup metrics, leaving those without data untouched.
 fn set_backup_metrics(logs: &Path) {
     #[derive(Deserialize)]
     struct Run {
@@ -90,7 +90,7 @@ fn set_backup_metrics(logs: &Path) {
     }
 }
 
-/// Sets the metrics for each kind of check that has been run.
+/// Sets the metrics for each kind of check that has run.
 fn set_check_metrics(layout: &Layout) {
     for &kind in CheckKind::ALL {
         if let Ok(Some(check)) = CheckRecord::read_last(layout, kind) {
@@ -100,7 +100,7 @@ fn set_check_metrics(layout: &Layout) {
     }
 }
 
-/// Sets the metrics of the file backup that are known so far.
+/// Sets the file-backup metrics, leaving those without data untouched.
 fn set_file_metrics(layout: &Layout) {
     let seconds = |at: Timestamp| at.as_second() as f64;
     if let Ok(Some(status)) = FilesStatus::read(layout) {

@@ -1,5 +1,5 @@
 //! `/_svc/internal/quiesce` and `/resume`: the platform stops the machine's writers before a final backup, and resumes
-//! them if the operation ends without replacing the machine.
+//! them if the operation finishes without replacing the machine.
 
 use std::sync::Arc;
 
@@ -24,7 +24,7 @@ async fn read_operation_id(headers: &HeaderMap, body: Body) -> Result<OperationI
     fields.finish(operation)
 }
 
-/// `POST /_svc/internal/quiesce`: stops the writers for an operation, and returns the progress.
+/// `POST /_svc/internal/quiesce`: stops writers for an operation and returns the progress.
 pub async fn quiesce(
     State(writers): State<Arc<Writers>>,
     headers: HeaderMap,
@@ -39,7 +39,7 @@ pub async fn quiesce(
     })))
 }
 
-/// `POST /_svc/internal/resume`: resumes the writers that were stopped for an operation.
+/// `POST /_svc/internal/resume`: resumes writers stopped for an operation.
 pub async fn resume(
     State(writers): State<Arc<Writers>>,
     headers: HeaderMap,

@@ -1,4 +1,4 @@
-//! The routes for reading records, and their descriptions.
+//! Routes for reading records.
 
 use axum::extract::{RawQuery, State};
 use axum::response::Response;
@@ -62,7 +62,7 @@ const LAST_EVENT_ID: Parameter = Parameter {
     description: "Resumes after this event.",
 };
 const LINE_POSITION_PATTERN: &str = "^(0|[1-9][0-9]{0,18})(-(0|[1-9][0-9]{0,18})){2}$";
-/// An empty string, or the one or two positions of a `TailPosition`.
+/// Empty, or the one or two positions of a `TailPosition`.
 const TAIL_POSITION_PATTERN: &str =
     "^((0|[1-9][0-9]{0,18})(-(0|[1-9][0-9]{0,18})){2}(_(0|[1-9][0-9]{0,18})(-(0|[1-9][0-9]{0,18})){2})?)?$";
 
@@ -72,7 +72,7 @@ const EVENTS: DocumentedResponse = DocumentedResponse {
     content: Content::Other("text/event-stream"),
 };
 
-/// Defines the two routes for a log: its pages and its stream.
+/// Defines a log's two routes: paged and streaming.
 macro_rules! log_routes {
     ($list:ident, $list_handler:ident, $follow:ident, $follow_handler:ident, $view:expr, $id:literal, $follow_id:literal, $path:literal, $summary:literal,
      [$($filter:expr),* $(,)?], $member:literal, $line_schema:literal) => {
@@ -272,7 +272,7 @@ log_routes!(
     "Backup"
 );
 
-/// Returns the schema of a line. It allows additional members, because later releases may add some.
+/// Returns a line schema. Additional members are allowed, since later releases may add some.
 fn line_schema(required: &[(&str, Value)], optional: &[(&str, Value)]) -> Value {
     let mut line_schema = object(required, optional);
     line_schema["additionalProperties"] = true.into();
@@ -367,7 +367,7 @@ pub fn storage_schema() -> Value {
             ("logsBytes", count()),
             ("databaseBytes", count()),
         ],
-        // Lines from earlier releases lack these members; `unreadable` is also absent if it is zero.
+        // Missing from lines written by earlier releases; `unreadable` is also omitted if zero.
         &[
             ("diskBytes", count()),
             ("diskFreeBytes", count()),
@@ -383,7 +383,7 @@ pub fn storage_schema() -> Value {
     )
 }
 
-/// Returns the schema for a line in `backup.jsonl`.
+/// Returns the schema for `backup.jsonl` lines.
 pub fn backup_schema() -> Value {
     line_schema(
         &[

@@ -1,6 +1,6 @@
-//! `/api/side-database`: the owner opens an earlier snapshot next to the database, and copies rows back from it.
+//! `/api/side-database`: opens an earlier snapshot next to the database, and copies rows back from it.
 //!
-//! A request becomes a file that a unit consumes. `GET` shows the state file that the unit writes.
+//! Requests are written to a file for a systemd unit to consume; `GET` shows the unit's state file.
 
 use axum::Json;
 use axum::body::Body;
@@ -33,9 +33,9 @@ pub async fn show(State(layout): State<Layout>) -> Result<Json<Value>, Problem> 
     Ok(Json(state))
 }
 
-/// Describes the state and the pending request.
+/// Describes the current state and any pending request.
 fn describe_state(layout: &Layout) -> Result<Value, FileError> {
-    // Read the request first: it is removed after the state reflects it.
+    // Read the request first: it's only removed once the state reflects it.
     let request = SideRequest::read(layout)?.and_then(Result::ok);
     let state = side_database::SideState::read(layout)?;
     let pending = request.map(|request| {
@@ -198,7 +198,7 @@ pub static CLOSE: Endpoint = Endpoint {
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
 };
 
-/// Returns the JSON schema for the side database's state.
+/// Returns the JSON schema for the side database state.
 pub fn side_database_schema() -> Value {
     let copied = object(
         &[

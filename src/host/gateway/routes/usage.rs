@@ -1,4 +1,4 @@
-//! `GET /api/usage`: the cost by day, week, month, model or user. The platform also reads it, for its operators.
+//! `GET /api/usage`: cost by day, week, month, model or user. Also read by the platform, for its operators.
 
 use std::sync::Arc;
 
@@ -25,7 +25,7 @@ pub async fn report_usage(
     let query = UsageQuery::read(&mut fields);
     let query = fields.finish(Some(query))?;
     kernel.wait_for_usage_store().await?;
-    // A report over years and many users is slow.
+    // Reports over years and many users are slow.
     let report =
         tokio::task::spawn_blocking(move || kernel.usage_store().map(|store| store.report(&query))).await;
     let report = report.map_err(|error| Problem::internal(&error))??;

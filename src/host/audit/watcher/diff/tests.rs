@@ -1,5 +1,5 @@
-//! Tests with an in-memory file system that emits the events of inotify(7) and changes at random: the reported changes
-//! must be the difference between its states, and the updated tree must have as many names as one built from scratch.
+//! Tests against a randomly changing in-memory file system that emits inotify(7) events: the reported changes must be
+//! the difference between its states, and the updated tree must have as many names as one built from scratch.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,7 +14,7 @@ enum Node {
     Directory(BTreeMap<Name, Inode>),
 }
 
-/// The file system. Inodes are reused as soon as possible.
+/// In-memory file system. Reuses inodes as early as possible.
 struct FakeFs {
     nodes: BTreeMap<Inode, Node>,
     birth_time: BTreeMap<Inode, i64>,
@@ -40,14 +40,14 @@ impl FakeFs {
     fn names(&self, dir: Inode) -> &BTreeMap<Name, Inode> {
         match &self.nodes[&dir] {
             Node::Directory(names) => names,
-            Node::File { .. } | Node::Symlink { .. } => panic!("only a directory has names"),
+            Node::File { .. } | Node::Symlink { .. } => panic!("not a directory"),
         }
     }
 
     fn names_mut(&mut self, dir: Inode) -> &mut BTreeMap<Name, Inode> {
         match self.nodes.get_mut(&dir) {
             Some(Node::Directory(names)) => names,
-            _ => panic!("only a directory has names"),
+            _ => panic!("not a directory"),
         }
     }
 
@@ -60,7 +60,7 @@ impl FakeFs {
         Some(inode)
     }
 
-    /// Splits a path into its directory and its last component; `None` if the directory does not exist.
+    /// Splits a path into its directory and last component, or returns `None` if the directory doesn't exist.
     fn split<'a>(&self, path: &'a [u8]) -> Option<(Inode, &'a [u8])> {
         let name = super::super::tree::last_component(path);
         let dir = self.find(&path[..path.len() - name.len()])?;
@@ -98,16 +98,16 @@ impl FakeFs {
         match (self.find(path), self.split(path)) {
             (Some(inode), Some((dir, name))) if matches!(self.nodes[&inode], Node::File { .. }) => {
                 self.nodes.insert(inode, node);
-                // Closing a mapped file causes an event, but not a write event.
+                // Closing a mapped file emits an event, but not a write event.
                 self.emit(dir, name, Marks { is_written: !is_mapped, ..Marks::default() });
             }
             (None, Some(_)) => self.create(path, node),
-            // A write through a symbolic link would change the target, not this name.
+            // A write through a symlink would change the target, not this name.
             _ => {}
         }
     }
 
-    /// Replaces a name with a symbolic link, as `ln -sfn` does: a link with a temporary name is renamed.
+    /// Replaces a name with a symlink like `ln -sfn`: creates a temporary link, then renames it.
     fn symlink(&mut self, path: &[u8]) {
         let is_dir = self.find(path).is_some_and(|inode| matches!(self.nodes[&inode], Node::Directory(_)));
         if is_dir || self.split(path).is_none() {
@@ -183,7 +183,7 @@ impl FakeFs {
         });
         let birth_time = self.birth_time.get(&inode).copied().unwrap_or_default();
         match &self.nodes[&inode] {
-            // All files have the same size, so that sizes cannot reveal a change.
+            // All files are the same size, so that sizes can't reveal a change.
             Node::File { mtime, .. } => FileState {
                 inode,
                 size: 9,
@@ -281,7 +281,7 @@ fn any_step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// Checks the reported changes against the expected ones.
+/// Compares the reported changes with the expected ones.
 fn check(fs: &mut FakeFs, tree: &mut Tree, before: &mut BTreeMap<Vec<u8>, Option<u64>>, is_full: bool) {
     let mut dirty = std::mem::take(&mut fs.dirty);
     if is_full {
@@ -307,7 +307,7 @@ fn check(fs: &mut FakeFs, tree: &mut Tree, before: &mut BTreeMap<Vec<u8>, Option
     }
     let reported: BTreeMap<Vec<u8>, FileOperation> =
         update.changes.iter().map(|change| (change.path.clone(), change.op)).collect();
-    assert_eq!(reported.len(), update.changes.len(), "a path was reported more than once");
+    assert_eq!(reported.len(), update.changes.len(), "duplicate path");
     assert_eq!(reported, expected);
     let mut rebuilt = Tree::new(ROOT);
     fill_tree(&mut rebuilt, fs);
@@ -327,7 +327,7 @@ proptest! {
             match step {
                 Step::Write(path) => fs.write(&path, false),
                 Step::MappedWrite(path) => fs.write(&path, true),
-                // A touch and a mapped write of the same file cannot be distinguished.
+                // A touch and a mapped write of the same file are indistinguishable.
                 Step::Touch(path) if !is_full => {
                     check(&mut fs, &mut tree, &mut before, false);
                     fs.touch(&path);
@@ -338,7 +338,7 @@ proptest! {
                 Step::Mkdir(path) => fs.create(&path, Node::Directory(BTreeMap::new())),
                 Step::Remove(path) => fs.remove(&path),
                 Step::Rename(from, to) => fs.rename(&from, &to),
-                // A hard link that is created and deleted between two checks cannot be detected.
+                // A hard link created and deleted between two checks can't be detected.
                 Step::HardLink(from, to) => {
                     fs.hard_link(&from, &to);
                     check(&mut fs, &mut tree, &mut before, is_full);
@@ -359,10 +359,9 @@ fn too_many_dirty_names_mark_everything() {
     assert!(dirty.is_everything_dirty && dirty.name_count() == 0 && !dirty.is_clean());
 }
 
-/// Regression test for a case that proptest found: a rename replaced a symbolic link with a new one that had the same
-/// inode.
+/// Found by proptest: a rename replaced a symlink with a new one reusing the inode.
 #[test]
-fn update_tree_reports_symlink_that_reuses_inode() {
+fn update_tree_reports_symlink_reusing_inode() {
     let mut fs = FakeFs::new();
     let mut tree = Tree::new(ROOT);
     fill_tree(&mut tree, &mut fs);
