@@ -1,14 +1,15 @@
 //! Combines concurrent single-row inserts into one statement.
 //!
 //! A statement costs PostgreSQL several times as much as a row: messages, wake-ups, executor setup, commit. Inserts into
-//! the same columns of a table therefore share a statement while others are running. An insert that meets no such
-//! traffic is executed immediately, as are all inserts into tables that turned out to be slow or to reject rows.
+//! the same columns of a table therefore share a statement if many run at the same time. Few concurrent inserts are
+//! executed immediately, as are those into tables that have just been slow or rejected a batch.
 //!
 //! Invariants:
 //! - An insert is executed exactly once. A batch is split up only after PostgreSQL has reported an error, which means
 //!   that the statement had no effect.
-//! - A batch runs in a task of its own, so a client that disconnects doesn't cancel the others' rows.
-//! - An insert that waits for a slow neighbor is released after [`BATCH_TIMEOUT`] at the latest.
+//! - A batch runs in a task of its own, so a client that disconnects doesn't cancel the others' rows. Its own row is
+//!   dropped if the statement hasn't been sent yet, and committed otherwise.
+//! - A slow row delays the rest of its batch by little more than [`BATCH_TIMEOUT`], unless it can't be cancelled.
 
 use std::collections::HashMap;
 use std::fmt::Write;
@@ -19,6 +20,7 @@ use std::time::{Duration, Instant};
 use futures_util::TryStreamExt;
 use tokio::sync::oneshot;
 use tokio_postgres::Row;
+use tracing::Span;
 use uuid::Uuid;
 
 use super::execute::{self, TIMEOUT_GRACE};
@@ -64,13 +66,22 @@ impl InsertRequest<'_> {
         }
         key
     }
+
+    fn id_index(&self) -> Option<usize> {
+        let position = self.table.columns.iter().position(|column| column.name.as_str() == "id")?;
+        self.row.columns.iter().position(|column| *column == position)
+    }
 }
 
 struct WaitingInsert {
     app: Arc<App>,
     table: String,
     row: NewRow,
+    /// Index of the id in the row's values.
+    id_index: Option<usize>,
     turn: oneshot::Sender<Turn>,
+    /// The request's log span.
+    span: Span,
 }
 
 /// What a waiting insert does next.
@@ -114,7 +125,7 @@ impl InsertBatcher {
 
     /// `None` if the insert is executed without a slot.
     async fn wait_for_turn(self: &Arc<Self>, request: &InsertRequest<'_>) -> Option<Turn> {
-        if request.body_bytes > MAX_BODY_BYTES {
+        if request.body_bytes > MAX_BODY_BYTES || request.id_index().is_none() {
             return None;
         }
         let (sender, mut turn) = oneshot::channel();
@@ -126,6 +137,8 @@ impl InsertBatcher {
                 ticket
             }
         };
+        // If the client disconnects, the insert must not stay in the queue.
+        let _removal = RemovalGuard { batcher: self, key: &key, ticket };
         let received = match tokio::time::timeout(MAX_LINGER, &mut turn).await {
             Ok(received) => received,
             Err(_) => {
@@ -163,7 +176,9 @@ impl InsertBatcher {
             app: request.app.clone(),
             table: request.table.name.as_str().to_owned(),
             row: request.row.clone(),
+            id_index: request.id_index(),
             turn,
+            span: Span::current(),
         };
         let admission = queue.admit(now, entry, WaitingInsert::can_share);
         (key, admission)
@@ -203,12 +218,32 @@ impl InsertBatcher {
     }
 }
 
+/// Removes an insert from its queue on drop, if it's still waiting.
+struct RemovalGuard<'b> {
+    batcher: &'b InsertBatcher,
+    key: &'b str,
+    ticket: Ticket,
+}
+
+impl Drop for RemovalGuard<'_> {
+    fn drop(&mut self) {
+        let mut queues = self.batcher.lock();
+        queues.get_mut(self.key).map(|queue| queue.remove(self.ticket));
+    }
+}
+
 impl Slot {
+    fn accept_batch(&self) {
+        let mut queues = self.batcher.lock();
+        queues.get_mut(&*self.key).map(InsertQueue::accept_batch);
+    }
+
     /// Stops batching for this statement for a while. The inserts of a rejected batch and those still waiting are
     /// executed on their own.
     fn suspend_batching(&self, rejected: Vec<WaitingInsert>) {
         let now = Instant::now();
-        let waiting = self.batcher.lock().get_mut(&*self.key).map(|queue| queue.suspend(now, rejected.len()));
+        let waiting =
+            self.batcher.lock().get_mut(&*self.key).map(|queue| queue.reject_batch(now, rejected.len()));
         for insert in rejected.into_iter().chain(waiting.unwrap_or_default()) {
             insert.execute_alone(self.batcher.slot(self.key.clone(), 1));
         }
@@ -231,6 +266,13 @@ impl WaitingInsert {
         Arc::ptr_eq(&self.app, &other.app)
     }
 
+    fn id(&self) -> Option<Uuid> {
+        match self.row.values.get(self.id_index?)? {
+            Param::Uuid(id) => Some(*id),
+            _ => None,
+        }
+    }
+
     fn execute_alone(self, slot: Slot) {
         // If the client has disconnected, dropping the slot starts the next batch.
         let _ = self.turn.send(Turn::Execute(slot));
@@ -241,24 +283,25 @@ impl WaitingInsert {
     }
 }
 
-/// The outcome of a batch's statement.
-enum BatchOutcome {
-    Inserted(Vec<Result<BridgeResponse, Problem>>),
-    /// The statement had no effect.
+/// Why a batch has no result.
+enum BatchError {
+    /// PostgreSQL rejected the statement, which had no effect.
     Rejected,
     /// The statement wasn't sent, or its result was lost.
     Failed(Box<Problem>),
 }
 
+impl BatchError {
+    fn failed(problem: Problem) -> Self {
+        Self::Failed(Box::new(problem))
+    }
+}
+
 async fn execute_batch(slot: Slot, mut batch: Vec<WaitingInsert>) {
     match try_execute_batch(&mut batch, slot.batcher.statement_timeout).await {
-        BatchOutcome::Inserted(responses) => {
-            for (insert, response) in batch.into_iter().zip(responses) {
-                insert.end(response);
-            }
-        }
-        BatchOutcome::Rejected => slot.suspend_batching(batch),
-        BatchOutcome::Failed(problem) => {
+        Ok(()) => slot.accept_batch(),
+        Err(BatchError::Rejected) => slot.suspend_batching(batch),
+        Err(BatchError::Failed(problem)) => {
             for insert in batch {
                 insert.end(Err((*problem).clone()));
             }
@@ -266,16 +309,20 @@ async fn execute_batch(slot: Slot, mut batch: Vec<WaitingInsert>) {
     }
 }
 
-/// Executes a batch. Inserts of clients that have disconnected are removed from it.
-async fn try_execute_batch(batch: &mut Vec<WaitingInsert>, statement_timeout: Duration) -> BatchOutcome {
-    let Some(first) = batch.first() else { return BatchOutcome::Inserted(Vec::new()) };
+/// Executes a batch and responds to its inserts. Those of clients that have disconnected are dropped before the
+/// statement is sent.
+async fn try_execute_batch(
+    batch: &mut Vec<WaitingInsert>,
+    statement_timeout: Duration,
+) -> Result<(), BatchError> {
+    let Some(first) = batch.first() else { return Ok(()) };
     let app = first.app.clone();
-    let Some(table) = app.tables.get(&*first.table) else { return BatchOutcome::Rejected };
+    let table = app.tables.get(&*first.table).ok_or(BatchError::Rejected)?;
     let target = BatchTarget { app: &app, table };
-    let mut lease = match app.pool.lease().await {
-        Ok(lease) => lease,
-        Err(error) => return BatchOutcome::Failed(Box::new(problems::from_pool_error(&error))),
-    };
+    let lease = app.pool.lease().await;
+    let mut lease = lease.map_err(|error| BatchError::failed(problems::from_pool_error(&error)))?;
+    // Behind another request's statement, the batch may take longer through no fault of its own.
+    let is_cancellable = lease.is_alone();
     lease.start_work();
     let result = {
         let execution = tokio::time::timeout(statement_timeout + TIMEOUT_GRACE, target.insert(&lease, batch));
@@ -283,22 +330,34 @@ async fn try_execute_batch(batch: &mut Vec<WaitingInsert>, statement_timeout: Du
         match tokio::time::timeout(BATCH_TIMEOUT, &mut execution).await {
             Ok(result) => result,
             Err(_) => {
-                lease.cancel();
+                if is_cancellable {
+                    lease.cancel();
+                }
                 execution.await
             }
         }
     };
-    let Ok(result) = result else {
-        return BatchOutcome::Failed(Box::new(problems::no_result_in_time(true)));
-    };
+    let result = result.map_err(|_| BatchError::failed(problems::no_result_in_time(true)))?;
     lease.finish_work();
     match result {
-        Ok(inserted) => BatchOutcome::Inserted(inserted.responses(&lease)),
-        Err(error) if error.as_db_error().is_some() => BatchOutcome::Rejected,
-        Err(error) => {
-            let problem = problems::from_database_error(&error, ErrorContext::for_insert());
-            BatchOutcome::Failed(Box::new(problem))
+        Ok(inserted) => {
+            inserted.respond(&lease, batch.drain(..));
+            Ok(())
         }
+        Err(error) => match error.code() {
+            Some(sqlstate) => {
+                let sqlstate = sqlstate.code();
+                tracing::debug!(
+                    sqlstate,
+                    rows = batch.len(),
+                    "batch rejected; inserting its rows one by one"
+                );
+                Err(BatchError::Rejected)
+            }
+            None => {
+                Err(BatchError::failed(problems::from_database_error(&error, ErrorContext::for_insert())))
+            }
+        },
     }
 }
 
@@ -314,25 +373,22 @@ impl<'a> BatchTarget<'a> {
         batch: &mut Vec<WaitingInsert>,
     ) -> Result<InsertedRows<'a>, tokio_postgres::Error> {
         batch.retain(|insert| !insert.turn.is_closed());
+        if batch.is_empty() {
+            return Ok(InsertedRows::default());
+        }
         let mut query = self.query(batch);
         let statement =
             connection.prepare_cached(&query.sql.text, &query.sql.params, Param::sql_type).await?;
         // Preparing may have taken a round trip.
         if batch.iter().any(|insert| insert.turn.is_closed()) {
             batch.retain(|insert| !insert.turn.is_closed());
+            if batch.is_empty() {
+                return Ok(InsertedRows::default());
+            }
             query = self.query(batch);
         }
-        if batch.is_empty() {
-            return Ok(InsertedRows { rows: Vec::new(), columns: query.columns, ids: Vec::new() });
-        }
         let rows = connection.client.query_raw(&statement, &query.sql.params).await?;
-        let rows = rows.try_collect().await?;
-        let id_column = self.table.columns.iter().position(|column| column.name.as_str() == "id");
-        let id = |insert: &WaitingInsert| {
-            let position = insert.row.columns.iter().position(|column| Some(*column) == id_column)?;
-            insert.row.values.get(position).cloned()
-        };
-        Ok(InsertedRows { rows, columns: query.columns, ids: batch.iter().map(id).collect() })
+        Ok(InsertedRows { rows: rows.try_collect().await?, columns: query.columns })
     }
 
     fn query(&self, batch: &[WaitingInsert]) -> RowQuery<'a> {
@@ -342,28 +398,28 @@ impl<'a> BatchTarget<'a> {
 }
 
 /// The result rows of a batch.
+#[derive(Default)]
 struct InsertedRows<'a> {
     rows: Vec<Row>,
     columns: Vec<&'a Column>,
-    /// Each insert's id, as sent to PostgreSQL.
-    ids: Vec<Option<Param>>,
 }
 
 impl InsertedRows<'_> {
-    /// Returns the response to each insert. If triggers have skipped rows, the others are found by id.
-    fn responses(&self, connection: &Connection) -> Vec<Result<BridgeResponse, Problem>> {
+    /// Responds to each insert. If triggers have skipped rows, the others are found by id. A row whose id a trigger has
+    /// changed, too, is then missing from the responses.
+    fn respond(&self, connection: &Connection, batch: impl ExactSizeIterator<Item = WaitingInsert>) {
         let executor = Executor { connection, context: ErrorContext::for_insert() };
-        let response = |row| executor.created_row(row, &self.columns);
-        if self.rows.len() == self.ids.len() {
-            return self.rows.iter().map(|row| response(Some(row))).collect();
-        }
         let id_position = self.columns.iter().position(|column| column.name.as_str() == "id");
         let row_id = |row: &Row| id_position.and_then(|position| row.try_get::<_, Uuid>(position).ok());
-        let by_id: HashMap<_, _> = self.rows.iter().filter_map(|row| Some((row_id(row)?, row))).collect();
-        let find_row = |id: &Option<Param>| match id {
-            Some(Param::Uuid(id)) => by_id.get(id).copied(),
-            _ => None,
-        };
-        self.ids.iter().map(|id| response(find_row(id))).collect()
+        let mut rows_by_id: Option<HashMap<_, _>> = (self.rows.len() != batch.len())
+            .then(|| self.rows.iter().filter_map(|row| Some((row_id(row)?, row))).collect());
+        for (index, insert) in batch.enumerate() {
+            let row = match &mut rows_by_id {
+                None => self.rows.get(index),
+                Some(rows) => insert.id().and_then(|id| rows.remove(&id)),
+            };
+            let response = insert.span.in_scope(|| executor.created_row(row, &self.columns));
+            insert.end(response);
+        }
     }
 }

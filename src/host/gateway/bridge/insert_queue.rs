@@ -15,8 +15,10 @@ const MAX_BATCHES: usize = 2;
 const MAX_BATCH_ROWS: usize = 64;
 /// Time after which a waiting insert no longer waits for others to join.
 pub const MAX_LINGER: Duration = Duration::from_millis(1);
-/// How long inserts run separately after a batch was rejected or a statement was slow.
-const SUSPENSION: Duration = Duration::from_secs(2);
+/// How long inserts run separately after a slow statement, and after a batch was rejected. The time doubles with each
+/// further rejection, because some tables reject or delay every batch.
+const MIN_SUSPENSION: Duration = Duration::from_secs(2);
+const MAX_SUSPENSION: Duration = Duration::from_secs(64);
 
 /// Identifies a waiting insert.
 pub type Ticket = u64;
@@ -37,10 +39,11 @@ pub struct InsertQueue<T> {
     next_ticket: Ticket,
     /// Number of waiting inserts that start a batch.
     batch_target: usize,
-    /// Whether a waiting insert has lingered long enough.
-    is_flush_due: bool,
+    /// The latest insert that has waited for [`MAX_LINGER`]. Earlier ones have, too.
+    lingered: Option<Ticket>,
     last_finished: Option<Instant>,
     suspended_until: Option<Instant>,
+    next_suspension: Duration,
 }
 
 impl<T> Default for InsertQueue<T> {
@@ -51,9 +54,10 @@ impl<T> Default for InsertQueue<T> {
             waiting: VecDeque::new(),
             next_ticket: 0,
             batch_target: 0,
-            is_flush_due: false,
+            lingered: None,
             last_finished: None,
             suspended_until: None,
+            next_suspension: MIN_SUSPENSION,
         }
     }
 }
@@ -85,35 +89,47 @@ impl<T> InsertQueue<T> {
         self.statements_in_flight = self.statements_in_flight.saturating_sub(1);
         self.rows_in_flight = self.rows_in_flight.saturating_sub(rows);
         self.last_finished = Some(now);
+        self.forget_past_load();
         self.start_batch(can_share)
     }
 
     /// Called when an insert has waited for [`MAX_LINGER`]: returns the batch to start, if it may start.
     pub fn flush(&mut self, ticket: Ticket, can_share: impl Fn(&T, &T) -> bool) -> Vec<T> {
-        if self.position(ticket).is_none() {
-            return Vec::new();
-        }
-        self.is_flush_due = true;
+        self.lingered = self.lingered.max(Some(ticket));
         self.start_batch(can_share)
     }
 
     /// Removes an insert that has waited for `waited`; false if it's already part of a batch. If no statement has
     /// finished in that time, the ones in flight are slow, and batching is suspended.
     pub fn withdraw(&mut self, ticket: Ticket, now: Instant, waited: Duration) -> bool {
-        let Some(position) = self.position(ticket) else { return false };
-        self.waiting.remove(position);
+        if !self.remove(ticket) {
+            return false;
+        }
         if self.last_finished.is_none_or(|finished| now.duration_since(finished) >= waited) {
-            self.suspended_until = Some(now + SUSPENSION);
+            self.suspended_until = Some(now + MIN_SUSPENSION);
         }
         true
     }
 
-    /// Stops batching for a while and returns all waiting inserts. Each of them, and each of the `rejected` inserts of
-    /// a batch, counts as a statement in flight.
-    pub fn suspend(&mut self, now: Instant, rejected: usize) -> Vec<T> {
-        self.suspended_until = Some(now + SUSPENSION);
+    /// Removes an insert whose client has disconnected; false if it's no longer waiting.
+    pub fn remove(&mut self, ticket: Ticket) -> bool {
+        let position = self.waiting.binary_search_by_key(&ticket, |(ticket, _)| *ticket);
+        let is_removed = position.is_ok_and(|position| self.waiting.remove(position).is_some());
+        self.forget_past_load();
+        is_removed
+    }
+
+    /// Records that PostgreSQL has accepted a batch.
+    pub fn accept_batch(&mut self) {
+        self.next_suspension = MIN_SUSPENSION;
+    }
+
+    /// Stops batching for a while after PostgreSQL has rejected a batch, and returns all waiting inserts. Each of them,
+    /// and each of the `rejected` inserts of the batch, counts as a statement in flight.
+    pub fn reject_batch(&mut self, now: Instant, rejected: usize) -> Vec<T> {
+        self.suspended_until = Some(now + self.next_suspension);
+        self.next_suspension = (self.next_suspension * 2).min(MAX_SUSPENSION);
         self.batch_target = 0;
-        self.is_flush_due = false;
         self.statements_in_flight += self.waiting.len() + rejected;
         self.rows_in_flight += self.waiting.len() + rejected;
         self.waiting.drain(..).map(|(_, entry)| entry).collect()
@@ -128,22 +144,28 @@ impl<T> InsertQueue<T> {
         self.rows_in_flight + self.waiting.len()
     }
 
-    fn position(&self, ticket: Ticket) -> Option<usize> {
-        self.waiting.binary_search_by_key(&ticket, |(ticket, _)| *ticket).ok()
+    /// Without outstanding inserts, the next ones run separately again.
+    fn forget_past_load(&mut self) {
+        if self.outstanding() == 0 {
+            self.batch_target = 0;
+        }
     }
 
     fn start_batch(&mut self, can_share: impl Fn(&T, &T) -> bool) -> Vec<T> {
-        let is_complete = self.is_flush_due || self.waiting.len() >= self.batch_target.min(MAX_BATCH_ROWS);
-        if !is_complete || self.statements_in_flight >= MAX_BATCHES {
+        let Some((ticket, first)) = self.waiting.front() else { return Vec::new() };
+        let has_lingered = self.lingered.is_some_and(|lingered| *ticket <= lingered);
+        let is_complete = has_lingered || self.waiting.len() >= self.batch_target.min(MAX_BATCH_ROWS);
+        // Otherwise, later inserts would overtake a lingering one while a few separate statements keep running.
+        let has_room =
+            self.statements_in_flight < MAX_BATCHES || (has_lingered && self.rows_in_flight < MAX_SEPARATE);
+        if !is_complete || !has_room {
             return Vec::new();
         }
-        let Some((_, first)) = self.waiting.front() else { return Vec::new() };
         let entries = self.waiting.iter().take(MAX_BATCH_ROWS);
         let rows = entries.take_while(|(_, entry)| can_share(first, entry)).count();
         self.statements_in_flight += 1;
         self.rows_in_flight += rows;
         let batch = self.waiting.drain(..rows).map(|(_, entry)| entry).collect();
-        self.is_flush_due = false;
         let outstanding = self.outstanding();
         self.batch_target = if outstanding > MAX_SEPARATE { outstanding / 2 } else { 0 };
         batch
@@ -161,7 +183,9 @@ mod tests {
     struct Driver {
         queue: InsertQueue<usize>,
         arrived: usize,
+        /// The inserts that had to wait, and how many of their timers have fired.
         tickets: Vec<Ticket>,
+        flushed: usize,
         /// The inserts of each statement in flight.
         in_flight: Vec<Vec<usize>>,
         executed: Vec<usize>,
@@ -204,14 +228,16 @@ mod tests {
                 return;
             }
             let rows = self.in_flight.remove(statement % self.in_flight.len());
-            let waiting = self.queue.suspend(now, rows.len());
+            let waiting = self.queue.reject_batch(now, rows.len());
             self.in_flight.extend(rows.iter().chain(&waiting).map(|insert| vec![*insert]));
             let next = self.queue.finish(now, rows.len(), |_, _| true);
             self.start(next);
         }
 
-        fn flush(&mut self, index: usize) {
-            if let Some(ticket) = self.tickets.get(index % self.tickets.len().max(1)) {
+        /// The timers fire once, in order of arrival.
+        fn flush_next(&mut self) {
+            if let Some(ticket) = self.tickets.get(self.flushed) {
+                self.flushed += 1;
                 let batch = self.queue.flush(*ticket, |_, _| true);
                 self.start(batch);
             }
@@ -227,23 +253,20 @@ mod tests {
                 match event {
                     0..=7 => driver.arrive(now),
                     8..=9 => driver.finish(now, index),
-                    10 => driver.flush(index),
+                    10 => driver.flush_next(),
                     _ => driver.reject(now, index),
                 }
                 prop_assert!(driver.largest_batch <= MAX_BATCH_ROWS);
             }
-            // Whatever is waiting is flushed by its timer while statements finish.
-            let tickets = driver.tickets.clone();
-            for _ in 0..=driver.arrived {
-                for ticket in &tickets {
-                    let batch = driver.queue.flush(*ticket, |_, _| true);
-                    driver.start(batch);
-                }
+            while driver.flushed < driver.tickets.len() {
+                driver.flush_next();
+            }
+            while !driver.in_flight.is_empty() {
                 driver.finish(start, 0);
             }
             driver.executed.sort_unstable();
             prop_assert_eq!(driver.executed, (0..driver.arrived).collect::<Vec<_>>());
-            prop_assert_eq!(driver.queue.outstanding(), 0);
+            prop_assert!(driver.queue.outstanding() == 0 && driver.queue.batch_target == 0);
         }
     }
 
@@ -280,6 +303,48 @@ mod tests {
     }
 
     #[test]
+    fn burst_needs_few_statements() {
+        let (mut driver, now) = (Driver::default(), Instant::now());
+        for _ in 0..100 {
+            driver.arrive(now);
+        }
+        while driver.flushed < driver.tickets.len() {
+            driver.flush_next();
+        }
+        let mut statements = 0;
+        while !driver.in_flight.is_empty() {
+            statements += 1;
+            driver.finish(now, 0);
+        }
+        assert_eq!(driver.executed.len(), 100);
+        assert!(statements <= MAX_SEPARATE + 5, "{statements} statements");
+    }
+
+    #[test]
+    fn lingering_insert_is_not_overtaken() {
+        let (mut driver, now) = (Driver::default(), Instant::now());
+        for _ in 0..=MAX_SEPARATE {
+            driver.arrive(now);
+        }
+        driver.flush_next();
+        // Seven statements keep running: for each that finishes, a new insert arrives.
+        driver.finish(now, 0);
+        assert!(driver.in_flight.contains(&vec![MAX_SEPARATE]), "{:?}", driver.in_flight);
+    }
+
+    #[test]
+    fn repeated_rejections_suspend_batching_for_longer() {
+        let (mut queue, now) = (InsertQueue::<u8>::default(), Instant::now());
+        for expected in [2, 4, 8, 16, 32, 64, 64] {
+            queue.reject_batch(now, 0);
+            assert_eq!(queue.suspended_until, Some(now + Duration::from_secs(expected)));
+        }
+        queue.accept_batch();
+        queue.reject_batch(now, 0);
+        assert_eq!(queue.suspended_until, Some(now + MIN_SUSPENSION));
+    }
+
+    #[test]
     fn slow_statement_suspends_batching() {
         let (mut driver, start) = (Driver::default(), Instant::now());
         for _ in 0..=MAX_SEPARATE {
@@ -290,7 +355,7 @@ mod tests {
         assert!(!driver.queue.withdraw(driver.tickets[0], start + waited, waited), "already withdrawn");
         driver.arrive(start + waited);
         assert_eq!(driver.tickets.len(), 1, "inserts wait although batching is suspended");
-        driver.arrive(start + waited + SUSPENSION);
+        driver.arrive(start + waited + MIN_SUSPENSION);
         assert_eq!(driver.tickets.len(), 2, "batching was not resumed");
     }
 

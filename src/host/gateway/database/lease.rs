@@ -69,6 +69,11 @@ impl Lease {
         self.holds_reservation
     }
 
+    /// Whether no other request is using the connection at this moment.
+    pub fn is_alone(&self) -> bool {
+        self.connection.requests_in_flight() <= 1
+    }
+
     pub(super) fn is_exclusive(&self) -> bool {
         self.connection.is_exclusive()
     }
