@@ -1,6 +1,8 @@
-//! Lists and publishes bundles in the store. The archive is uploaded first and its `.sha256` last: that single write
-//! publishes the version. A published version's archive never changes, because hosts and the platform trust its digest.
-//! A missing manifest or signature can be added later, and both can be replaced with ones that hosts trust for longer.
+//! Lists and publishes bundles in the object store.
+//!
+//! The archive is uploaded first and its `.sha256` last, and that final write publishes the version. Hosts and the
+//! platform trust the digest, so a published archive never changes. A missing manifest or signature can be added later,
+//! and both can be replaced by ones that hosts trust for longer.
 
 mod archive;
 mod companions;
@@ -30,7 +32,7 @@ use svc_store::bucket::{Bucket, Condition, StoreError};
 use svc_store::bundle::{KeySet, ManifestError, digest_line, read_digest};
 use svc_store::key::{self, BUNDLE_FILE};
 
-/// Maximum number of uploads of one bundle while other processes keep replacing its archive.
+/// Maximum upload attempts for a bundle while other processes keep replacing its archive.
 const MAX_UPLOADS: usize = 3;
 
 #[derive(Debug, thiserror::Error)]
@@ -44,7 +46,7 @@ pub enum PublishError {
     #[error("{} contains no SHA-256\n  next: rebuild the bundle", .path.display())]
     NoDigest { path: PathBuf },
     #[error(
-        "{} has the SHA-256 {found}, but its .sha256 says {expected}\n  next: rebuild the bundle", .path.display()
+        "{} has SHA-256 {found}, but its .sha256 says {expected}\n  next: rebuild the bundle", .path.display()
     )]
     DigestMismatch { path: PathBuf, found: String, expected: String },
     #[error("{} is not valid for the archive: {source}\n  next: build and sign the bundle again", .path.display())]
@@ -67,13 +69,13 @@ pub enum PublishError {
     )]
     LostRace { version: ImageVersion, stored: String },
     #[error(
-        "another manifest or signature is published for {version}, and this one does not renew it: \
+        "a different manifest or signature is published for {version}, and this one does not renew it: \
          {reason}\n  next: do nothing if hosts can update with the published one; otherwise sign the same archive \
          for longer (--valid-days)"
     )]
     NoRenewal { version: ImageVersion, reason: String },
     #[error(
-        "the manifest's trustedKeys have the sequence {found}, but hosts at sequence {base} accept {max} at most; nothing was \
+        "the manifest's trustedKeys have sequence {found}, but hosts at sequence {base} accept {max} at most; nothing was \
          published\n  next: sign the release with the next sequence (`svcctl bundle keys` shows each machine's sequence); if hosts \
          have a higher sequence than {base}, set BUNDLE_KEYS_SEQUENCE to theirs"
     )]
@@ -105,15 +107,15 @@ pub struct PublishResult {
     size_bytes: u64,
     outcome: PublishOutcome,
     update_support: UpdateSupport,
-    /// The manifest's keys, which hosts trust once they are healthy on this release.
+    /// Keys from the manifest. Hosts trust them once healthy on this release.
     key_set: Option<KeySet>,
 }
 
-/// Whether hosts that are running a different release can update to this one.
+/// Whether hosts on other releases can update to this one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum UpdateSupport {
     Possible,
-    /// Contains the reason.
+    /// Not possible, for this reason.
     Impossible(String),
 }
 
@@ -207,8 +209,8 @@ pub async fn list(bucket: &Bucket) -> Result<Vec<PublishedBundle>, PublishError>
     Ok(bundles)
 }
 
-/// Publishes the bundle in `dir`. Publishing the same content again adds a missing manifest and signature, or replaces
-/// them with ones that are valid for longer; the archive is uploaded again only if the stored one differs.
+/// Publishes the bundle in `dir`. Republishing the same content adds a missing manifest and signature, or replaces them
+/// with ones valid for longer. The archive is only re-uploaded if the stored one differs.
 pub async fn publish(
     bucket: &Bucket,
     dir: &FilePath,
@@ -217,7 +219,7 @@ pub async fn publish(
     publish_with_keys(bucket, dir, version, &HostKeys::from_process()?).await
 }
 
-/// Like [`publish`], but takes the keys that hosts trust.
+/// Like [`publish`], but with explicit host keys.
 async fn publish_with_keys(
     bucket: &Bucket,
     dir: &FilePath,
@@ -232,7 +234,7 @@ async fn publish_with_keys(
         Some(stored) if stored == *sha256 && stored_archive::is_intact(bucket, &context).await? => {
             PublishOutcome::AlreadyPublished
         }
-        // Another process that published concurrently may have replaced the archive, so it is uploaded again.
+        // A concurrent publisher may have replaced the archive, so upload it again.
         Some(stored) if stored == *sha256 => PublishOutcome::Published,
         Some(stored) => return Err(PublishError::VersionTaken { version: version.clone(), stored }),
         None => PublishOutcome::Published,
@@ -248,15 +250,16 @@ async fn publish_with_keys(
     Ok(PublishResult { version, sha256, size_bytes, outcome, update_support, key_set })
 }
 
-/// Uploads the bundle and publishes it. Until its digest is written, another process may replace the archive with its
-/// own, so the archive is then read back, and uploaded again if it differs. A process that replaces the archive after
-/// this check cannot write its own digest: it gets [`PublishError::LostRace`], which advises publishing this bundle
-/// again.
+/// Uploads the bundle and publishes it.
+///
+/// Other processes can replace the archive until its digest is written, so we then read it back and re-upload it if it
+/// differs. A process that replaces it after this check can't write its own digest and fails with
+/// [`PublishError::LostRace`], which advises republishing this bundle.
 ///
 /// # Errors
 /// [`PublishError::LostRace`] if different content was published first; [`PublishError::PublishedConcurrently`] if the
-/// archive was replaced after each upload; [`PublishError::Read`] or [`PublishError::DigestMismatch`] if the archive's
-/// file has changed; [`PublishError::Store`] if the store fails.
+/// archive was replaced after every upload; [`PublishError::Read`] or [`PublishError::DigestMismatch`] if the local
+/// archive has changed; [`PublishError::Store`] if the store fails.
 async fn upload_and_publish(
     bucket: &Bucket,
     archive: &Archive,
@@ -274,7 +277,7 @@ async fn upload_and_publish(
     Err(PublishError::PublishedConcurrently { version: context.version.clone() })
 }
 
-/// Publishes the version by writing its digest, unless there is one already.
+/// Publishes the version by writing its digest, unless one already exists.
 async fn publish_digest(bucket: &Bucket, sha256: &str, version: &ImageVersion) -> Result<(), PublishError> {
     let key = key::bundle(version, ".sha256");
     match bucket.put_if(&key, digest_line(sha256), Condition::Absent).await {
@@ -348,7 +351,7 @@ mod tests {
     async fn publish_completes_interrupted_publication() {
         let (bucket, version) = (bucket(), "1.0".parse().unwrap());
         bucket.put(&key::bundle(&version, ""), b"from an earlier attempt".to_vec()).await.unwrap();
-        assert!(list(&bucket).await.unwrap().is_empty(), "an archive without a digest is not published");
+        assert!(list(&bucket).await.unwrap().is_empty(), "archives without a digest aren't listed");
         let dir = write_bundle(&vec![7; 12 << 20]);
         let sha256 = hex::encode(Sha256::digest(vec![7; 12 << 20]));
         let manifest = |sha256: &str| {
@@ -378,7 +381,7 @@ mod tests {
         SigningKey::from_pem(include_bytes!("../../tests/kit/src/bundle/ed25519-test-only.txt")).unwrap()
     }
 
-    /// Adds a signed or unsigned manifest to the bundle in `dir`, whose archive is `content`.
+    /// Writes a manifest for the archive `content` to `dir`, signed if there's a key.
     fn write_manifest(dir: &tempfile::TempDir, content: &[u8], expires_at: &str, key: Option<&SigningKey>) {
         let manifest = kit::bundle::Manifest {
             version: 1,
@@ -417,7 +420,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn publish_adds_and_renews_the_signed_manifest() {
+    async fn publish_adds_and_renews_signed_manifest() {
         let (bucket, version): (_, ImageVersion) = (bucket(), "1.0".parse().unwrap());
         let dir = write_bundle(b"one");
         let keys = HostKeys::with_keys(&signing_key().public_key_base64());
@@ -454,7 +457,7 @@ mod tests {
         assert!(shorter.to_string().contains("until 2126-01-01"), "{shorter}");
         assert_eq!(read_expiry().await, "2126-01-01T00:00:00Z");
 
-        // A renewal that was interrupted between its two writes is completed.
+        // A renewal interrupted between its two writes is completed.
         let old = bucket.get(&key::bundle(&version, ".json.sig"), 1 << 16).await.unwrap().unwrap().value;
         write_manifest(&dir, b"one", "2127-01-01T00:00:00.000Z", Some(&signing_key()));
         publish().await.unwrap();
@@ -470,7 +473,7 @@ mod tests {
         let keys = HostKeys::with_keys(&signing_key().public_key_base64());
         write_manifest(&dir, b"one", "2125-01-01T00:00:00.000Z", Some(&signing_key()));
         publish_with_keys(&bucket, dir.path(), &version, &keys).await.unwrap();
-        // The same archive is published again from a build without a manifest.
+        // Republish the same archive from a build without a manifest.
         let bare = write_bundle(b"one");
         let again = publish_with_keys(&bucket, bare.path(), &version, &keys).await.unwrap();
         assert_eq!(again.outcome, PublishOutcome::AlreadyPublished);

@@ -1,4 +1,4 @@
-//! Requires confirmation of risky commands: typed on a terminal or given as an option such as `--yes`, never assumed.
+//! Confirmation of risky commands: typed at a terminal or given as an option such as `--yes`, never assumed.
 
 use std::io::{self, BufRead, IsTerminal, Write};
 
@@ -6,7 +6,7 @@ use anyhow::anyhow;
 
 use svc_base::applet::{Exit, Failure};
 
-/// Whether the operator must confirm the command's `effect` on the terminal; `false` with `--yes`.
+/// Whether the operator must confirm the command's `effect` at the terminal. `false` with `--yes`.
 ///
 /// # Errors
 /// [`Exit::Usage`] if a confirmation is required and there is no terminal.
@@ -14,7 +14,7 @@ pub fn is_required(effect: &str, yes: bool) -> Result<bool, Failure> {
     is_required_without(effect, if yes { &[] } else { &["--yes"] })
 }
 
-/// Whether the operator must confirm on the terminal because these options are missing; `false` if none is missing.
+/// Whether the operator must confirm at the terminal because of `missing_options`. `false` if there are none.
 ///
 /// # Errors
 /// [`Exit::Usage`] if a confirmation is required and there is no terminal.
@@ -34,7 +34,7 @@ pub fn is_required_without(effect: &str, missing_options: &[&str]) -> Result<boo
 /// Prompts the operator to type `expected`.
 ///
 /// # Errors
-/// [`Exit::Refused`] if the input is anything else; [`Exit::Internal`] if the terminal cannot be read or written to.
+/// [`Exit::Refused`] on any other input; [`Exit::Internal`] on terminal I/O errors.
 pub fn prompt(message: &str, expected: &str) -> Result<(), Failure> {
     eprint!("{message}\nType {expected} to continue: ");
     io::stderr().flush().map_err(anyhow::Error::from)?;

@@ -1,4 +1,4 @@
-//! Connects to the platform and the object store that the arguments or the environment specify.
+//! Connects to the platform and object store configured by arguments or the environment.
 
 use std::path::Path;
 use std::time::Duration;
@@ -14,24 +14,24 @@ use svc_base::config::Env;
 use svc_store::Bucket;
 use svc_store::config::StoreConfig;
 
-/// The error for a platform URL that fails [`can_carry_secret`].
+/// Error for platform URLs that fail [`can_carry_secret`].
 pub const HTTPS_REQUIRED: &str =
     "must be https, because requests contain the secret (plain http is allowed only to this machine)";
 
-/// Opens the object store that the environment specifies.
+/// Opens the object store configured in the environment.
 ///
 /// # Errors
-/// If settings are missing or invalid (the error lists all of them), or if the store cannot be opened.
+/// If settings are missing or invalid (the error lists all of them), or the store can't be opened.
 pub fn open_store() -> Result<Bucket, Failure> {
     let mut env = Env::from_process();
     let store = StoreConfig::read(&mut env);
     Ok(env.finish(store)?.open()?)
 }
 
-/// Returns a client for the platform that the arguments or the environment specify.
+/// Creates a client for the platform configured by arguments or the environment.
 ///
 /// # Errors
-/// If settings are missing or invalid (the error lists all of them), or if the client cannot be created.
+/// If settings are missing or invalid (the error lists all of them), or the client can't be created.
 pub fn connect(global: &GlobalOptions) -> Result<ApiClient, Failure> {
     let mut env = Env::from_process();
     let base = match &global.platform_url {
@@ -52,7 +52,7 @@ pub fn connect(global: &GlobalOptions) -> Result<ApiClient, Failure> {
     Ok(ApiClient::new(base, &secret, Duration::from_secs(global.timeout))?)
 }
 
-/// Reads a secret from a file. An unreadable or empty file is recorded as an error.
+/// Reads a secret from a file, recording an error if it's unreadable or empty.
 pub fn read_secret(env: &mut Env, flag: &str, file: &Path) -> Option<SecretString> {
     match std::fs::read_to_string(file) {
         Ok(text) if !text.trim().is_empty() => Some(SecretString::from(text.trim())),
@@ -83,7 +83,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn connect_names_the_option_with_a_plain_http_url() {
+    fn connect_names_option_with_plain_http_url() {
         let platform_url = Some("http://platform.test".parse().unwrap());
         let global = GlobalOptions { platform_url, secret_file: None, json: false, timeout: 30 };
         let failure = connect(&global).err().unwrap();

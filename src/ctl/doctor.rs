@@ -1,4 +1,4 @@
-//! `svcctl doctor`: checks this machine as a host, or a platform with its API, or only a platform's API.
+//! `svcctl doctor`: checks this machine as a host, a platform along with its API, or just a platform's API.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -26,7 +26,7 @@ use svc_wire::operator::WhoAmI;
 /// The platform package's env file.
 const PACKAGED_ENV_FILE: &str = "/etc/svc/platform.env";
 const CHECK_TIMEOUT: Duration = Duration::from_secs(45);
-/// A token with a shorter remaining lifetime causes a warning.
+/// Warn about tokens that expire sooner than this.
 const MIN_REMAINING_TOKEN_LIFETIME: SignedDuration = SignedDuration::from_hours(14 * 24);
 
 pub async fn run(
@@ -55,7 +55,7 @@ pub async fn run(
                 Err(reason) => {
                     findings.extend(reason.into_list());
                     for check in ["operator", "router", "fleet"] {
-                        let skipped = Findings::new(check).skipped("the platform's API cannot be called");
+                        let skipped = Findings::new(check).skipped("cannot call the platform API");
                         findings.extend(skipped.into_list());
                     }
                 }
@@ -70,7 +70,7 @@ pub async fn run(
     report::print(&report, Level::Problem, out)
 }
 
-/// Returns a client for the API of the checked platform, or a finding with the reason why there is none.
+/// Creates an API client for the checked platform, or returns a finding that says why it can't.
 fn create_api_client(
     api_access: Option<(Url, SecretString)>,
     timeout: Duration,
@@ -85,12 +85,12 @@ fn create_api_client(
         return Err(findings.problem(what, "set PLATFORM_PUBLIC_URL to an https URL"));
     }
     ApiClient::new(url, &secret, timeout).map_err(|error| {
-        let what = format!("cannot create a client for the platform's API: {error:#}");
+        let what = format!("cannot create a platform API client: {error:#}");
         findings.problem(what, "correct PLATFORM_SECRET or SSL_CERT_FILE, then run this command again")
     })
 }
 
-/// Runs the checks that use the platform's API.
+/// Runs the checks that call the platform API.
 async fn run_api_checks(api: &ApiClient) -> Vec<diagnosis::Finding> {
     diagnosis::run_checks(vec![
         Check::new("platform", CHECK_TIMEOUT, check_readiness(api)),
@@ -101,13 +101,13 @@ async fn run_api_checks(api: &ApiClient) -> Vec<diagnosis::Finding> {
     .await
 }
 
-/// The response to `/readyz/control`.
+/// Response body of `/readyz/control`.
 #[derive(serde::Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct Readiness {
     database: String,
     store: String,
-    /// `None` from an earlier release.
+    /// `None` from older releases.
     clock: Option<String>,
     clock_skew_ms: Option<i64>,
 }
@@ -146,13 +146,13 @@ async fn check_readiness(api: &ApiClient) -> Findings {
 
 /// Describes a response from another server, such as a proxy.
 fn describe_foreign_response(status: StatusCode) -> String {
-    format!("{status}: the response is not from the platform's API")
+    format!("{status}: the response is not from the platform API")
 }
 
 const FOREIGN_RESPONSE_ADVICE: &str =
-    "set PLATFORM_PUBLIC_URL or --platform-url to the URL of the platform's API";
+    "set PLATFORM_PUBLIC_URL or --platform-url to the URL of the platform API";
 
-/// Reports the operator to whom the credential belongs, with a warning if the token expires soon.
+/// Reports the credential's owner, with a warning if the token expires soon.
 async fn check_operator(api: &ApiClient) -> Findings {
     let findings = Findings::new("operator");
     let result = api.get(&["operators", "whoami"], &[]).await.and_then(|response| response.parse::<WhoAmI>());
@@ -179,13 +179,13 @@ async fn check_operator(api: &ApiClient) -> Findings {
     }
 }
 
-/// The response to `/readyz`.
+/// Response body of `/readyz`.
 #[derive(serde::Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct RouterReadiness {
     /// Sent by every release.
     status: String,
-    /// `None` from an earlier release.
+    /// `None` from older releases.
     routes: Option<String>,
     routes_age_seconds: Option<u64>,
 }
@@ -198,13 +198,13 @@ async fn check_router(api: &ApiClient) -> Findings {
     }
 }
 
-/// Adds the finding for the router's response to `/readyz`.
+/// Adds the finding for the router's `/readyz` response.
 fn router_findings(status: StatusCode, body: &str, findings: Findings) -> Findings {
     let Ok(readiness) = serde_json::from_str::<RouterReadiness>(body) else {
         return findings.problem(describe_foreign_response(status), FOREIGN_RESPONSE_ADVICE);
     };
     let Some(routes) = readiness.routes else {
-        // An earlier release sends `ok` or `failing`. A proxy's JSON may also have a `status`, but with another value.
+        // Older releases send `ok` or `failing`. A proxy's JSON may also have a `status`, but with a different value.
         return match readiness.status.parse::<ComponentStatus>() {
             Ok(_) => findings.skipped("the platform's release is too old to report the state of its routes"),
             Err(_) => findings.problem(describe_foreign_response(status), FOREIGN_RESPONSE_ADVICE),
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn readiness_describes_each_part() {
+    fn describe_lists_each_component() {
         let describe = |json| serde_json::from_str::<Readiness>(json).unwrap().describe();
         let clock =
             r#"{"status":"failing","database":"ok","store":"ok","clock":"failing","clockSkewMs":9000}"#;
@@ -260,7 +260,7 @@ mod tests {
         assert_eq!(describe(clock), expected);
         let store = r#"{"database":"ok","store":"failing","clock":"ok","clockSkewMs":3}"#;
         assert_eq!(describe(store), "database ok, store failing, clock ok");
-        let earlier_release = r#"{"database":"failing","store":"ok"}"#;
-        assert_eq!(describe(earlier_release), "database failing, store ok");
+        let older_release = r#"{"database":"failing","store":"ok"}"#;
+        assert_eq!(describe(older_release), "database failing, store ok");
     }
 }

@@ -1,4 +1,4 @@
-//! Handles Ctrl-C during a wait: it ends the wait, not the operation.
+//! Ctrl-C handling while waiting: it stops the wait, not the operation.
 
 use std::os::unix::process::CommandExt;
 use std::process::Command;
@@ -11,7 +11,7 @@ use svc_base::applet::{Exit, Failure};
 /// SIGINT.
 ///
 /// # Errors
-/// Those of `work`; [`Exit::TryAgain`] after Ctrl-C if `/bin/sh` cannot be executed.
+/// Those of `work`; [`Exit::TryAgain`] after Ctrl-C if `/bin/sh` can't be executed.
 pub async fn run_until_interrupted<T>(
     command: &str,
     work: impl Future<Output = Result<T, Failure>>,
@@ -22,8 +22,9 @@ pub async fn run_until_interrupted<T>(
     }
 }
 
-/// Prints that the operation continues, and terminates this process with SIGINT, so that a surrounding shell loop ends
-/// as well. A shell sends the signal, because `exec` restores its default action. Returns only if `exec` fails.
+/// Reports that the operation continues, then terminates this process with SIGINT so that a surrounding shell loop
+/// stops too. We `exec` a shell to send the signal, because that restores its default action. Returns only if `exec`
+/// fails.
 fn stop_waiting(command: &str) -> Failure {
     let message = format!("stopped waiting; the operation continues\n  next: `{command}`");
     eprintln!("\n{message}");

@@ -1,5 +1,5 @@
-//! `svcctl`: the operators' command-line tool. It calls the platform's API, reads and writes bundles in the object
-//! store, and runs the checks of the local machine and of a host for `doctor` and `verify-rollout`.
+//! `svcctl`: the operator CLI. It calls the platform API, reads and writes bundles in the object store, and runs local
+//! machine and host checks for `doctor` and `verify-rollout`.
 //!
 //! Exit codes: 0 success; 64 usage error; 65 the platform refused the request (validation, state, not found), a bundle
 //! is invalid, a diagnosis found a problem, or the operator did not confirm; 69 the platform cannot be reached, the
@@ -33,7 +33,7 @@ use svc_base::applet;
 use svc_base::telemetry;
 use svc_http::request_id;
 
-/// Returns the command-line definition, from which the reference pages are generated.
+/// Returns the command-line definition, which the reference pages are generated from.
 pub fn command() -> clap::Command {
     <Args as clap::CommandFactory>::command()
 }
@@ -47,7 +47,7 @@ pub fn run(args: Vec<OsString>, local: LocalChecks) -> ExitCode {
     if !args.global.json {
         return applet::block_on("svcctl", request_id::run_with_new_id(command::run(args, local)));
     }
-    // With --json, a failure is one line of JSON.
+    // With --json, failures are printed as one line of JSON.
     let mut exit = None;
     let success = applet::block_on("svcctl", async {
         if let Err(failure) = request_id::run_with_new_id(command::run(args, local)).await {

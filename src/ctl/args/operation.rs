@@ -1,4 +1,4 @@
-//! The subcommands of `operation`. An id without a command shows that operation.
+//! Subcommands of `svcctl operation`. An id without a subcommand shows that operation.
 
 use clap::{Args, Subcommand};
 

@@ -1,4 +1,4 @@
-//! The subcommands of `operator`, and the arguments of `audit`.
+//! Arguments of `svcctl operator` and `svcctl audit`.
 
 use std::path::PathBuf;
 
@@ -59,7 +59,7 @@ Example: svcctl operator add ada --scope read,operate --token-file ada.token"
     Whoami,
 }
 
-/// The lifetime of a new token, and the file to write it to.
+/// Token lifetime and output file.
 #[derive(Debug, Args)]
 pub struct TokenOptions {
     /// How long the token is valid, at most 400d
@@ -99,7 +99,7 @@ pub struct Audit {
     pub follow: bool,
 }
 
-/// Parses a duration of whole seconds, such as `90d`, `1h` or `30s`. A day has 24 hours.
+/// Parses a duration in whole seconds, such as `90d`, `1h` or `30s`. Days are 24 hours.
 fn parse_seconds(text: &str) -> Result<u64, String> {
     let invalid = || "must be a duration such as 90d, 1h or 30s".to_owned();
     let span: Span = text.parse().map_err(|_| invalid())?;

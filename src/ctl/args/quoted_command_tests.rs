@@ -1,4 +1,4 @@
-//! Checks that all `svcctl` commands and options quoted in the documentation and in messages exist.
+//! Checks that every `svcctl` command and option quoted in the docs or in a message exists.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -34,7 +34,7 @@ fn text_files() -> Vec<PathBuf> {
 }
 
 #[test]
-fn texts_name_only_existing_commands_and_options() {
+fn quoted_commands_and_options_exist() {
     let (svcctl, mut errors, mut checked) = (svcctl(), Vec::new(), 0);
     for path in text_files() {
         let name = path.display().to_string();
@@ -44,11 +44,11 @@ fn texts_name_only_existing_commands_and_options() {
         errors.extend(quoted.errors.iter().map(|error| format!("{name}: {error}")));
     }
     assert!(errors.is_empty(), "{}", errors.join("\n"));
-    assert!(checked > 150, "only {checked} commands were found");
+    assert!(checked > 150, "only {checked} commands found");
 }
 
-/// Request members, and a paraphrase of one, that messages must not mention: operators use the `svcctl` options that
-/// set them.
+/// Request members (and a paraphrase of one) that messages must not mention, since operators set them with `svcctl`
+/// options.
 const REQUEST_MEMBERS: [&str; 8] = [
     "acceptLoss",
     "allowEmpty",
@@ -60,8 +60,8 @@ const REQUEST_MEMBERS: [&str; 8] = [
     "with force",
 ];
 
-/// Returns a source file's string literals that contain a space, except on lines with a `summary` or an `about`: these
-/// describe a route or a program.
+/// Returns the string literals in a source file that contain a space. Skips lines with a `summary` or `about`, which
+/// describe a route or program.
 fn extract_sentences(text: &str) -> Vec<String> {
     let text = join_lines(text, Language::Rust);
     let lines = text.lines().filter(|line| !line.trim_start().starts_with("//"));
@@ -72,7 +72,7 @@ fn extract_sentences(text: &str) -> Vec<String> {
 }
 
 #[test]
-fn texts_name_options_instead_of_request_members() {
+fn messages_use_options_not_request_members() {
     let (mut errors, mut checked) = (Vec::new(), 0);
     for path in
         text_files().into_iter().filter(|path| path.components().any(|part| part.as_os_str() == "platform"))
@@ -84,13 +84,13 @@ fn texts_name_options_instead_of_request_members() {
         }
     }
     assert!(errors.is_empty(), "{}", errors.join("\n"));
-    assert!(checked > 500, "only {checked} texts were found");
-    let sentences = extract_sentences("    let why = \"Send acceptLoss \\\n        to continue\";");
+    assert!(checked > 500, "only {checked} messages found");
+    let sentences = extract_sentences("    let error = \"Send acceptLoss \\\n        to continue\";");
     assert!(sentences.len() == 1 && sentences[0].starts_with("Send acceptLoss"), "{sentences:?}");
 }
 
 #[test]
-fn check_detects_errors_in_commands() {
+fn check_detects_invalid_commands() {
     let svcctl = svcctl();
     let find_errors = |text: &str| quoted_commands::check(&svcctl, text, Language::Rust).errors;
     for (text, expected) in [

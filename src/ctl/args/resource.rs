@@ -1,4 +1,4 @@
-//! The subcommands of `slot`, `alarm`, `backup`, `files`, `pointer` and `bundle`.
+//! Subcommands of `svcctl slot`, `alarm`, `backup`, `files`, `pointer` and `bundle`.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -168,7 +168,7 @@ Example: svcctl backup verify ada"
     },
 }
 
-/// A slot as specified by an operator.
+/// An operator-specified slot.
 #[derive(Debug, Clone, PartialEq, Eq, Args)]
 pub struct SlotTarget {
     /// The user's id at the identity provider
@@ -186,7 +186,7 @@ impl SlotTarget {
     }
 }
 
-/// Formats the user, and the slot unless it is the primary one, as command-line arguments.
+/// Formats the user, plus the slot unless it's the primary one, as command-line arguments.
 pub fn slot_arguments(user: &str, slot: &str) -> String {
     if slot == Slot::primary().as_str() { user.to_owned() } else { format!("{user} --slot {slot}") }
 }

@@ -1,4 +1,4 @@
-//! The arguments of `usage`.
+//! Arguments of `svcctl usage`.
 
 use clap::Args;
 use jiff::civil::Date;

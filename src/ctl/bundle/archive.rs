@@ -1,4 +1,4 @@
-//! Compares a build's archive with its `.sha256`, and uploads the archive.
+//! Verifies a built archive against its `.sha256`, and uploads it.
 
 use std::path::{Path as FilePath, PathBuf};
 
@@ -18,7 +18,7 @@ use svc_store::key::{self, BUNDLE_FILE};
 
 const CHUNK_BYTES: usize = 256 * 1024;
 
-/// An archive that matched its `.sha256` when it was read.
+/// An archive that matched its `.sha256` when read.
 pub struct Archive {
     path: PathBuf,
     pub sha256: String,
@@ -26,11 +26,11 @@ pub struct Archive {
 }
 
 impl Archive {
-    /// Hashes the archive in `dir`, and compares it with its `.sha256`.
+    /// Hashes the archive in `dir` and verifies it against its `.sha256`.
     ///
     /// # Errors
-    /// [`PublishError::Read`] if a file cannot be read; [`PublishError::NoDigest`] if the `.sha256` contains no digest,
-    /// and [`PublishError::DigestMismatch`] if it contains that of another archive.
+    /// [`PublishError::Read`] if a file can't be read; [`PublishError::NoDigest`] if the `.sha256` doesn't contain a
+    /// digest; [`PublishError::DigestMismatch`] if the digests differ.
     pub async fn read(dir: &FilePath) -> Result<Self, PublishError> {
         let path = dir.join(BUNDLE_FILE);
         let sha256 = read_expected_digest(&dir.join(format!("{BUNDLE_FILE}.sha256"))).await?;
@@ -39,10 +39,10 @@ impl Archive {
         Ok(Self { path, sha256, size_bytes })
     }
 
-    /// Uploads the archive. Its digest is checked again, because the file may have changed since it was read.
+    /// Uploads the archive, re-checking its digest in case the file has changed since it was read.
     ///
     /// # Errors
-    /// [`PublishError::Read`] if the file cannot be read; [`PublishError::DigestMismatch`] if it has changed;
+    /// [`PublishError::Read`] if the file can't be read; [`PublishError::DigestMismatch`] if it has changed;
     /// [`PublishError::Store`] if the store fails.
     pub async fn upload(&self, bucket: &Bucket, version: &ImageVersion) -> Result<(), PublishError> {
         let key = key::bundle(version, "");
@@ -52,17 +52,17 @@ impl Archive {
             Err(error) => Err(error),
         };
         if let Err(error) = result {
-            // A failed abort is ignored, because the upload's error is more useful.
+            // Ignore a failed abort: the upload error is more useful.
             let _ = sink.abort().await;
             return Err(error);
         }
-        // Sends a small archive, or the last parts of a large one.
+        // Uploads a small archive, or the last parts of a large one.
         sink.shutdown().await.map_err(|error| classify_io_error(&key, error))?;
         Ok(())
     }
 }
 
-/// Classifies an I/O error from a [`BufWriter`], which wraps the store's error.
+/// Unwraps and classifies the store error in a [`BufWriter`] I/O error.
 fn classify_io_error(key: &Path, error: std::io::Error) -> StoreError {
     let error = error
         .downcast::<ObjectError>()
@@ -76,7 +76,7 @@ async fn read_expected_digest(path: &FilePath) -> Result<String, PublishError> {
     parse_digest(&text).ok_or_else(|| PublishError::NoDigest { path: path.to_owned() })
 }
 
-/// Hashes a file and copies it to the sink, if any. Returns its SHA-256 and size. Errors from the sink name its key.
+/// Hashes a file, copying it to the sink if given, and returns its SHA-256 and size. Sink errors name the key.
 async fn hash_and_copy(
     path: &FilePath,
     mut sink: Option<(&mut BufWriter, &Path)>,

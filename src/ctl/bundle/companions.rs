@@ -1,5 +1,7 @@
-//! Companions are a bundle's manifest and signature, in a build directory or in the store. Invariant: once a version
-//! is published and its archive is stored, its manifest is replaced only by one that hosts trust for longer.
+//! Bundle companions: the manifest and signature, in a build directory or in the store.
+//!
+//! Invariant: once a version is published and its archive stored, its manifest is only replaced by one that hosts trust
+//! for longer.
 
 use std::path::Path as FilePath;
 
@@ -20,7 +22,7 @@ use svc_store::key::{self, BUNDLE_FILE};
 const MANIFEST_SUFFIX: &str = ".json";
 const SIGNATURE_SUFFIX: &str = ".json.sig";
 
-/// The archive to which the manifest and the signature belong, and the keys that hosts trust, if configured.
+/// The archive described by the manifest and signature, and the host keys, if configured.
 pub struct BundleContext<'a> {
     pub version: &'a ImageVersion,
     pub sha256: &'a str,
@@ -36,8 +38,8 @@ impl BundleContext<'_> {
         Ok(parsed)
     }
 
-    /// Checks that hosts would trust the signed manifest now. Without configured keys, the signatures cannot be
-    /// verified: only their format, the expiry and the manifest's key set are checked.
+    /// Checks that hosts would trust the signed manifest now. Without configured keys, signatures can't be verified, so
+    /// we only check their format, the expiry and the manifest's key set.
     fn check_trust(&self, signed: &SignedManifest) -> Result<(), ManifestError> {
         let manifest = self.parse_manifest(&signed.manifest)?;
         match self.keys {
@@ -57,19 +59,18 @@ impl BundleContext<'_> {
     }
 }
 
-/// A build's manifest and signature; either may be missing.
+/// A build's manifest and signature, either of which may be missing.
 pub struct Companions {
     manifest: Option<Bytes>,
     signature: Option<Bytes>,
 }
 
 impl Companions {
-    /// Reads a build's companions, and checks them before anything is uploaded, because a host would reject invalid
-    /// ones.
+    /// Reads a build's companions and validates them before anything is uploaded: hosts would reject invalid ones.
     ///
     /// # Errors
-    /// [`PublishError::Read`] if a file cannot be read; [`PublishError::InvalidCompanion`] if a file is too large for
-    /// hosts, if the manifest does not match the archive, or if it is signed but hosts would not trust it.
+    /// [`PublishError::Read`] if a file can't be read; [`PublishError::InvalidCompanion`] if a file is too large for
+    /// hosts, the manifest doesn't match the archive, or it's signed but hosts wouldn't trust it.
     pub async fn read(dir: &FilePath, context: &BundleContext<'_>) -> Result<Self, PublishError> {
         let path = |suffix: &str| dir.join(format!("{BUNDLE_FILE}{suffix}"));
         let invalid = |suffix: &str, source| PublishError::InvalidCompanion { path: path(suffix), source };
@@ -89,7 +90,7 @@ impl Companions {
         Ok(companions)
     }
 
-    /// Returns the keys that hosts trust once they are healthy on this release.
+    /// Returns the keys that hosts trust once healthy on this release.
     pub fn key_set(&self) -> Option<KeySet> {
         Manifest::parse(self.manifest.as_ref()?).ok()?.trusted_keys
     }
@@ -106,7 +107,7 @@ impl Companions {
         manifest.into_iter().chain(signature.map(|signature| (SIGNATURE_SUFFIX, signature)))
     }
 
-    /// Uploads the companions and replaces stored ones, for a version that is not published yet or whose archive is
+    /// Uploads the companions, overwriting stored ones. For versions that aren't published yet, or whose archive is
     /// being replaced.
     pub async fn upload(&self, bucket: &Bucket, context: &BundleContext<'_>) -> Result<(), StoreError> {
         for (suffix, content) in self.entries() {
@@ -115,11 +116,11 @@ impl Companions {
         Ok(())
     }
 
-    /// Adds the companions to a published version that lacks them, or renews its manifest.
+    /// Adds missing companions to a published version, or renews its manifest.
     ///
     /// # Errors
-    /// [`PublishError::NoRenewal`] if the stored companions differ and hosts would not trust these for longer;
-    /// [`PublishError::PublishedConcurrently`] if another process changes the stored ones in the meantime;
+    /// [`PublishError::NoRenewal`] if the stored companions differ and hosts wouldn't trust these for longer;
+    /// [`PublishError::PublishedConcurrently`] if another process changes the stored ones concurrently;
     /// [`PublishError::Store`] if the store fails.
     pub async fn add_or_renew(
         &self,
@@ -149,12 +150,12 @@ impl Companions {
     fn check_renewal(&self, stored: &StoredCompanions, context: &BundleContext<'_>) -> Result<(), String> {
         let Some(signed) = self.signed() else { return Err("this one is not signed".to_owned()) };
         let Some(keys) = context.keys else {
-            return Err("without BUNDLE_PUBLIC_KEYS, it is unknown whether hosts trust this one".to_owned());
+            return Err("BUNDLE_PUBLIC_KEYS is not set, so this one cannot be verified".to_owned());
         };
         let expiry = |verified: &VerifiedManifest| verified.manifest().expires_at;
         let verified =
             verify(&signed, keys, context.version, Timestamp::now()).map_err(|error| error.to_string())?;
-        // With `MIN` as the current time, a stored manifest that has expired is accepted, too.
+        // Verify as of `MIN`, so that an expired stored manifest is accepted too.
         let stored =
             stored.signed().and_then(|stored| verify(&stored, keys, context.version, Timestamp::MIN).ok());
         match stored.filter(|stored| context.sha256 == stored.manifest().sha256) {

@@ -1,6 +1,7 @@
-//! The keys that hosts trust, as configured. `bundle publish` checks the sequence number of the release's key set
-//! before it uploads anything: a published manifest can be replaced only by one that is valid for longer, so a mistake
-//! could not be undone.
+//! Configuration of the keys that hosts trust.
+//!
+//! `bundle publish` checks the sequence number of the release's key set before uploading anything. A published manifest
+//! can only be replaced by one valid for longer, so a mistake couldn't be undone.
 
 use super::PublishError;
 use crate::vars;
@@ -9,9 +10,9 @@ use svc_store::bundle::{KeySet, TrustedKeys, max_sequence_after};
 
 #[derive(Debug, Default)]
 pub struct HostKeys {
-    /// `BUNDLE_PUBLIC_KEYS`; `None` if it is not set.
+    /// `BUNDLE_PUBLIC_KEYS`, if set.
     pub keys: Option<TrustedKeys>,
-    /// `BUNDLE_KEYS_SEQUENCE`; 0 if it is not set.
+    /// `BUNDLE_KEYS_SEQUENCE`, or 0 if unset.
     pub sequence: u32,
 }
 
@@ -33,10 +34,10 @@ impl HostKeys {
         env.finish(Some(Self { keys, sequence }))
     }
 
-    /// Checks that the key set's sequence number is within what hosts accept.
+    /// Checks that hosts would accept the key set's sequence number.
     ///
     /// # Errors
-    /// [`PublishError::SequenceTooHigh`] if it is too high.
+    /// [`PublishError::SequenceTooHigh`] if it's too high.
     pub fn check_sequence(&self, set: Option<&KeySet>) -> Result<(), PublishError> {
         let (base, max) = (self.sequence, max_sequence_after(self.sequence));
         match set.map(|set| set.sequence).filter(|found| *found > max) {
@@ -74,7 +75,7 @@ mod tests {
     }
 
     #[test]
-    fn invalid_variables_are_refused() {
+    fn from_env_rejects_invalid_variables() {
         let from = |name, value| HostKeys::from_env(Env::from_pairs([(name, value)]));
         assert_eq!(from("BUNDLE_KEYS_SEQUENCE", "7").unwrap().sequence, 7);
         for (name, value) in [("BUNDLE_KEYS_SEQUENCE", "one"), ("BUNDLE_PUBLIC_KEYS", "AAAA")] {

@@ -1,4 +1,4 @@
-//! Tests of publishing to a store that refuses writes, or to which another process publishes at the same time.
+//! Publishing to a read-only store, or concurrently with another process.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -18,7 +18,7 @@ use super::*;
 struct FaultyStore {
     inner: InMemory,
     is_read_only: bool,
-    /// How many more times another process replaces the archive, each time just before this one writes the digest.
+    /// How many more times another process replaces the archive, each just before we write the digest.
     replacements: AtomicUsize,
 }
 
@@ -30,7 +30,7 @@ impl FaultyStore {
         Ok(())
     }
 
-    /// Replaces the archive before its digest is written to `location`, while `replacements` is not 0.
+    /// Replaces the archive before its digest is written to `location`, unless `replacements` is used up.
     async fn replace_archive(&self, location: &Path) -> Result<()> {
         let Some(archive) = location.as_ref().strip_suffix(".sha256") else { return Ok(()) };
         let decrement = |count: usize| count.checked_sub(1);
@@ -89,7 +89,7 @@ impl ObjectStore for FaultyStore {
 #[tokio::test]
 async fn publish_without_permission_names_archive_key() {
     let version = "1.0".parse().unwrap();
-    // A small archive is sent after it has been read, and a large one while it is read.
+    // A small archive is uploaded after reading it, a large one while reading.
     for size in [3, 12 << 20] {
         let bucket = Bucket::new(Arc::new(FaultyStore { is_read_only: true, ..FaultyStore::default() }));
         let dir = write_bundle(&vec![7; size]);
@@ -101,7 +101,7 @@ async fn publish_without_permission_names_archive_key() {
 }
 
 #[tokio::test]
-async fn publish_repeats_upload_of_replaced_archive() {
+async fn publish_reuploads_replaced_archive() {
     let version = "1.0".parse().unwrap();
     for (replacements, is_published) in [(1, true), (MAX_UPLOADS - 1, true), (MAX_UPLOADS, false)] {
         let store = FaultyStore { replacements: AtomicUsize::new(replacements), ..FaultyStore::default() };

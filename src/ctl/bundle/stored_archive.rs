@@ -1,4 +1,4 @@
-//! Compares the archive in the store with the one to publish.
+//! Verifies a stored archive against the one being published.
 
 use futures_util::TryStreamExt;
 use object_store::{Error as ObjectError, GetOptions};
@@ -8,11 +8,10 @@ use super::companions::BundleContext;
 use svc_store::bucket::{Bucket, StoreError};
 use svc_store::key;
 
-/// Returns whether the stored archive exists and has the bundle's size and digest. Downloads the archive only if its
-/// size matches.
+/// Whether the stored archive exists with the bundle's size and digest. Only downloads it if the size matches.
 ///
 /// # Errors
-/// If a request to the store fails.
+/// If a store request fails.
 pub async fn is_intact(bucket: &Bucket, bundle: &BundleContext<'_>) -> Result<bool, StoreError> {
     let key = key::bundle(bundle.version, "");
     let store_error = |error: ObjectError| StoreError::classify(&key, error);

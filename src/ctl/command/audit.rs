@@ -1,4 +1,4 @@
-//! `svcctl audit`: lists audit entries, and with `--follow` prints new ones.
+//! `svcctl audit`: lists audit entries and, with `--follow`, prints new ones.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -15,13 +15,13 @@ use svc_base::applet::Failure;
 use svc_base::clock::rfc3339_ms;
 
 const FOLLOW_INTERVAL: Duration = Duration::from_secs(2);
-/// Maximum delay until an entry becomes visible. An entry has the start time of its transaction, but becomes visible
-/// only when the transaction commits, possibly after entries with later times.
+/// Maximum delay until an entry becomes visible. Entries are timestamped at the start of their transaction but only
+/// become visible when it commits, possibly after entries with later timestamps.
 const MAX_TRANSACTION_DURATION: SignedDuration = SignedDuration::from_secs(60);
-/// How long `--follow` retries while the platform does not respond.
+/// How long `--follow` retries while the platform is unresponsive.
 const OUTAGE_TIMEOUT: Duration = Duration::from_secs(600);
 const MAX_PAGE_SIZE: &str = "500";
-/// One in this many polls reads all pages, because a late entry may be on any page. The others stop at the first page
+/// One in this many polls reads all pages, since a late entry may be on any of them. The others stop at the first page
 /// without new entries.
 const POLLS_PER_FULL_READ: usize = 10;
 
@@ -39,9 +39,9 @@ pub async fn run(api: &ApiClient, args: Args, out: &Output) -> Result<(), Failur
     follow(api, &args, response.parse::<AuditEntryPage>()?, out).await
 }
 
-/// Prints the first page's entries, then new ones.
+/// Prints the first page, then new entries as they appear.
 async fn follow(api: &ApiClient, args: &Args, first: AuditEntryPage, out: &Output) -> Result<(), Failure> {
-    // Entries that are older than the first page are not shown.
+    // Skip entries older than the first page.
     let oldest = first.entries.last().map(|entry| entry.at);
     let mut window = FollowWindow { since: args.since, ..FollowWindow::default() };
     let mut started = Instant::now();
@@ -76,18 +76,18 @@ enum PagesToRead {
     UntilNoNewEntries,
 }
 
-/// The time range in which entries may still appear, and the entries in it that have been received.
+/// Time range in which entries may still appear, plus the entries already received in it.
 #[derive(Default, Clone)]
 struct FollowWindow {
     since: Option<Timestamp>,
     seen: HashMap<String, Timestamp>,
-    /// An entry's time, and when the entry was received: the platform's clock had passed that time by then. Of all
+    /// An entry's timestamp, and when we received it: the platform clock had passed that timestamp by then. Of all
     /// received entries, this one gives the highest lower bound for the clock.
     clock_bound: Option<(Timestamp, Instant)>,
 }
 
 impl FollowWindow {
-    /// Adds entries, which are ordered newest first, and returns the new ones, oldest first.
+    /// Adds entries, sorted newest first, and returns the new ones, oldest first.
     fn add(&mut self, mut entries: Vec<AuditEntry>, now: Instant) -> Vec<AuditEntry> {
         entries.retain(|entry| self.seen.insert(entry.audit_id.clone(), entry.at).is_none());
         entries.reverse();
@@ -99,21 +99,20 @@ impl FollowWindow {
         entries
     }
 
-    /// Returns a lower bound for the platform's time at `now`. The local wall clock is not used, because it may be
-    /// wrong.
+    /// Returns a lower bound for the platform's time at `now`. Doesn't use the local wall clock, which may be wrong.
     fn platform_time(&self, now: Instant) -> Option<Timestamp> {
         let (at, received_at) = self.clock_bound?;
         at.checked_add(now.saturating_duration_since(received_at)).ok()
     }
 
-    /// Advances the window after a read of all pages that started at `read_started`. An entry that appears later is at
-    /// most [`MAX_TRANSACTION_DURATION`] older than `read_started`.
+    /// Advances the window after all pages were read, starting at `read_started`. Entries that appear later are at most
+    /// [`MAX_TRANSACTION_DURATION`] older than that.
     fn advance(&mut self, read_started: Instant) {
         let since =
             self.platform_time(read_started).and_then(|time| time.checked_sub(MAX_TRANSACTION_DURATION).ok());
         self.since = self.since.max(since);
         if let Some(since) = self.since {
-            // The query's `since` is truncated to milliseconds, so the next response still contains all entries of that
+            // The query truncates `since` to milliseconds, so the next response still includes all entries in that
             // millisecond.
             self.seen.retain(|_, at| at.as_millisecond() >= since.as_millisecond());
         }
@@ -125,8 +124,8 @@ fn filters(args: &Args) -> Vec<(&'static str, String)> {
     filters.into_iter().filter_map(|(name, value)| Some((name, value.clone()?))).collect()
 }
 
-/// Returns the window's new entries, oldest first. Retries transient errors for [`OUTAGE_TIMEOUT`]; each retry reads
-/// the pages from the start.
+/// Returns the window's new entries, oldest first. Retries transient errors for [`OUTAGE_TIMEOUT`], each time from the
+/// first page.
 async fn poll_new_entries(
     api: &ApiClient,
     args: &Args,
@@ -211,11 +210,11 @@ mod tests {
     }
 
     #[test]
-    fn advance_keeps_entries_in_the_same_millisecond_as_since() {
+    fn advance_keeps_entries_in_same_millisecond_as_since() {
         let (at, start) = (Timestamp::UNIX_EPOCH, Instant::now());
         let mut window = FollowWindow::default();
         window.add(vec![entry("a", at)], start);
-        // The window then begins 0.5 ms after the entry.
+        // The window now starts 0.5 ms after the entry.
         let later = start + Duration::from_micros(60_000_500);
         window.advance(later);
         assert!(window.since > Some(at), "{:?}", window.since);

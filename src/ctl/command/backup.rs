@@ -90,7 +90,7 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Output) -> Resul
         BackupCommand::Now { machine, wait } => {
             let machine = find_machine(api, &machine).await?;
             let id = machine.machine_id.as_str();
-            // A new snapshot is recognized by its key, because comparing times would require synchronized clocks.
+            // Detect the new snapshot by its key: comparing times would require synchronized clocks.
             let previous_latest = match wait.seconds {
                 Some(_) => {
                     let response = api.get(&["vps", id, "backups"], &latest_only_query()).await?;
@@ -166,9 +166,9 @@ async fn accept(api: &ApiClient, target: &MachineTarget, yes: bool, out: &Output
     })
 }
 
-/// Returns the machine whose id goes into the request to accept a held-back snapshot. Normally, this is the active
-/// machine; while it is replacing another machine, the platform finds the replaced machine itself. Without an active
-/// machine, it is the former machine whose operation is waiting because its final backup is held back.
+/// Finds the machine to name when accepting a held-back snapshot. Normally that's the active machine; if it's replacing
+/// another one, the platform finds the replaced machine itself. Without an active machine, it's the former machine
+/// whose operation is waiting on a held-back final backup.
 async fn find_machine_with_held_snapshot(
     api: &ApiClient,
     target: &MachineTarget,
@@ -203,7 +203,7 @@ fn last_drill(machine: &MachineDetail) -> Option<&SnapshotCheck> {
     machine.checks.as_ref()?.drill.as_ref()
 }
 
-/// Waits until one of the machine's heartbeats reports a drill other than `previous`.
+/// Waits for a heartbeat that reports a drill other than `previous`.
 async fn wait_for_drill(
     api: &ApiClient,
     id: &str,
@@ -233,7 +233,7 @@ fn format_drill(result: &SnapshotCheck) -> String {
     format!("drill   {}\nkey     {key}\nat      {}\n{error}", one_line(status), one_line(at))
 }
 
-/// Prints the snapshot, and the result of downloading or verifying it.
+/// Prints a snapshot along with the result of downloading or verifying it.
 fn print_backup(
     out: &Output,
     backup: &Backup,
@@ -256,12 +256,12 @@ struct BackupRequest<'a> {
     previous_latest: Option<String>,
     /// The host's last backup before the request.
     last_backup: Option<LastBackup>,
-    /// The time of the request, by the host's clock or, if the host does not report it, by the platform's.
+    /// Request time by the host's clock, or by the platform's if the host doesn't report it.
     requested_at: Option<Timestamp>,
 }
 
 impl BackupRequest<'_> {
-    /// Whether `reported` states that the requested backup has failed, and is not a late report about an earlier one.
+    /// Whether `reported` means that the requested backup failed, and isn't a late report of an earlier one.
     fn has_failed(&self, reported: &LastBackup) -> bool {
         let began: Option<Timestamp> = reported.began_at.as_deref().and_then(|at| at.parse().ok());
         let is_earlier =
@@ -272,11 +272,11 @@ impl BackupRequest<'_> {
 
 struct NewBackup {
     backup: Backup,
-    /// The backup as the API's JSON.
+    /// Raw JSON from the API.
     json: Value,
 }
 
-/// Waits until the latest snapshot is a new one, or the host reports that the backup has failed.
+/// Waits for a new latest snapshot, or for the host to report a failed backup.
 async fn wait_for_backup(
     api: &ApiClient,
     request: &BackupRequest<'_>,
@@ -310,7 +310,7 @@ async fn wait_for_backup(
     });
     backup.await?.ok_or_else(|| {
         let error = anyhow!(
-            "there is no new snapshot after {} s\n  next: run `svcctl status {id}` to see the last backup, and \
+            "no new snapshot after {} s\n  next: run `svcctl status {id}` to see the last backup, and \
              `svcctl backup list {id}` to see the snapshots",
             timeout.as_secs()
         );
@@ -318,7 +318,7 @@ async fn wait_for_backup(
     })
 }
 
-/// Returns the query for the page that has only the latest snapshot.
+/// Query for a page with just the latest snapshot.
 fn latest_only_query() -> [(&'static str, String); 1] {
     [("latest", "true".to_owned())]
 }
@@ -341,13 +341,13 @@ mod tests {
         assert!(!request.has_failed(&earlier), "the report predates the request");
         assert!(
             !request.has_failed(&failed("2026-11-22T10:00:04.999Z")),
-            "the backup began before the request"
+            "the backup started before the request"
         );
         assert!(request.has_failed(&failed("2026-11-22T10:00:05.000Z")));
         assert!(
             !request.has_failed(&report(json!({"status": "success", "beganAt": "2026-11-22T10:00:06.000Z"})))
         );
-        // Hosts running an older release omit `beganAt`.
+        // Hosts on older releases omit `beganAt`.
         assert!(request.has_failed(&report(json!({"status": "error", "error": "no space"}))));
     }
 }

@@ -37,15 +37,14 @@ pub async fn run(api: &ApiClient, command: DeployCommand, out: &Output) -> Resul
     }
 }
 
-/// The rollout to use if no id is given and no rollout is open.
+/// Rollout to use if no id is given and none is in progress.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Fallback {
     Latest,
     Nothing,
 }
 
-/// Returns the id of the rollout that the operator names, or else that of the open rollout. If none is open, `fallback`
-/// applies.
+/// Returns the given rollout id, or else the id of the rollout in progress. If there's neither, `fallback` applies.
 async fn find_rollout(api: &ApiClient, target: RolloutTarget, fallback: Fallback) -> Result<String, Failure> {
     if let Some(id) = target.rollout {
         return Ok(id.to_string());
@@ -69,7 +68,7 @@ async fn find_rollout(api: &ApiClient, target: RolloutTarget, fallback: Fallback
 }
 
 async fn start(api: &ApiClient, args: StartRollout, out: &Output) -> Result<(), Failure> {
-    // A rollout to explicitly named machines needs no confirmation.
+    // Rollouts to explicitly named machines don't need confirmation.
     if args.handles.is_empty() {
         let except: Vec<_> = args.except.iter().map(Handle::as_str).collect();
         let except = if except.is_empty() { String::new() } else { format!(" except {}", except.join(", ")) };
@@ -94,7 +93,7 @@ async fn start(api: &ApiClient, args: StartRollout, out: &Output) -> Result<(), 
             body[name] = value.into();
         }
     }
-    // The field is omitted by default, because older platforms reject it; they do not verify releases anyway.
+    // Omitted by default: older platforms reject this field, and don't verify releases anyway.
     if args.no_verify {
         body["verify"] = false.into();
     }
@@ -113,7 +112,7 @@ async fn send_action(
     out.print_response(&response, |view| Ok(show(view, &response.parse()?)))
 }
 
-/// Prints a rollout; with `--wait`, follows it until it ends or a failed verification halts it.
+/// Prints a rollout. With `--wait`, follows it until it finishes or a failed verification halts it.
 async fn follow(api: &ApiClient, response: ApiResponse, wait: Wait, out: &Output) -> Result<(), Failure> {
     let rollout: Rollout = response.parse()?;
     let Some(seconds) = wait.seconds else {

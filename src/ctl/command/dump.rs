@@ -1,4 +1,4 @@
-//! Downloads a snapshot's dump through the platform, into a file or only to verify its SHA-256.
+//! Downloads a snapshot dump through the platform, either to a file or just to verify its SHA-256.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -17,14 +17,14 @@ use svc_base::quantity::format_bytes;
 use svc_store::key::SnapshotCursor;
 use svc_wire::backup::{Backup, BackupPage};
 
-/// Maximum number of consecutive failed attempts. An attempt that receives data restarts the count.
+/// Maximum number of consecutive failed attempts. Receiving data restarts the count.
 const MAX_ATTEMPTS: u32 = 6;
 const RETRY_INTERVAL: Duration = Duration::from_secs(2);
 
-/// Finds the snapshot by its key or the last part of its key; without a key, finds the latest snapshot.
+/// Finds a snapshot by its key or the last part of it, or the latest snapshot if there's no key.
 ///
 /// # Errors
-/// [`Exit::Refused`] if there is no such snapshot, or the error of a failed call.
+/// [`Exit::Refused`] if there's no such snapshot, or the error of a failed call.
 pub async fn find_snapshot(api: &ApiClient, machine_id: &str, key: Option<&str>) -> Result<Backup, Failure> {
     let not_found = || {
         let snapshot = key.map_or_else(|| "latest snapshot".to_owned(), |key| format!("snapshot {key}"));
@@ -36,8 +36,8 @@ pub async fn find_snapshot(api: &ApiClient, machine_id: &str, key: Option<&str>)
     };
     let query = match key {
         None => vec![("latest", "true".to_owned())],
-        // The page after this cursor starts with the key: keys are listed in descending order, and `key~` sorts just
-        // after `key`.
+        // Keys are listed in descending order and `key~` sorts just after `key`, so the page after this cursor starts
+        // with the key itself.
         Some(key) => {
             let name = key.rsplit('/').next().unwrap_or(key);
             let cursor: SnapshotCursor =
@@ -53,22 +53,22 @@ pub async fn find_snapshot(api: &ApiClient, machine_id: &str, key: Option<&str>)
     page.backups.into_iter().find(is_match).ok_or_else(not_found)
 }
 
-/// Reads a whole snapshot and compares it with its sidecar.
+/// Downloads a whole snapshot, without storing it, and verifies it against its sidecar.
 ///
 /// # Errors
-/// [`Exit::Refused`] if it does not match, or the error of a failed download.
+/// [`Exit::Refused`] on a mismatch, or the error of a failed download.
 pub async fn verify(api: &ApiClient, machine_id: &str, backup: &Backup) -> Result<(), Failure> {
     let mut sink = Sink::Hash { length: 0, digest: Sha256::new() };
     sink.download_with_retries(api, machine_id, backup).await?;
     sink.check(backup)
 }
 
-/// Downloads a snapshot to `output`. Resumes from `<output>.partial` if it exists; starts over if that file turns out
+/// Downloads a snapshot to `output`, resuming from `<output>.partial` if it exists. Starts over if that file turns out
 /// to be from another snapshot.
 ///
 /// # Errors
-/// [`Exit::Refused`] if `output` already exists or the download does not match the sidecar; [`Exit::Internal`] if a
-/// file cannot be read or written; or the error of a failed download. A failure leaves `output` unchanged.
+/// [`Exit::Refused`] if `output` already exists or the download doesn't match the sidecar; [`Exit::Internal`] on file
+/// I/O errors; or the error of a failed download. `output` is left unchanged on failure.
 pub async fn download(
     api: &ApiClient,
     machine_id: &str,
@@ -88,7 +88,7 @@ pub async fn download(
     let is_resumed = sink.length() > 0;
     sink.download_with_retries(api, machine_id, backup).await?;
     let mut checked = sink.check(backup);
-    // The partial file may be from another snapshot: by default, each download is of the latest one.
+    // The partial file may be from another snapshot, since downloads default to the latest one.
     if checked.is_err() && is_resumed {
         if let Sink::File(file) = &mut sink {
             file.restart().or_exit(Exit::Internal)?;
@@ -97,7 +97,7 @@ pub async fn download(
         checked = sink.check(backup);
     }
     if let Err(failure) = checked {
-        // A later download must not resume from wrong bytes.
+        // Don't let a later download resume from bad data.
         fs::remove_file(&partial).ok();
         return Err(failure);
     }
@@ -107,9 +107,9 @@ pub async fn download(
     fs::rename(&partial, output).map_err(FileError::wrap("rename", &partial)).or_exit(Exit::Internal)
 }
 
-/// The destination of the downloaded bytes.
+/// Destination of the downloaded bytes.
 enum Sink {
-    /// Hashes the bytes and does not store them.
+    /// Hashes the bytes without storing them.
     Hash {
         length: u64,
         digest: Sha256,
@@ -155,7 +155,7 @@ impl Sink {
             let before = self.length();
             let result = self.download_rest(api, machine_id, backup, &progress).await;
             let failure = match result {
-                // The response is complete; if the object is shorter than its sidecar says, it is damaged.
+                // The response is complete. If it's shorter than the sidecar says, the object is corrupt.
                 Ok(()) => return Ok(()),
                 Err(DownloadError::Permanent(failure)) => return Err(failure),
                 Err(DownloadError::Transient(failure)) => failure,
@@ -207,7 +207,7 @@ impl Sink {
             return Ok(());
         }
         let error = anyhow!(
-            "{} does not match its sidecar: it has {} bytes and the SHA-256 {found}, but the sidecar states {} bytes \
+            "{} does not match its sidecar: it is {} bytes with SHA-256 {found}, but the sidecar says {} bytes \
              and {}\n  next: run `svcctl backup now <machine>` to take a new snapshot, or `svcctl backup list \
              <machine>` to find another one to recover from",
             backup.key,
@@ -219,14 +219,14 @@ impl Sink {
     }
 }
 
-/// Why a download stopped.
+/// Errors from a download attempt, classified for retries.
 enum DownloadError {
-    /// A retry would not help.
+    /// Not worth retrying.
     Permanent(Failure),
     Transient(Failure),
 }
 
-/// Adds the number of received bytes at the start of the failure's message, because the message ends with advice.
+/// Prepends the number of bytes received, since failure messages end with advice.
 fn prepend_received_bytes(failure: Failure, received: u64, total: u64) -> Failure {
     let (received, total) = (format_bytes(received), format_bytes(total));
     let context = format!("the download stopped after {received} of {total}");
@@ -245,8 +245,8 @@ mod tests {
     use crate::api_problem::failure_json;
     use svc_base::error_chain::format_chain;
 
-    /// Makes one attempt to download 8 bytes from a platform that sends this response and closes the connection.
-    /// Returns the transient failure.
+    /// Makes one attempt to download 8 bytes from a platform that sends `response` and closes the connection. Returns
+    /// the transient failure.
     async fn fail_attempt(response: &'static str) -> Failure {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let base = format!("http://{}", listener.local_addr().unwrap()).parse().unwrap();
@@ -264,13 +264,13 @@ mod tests {
             Err(DownloadError::Transient(failure)) => {
                 prepend_received_bytes(failure, sink.length(), backup.size_bytes)
             }
-            Err(DownloadError::Permanent(failure)) => panic!("the failure is permanent: {failure:?}"),
-            Ok(()) => panic!("the download did not fail"),
+            Err(DownloadError::Permanent(failure)) => panic!("permanent failure: {failure:?}"),
+            Ok(()) => panic!("download succeeded"),
         }
     }
 
     #[tokio::test]
-    async fn transient_problem_keeps_its_code_exit_and_advice() {
+    async fn transient_problem_keeps_code_exit_and_advice() {
         let failure = fail_attempt(
             "HTTP/1.1 503 X\r\nconnection: close\r\n\r\n{\"code\":\"store_unavailable\",\"detail\":\"Down.\"}",
         )
@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn interrupted_body_is_reported_with_its_cause() {
+    async fn interrupted_body_reports_cause() {
         let failure = fail_attempt("HTTP/1.1 200 X\r\ncontent-length: 8\r\n\r\nabc").await;
         let message = format_chain(failure.error.as_ref());
         assert_eq!(failure.exit, Exit::Unavailable);
@@ -297,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn received_bytes_are_not_part_of_the_advice() {
+    fn received_bytes_are_kept_out_of_advice() {
         let base = "http://platform.example".parse().unwrap();
         let failure = Failure::from(CallError::Unreachable { base, reason: "refused".to_owned() });
         let printed = failure_json(&prepend_received_bytes(failure, 3, 8));

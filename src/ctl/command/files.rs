@@ -21,7 +21,7 @@ use svc_wire::files::{
     FileRestore, FileRestoreAccepted, FileRestoreResponse, FileRestoreStatus, MAX_ENTRIES,
 };
 
-/// Maximum time to wait for a restore. After that, the restore continues on the host.
+/// Maximum time to wait for a restore. It continues on the host after that.
 const RESTORE_TIMEOUT: Duration = Duration::from_secs(6 * 3600);
 const PRUNE_PATH: [&str; 3] = ["vps", "slots", "files-prune"];
 
@@ -98,31 +98,31 @@ fn restore_path(id: &str) -> [&str; 4] {
     ["vps", id, "files", "restore"]
 }
 
-/// Waits until a machine's restore has ended, and shows the result.
+/// Waits for a machine's restore to finish, and shows the result.
 ///
 /// # Errors
-/// [`Exit::Unavailable`] if the restore has failed; [`Exit::TryAgain`] if it does not end within [`RESTORE_TIMEOUT`],
-/// or if the machine already reports a later restore instead; or the error of a call, unless it is transient.
+/// [`Exit::Unavailable`] if the restore failed; [`Exit::TryAgain`] if it doesn't finish within [`RESTORE_TIMEOUT`], or
+/// if the machine already reports a later restore instead; or any non-transient call error.
 async fn wait_for_restore(
     api: &ApiClient,
     id: &str,
     accepted: &FileRestoreAccepted,
     out: &Output,
 ) -> Result<(), Failure> {
-    let ended = poll_until(RESTORE_TIMEOUT, async || {
+    let finished = poll_until(RESTORE_TIMEOUT, async || {
         let Ok(response) = poll_once(api, &restore_path(id), &[]).await? else { return Ok(None) };
         let body: FileRestoreResponse = response.parse()?;
         if body.restore.as_ref().is_some_and(|state| is_successor(state, accepted)) {
-            let message = "another restore has started, so this one has ended\n  next: see the result in the machine's \
-                           activity.log";
+            let message = "another restore has started, so this one has finished\n  next: see the result in \
+                           the machine's activity.log";
             return Err(Failure::new(Exit::TryAgain, anyhow!(message)));
         }
         let state = body.restore.filter(|state| state.request_id == accepted.request_id);
         Ok(state.filter(|state| state.status.has_ended()).map(|state| (response, state)))
     });
     let command = format!("svcctl status {id}");
-    let ended = interrupt::run_until_interrupted(&command, ended).await?;
-    let Some((response, state)) = ended else {
+    let finished = interrupt::run_until_interrupted(&command, finished).await?;
+    let Some((response, state)) = finished else {
         let message = "the restore is still in progress\n  next: see the result in the machine's \
                     activity.log later";
         return Err(Failure::new(Exit::TryAgain, anyhow!(message)));
@@ -134,8 +134,8 @@ async fn wait_for_restore(
     out.print_response(&response, |view| Ok(restored(view, &state)))
 }
 
-/// Whether `reported` was requested after the accepted restore. If so, the accepted restore has ended: a machine runs
-/// one restore at a time, and reports only the last. Both times are from the machine's clock.
+/// Whether `reported` was requested after the accepted restore. If so, the accepted one has finished: a machine runs
+/// one restore at a time and only reports the last. Both times come from the machine's clock.
 fn is_successor(reported: &FileRestore, accepted: &FileRestoreAccepted) -> bool {
     let parse = |at: &str| at.parse::<Timestamp>().ok();
     let times = parse(&reported.requested_at).zip(parse(&accepted.requested_at));
@@ -148,7 +148,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn is_successor_rejects_the_same_and_earlier_restores() {
+    fn is_successor_rejects_same_and_earlier_restores() {
         let accepted = json!({"requestId": "this", "requestedAt": "2026-11-22T10:00:00.000Z"});
         let accepted: FileRestoreAccepted = serde_json::from_value(accepted).unwrap();
         let is_later = |id: &str, at: &str| {
@@ -157,7 +157,7 @@ mod tests {
         };
         assert!(!is_later("this", "2026-11-22T10:00:00.000Z"));
         assert!(!is_later("earlier", "2026-11-22T09:59:59.000Z"));
-        assert!(!is_later("of an older host", "unknown"));
+        assert!(!is_later("older-host", "unknown"));
         assert!(is_later("later", "2026-11-22T10:00:00.500Z"));
     }
 }

@@ -1,4 +1,4 @@
-//! The commands for machines out of service: `undelete`, `resume` and `discard`.
+//! Commands for out-of-service machines: `undelete`, `resume` and `discard`.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -26,7 +26,7 @@ use svc_wire::text::WireString;
 
 /// Maximum number of machines per page.
 const MAX_PAGE_SIZE: &str = "500";
-/// Maximum time to wait for the platform to create the operation that deletes the server.
+/// Maximum time to wait for the platform to create the server-removal operation.
 const REMOVAL_CREATED_TIMEOUT: Duration = Duration::from_secs(5);
 
 pub async fn undelete(api: &ApiClient, args: Undelete, out: &Output) -> Result<(), Failure> {
@@ -44,8 +44,8 @@ async fn send_undelete(api: &ApiClient, id: &str) -> Result<ApiResponse, Failure
     Ok(api.send(Method::POST, &["vps", id, "undelete"], None).await?)
 }
 
-/// Repeats the undelete of the active machine if no deleted machine has a kept server, because an earlier undelete may
-/// have reinstated the machine. Returns `None` if the machine was not undeleted.
+/// Retries the undelete on the active machine if no deleted machine has a kept server: an earlier undelete may have
+/// reinstated it. Returns `None` if the machine wasn't undeleted.
 async fn undelete_active(
     api: &ApiClient,
     target: &MachineTarget,
@@ -57,7 +57,7 @@ async fn undelete_active(
     let Some(id) = find_active_id(api, target).await? else { return Ok(None) };
     match api.send(Method::POST, &["vps", &id, "undelete"], None).await {
         Ok(response) => Ok(Some(response)),
-        // The machine was not deleted. The caller's error, which says that there is no kept server, is clearer.
+        // The machine wasn't deleted. The caller's "no kept server" error is clearer.
         Err(CallError::Problem(problem)) if problem.status == StatusCode::CONFLICT => Ok(None),
         Err(error) => Err(error.into()),
     }
@@ -77,8 +77,7 @@ pub async fn discard(api: &ApiClient, args: Discard, out: &Output) -> Result<(),
         Selection::None { failure, kept } => kept.id_being_deleted().ok_or(failure)?,
     };
     let machine: MachineDetail = api.get(&["vps", &id], &[]).await?.parse()?;
-    // Without `--accept-loss`, the platform refuses to discard a server with unsaved changes, so there is nothing to
-    // confirm.
+    // Without `--accept-loss`, the platform refuses to discard a server with unsaved changes, so don't prompt.
     if must_confirm && (args.accept_loss || machine.unsaved_since.is_none()) {
         confirm::prompt(&format!("{effect}\n{}", data_at_risk(&machine)), &machine.handle)?;
     }
@@ -91,7 +90,7 @@ pub async fn discard(api: &ApiClient, args: Discard, out: &Output) -> Result<(),
     out.print_response(&response, |view| Ok(machine::discarded(view, &discarded)))
 }
 
-/// Waits until the platform has created the operation that deletes the server, and returns its id. Returns `None` after
+/// Waits for the platform to create the server-removal operation. Returns its id, or `None` after
 /// [`REMOVAL_CREATED_TIMEOUT`] or an error.
 async fn wait_for_removal_operation(api: &ApiClient, id: &str) -> Option<WireString<OperationId>> {
     let removal = wait::poll_until(REMOVAL_CREATED_TIMEOUT, async || {
@@ -104,7 +103,7 @@ async fn wait_for_removal_operation(api: &ApiClient, id: &str) -> Option<WireStr
     removal.await.ok()?.map(|removal| removal.operation_id)
 }
 
-/// Describes the data that exists only on the machine's server, and whether the provider still has the server.
+/// Describes the data that exists only on the machine's server, and notes if the provider no longer has the server.
 fn data_at_risk(machine: &MachineDetail) -> String {
     let view = View::for_stdout();
     let mut message =
@@ -119,7 +118,7 @@ fn data_at_risk(machine: &MachineDetail) -> String {
     message + "."
 }
 
-/// The kept servers of all slots that a target may name.
+/// Kept servers of all slots that a target may refer to.
 struct KeptServers {
     being_deleted: Vec<KeptServer>,
     retained: Vec<KeptServer>,
@@ -130,8 +129,8 @@ impl KeptServers {
         self.being_deleted.iter().chain(&self.retained)
     }
 
-    /// Returns the id of the only machine whose server is being deleted, or `None` if other servers are kept. This
-    /// lets the operator repeat a discard.
+    /// Returns the id of the only machine whose server is being deleted, or `None` if other servers are kept. Lets the
+    /// operator retry a discard.
     fn id_being_deleted(&self) -> Option<String> {
         match (self.being_deleted.as_slice(), self.retained.as_slice()) {
             ([server], []) => Some(server.machine_id.to_string()),
@@ -140,7 +139,7 @@ impl KeptServers {
     }
 }
 
-/// The result of a search for the machine that the operator specified.
+/// Result of looking up the operator-specified machine.
 enum Selection {
     One(String),
     /// No kept server matches.
@@ -150,7 +149,7 @@ enum Selection {
     },
 }
 
-/// Finds the machine that the operator specified: for a handle or slot, the only one whose kept server matches.
+/// Finds the operator-specified machine. For a handle or slot, it's the only one whose kept server matches.
 ///
 /// # Errors
 /// [`Exit::Refused`] if several match, or the error of a failed call.
@@ -180,7 +179,7 @@ async fn find_kept_id(
     }
 }
 
-/// Returns the error for a command that applies to none of a slot's kept servers.
+/// Error for a command that doesn't apply to any of a slot's kept servers.
 fn no_match_error(
     target: &MachineTarget,
     being_deleted: &[KeptServer],
@@ -210,8 +209,8 @@ fn no_match_error(
     }
 }
 
-/// Lists the kept servers of all slots that `target` may name. One machine's record per slot is enough, because it
-/// lists all kept servers of the slot.
+/// Lists the kept servers of all slots that `target` may refer to. Each machine record lists all of its slot's kept
+/// servers, so we only fetch one per slot.
 pub async fn list_kept_servers(api: &ApiClient, target: &MachineTarget) -> Result<Vec<KeptServer>, Failure> {
     let mut query = target.query();
     query.extend([("deleted", "true".to_owned()), ("limit", MAX_PAGE_SIZE.to_owned())]);
@@ -221,9 +220,9 @@ pub async fn list_kept_servers(api: &ApiClient, target: &MachineTarget) -> Resul
         let mut query = query.clone();
         query.extend(cursor.map(|cursor| ("cursor", cursor)));
         let page: MachinePage = api.get(&["vps"], &query).await?.parse()?;
-        for ended in page.machines {
-            let slot = (ended.idp_user_id.to_string(), ended.slot.to_string());
-            machines.entry(slot).or_insert_with(|| ended.machine_id.to_string());
+        for former in page.machines {
+            let slot = (former.idp_user_id.to_string(), former.slot.to_string());
+            machines.entry(slot).or_insert_with(|| former.machine_id.to_string());
         }
         cursor = page.next_cursor;
         if cursor.is_none() {

@@ -1,4 +1,4 @@
-//! The commands that list, show, recover, resize, fail and delete machines, and rotate their tokens.
+//! Commands that list, show, recover, resize, fail and delete machines, and rotate their tokens.
 
 use std::time::Duration;
 
@@ -45,7 +45,7 @@ pub async fn recover(api: &ApiClient, args: Recover, out: &Output) -> Result<(),
     print_outcome::<RecoveredMachine>(api, response, args.wait, out).await
 }
 
-/// Describes the data that may be lost if the slot's machine is replaced; empty if the slot has no active machine.
+/// Describes the data at risk if the slot's machine is replaced. Empty if there's no active machine.
 pub async fn slot_data_at_risk(api: &ApiClient, user: &IdpUserId, slot: &Slot) -> Result<String, Failure> {
     let query = [("idpUserId", user.to_string()), ("slot", slot.to_string())];
     let page: MachinePage = api.get(&["vps"], &query).await?.parse()?;
@@ -151,8 +151,7 @@ async fn print_accepted_change(
     let operation = accepted.operation_id.as_deref();
     let (response, machine) =
         wait::wait_until_settled(api, &accepted.machine_id, operation, Goal::Success, limit).await?;
-    // Also wait for the machine that was to be replaced: it holds the data, and its deletion may need an operator's
-    // decision.
+    // Also wait for the machine being replaced: it holds the data, and deleting it may need an operator decision.
     if let Some(replaced) = &accepted.also_deleted {
         let operation = Some(replaced.operation_id.as_str());
         wait::wait_until_settled(api, &replaced.machine_id, operation, Goal::Success, limit).await?;
@@ -188,8 +187,8 @@ pub async fn status(api: &ApiClient, machine: &MachineTarget, out: &Output) -> R
     })
 }
 
-/// Fetches the times at which former machines left the slot, for those whose kept server holds unsaved changes: the
-/// time determines how much is unsaved.
+/// Fetches when former machines left the slot, for kept servers with unsaved changes. That time determines how much is
+/// unsaved.
 async fn fetch_slot_exit_times(api: &ApiClient, machine: &MachineDetail) -> Result<SlotExitTimes, Failure> {
     let mut times = SlotExitTimes::new();
     let kept = machine.copies.iter().flat_map(|copies| &copies.kept);
@@ -205,16 +204,16 @@ async fn fetch_slot_exit_times(api: &ApiClient, machine: &MachineDetail) -> Resu
     Ok(times)
 }
 
-/// Fetches the machine that the operator specified: any machine by its id, otherwise an active one.
+/// Fetches the operator-specified machine: any machine by id, otherwise an active one.
 pub async fn find_machine(api: &ApiClient, target: &MachineTarget) -> Result<MachineDetail, Failure> {
     let id = find_id(api, target).await?;
     Ok(api.get(&["vps", &id], &[]).await?.parse()?)
 }
 
-/// Finds the id of the only active machine. A target that is an id is returned as is.
+/// Finds the id of the target's only active machine. Id targets are returned as is.
 ///
 /// # Errors
-/// [`Exit::Refused`] if there is no active machine, or if several slots have one; or the error of a failed call.
+/// [`Exit::Refused`] if no slot or several slots have an active machine; or the error of a failed call.
 pub async fn find_id(api: &ApiClient, target: &MachineTarget) -> Result<String, Failure> {
     match find_active_id(api, target).await? {
         Some(id) => Ok(id),
@@ -229,7 +228,7 @@ pub async fn find_id(api: &ApiClient, target: &MachineTarget) -> Result<String, 
     }
 }
 
-/// Like [`find_id`], but returns `None` if there is no active machine.
+/// Like [`find_id`], but returns `None` if there's no active machine.
 ///
 /// # Errors
 /// [`Exit::Refused`] if several slots have one, or the error of a failed call.
@@ -249,7 +248,7 @@ pub async fn find_active_id(api: &ApiClient, target: &MachineTarget) -> Result<O
     }
 }
 
-/// Adds a flag only if it is set, so that older platforms accept the request.
+/// Inserts a flag only if set, so that older platforms accept the request.
 pub fn insert_flag(body: &mut Map<String, Value>, name: &str, is_set: bool) {
     if is_set {
         body.insert(name.to_owned(), true.into());
@@ -263,7 +262,7 @@ pub fn into_object(value: Value) -> Map<String, Value> {
     }
 }
 
-/// Omits an empty list, so that the platform uses its default.
+/// Inserts a list unless it's empty, in which case the platform uses its default.
 pub fn insert_list(body: &mut Map<String, Value>, name: &str, values: &[Location]) {
     if !values.is_empty() {
         body.insert(name.to_owned(), json!(values));

@@ -1,4 +1,4 @@
-//! `svcctl operation`: shows an operation, and sends an operator's decision.
+//! `svcctl operation`: shows operations and submits operator decisions.
 
 use std::time::Duration;
 
@@ -33,7 +33,7 @@ pub async fn run(api: &ApiClient, args: Args, out: &Output) -> Result<(), Failur
             out.print_response(&response, |view| Ok(operation::details(view, &response.parse()?)))
         }
         (Some(OperationCommand::Abandon { operation, wait }), _) => {
-            // An error is ignored, because the result is used only for a note.
+            // Ignore errors: the result is only used for a note.
             let machine_to_power_on = find_machine_to_power_on(api, operation).await.unwrap_or_default();
             let path = ["vps", "operations", &operation.to_string(), "abandon"];
             let response = api.send(Method::POST, &path, None).await?;
@@ -62,11 +62,11 @@ pub async fn run(api: &ApiClient, args: Args, out: &Output) -> Result<(), Failur
             out.print_response(&response, |view| Ok(operation::details(view, &response.parse()?)))
         }
         (None, Some(operation)) => show(api, operation, args.wait, out).await,
-        (None, None) => Err(Failure::new(Exit::Usage, anyhow!("the operation id is missing"))),
+        (None, None) => Err(Failure::new(Exit::Usage, anyhow!("missing operation id"))),
     }
 }
 
-/// Finds the machine that serves again once the operation is abandoned, if any.
+/// Finds the machine, if any, that returns to service once the operation is abandoned.
 async fn find_machine_after_abandoning(
     api: &ApiClient,
     abandoned: &Operation,
@@ -85,7 +85,7 @@ async fn find_machine_after_abandoning(
     }
 }
 
-/// Finds the machine that will get its slot back, if an operator has powered it off: abandoning the operation powers
+/// Finds the machine that will get its slot back, if it's powered off by an operator: abandoning the operation powers
 /// its server on anyway.
 async fn find_machine_to_power_on(api: &ApiClient, id: OperationId) -> Result<Option<String>, Failure> {
     let operation: Operation = api.get(&["vps", "operations", &id.to_string()], &[]).await?.parse()?;

@@ -59,12 +59,12 @@ pub async fn run(api: &ApiClient, command: OperatorCommand, out: &Output) -> Res
 /// How to treat an existing token file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ExistingFile {
-    /// The file may contain another operator's token, of which the platform has only the hash.
+    /// The file may hold another operator's token, which the platform only stores as a hash.
     Keep,
     Replace,
 }
 
-/// Rejects a token file that cannot be written, before a token is created.
+/// Rejects an unwritable token file before a token is created.
 fn check_token_file(options: &TokenOptions, existing: ExistingFile) -> anyhow::Result<()> {
     let Some(file) = &options.token_file else { return Ok(()) };
     let name = file.display();
@@ -96,14 +96,14 @@ fn write_token(file: &Path, token: &str, existing: ExistingFile) -> anyhow::Resu
         ExistingFile::Replace => fsx::write_atomic(file, content.as_bytes(), 0o600)?,
         ExistingFile::Keep => ensure!(
             fsx::create_atomic(file, content.as_bytes(), 0o600)?,
-            "{} was created by another program in the meantime",
+            "{} was created concurrently by another program",
             file.display()
         ),
     }
     Ok(())
 }
 
-/// Prints a new token and its operator, or writes the token to a file and prints only the operator.
+/// Prints a new token and its operator. With a token file, the token is written there instead.
 fn output_token(
     response: &ApiResponse,
     options: &TokenOptions,

@@ -1,4 +1,4 @@
-//! `svcctl provision`: shows the cost and quota of a new machine, prompts for confirmations, and creates the machine.
+//! `svcctl provision`: shows a new machine's cost and quota, prompts for confirmation, and creates the machine.
 
 use anyhow::anyhow;
 use http::{Method, StatusCode};
@@ -63,7 +63,7 @@ fn request_body(args: &Provision) -> Map<String, Value> {
     body
 }
 
-/// Fetches the quote; `None` from a platform with an older release, which has no such route.
+/// Fetches the quote, or `None` if the platform predates this route.
 async fn fetch_quote(api: &ApiClient, body: &Map<String, Value>) -> Result<Option<ApiResponse>, CallError> {
     let body = Value::Object(body.clone());
     match api.send(Method::POST, &["vps", "provision", "quote"], Some(&body)).await {
@@ -78,13 +78,13 @@ async fn fetch_quote(api: &ApiClient, body: &Map<String, Value>) -> Result<Optio
     }
 }
 
-/// Whether the cost must be confirmed. An older platform reports only whether the request adds a customer.
+/// Whether the cost must be confirmed. Older platforms only report whether the request adds a customer.
 fn needs_cost_confirmation(quote: &ProvisionQuote) -> bool {
     quote.adds_customer || quote.needs_cost_confirmation
 }
 
-/// Prompts for the confirmations that are not given as options, if the request adds a customer or changes a customer's
-/// server type.
+/// If the request adds a customer or changes a customer's server type, prompts for any confirmation not given as an
+/// option.
 fn confirm_cost_and_opt_in(args: &Provision, quote: Option<&ProvisionQuote>) -> Result<(), Failure> {
     let adds_customer = quote.map_or(!args.preview, |quote| quote.adds_customer);
     if !adds_customer && !quote.is_some_and(needs_cost_confirmation) {
@@ -132,7 +132,7 @@ fn confirm_cost_and_opt_in(args: &Provision, quote: Option<&ProvisionQuote>) -> 
     Ok(())
 }
 
-/// Compares the cost with the limit from `--confirm-cost`.
+/// Checks the cost against the `--confirm-cost` limit.
 ///
 /// # Errors
 /// [`Exit::Refused`] if the cost is above the limit, in a different currency, or unknown.

@@ -1,4 +1,4 @@
-//! Describes commands' risks, for their prompts: which copies of the data exist during and after each command.
+//! Risk descriptions for prompts: which copies of the data exist during and after each command.
 
 use crate::args::{Delete, Discard, Fail, MachineTarget, Provision, Recover};
 use crate::show::operation::kind_noun;
@@ -35,8 +35,8 @@ pub fn recovery_risk(args: &Recover) -> String {
     lines.join("\n")
 }
 
-/// Describes the risk of creating a machine with `--accept-loss` or `--allow-empty`; `None` without them, because in
-/// that case no data can be lost.
+/// Describes the risk of creating a machine with `--accept-loss` or `--allow-empty`. `None` without them, since no data
+/// can be lost.
 pub fn provision_risk(args: &Provision) -> Option<String> {
     let mut lines = Vec::new();
     lines.extend(args.accept_loss.then_some(LOSS_ACCEPTED));
@@ -50,7 +50,7 @@ pub fn provision_risk(args: &Provision) -> Option<String> {
     Some(std::iter::once(summary.as_str()).chain(lines).collect::<Vec<_>>().join("\n"))
 }
 
-/// Describes the risk of deleting a machine; `machine` is `None` if its record has not been fetched.
+/// Describes the risk of deleting a machine. `machine` is `None` if its record hasn't been fetched.
 pub fn deletion_risk(args: &Delete, machine: Option<&MachineDetail>) -> String {
     if machine.is_some_and(|machine| machine.powered_off_at.is_some()) {
         let server = if args.accept_loss {
@@ -85,7 +85,7 @@ pub fn deletion_risk(args: &Delete, machine: Option<&MachineDetail>) -> String {
     [summary.as_str(), loss, server.as_str()].join("\n")
 }
 
-/// Describes the risk of deleting a machine that is replacing another one: this cancels the recovery and deletes both
+/// Describes the risk of deleting a machine that's replacing another one, which cancels the recovery and deletes both
 /// machines. `None` for other machines.
 pub fn successor_deletion_risk(machine: &MachineDetail, accept_loss: bool) -> Option<String> {
     let mut servers = machine.copies.iter().flat_map(|copies| &copies.kept);

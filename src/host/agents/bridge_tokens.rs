@@ -1,5 +1,5 @@
-//! Bridge tokens for running agents. A token gives access to the bridge of the apps that the owner listed for the
-//! agent, and is revoked when its dispatch ends. The gateway keeps tokens only in memory.
+//! Bridge tokens for running agents. A token grants access to the bridge of the apps that the owner listed for the
+//! agent, and is revoked when its dispatch ends. The gateway only holds tokens in memory.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -12,14 +12,14 @@ const TOKEN_BYTES: usize = 32;
 
 type TokenDigest = [u8; 32];
 
-/// The access that a token grants: the bridge of these apps, while this dispatch is running.
+/// Access granted by a token: the bridge of these apps, for as long as the dispatch runs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BridgeGrant {
     pub dispatch: String,
     pub apps: Arc<[String]>,
 }
 
-/// The valid tokens.
+/// The set of valid tokens.
 #[derive(Default)]
 pub struct BridgeTokens {
     valid: Mutex<HashMap<TokenDigest, BridgeGrant>>,
@@ -49,7 +49,7 @@ impl BridgeTokens {
         Ok(BridgeToken { secret, digest, tokens: Arc::clone(self) })
     }
 
-    /// Finds the access that a token grants; `None` if the token is not valid.
+    /// Looks up a token's grant; `None` if the token is invalid.
     pub fn find(&self, token: &str) -> Option<BridgeGrant> {
         // Looking up a digest leaks nothing about the token through timing.
         self.lock().get(&hash_token(token)).cloned()

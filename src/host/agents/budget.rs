@@ -1,6 +1,6 @@
-//! Users' budgets: reserves an amount before a dispatch starts, and records the cost when the dispatch ends.
+//! Per-user budgets: reserves an amount before a dispatch starts and records the cost when it ends.
 //!
-//! Invariant: checking and changing a user's budget is atomic, even under concurrent requests.
+//! Invariant: a user's budget is checked and updated atomically, even under concurrent requests.
 
 use std::sync::{Arc, PoisonError};
 
@@ -16,9 +16,9 @@ use crate::records::money::Dollars;
 use svc_base::clock::rfc3339_ms;
 use svc_http::problem::{Code, Problem};
 
-/// `Retry-After` while only reservations prevent a dispatch: they are released when the dispatches in flight end.
+/// `Retry-After` when only reservations block a dispatch: they're released as in-flight dispatches end.
 const RESERVED_RETRY_SECONDS: u64 = 10;
-/// Maximum number of users listed in the message about a changed limit.
+/// Maximum number of users listed in the changed-limit message.
 const MAX_LISTED_USERS: usize = 5;
 
 /// An amount reserved for a dispatch, released on drop.
@@ -60,7 +60,7 @@ impl LimitWarning {
     }
 }
 
-/// The limit that prevents a reservation.
+/// The limit that blocked a reservation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LimitReached {
     pub period: Period,
@@ -70,7 +70,7 @@ pub struct LimitReached {
 }
 
 impl LimitReached {
-    /// Whether a retry may succeed within the period: dispatches in flight may cost less than their reservations.
+    /// Whether a retry may succeed within the period: in-flight dispatches may cost less than reserved.
     pub fn can_retry_in_period(&self) -> bool {
         self.spent.in_period(self.period) < self.limit
     }
@@ -90,7 +90,7 @@ impl LimitReached {
 }
 
 impl Kernel {
-    /// The amounts that a user has spent in the current periods, and the reserved amount.
+    /// A user's spending in the current periods, and the reserved amount.
     ///
     /// # Errors
     /// The records are still being read.
@@ -117,11 +117,11 @@ impl Kernel {
         })
     }
 
-    /// Reserves the configured amount for another dispatch of this user, even if the requested model has no price: a
-    /// different model may run.
+    /// Reserves the configured amount for another dispatch by this user. Applies to models without a price as well,
+    /// since a different model may end up running.
     ///
     /// # Errors
-    /// The records are still being read; the inner error is the limit that was reached.
+    /// The records are still being read. The inner error is the limit reached.
     pub fn reserve(
         self: &Arc<Self>,
         user: &str,
@@ -158,7 +158,7 @@ impl Kernel {
         Ok(Ok(Reservation { kernel: Arc::clone(self), user: user.to_owned(), amount }))
     }
 
-    /// Reserves the configured amount for a dispatch that was accepted before a restart, regardless of the limits.
+    /// Reserves the configured amount for a dispatch accepted before a restart, ignoring the limits.
     pub fn restore_reservation(self: &Arc<Self>, user: &str, settings: &OwnerSettings) -> Reservation {
         let amount = settings.limits.reservation;
         let mut reserved = self.reserved.lock().unwrap_or_else(PoisonError::into_inner);
@@ -168,14 +168,15 @@ impl Kernel {
         Reservation { kernel: Arc::clone(self), user: user.to_owned(), amount }
     }
 
-    /// Records an ended dispatch, logs a warning for each limit whose warning threshold it crosses, and returns these
-    /// warnings. Returns `None` if the dispatch was not recorded: either the records have not been read yet, or its
-    /// record was dropped (its cost then counts only in this process).
+    /// Records an ended dispatch, then logs and returns a warning for each limit whose warning threshold it crossed.
+    ///
+    /// Returns `None` if the dispatch wasn't recorded: either the records haven't been read yet, or its record was
+    /// dropped (in which case its cost only counts within this process).
     pub fn record(&self, interaction: &Interaction) -> Option<Vec<LimitWarning>> {
         let settings = self.settings();
         let _guard = self.reserved.lock().unwrap_or_else(PoisonError::into_inner);
         let Ok(store) = self.usage_store() else {
-            tracing::error!(id = interaction.id, "a dispatch ended before the records were read");
+            tracing::error!(id = interaction.id, "dispatch ended before the records were read");
             return None;
         };
         let user = &interaction.sender_id;
@@ -209,7 +210,7 @@ impl Kernel {
         self.note(&format!("{user} has spent {spent} of the {period} cost limit of {limit}"));
     }
 
-    /// Describes the spending that already counts toward a changed limit.
+    /// Describes spending that already counts toward a changed limit.
     pub(super) fn describe_spending(&self, settings: &OwnerSettings, period: Period) -> String {
         let Ok(store) = self.usage_store() else {
             return "spending so far in the current period counts toward it".to_owned();
@@ -235,7 +236,7 @@ impl Kernel {
     }
 }
 
-/// Returns the first day of the period that includes `today`.
+/// First day of the period containing `today`.
 fn first_day(period: Period, today: Date) -> Date {
     match period {
         Period::Daily => today,
@@ -276,7 +277,7 @@ mod tests {
         kernel.record(&interaction).unwrap();
     }
 
-    /// If no dispatch may start at this time, fails with the period and the time at which its limit resets.
+    /// Tries to reserve at the given time. The error is the period whose limit was reached, and when that limit resets.
     fn try_reserve(kernel: &Arc<Kernel>, at: &str) -> Result<(), String> {
         let settings = kernel.settings();
         match kernel.reserve_at(at.parse().unwrap(), "ada", &settings).unwrap() {
@@ -309,7 +310,7 @@ mod tests {
         std::fs::write(layout.settings(), limits).unwrap();
         let kernel = Arc::new(Kernel::new(&layout).unwrap());
         assert!(kernel.open_usage_store());
-        // Local time is 5 September, 23:30. The clock jumps from midnight to one, so the next day has 23 hours.
+        // Local time is 23:30 on September 5. The clock jumps from midnight to 1:00, so the next day is 23 hours long.
         record_cost(&kernel, "2026-09-06T03:30:00.000Z", 100);
         let midnight = "daily 2026-09-06T04:00:00.000Z".to_owned();
         assert_eq!(try_reserve(&kernel, "2026-09-06T03:59:59.999Z"), Err(midnight));
@@ -321,7 +322,7 @@ mod tests {
             Err("daily 2026-09-07T03:00:00.000Z".to_owned())
         );
         assert_eq!(try_reserve(&kernel, "2026-09-07T03:00:00.000Z"), Ok(()));
-        // Both limits are reached, and the monthly one is reported. The month also ends in the owner's time zone.
+        // Both limits are reached; the monthly one is reported. Months end in the owner's time zone, too.
         record_cost(&kernel, "2026-10-01T02:30:00.000Z", 300);
         let end = "monthly 2026-10-01T03:00:00.000Z".to_owned();
         assert_eq!(try_reserve(&kernel, "2026-10-01T02:59:59.999Z"), Err(end));

@@ -1,7 +1,7 @@
-//! Finds unknown names in `system/config.json`: a misspelled limit must not silently disable the limit.
+//! Detects unknown names in `system/config.json`, so a typo can't silently disable a limit.
 //!
-//! Top-level members may belong to other programs. An unknown one is an error only if its name resembles that of a
-//! setting that the file lacks.
+//! Top-level members may belong to other programs, so an unknown one is an error only if it resembles a setting missing
+//! from the file.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,7 @@ use super::adapters::preview;
 
 /// Longer names are truncated in messages.
 const MAX_SHOWN_CHARS: usize = 64;
-/// Names with at least this many characters may differ by two characters, shorter ones by one.
+/// Names at least this long match within two edits, shorter ones within one.
 const MIN_LONG_NAME_CHARS: usize = 8;
 
 const TOP_LEVEL_MEMBERS: [&str; 5] = ["costLimits", "storage", "agents", "dispatch", "prices"];
@@ -24,7 +24,7 @@ const PRICE_MEMBERS: [&str; 3] = ["input", "output", "cachedInput"];
 
 type Members = BTreeMap<String, IgnoredAny>;
 
-/// The names in the file.
+/// Member names in the file.
 #[derive(Deserialize, Default)]
 #[serde(rename_all = "camelCase", default)]
 struct Names {
@@ -35,12 +35,12 @@ struct Names {
     prices: BTreeMap<String, Members>,
 }
 
-/// Checks that the file has no unknown names.
+/// Rejects unknown names.
 ///
 /// # Errors
-/// A message about the first unknown name. It quotes no values, because values can be secrets.
+/// A message about the first unknown name. Values are never quoted, since they can be secrets.
 pub fn check_names(text: &[u8]) -> Result<(), String> {
-    // The caller has parsed the same text and reports other errors.
+    // The caller has already parsed this text and reports any other errors.
     let Ok(names) = serde_json::from_slice::<Names>(text) else { return Ok(()) };
     check_members("costLimits", &names.cost_limits, &COST_LIMITS_MEMBERS)?;
     check_members("storage", &names.storage, &STORAGE_MEMBERS)?;
@@ -73,8 +73,7 @@ fn shorten(name: &str) -> String {
     preview::flatten_and_truncate(name, MAX_SHOWN_CHARS)
 }
 
-/// Finds a known name that differs by at most two characters, or by one if it is short. Case, dashes and underscores
-/// are ignored.
+/// Finds a known name within two edits, or one for short names. Ignores case, dashes and underscores.
 fn find_similar<'k>(name: &str, known: &[&'k str]) -> Option<&'k str> {
     let normalize = |name: &str| name.to_lowercase().replace(['-', '_'], "");
     let name = normalize(&preview::flatten_and_truncate(name, MAX_SHOWN_CHARS));
@@ -115,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn names_of_other_programs_are_allowed() {
+    fn unrelated_names_are_allowed() {
         for text in [
             r#"{"theme": "dark", "editor": {"costLimit": 1}, "limits": {}, "version": 1}"#,
             r#"{"agents": {}, "agent": "of another program"}"#,

@@ -1,7 +1,7 @@
 //! The kernel holds the owner's settings, the records, and each user's spending and reservations.
 //!
-//! The usage store is read in the background, so that the gateway can accept connections in the meantime. Until the
-//! store has been read, requests that need it get a 503 with `Retry-After`.
+//! The usage store is loaded in the background so the gateway can already accept connections. Until then, requests that
+//! need the store get a 503 with `Retry-After`.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::PathBuf;
@@ -30,21 +30,21 @@ use svc_http::rate_limit::RateLimit;
 
 /// Interval between writes to `usage.jsonl`.
 const USAGE_WRITE_INTERVAL: Duration = Duration::from_secs(300);
-/// Interval between checks for a new day and changed settings.
+/// Interval between checks for a new day and for changed settings.
 const CHECK_INTERVAL: Duration = Duration::from_secs(5);
-/// Maximum time that a request waits for the store.
+/// Maximum time a request waits for the usage store.
 const USAGE_STORE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Maximum number of concurrent log streams.
 const MAX_LOG_STREAMS: usize = 32;
-/// Delay before a failed read of the records is retried.
+/// Delay before retrying a failed read of the records.
 const RETRY_INTERVAL: Duration = Duration::from_secs(5);
-/// Minimum interval between notes about a user's refused dispatches.
+/// Minimum interval between refusal notes per user.
 const REFUSAL_NOTE_INTERVAL: Duration = Duration::from_secs(60);
 
 pub struct Kernel {
     layout: Layout,
     settings: LiveSettings,
-    /// Serializes changes to the settings.
+    /// Serializes settings changes.
     settings_lock: Arc<Mutex<()>>,
     records: Records,
     /// `None` after [`Self::close`].
@@ -54,15 +54,15 @@ pub struct Kernel {
     pub(super) reserved: Mutex<HashMap<String, Dollars>>,
     /// Limits concurrent log streams.
     log_streams: Arc<Semaphore>,
-    /// Cancelled when the store is open.
+    /// Cancelled once the usage store is open.
     usage_store_opened: CancellationToken,
-    /// Limits the notes about refused dispatches, by user.
+    /// Per-user rate limit for refusal notes.
     refusal_notes: RateLimit<String>,
 }
 
 impl Kernel {
     /// # Errors
-    /// A thread of the writer cannot be started.
+    /// A writer thread can't be started.
     pub fn new(layout: &Layout) -> std::io::Result<Self> {
         let writer = Writer::start(layout.logs())?;
         let records = writer.records();
@@ -84,7 +84,7 @@ impl Kernel {
         &self.records
     }
 
-    /// Returns the directory of the log files.
+    /// Returns the log file directory.
     pub fn logs(&self) -> PathBuf {
         self.layout.logs()
     }
@@ -109,8 +109,7 @@ impl Kernel {
         let _ = self.records.note(text);
     }
 
-    /// Notes in `activity.log` that a dispatch was refused because of a cost limit, at most once a minute for each
-    /// user.
+    /// Notes in `activity.log` that a cost limit refused a dispatch, at most once a minute per user.
     pub fn note_refusal(&self, user: &str, reason: &str) {
         if self.refusal_notes.check(&user.to_owned()).is_ok() {
             self.note(&format!("a dispatch from {user} was refused: {reason}"));
@@ -122,7 +121,7 @@ impl Kernel {
         self.records.flush(timeout)
     }
 
-    /// Finds interactions by their ids, or their batches' ids: see [`find_interactions`].
+    /// Finds interactions by id or batch id: see [`find_interactions`].
     ///
     /// # Errors
     /// A file cannot be read.
@@ -134,12 +133,12 @@ impl Kernel {
         find_interactions(&self.layout.logs(), ids, since)
     }
 
-    /// Waits up to `USAGE_STORE_TIMEOUT` for the store to be read, and returns it.
+    /// Waits up to `USAGE_STORE_TIMEOUT` for the usage store to be read, and returns it.
     ///
     /// # Errors
     /// The records are still being read after `USAGE_STORE_TIMEOUT`.
     pub async fn wait_for_usage_store(&self) -> Result<&UsageStore, Problem> {
-        // The result below shows whether the store was opened in time.
+        // A timeout shows up in the result below.
         let _ = tokio::time::timeout(USAGE_STORE_TIMEOUT, self.usage_store_opened.cancelled()).await;
         self.usage_store()
     }
@@ -166,8 +165,8 @@ impl Kernel {
         let mut last_write = tokio::time::Instant::now();
         let mut day = self.today();
         while stop.run_until_cancelled(tokio::time::sleep(CHECK_INTERVAL)).await.is_some() {
-            // After a restore, the store is read again before the settings, because the note about a changed limit
-            // states the spending.
+            // After a restore, reread the store before the settings, because the changed-limit note includes the
+            // spending.
             let is_outdated = self.usage_store.get().is_some_and(UsageStore::is_outdated);
             // Reading the settings reports a changed limit now rather than at the next dispatch.
             let today = if is_outdated { day } else { self.today() };
@@ -207,7 +206,7 @@ impl Kernel {
         }
     }
 
-    /// Seals the store and stops the writer, at shutdown.
+    /// Seals the store and stops the writer at shutdown.
     pub fn close(&self) {
         if let Some(store) = self.usage_store.get() {
             store.seal();

@@ -1,8 +1,8 @@
-//! `svc-sync-agent verify`: rereads part of the file backup, so that damage is found before a recovery needs the data.
-//! Once a week, it also restores a sample of files and compares them with those on the machine.
+//! `svc-sync-agent verify`: rereads part of the file backup to find damage before a recovery needs the data. Once a
+//! week, it also restores a sample of files and compares it with the files on the machine.
 //!
-//! The damage report names the affected files and snapshots. The run also requests a save, in which `svc-files` writes
-//! the damaged content again if the machine still has it.
+//! The damage report lists the affected files and snapshots. The run also requests a save, in which `svc-files`
+//! rewrites the damaged content if the machine still has it.
 
 use std::collections::HashSet;
 use std::time::Duration;
@@ -31,17 +31,17 @@ use crate::system::config;
 use crate::system::layout::Layout;
 use crate::system::lock::Lock;
 
-/// The name of the request file for a verification, in the requests directory.
+/// Name of the verification request file, in the requests directory.
 pub const REQUEST: &str = "files-verify";
-/// The name of the pointer in messages and in the damage record.
+/// Pointer name in messages and in the damage record.
 const POINTER: &str = "pointer files/latest";
-/// The name of the key file in the damage record.
+/// Key file name in the damage record.
 const KEY_FILE: &str = "key file";
 const LOCK_FILE: &str = "verify.lock";
-/// Maximum time to wait for another verification to end.
+/// Maximum time to wait for another verification to finish.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(3600);
 
-/// Why a check could not be completed.
+/// Errors that prevent a check from completing.
 #[derive(Debug, thiserror::Error)]
 enum CheckError {
     #[error(transparent)]
@@ -52,22 +52,22 @@ enum CheckError {
     Store(#[from] StoreError),
     #[error("no files have been saved yet")]
     NothingSaved,
-    /// At least one snapshot other than the latest cannot be restored. The intact ones are not affected.
+    /// At least one snapshot other than the latest can't be restored. Intact ones aren't affected.
     #[error("a snapshot other than the latest cannot be restored")]
     UnusableSnapshot(#[source] FilesError),
 }
 
-/// Verifies the shares that are due, or every share with `should_verify_all`. If the verification is completed, runs a
-/// drill if one is due. If the drill finds damage, verifies every share, to locate all of the damage.
+/// Verifies the due shares, or every share with `should_verify_all`. Once that completes, runs a drill if one is due.
+/// If the drill newly finds damage, verifies every share to locate all of it.
 ///
 /// # Errors
-/// `Refused` if something is damaged or differs; `Unavailable` if a check could not be completed; `TryAgain` if the
-/// lock cannot be acquired within an hour; `Config` if the configuration is invalid; `Internal` if a local file cannot
-/// be read or written.
+/// `Refused` on damage or differences; `Unavailable` if a check couldn't be completed; `TryAgain` if the lock isn't
+/// acquired within an hour; `Config` if the configuration is invalid; `Internal` if a local file can't be read or
+/// written.
 pub async fn run(layout: Layout, should_verify_all: bool) -> Result<(), Failure> {
     let lock = Lock::wait(&layout.files_state().join(LOCK_FILE), LOCK_TIMEOUT).await;
-    // Remove the request even without the lock or with an invalid configuration, because systemd restarts this program
-    // as long as the request exists.
+    // Remove the request even without the lock or with an invalid configuration: systemd restarts this program for as
+    // long as the request exists.
     fsx::remove_if_exists(&layout.request(REQUEST)).or_exit(Exit::Internal)?;
     let _lock = lock.or_exit(Exit::TryAgain)?;
     let mut env = config::environment(&layout);
@@ -87,7 +87,7 @@ pub async fn run(layout: Layout, should_verify_all: bool) -> Result<(), Failure>
         && checks.is_drill_due(now)
         && let Some(drill) = drill(&settings, now).await
     {
-        // A failed drill is repeated each day, but only the first one that finds damage causes a full verification.
+        // Failed drills are retried daily, but only the first to find damage triggers a full verification.
         let was_damaged = checks.drill.as_ref().is_some_and(|drill| drill.is_damaged);
         let should_locate_damage = drill.is_damaged && !was_damaged && !should_verify_all;
         error = error.or_else(|| drill.error.clone());
@@ -100,11 +100,11 @@ pub async fn run(layout: Layout, should_verify_all: bool) -> Result<(), Failure>
         }
     }
     if checks.has_repairable_damage() {
-        // The requested save writes the damaged content or snapshot again if the machine still has the files.
+        // The save rewrites the damaged content or snapshot if the machine still has the files.
         fsx::write_atomic(&layout.request(SAVE_REQUEST), b"", 0o644).or_exit(Exit::Internal)?;
     }
     if let Some(problem) = checks.find_problem() {
-        activity::note(layout, &format!("verification of the file backup: {problem}"));
+        activity::note(layout, &format!("file-backup verification: {problem}"));
         return Err(Failure::new(Exit::Refused, anyhow!("{problem}")));
     }
     if let Some(error) = error {
@@ -118,16 +118,15 @@ pub async fn run(layout: Layout, should_verify_all: bool) -> Result<(), Failure>
             pluralize(count, "damaged pack")
         ),
     };
-    activity::note(layout, &format!("verification of the file backup: {text}"));
+    activity::note(layout, &format!("file-backup verification: {text}"));
     println!("{text}");
     Ok(())
 }
 
-/// Verifies shares, and records the result. Also returns whether the latest snapshot can be restored, as far as is
-/// known.
+/// Verifies shares and records the result. Also returns whether the latest snapshot appears to be restorable.
 ///
 /// # Errors
-/// If the result cannot be written. Other errors are part of the result.
+/// If the result can't be written. Other errors become part of the result.
 async fn verify_and_record(
     settings: &FilesSettings,
     checks: &mut FileChecks,
@@ -153,7 +152,7 @@ async fn verify_shares(
     shares: &[PackShare],
     result: &mut VerifyResult,
 ) -> Result<(), CheckError> {
-    // The cache would hide damage to the index and to snapshots.
+    // The cache would mask damage to the index and snapshots.
     let uncached = settings.open_uncached().await?.ok_or(CheckError::NothingSaved)?;
     let repository = settings.open_with_stored_key().await?.ok_or(CheckError::NothingSaved)?;
     if let Some(RepairableDamage { part, error }) = check_latest(settings, &repository, &uncached).await? {
@@ -161,7 +160,7 @@ async fn verify_shares(
         return Err(error.into());
     }
     checks.record_readable();
-    // After the loop, this contains all damaged blobs, because the shares with known damage are verified in each run.
+    // Complete after the loop, because shares with known damage are verified in every run.
     let mut damaged_blobs: HashSet<Id> = HashSet::new();
     for share in shares {
         let verified = verify(&repository, *share).await?;
@@ -181,7 +180,7 @@ async fn verify_shares(
         }
         damaged_blobs.extend(verified.damaged.iter().flat_map(|damaged| &damaged.blobs));
         checks.record_share(*share, &verified, clock::now_ms());
-        // Write the result before the search for affected files, which can take a long time.
+        // Persist the result before searching for affected files, which can take a long time.
         checks.write(&settings.layout).map_err(AccessError::File)?;
     }
     let affected = if damaged_blobs.is_empty() {
@@ -196,7 +195,7 @@ async fn verify_shares(
         last: file.last,
     };
     checks.affected = Some(affected.paths.into_iter().map(describe).collect());
-    // Checked last: an unusable earlier snapshot must not block the other checks.
+    // Checked last so that an unusable earlier snapshot doesn't block the other checks.
     match find_unusable_snapshot(&repository, &uncached).await? {
         Some(error) => Err(CheckError::UnusableSnapshot(error)),
         None => Ok(()),
@@ -210,8 +209,8 @@ struct RepairableDamage {
     error: FilesError,
 }
 
-/// Checks that the pointer names a snapshot that can be read, that the index contains everything that it needs, and
-/// that `restic` can open the repository.
+/// Checks that the pointer references a readable snapshot, that the index contains everything it needs, and that
+/// `restic` can open the repository.
 async fn check_latest(
     settings: &FilesSettings,
     repository: &Repository,
@@ -219,7 +218,7 @@ async fn check_latest(
 ) -> Result<Option<RepairableDamage>, CheckError> {
     let damage = |part: String, error: FilesError| Ok(Some(RepairableDamage { part, error }));
     let pointer_damage = |reason: &str| damage(POINTER.to_owned(), FilesError::corrupt(POINTER, &reason));
-    // Read before the pointer: until this machine's first save ends, the pointer may name nothing.
+    // Read this before the pointer, which may not reference a snapshot until this machine's first save completes.
     let status = FilesStatus::read(&settings.layout).map_err(AccessError::File)?;
     let has_saved = status.is_some_and(|status| status.saved_until.is_some());
     let latest = match settings.read_latest().await {

@@ -1,4 +1,4 @@
-//! Reads request bodies within a size and time limit, and drains those of rejected requests.
+//! Reads request bodies with size and time limits, and drains the bodies of rejected requests.
 
 use std::time::Duration;
 
@@ -51,10 +51,10 @@ pub async fn read(mut body: Body, max_bytes: usize) -> Result<Bytes, Problem> {
     })
 }
 
-/// Reads a body that is a JSON object.
+/// Reads a JSON object from a body.
 ///
 /// # Errors
-/// Those of [`require_json`] and [`read`], or the body is not a JSON object.
+/// As for [`require_json`] and [`read`], or if the body isn't a JSON object.
 pub async fn read_fields(headers: &HeaderMap, body: Body, max_bytes: usize) -> Result<Fields, Problem> {
     require_json(headers)?;
     match serde_json::from_slice(&read(body, max_bytes).await?) {

@@ -1,7 +1,7 @@
 //! `svc-code`: runs the release's code-server on `code.sock`, with the release's Node.js.
 //!
-//! code-server has no password: only the gateway and the owner's own programs can reach its socket, and the gateway
-//! authenticates every request. code-server inherits none of svc's configuration.
+//! code-server runs without a password: its socket is reachable only by the gateway, which authenticates every request,
+//! and by the owner's own programs. It doesn't inherit any of svc's configuration.
 
 use std::ffi::OsString;
 use std::io;
@@ -27,15 +27,16 @@ use svc_base::applet::{self, Exit, Failure, OrExit};
 
 pub const SOCKET: &str = "code.sock";
 
-/// Timeout for the first accepted connection. A new machine under load needs most of it.
+/// Timeout for the first accepted connection. A new machine under load uses most of it.
 const STARTUP_TIMEOUT: Duration = Duration::from_secs(90);
 const PROBE_INTERVAL: Duration = Duration::from_millis(100);
-/// Time between SIGTERM and SIGKILL.
+/// Grace period between SIGTERM and SIGKILL.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(10);
 const PROBE_TIMEOUT: Duration = Duration::from_secs(5);
-/// The only inherited variables: those that a terminal needs. Others may contain svc's configuration.
+/// Environment variables passed through to code-server: only what a terminal needs, as others may contain svc's
+/// configuration.
 const PASSED_VARIABLES: [&str; 6] = ["LANG", "LC_ALL", "PATH", "TERM", "TZ", "USER"];
-/// The paths of code-server's entry point: in its own archive, and as installed by npm.
+/// Entry point locations: in the standalone archive, and in an npm install.
 const ENTRY_POINTS: [&str; 2] = ["out/node/entry.js", "node_modules/code-server/out/node/entry.js"];
 
 #[derive(clap::Parser)]
@@ -49,14 +50,14 @@ const ENTRY_POINTS: [&str; 2] = ["out/node/entry.js", "node_modules/code-server/
 )]
 struct Args {}
 
-/// The paths of the release's code-server and of the Node.js that runs it.
+/// Paths to the release's code-server and the Node.js to run it with.
 #[derive(Debug, PartialEq, Eq)]
 struct CodeServer {
     node: PathBuf,
     entry: PathBuf,
 }
 
-/// The release lacks code-server, or Node.js for it.
+/// The release doesn't include code-server, or a Node.js to run it.
 #[derive(Debug, thiserror::Error)]
 #[error(
     "the release has no {component} ({} is missing); build the bundle with --runtime {argument}=DIR, or do not start svc-code",
@@ -77,7 +78,7 @@ impl CodeServer {
             path: dir.clone(),
             argument: "code-server",
         })?;
-        // code-server's own archive includes Node.js.
+        // The standalone archive bundles its own Node.js.
         let node_paths = [runtime.join("node/bin/node"), dir.join("lib/node")];
         let node = node_paths.iter().find(|path| path.is_file()).cloned();
         let [path, _] = node_paths;
@@ -115,12 +116,11 @@ impl CodeServer {
     }
 }
 
-/// Returns the command-line definition, from which the reference pages are generated.
+/// Returns the clap command, from which the reference pages are generated.
 pub fn command() -> clap::Command {
     <Args as clap::CommandFactory>::command()
 }
 
-/// Runs the applet.
 pub fn run(args: Vec<OsString>) -> ExitCode {
     if let Err(code) = applet::parse::<Args>(args) {
         return code;
@@ -160,8 +160,8 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     Err(Failure::new(Exit::Unavailable, anyhow!("code-server exited: {status}")))
 }
 
-/// Notifies systemd once code-server accepts connections, then feeds the watchdog as long as it does. Returns only if
-/// code-server does not accept connections within [`STARTUP_TIMEOUT`].
+/// Notifies systemd once code-server accepts connections, then feeds the watchdog for as long as it does. Only returns
+/// if code-server isn't up within [`STARTUP_TIMEOUT`].
 async fn supervise(socket: &Path) -> anyhow::Error {
     let accepting = async {
         while !is_accepting(socket).await {
@@ -190,8 +190,8 @@ async fn forward_signals(pid: Option<Pid>, signals: &mut mpsc::Receiver<Signal>)
     }
 }
 
-/// Returns the socket's path. Removes a socket that a killed process left behind; fails if a process still listens on
-/// it.
+/// Returns the socket path, removing any stale socket left by a killed process. Fails if a process is still listening
+/// on it.
 fn claim_socket(dir: &Path) -> io::Result<PathBuf> {
     unix_socket::ensure_dir(dir)?;
     let socket = dir.join(SOCKET);
@@ -206,7 +206,7 @@ async fn is_accepting(socket: &Path) -> bool {
     matches!(timeout(PROBE_TIMEOUT, UnixStream::connect(socket)).await, Ok(Ok(_)))
 }
 
-/// Returns a channel that yields the signals sent to this process.
+/// Returns a channel yielding the signals sent to this process.
 fn receive_signals() -> io::Result<mpsc::Receiver<Signal>> {
     let (sender, receiver) = mpsc::channel(8);
     let kinds = [
@@ -236,15 +236,15 @@ fn pid_of(child: &Child) -> Option<Pid> {
 fn send_signal(pid: Option<Pid>, signal: Signal) {
     let Some(pid) = pid else { return };
     if let Err(error) = kill(pid, signal) {
-        tracing::warn!(%error, %signal, "could not send a signal to code-server");
+        tracing::warn!(%error, %signal, "could not signal code-server");
     }
 }
 
-/// Sends SIGTERM and, after a timeout, SIGKILL.
+/// Sends SIGTERM, followed by SIGKILL after [`SHUTDOWN_TIMEOUT`].
 async fn stop_child(child: &mut Child) -> io::Result<ExitStatus> {
     send_signal(pid_of(child), Signal::SIGTERM);
     match timeout(SHUTDOWN_TIMEOUT, child.wait()).await {
-        Ok(ended) => ended,
+        Ok(status) => status,
         Err(_) => {
             child.kill().await?;
             child.wait().await

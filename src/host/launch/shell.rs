@@ -1,4 +1,4 @@
-//! `svc-shell`: serves the static files of the release's browser UI (the shell) on `shell.sock`.
+//! `svc-shell`: serves the release's browser UI (the shell) as static files on `shell.sock`.
 
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -24,12 +24,11 @@ pub const SOCKET: &str = "shell.sock";
 )]
 struct Args {}
 
-/// Returns the command-line definition, from which the reference pages are generated.
+/// Returns the clap command, from which the reference pages are generated.
 pub fn command() -> clap::Command {
     <Args as clap::CommandFactory>::command()
 }
 
-/// Runs the applet.
 pub fn run(args: Vec<OsString>) -> ExitCode {
     if let Err(code) = applet::parse::<Args>(args) {
         return code;

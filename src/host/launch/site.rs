@@ -1,8 +1,8 @@
-//! Serves a static build from memory: no request path ever reaches the file system.
+//! Serves a static build from memory, so request paths never reach the file system.
 //!
-//! Files with a content hash in their name are cached for a year; all others are revalidated each time. Larger text
-//! files are also stored compressed. A path that names no file and has no file extension gets the index page, because
-//! the shell's own router, in the browser, handles it.
+//! Content-hashed files are cached for a year; everything else is revalidated on each request. Larger text files are
+//! also stored gzipped. Unknown paths without a file extension get the index page, as the shell's client-side router
+//! handles them.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -22,18 +22,18 @@ use svc_http::files::{
 };
 use svc_http::problem::{Code, Problem};
 
-/// A larger shell indicates a broken build.
+/// A larger shell is a sign of a broken build.
 const MAX_SITE_BYTES: u64 = 64 << 20;
 const MAX_SITE_FILES: usize = 10_000;
 const INDEX: &str = "index.html";
-/// The directory for files with a content hash in their name.
+/// Directory of content-hashed files.
 const HASHED_PREFIX: &str = "assets/";
 /// The shell shares the owner's origin, so it may load only its own files and connect only to this host.
 const CONTENT_SECURITY_POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; \
                       connect-src 'self'; manifest-src 'self'; frame-src 'self'; frame-ancestors 'self'; \
                       base-uri 'none'; form-action 'none'; object-src 'none'";
 
-/// The reason a build cannot be served.
+/// Errors from loading a static build.
 #[derive(Debug, thiserror::Error)]
 pub enum SiteError {
     #[error("cannot read {}", .path.display())]
@@ -56,14 +56,14 @@ struct SiteFile {
     gzip: Option<StaticFile>,
 }
 
-/// The files of a build, by relative path.
+/// A static build, loaded into memory and keyed by relative path.
 pub struct Site {
     files: BTreeMap<String, SiteFile>,
     total_bytes: u64,
 }
 
 impl Site {
-    /// Reads all files under `root`. Symbolic links are skipped, because a build has none.
+    /// Reads all files under `root`, skipping symlinks: a build doesn't contain any.
     pub fn read(root: &Path) -> Result<Self, SiteError> {
         let index = root.join(INDEX);
         if !index.is_file() {
@@ -105,8 +105,8 @@ impl Site {
         self.total_bytes
     }
 
-    /// Returns the file for a URL path, with its name; the index page for a path that names no file and has no file
-    /// extension.
+    /// Looks up the file for a URL path and returns it with its name. Unknown paths without a file extension resolve to
+    /// the index page.
     fn find(&self, path: &str) -> Option<(&str, &SiteFile)> {
         let name = percent_decode(path.strip_prefix('/')?)?;
         let name = if name.is_empty() { INDEX } else { &name };
@@ -120,11 +120,11 @@ impl Site {
 fn load_file(name: &str, content: Vec<u8>) -> SiteFile {
     let plain = StaticFile::in_memory(content, media_type(Path::new(name)));
     let compressed = plain.is_compressible().then(|| plain.gzip(Compression::best()));
-    // Compression in memory cannot fail; if it did, the plain file would be served.
+    // In-memory compression can't fail; if it did, we'd serve the plain file.
     SiteFile { gzip: compressed.and_then(Result::ok).flatten(), plain }
 }
 
-/// Returns a router that serves the site on all paths.
+/// Returns a router serving the site on all paths.
 pub fn router(site: Site) -> Router {
     Router::new().fallback(serve).with_state(Arc::new(site))
 }

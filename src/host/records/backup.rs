@@ -1,4 +1,4 @@
-//! Types that all lines of `backup.jsonl` use, and the function that appends a line.
+//! Shared types for `backup.jsonl` entries, and a function to append them.
 
 use serde::{Deserialize, Serialize};
 use svc_base::fsx::FileError;
@@ -6,17 +6,17 @@ use svc_base::fsx::FileError;
 use super::jsonl;
 use crate::system::layout::Layout;
 
-/// The data that a backup contains.
+/// Kind of data in a backup.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum BackupKind {
-    /// Also assumed for lines without a kind, which earlier releases wrote.
+    /// Default for lines without a kind, as written by earlier releases.
     #[default]
     Database,
     Files,
 }
 
-/// The outcome of a backup or of a check.
+/// Outcome of a backup or check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Status {
@@ -24,7 +24,7 @@ pub enum Status {
     Error,
 }
 
-/// Appends a line. The programs that back up the database and the files may do so at the same time.
+/// Appends a line. The database and file backup programs may append concurrently.
 ///
 /// # Errors
 /// See [`jsonl::append_line`].

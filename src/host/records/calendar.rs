@@ -4,7 +4,7 @@ use jiff::Timestamp;
 use jiff::civil::Date;
 use jiff::tz::TimeZone;
 
-/// The days in a time zone.
+/// Calendar days and months in a time zone.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Calendar(TimeZone);
 
@@ -14,7 +14,7 @@ impl Calendar {
     }
 
     /// # Errors
-    /// The time zone is unknown.
+    /// If the time zone is unknown.
     pub fn for_zone(zone: &str) -> Result<Self, jiff::Error> {
         TimeZone::get(zone).map(Self)
     }
@@ -25,7 +25,7 @@ impl Calendar {
 
     /// Returns the first instant of a day, even if the clock skips midnight.
     pub fn start_of_day(&self, day: Date) -> Timestamp {
-        // A day outside the supported range never begins.
+        // A day outside the supported range never starts.
         day.to_zoned(self.0.clone()).map_or(Timestamp::MAX, |start| start.timestamp())
     }
 
@@ -51,7 +51,7 @@ mod tests {
             let (calendar, at) = (Calendar::for_zone(zone).unwrap(), at.parse().unwrap());
             (calendar.start_of_next_day(at).to_string(), calendar.start_of_next_month(at).to_string())
         };
-        // A 23-hour day, a 25-hour day, a leap day, and the end of a year.
+        // A 23-hour day, a 25-hour day, a leap day, and a year end.
         for (zone, at, day, month) in [
             ("Europe/Berlin", "2026-03-28T23:30:00Z", "2026-03-29T22:00:00Z", "2026-03-31T22:00:00Z"),
             ("Europe/Berlin", "2026-10-24T22:30:00Z", "2026-10-25T23:00:00Z", "2026-10-31T23:00:00Z"),
@@ -60,21 +60,21 @@ mod tests {
         ] {
             assert_eq!(next(zone, at), (day.to_owned(), month.to_owned()), "{zone} {at}");
         }
-        // In Lebanon, summer time began at midnight on this day, so the clock skipped from 0:00 to 1:00.
+        // Lebanon switched to DST at midnight on this day, so the clock skipped from 0:00 to 1:00.
         let beirut = Calendar::for_zone("Asia/Beirut").unwrap();
         assert_eq!(beirut.start_of_day("2024-03-31".parse().unwrap()).to_string(), "2024-03-30T22:00:00Z");
         assert_eq!(beirut.day("2024-03-30T22:00:00Z".parse().unwrap()).to_string(), "2024-03-31");
     }
 
     proptest! {
-        /// In any zone, days and months start where the previous ones end, and the next ones start in the future.
+        /// In any zone, days and months start where the previous ones end, and the next ones are in the future.
         #[test]
         fn days_and_months_are_contiguous(
             zone in prop::sample::select(vec![
                 "UTC", "Europe/Berlin", "America/Santiago", "Asia/Beirut", "Africa/Cairo", "America/Havana", "Australia/Lord_Howe",
                 "Asia/Kathmandu", "Pacific/Apia", "America/St_Johns", "Atlantic/Azores",
             ]),
-            // Starts in 2012: before that, clocks in St. John's were set back across midnight, so a day occurred twice.
+            // Starts in 2012: before that, St. John's set clocks back across midnight, so a day occurred twice.
             second in 1_325_376_000_i64..2_400_000_000,
         ) {
             let (calendar, at) = (Calendar::for_zone(zone).unwrap(), Timestamp::from_second(second).unwrap());

@@ -1,4 +1,4 @@
-//! Lines of the log files, as in part 2 of the specification, with additional members such as `id` and `version`.
+//! Log entries as defined in part 2 of the specification, plus additional fields such as `id` and `version`.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -6,21 +6,21 @@ use serde::{Deserialize, Serialize};
 use super::money::Dollars;
 use svc_base::clock;
 
-/// An ended dispatch: a line of `interactions-{date}.jsonl`.
+/// A finished dispatch: a line in `interactions-{date}.jsonl`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Interaction {
     pub version: u32,
-    /// The dispatch's id, generated or chosen by its caller.
+    /// Dispatch id, generated or chosen by the caller.
     pub id: String,
-    /// The end of the dispatch, which determines the day that it counts toward.
+    /// When the dispatch finished, which determines the day it counts toward.
     #[serde(with = "clock::wire")]
     pub timestamp: Timestamp,
-    /// The time at which the dispatch was accepted; absent from older records.
+    /// When the dispatch was accepted; absent from older records.
     #[serde(default, with = "clock::wire_option", skip_serializing_if = "Option::is_none")]
     pub accepted_at: Option<Timestamp>,
-    /// The time at which its run began, even if the agent could not be started; absent if it ended while it was queued,
-    /// and from older records.
+    /// When its run began, even if the agent couldn't be started; absent from older records, or if it ended while
+    /// queued.
     #[serde(default, with = "clock::wire_option", skip_serializing_if = "Option::is_none")]
     pub started_at: Option<Timestamp>,
     /// The user or channel that sent the dispatch.
@@ -31,7 +31,7 @@ pub struct Interaction {
     pub tokens_in: u64,
     pub tokens_out: u64,
     pub cost: Dollars,
-    /// The run ended before it reported its full cost: `cost` is an estimate of at least the reserved amount.
+    /// The run ended before reporting its full cost, so `cost` is an estimate of at least the reserved amount.
     #[serde(default, skip_serializing_if = "is_false")]
     pub cost_estimated: bool,
     pub duration_ms: u64,
@@ -42,10 +42,10 @@ pub struct Interaction {
     pub batch: bool,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub batch_id: Option<String>,
-    /// Number of entries in its batch, including refused ones, which have no record; absent from older records.
+    /// Number of entries in the batch, including refused ones, which aren't recorded; absent from older records.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub batch_size: Option<usize>,
-    /// A digest of the request, to detect reuse of its id for a different request; absent from older records.
+    /// Request digest, to detect an id reused for a different request; absent from older records.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fingerprint: Option<String>,
 }
@@ -61,21 +61,21 @@ pub enum ResultStatus {
     Error,
 }
 
-/// An agent's tool call, without its output.
+/// An agent's tool call, excluding its output.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ToolCall {
     pub name: String,
     pub duration_ms: u64,
-    /// The start of the call's input, without secrets.
+    /// Start of the call's input, with secrets removed.
     pub input_preview: String,
     pub status: ResultStatus,
-    /// The start of the error that the call returned, without secrets.
+    /// Start of the returned error, with secrets removed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
 }
 
-/// The error from a failed dispatch.
+/// Error from a failed dispatch.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct DispatchError {
@@ -89,23 +89,23 @@ pub struct DispatchError {
     pub turn: Option<u64>,
 }
 
-/// A file change in the home directory: a line of `audit.jsonl`.
+/// A file change in the home directory: a line in `audit.jsonl`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct AuditEntry {
     pub version: u32,
-    /// The time of detection: for a command, its end.
+    /// When the change was detected: for a command, when it finished.
     #[serde(with = "clock::wire")]
     pub timestamp: Timestamp,
     pub op: FileOperation,
     /// Relative to the home directory.
     pub path: String,
-    /// The path is not valid UTF-8: in `path`, `\xNN` is a byte, and `\\` is a backslash.
+    /// The path isn't valid UTF-8: in `path`, `\xNN` encodes an invalid byte, and `\\` a backslash.
     #[serde(default, skip_serializing_if = "is_false")]
     pub escaped: bool,
     /// Current size of the file; 0 for directories and deleted files.
     pub size_bytes: u64,
-    /// The agent's program, or a part of the system.
+    /// Agent program or system component.
     pub actor: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub agent_name: Option<String>,
@@ -113,8 +113,8 @@ pub struct AuditEntry {
     pub dispatch_id: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tool: Option<String>,
-    /// It is not certain who made the change: several agents or dispatches were running commands, or an agent was
-    /// killed during a call that writes this file. `agent_name` lists the agents.
+    /// The actor is uncertain: several agents or dispatches were running commands, or an agent was killed during a call
+    /// that writes this file. `agent_name` lists the agents.
     #[serde(default, skip_serializing_if = "is_false")]
     pub ambiguous: bool,
 }
@@ -151,7 +151,7 @@ fn is_false(flag: &bool) -> bool {
     !flag
 }
 
-/// A line, in any JSON log file, that reports dropped lines or unseen tool calls. Readers check for `gap` first.
+/// Reports dropped lines or unseen tool calls. May occur in any JSON log file, so readers check for `gap` first.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GapLine {
     pub version: u32,
@@ -168,39 +168,39 @@ pub struct Gap {
     /// Time of the first missing line or call.
     #[serde(with = "clock::wire")]
     pub since: Timestamp,
-    /// The reason tool calls were not seen, in `audit.jsonl` only. Absent for dropped lines.
+    /// Cause of unseen tool calls, in `audit.jsonl` only. Absent for dropped lines.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub why: Option<GapReason>,
 }
 
-/// The reason changes made by tool calls may be missing.
+/// Cause of a gap in the changes made by tool calls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, strum::Display)]
 #[cfg_attr(test, derive(strum::VariantArray))]
 #[serde(rename_all = "lowercase")]
 #[strum(serialize_all = "lowercase")]
 pub enum GapReason {
-    /// The hook could not reach the watcher.
+    /// The hook couldn't reach the watcher.
     #[serde(rename = "unheard")]
     #[strum(serialize = "unheard")]
     Undelivered,
-    /// The watcher did not reply before the hook's deadline.
+    /// The watcher didn't reply before the hook's deadline.
     Late,
     /// The hook's input was invalid or too large.
     Unreadable,
     /// The watcher restarted while tools were running.
     Restarted,
-    /// The end of a tool call whose start was not seen.
+    /// End of a tool call without a matching start.
     Unpaired,
     /// Too many concurrent tool calls.
     #[serde(rename = "crowded")]
     #[strum(serialize = "crowded")]
     TooManyCalls,
-    /// Calls in the agent's output that no hook reported.
+    /// Calls in the agent's output that weren't reported by a hook.
     Unseen,
-    /// A process without authority reported another process's call, or a dispatch. The report was rejected, unless the
-    /// forgery was detected only later.
+    /// An unauthorized process reported a dispatch or another process's call. The report was rejected, unless the
+    /// forgery was only detected later.
     Forged,
-    /// The end of a tool call whose reporting process had already ended.
+    /// End of a tool call whose reporting process had already exited.
     Unproven,
 }
 

@@ -1,6 +1,6 @@
-//! A log's files by day, and positions in them.
+//! Finds a log's daily files, and tracks positions in them.
 //!
-//! A position identifies its file by inode and birth time, so that it stays valid when a rotation renames the file.
+//! Positions identify files by inode and birth time, so they stay valid when a rotation renames the file.
 
 use std::fmt;
 use std::fs::{File, Metadata, OpenOptions};
@@ -16,7 +16,7 @@ use nix::fcntl::OFlag;
 use super::log_file_names::{ACTIVITY, AUDIT, DatedLog, INTERACTIONS};
 use svc_base::fsx::FileError;
 
-/// A log that [`page`](super::page) and [`tail`](super::tail) can read.
+/// A log readable with [`page`](super::page) and [`tail`](super::tail).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LogKind {
     Interactions,
@@ -27,7 +27,7 @@ pub enum LogKind {
 }
 
 impl LogKind {
-    /// Returns the name of the current file, unless lines are written directly to a day's file.
+    /// Returns the name of the current file, or `None` if lines go straight to dated files.
     fn current_name(self) -> Option<String> {
         match self {
             Self::Interactions => None,
@@ -47,15 +47,15 @@ impl LogKind {
         }
     }
 
-    /// Lists all files, oldest first. A file that a rotation renames meanwhile may be missing from the list.
+    /// Lists all files, oldest first. May miss a file that's being rotated concurrently.
     pub fn list_files(self, logs: &Path) -> Result<Vec<PathBuf>, FileError> {
         let dated = self.list_dated_files(logs)?;
         let current = self.current_name().map(|name| logs.join(name)).filter(|path| path.exists());
         Ok(dated.into_iter().chain(current).collect())
     }
 
-    /// Opens all files, oldest first. Includes the file that is current when this call begins, even if a rotation
-    /// renames it meanwhile.
+    /// Opens all files, oldest first. Includes the file that's current at the time of the call, even if it's rotated
+    /// concurrently.
     pub fn open_files(self, logs: &Path) -> Result<Vec<OpenLogFile>, FileError> {
         let current = self.open_current(logs)?;
         let mut files = Vec::new();
@@ -90,7 +90,7 @@ impl LogKind {
     }
 }
 
-/// A log's files from the newest to the oldest, each opened only when it is reached.
+/// A log's files from newest to oldest, with older files opened lazily.
 pub struct FilesBackward {
     current: Option<OpenLogFile>,
     /// The remaining files, oldest first.
@@ -98,11 +98,11 @@ pub struct FilesBackward {
 }
 
 impl FilesBackward {
-    /// Opens the current file before it lists the others, so that a rotation in between does not hide it.
+    /// Opens the current file before listing the others, so that a rotation in between can't hide it.
     pub fn new(kind: LogKind, logs: &Path) -> Result<Self, FileError> {
         let current = kind.open_current(logs)?;
         let mut dated = kind.list_dated_files(logs)?;
-        // If a rotation has renamed the current file meanwhile, it is the last one in the list.
+        // If the current file was rotated in the meantime, it's the last one listed.
         let is_current = |path: &PathBuf| {
             let id = std::fs::symlink_metadata(path).ok().map(|meta| FileId::from_metadata(&meta));
             id.is_some() && id == current.as_ref().map(|current| current.id)
@@ -113,7 +113,7 @@ impl FilesBackward {
         Ok(Self { current, dated })
     }
 
-    /// Opens the next older file; `None` if there are no more.
+    /// Opens the next older file, or returns `None` if there are no more.
     pub fn open_next(&mut self) -> Result<Option<OpenLogFile>, FileError> {
         if let Some(current) = self.current.take() {
             return Ok(Some(current));
@@ -126,7 +126,7 @@ impl FilesBackward {
         Ok(None)
     }
 
-    /// Returns whether no file remains.
+    /// Returns whether all files have been opened.
     pub fn is_empty(&self) -> bool {
         self.current.is_none() && self.dated.is_empty()
     }
@@ -146,11 +146,11 @@ impl OpenLogFile {
     }
 }
 
-/// Identifies a file regardless of its name. A reused inode has a later birth time.
+/// Identifies a file regardless of its name. The birth time tells reused inodes apart.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct FileId {
     inode: u64,
-    /// The birth time in nanoseconds; 0 if the file system does not report it.
+    /// Birth time in nanoseconds since the Unix epoch, or 0 if the file system doesn't report it.
     birth_time: u64,
 }
 
@@ -163,7 +163,7 @@ impl FileId {
     }
 }
 
-/// A position between two lines in a file.
+/// A position between lines in a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LinePosition {
     pub file: FileId,
@@ -194,7 +194,7 @@ impl FromStr for LinePosition {
     }
 }
 
-/// A reader's position: in the file that contains the last line read, and in another file that has also grown.
+/// A reader's position: in the file containing the last line read, and in another file that has also grown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TailPosition {
     pub last: LinePosition,
@@ -223,16 +223,16 @@ impl FromStr for TailPosition {
     }
 }
 
-/// Opens a regular file; `None` if no regular file has this name.
+/// Opens a regular file, or returns `None` if `path` doesn't exist or isn't one.
 ///
 /// # Errors
-/// The file cannot be opened.
+/// If the file can't be opened.
 pub fn open_regular(path: &Path) -> io::Result<Option<(File, FileId)>> {
     let mut options = OpenOptions::new();
     let opened = options.read(true).custom_flags((OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits()).open(path);
     let file = match opened {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-        // A symbolic link (ELOOP) or a socket (ENXIO) that another program created.
+        // A symlink (ELOOP) or socket (ENXIO) created by another program.
         Err(error)
             if [Errno::ELOOP as i32, Errno::ENXIO as i32].map(Some).contains(&error.raw_os_error()) =>
         {
@@ -249,7 +249,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn open_files_includes_file_that_is_being_rotated() {
+    fn open_files_includes_file_being_rotated() {
         let dir = tempfile::tempdir().unwrap();
         let (logs, current) = (dir.path(), dir.path().join(AUDIT.current_name()));
         std::fs::write(&current, "0\n").unwrap();

@@ -1,4 +1,4 @@
-//! Finds the interactions of recorded dispatches by id.
+//! Finds recorded interactions by dispatch or batch id.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -11,24 +11,24 @@ use super::files::LogKind;
 use super::page::{self, PageError, Verdict};
 use svc_base::clock;
 
-/// Minimum number of pages to search, newest first, unless all interactions are found earlier. A page reads about
-/// 16 MiB, so the pages cover a day or two on a busy machine.
+/// Minimum number of pages to search, newest first, unless everything is found sooner. At about 16 MiB per page, this
+/// covers a day or two on a busy machine.
 const MIN_PAGES: usize = 8;
 /// Maximum number of matching lines per page.
 const MAX_LINES_PER_PAGE: usize = 1000;
 
-/// The time of a log line.
+/// Timestamp of a log line.
 #[derive(Deserialize)]
 struct LineTime {
     #[serde(with = "clock::wire")]
     timestamp: Timestamp,
 }
 
-/// Finds the interactions with these ids or batch ids, and returns them by id. After `MIN_PAGES` pages, the search
-/// continues only while pages contain lines from `since` or later.
+/// Finds the interactions with any of the given ids or batch ids, keyed by id. After `MIN_PAGES` pages, the search only
+/// continues while pages contain lines from `since` or later.
 ///
 /// # Errors
-/// [`PageError::File`] if a file cannot be read.
+/// [`PageError::File`] if a file can't be read.
 pub fn find_interactions(
     logs: &Path,
     ids: &BTreeSet<String>,
@@ -41,17 +41,17 @@ pub fn find_interactions(
         time.is_some_and(|(since, line)| line.timestamp >= since)
     };
     for page_number in 1.. {
-        // A single older line does not end the search: a dispatch that was recorded after a restart has an earlier
-        // timestamp than the lines around it.
+        // A single older line doesn't end the search: dispatches recorded after a restart have earlier timestamps than
+        // the lines around them.
         let mut has_recent_line = false;
-        // JSON escapes none of the characters in an id.
+        // Ids don't contain any characters that JSON escapes.
         let may_match = |line: &str| ids.iter().any(|id| line.contains(&**id));
-        let judge = |line: &str| {
+        let visit = |line: &str| {
             has_recent_line = has_recent_line || is_recent(line);
             if may_match(line) { Verdict::Take } else { Verdict::Skip }
         };
-        let page = match page::read_newest(LogKind::Interactions, logs, cursor, MAX_LINES_PER_PAGE, judge) {
-            // The cursor's file has been deleted, and so have all older ones.
+        let page = match page::read_newest(LogKind::Interactions, logs, cursor, MAX_LINES_PER_PAGE, visit) {
+            // The cursor's file and all older ones have been deleted.
             Err(PageError::Gone) => break,
             page => page?,
         };
@@ -78,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn search_continues_back_to_the_given_time() {
+    fn search_continues_back_to_since() {
         let dir = tempfile::tempdir().unwrap();
         let line = |id: &str, timestamp: &str| {
             let interaction = json!({
@@ -88,7 +88,7 @@ mod tests {
             });
             format!("{interaction}\n")
         };
-        // Other dispatches, whose lines contain the id in another field, fill the newest pages.
+        // Fill the newest pages with other dispatches that contain the id in a different field.
         let newer = (0..MIN_PAGES * MAX_LINES_PER_PAGE)
             .map(|number| line(&format!("other-{number}"), "2026-11-22T10:00:00.000Z"));
         let oldest = line("wanted", "2026-11-20T10:00:00.000Z");

@@ -1,7 +1,7 @@
-//! Appends lines to log files, which have one JSON object per line.
+//! Appends to JSON Lines log files.
 //!
-//! Each append opens the file by name, so that a new file is created if the old one was renamed or deleted. It writes
-//! the whole line in one call, so that the lines of concurrent appends do not mix.
+//! Each append reopens the file by name, to create a new one if the old file was renamed or deleted. The whole line is
+//! written in a single call, so that concurrent appends don't interleave.
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write};
@@ -14,12 +14,12 @@ use svc_base::fsx::FileError;
 const LOCK_TIMEOUT: Duration = Duration::from_secs(1);
 const LOCK_POLL_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Appends a line in a single write, and syncs the file. A torn last line is removed first; a complete last line that
-/// lacks its newline is terminated. Waits up to `LOCK_TIMEOUT` for concurrent appends; if the file is still locked by
-/// then, a torn line is not removed, but terminated.
+/// Appends a line in a single write and syncs the file. A torn last line is removed first; a complete one missing its
+/// newline is terminated. Waits up to `LOCK_TIMEOUT` for concurrent appends; if the file is still locked, a torn line
+/// is terminated instead of removed.
 ///
 /// # Errors
-/// [`FileError`] if the file cannot be created, read or written, or if the path is a symbolic link.
+/// [`FileError`] if the file can't be created, read or written, or if the path is a symlink.
 pub fn append_line(path: &Path, line: &[u8]) -> Result<(), FileError> {
     let dir = path.parent().unwrap_or(Path::new("."));
     std::fs::create_dir_all(dir).map_err(FileError::wrap("create directory", dir))?;
@@ -38,8 +38,8 @@ pub fn append_line(path: &Path, line: &[u8]) -> Result<(), FileError> {
     append().map_err(FileError::wrap("append to", path))
 }
 
-/// Waits for concurrent appends to end, and locks the file. Returns `false` if it is still locked after
-/// `LOCK_TIMEOUT`: the owner's programs can lock the file, too, and must not stop a backup.
+/// Waits for concurrent appends and locks the file. Gives up and returns `false` after `LOCK_TIMEOUT`: the owner's
+/// programs can also lock the file, which must not block a backup.
 fn wait_for_lock(file: &File) -> bool {
     let deadline = Instant::now() + LOCK_TIMEOUT;
     while file.try_lock().is_err() {
@@ -51,8 +51,8 @@ fn wait_for_lock(file: &File) -> bool {
     true
 }
 
-/// Returns a newline if the last line lacks one; otherwise returns nothing. Unlike [`repair_tail`], removes nothing,
-/// because another process may be appending.
+/// Returns a newline if the last line lacks one, otherwise an empty slice. Unlike [`repair_tail`], never truncates the
+/// file, since another process may be appending.
 fn find_missing_newline(file: &mut File) -> std::io::Result<&'static [u8]> {
     let mut last = [b'\n'];
     if file.metadata()?.len() > 0 {
@@ -62,11 +62,11 @@ fn find_missing_newline(file: &mut File) -> std::io::Result<&'static [u8]> {
     Ok(if last == *b"\n" { b"" } else { b"\n" })
 }
 
-/// Removes a torn last line, unless it is longer than 1 MiB. Returns the text to write before the next line: empty, or
-/// a missing newline.
+/// Removes a torn last line, unless it's longer than 1 MiB. Returns the text to write before the next line: a missing
+/// newline, or nothing.
 ///
 /// # Errors
-/// If the file cannot be read or truncated.
+/// If the file can't be read or truncated.
 pub fn repair_tail(file: &mut File) -> std::io::Result<&'static [u8]> {
     const MAX_LINE_BYTES: u64 = 1 << 20;
     let length = file.metadata()?.len();
@@ -80,7 +80,7 @@ pub fn repair_tail(file: &mut File) -> std::io::Result<&'static [u8]> {
         return Ok(b"");
     }
     if tail_start == 0 && start > 0 {
-        // The last line is too long to be checked: only terminate it.
+        // The last line is too long to check, so just terminate it.
         return Ok(b"\n");
     }
     if serde_json::from_slice::<serde::de::IgnoredAny>(tail).is_ok() {

@@ -1,5 +1,5 @@
-//! Usage by day, user and model. Performs no I/O. A line in `usage.jsonl` has the totals for one day, user and model,
-//! and replaces earlier lines for them.
+//! Tracks usage by day, user and model, without performing I/O. Each line in `usage.jsonl` holds the totals for one
+//! day, user and model, and supersedes earlier lines for the same combination.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -11,24 +11,23 @@ use super::money::Dollars;
 pub use svc_http::usage::{GroupBy, UsageQuery};
 use svc_wire::usage::{UsageEntry, UsageReport};
 
-/// The index of an interned user or model name.
+/// Index of an interned user or model name.
 type NameId = u32;
 
-/// A user and a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct UsageKey {
     user: NameId,
     model: NameId,
 }
 
-/// The totals for a key on one day.
+/// A key's totals for one day.
 #[derive(Debug, Clone, Copy)]
 struct KeyTotals {
     key: UsageKey,
     totals: Totals,
 }
 
-/// A day's totals by key, sorted and contiguous in memory, so that scanning years takes milliseconds.
+/// A day's totals, sorted by key and contiguous in memory so that scanning years takes milliseconds.
 #[derive(Debug, Default)]
 struct DayUsage {
     entries: Vec<KeyTotals>,
@@ -38,7 +37,7 @@ struct DayUsage {
 
 impl DayUsage {
     fn totals_mut(&mut self, key: UsageKey) -> &mut Totals {
-        // The lines in a file are mostly sorted, so a new key usually belongs at the end.
+        // Lines in a file are mostly sorted, so a new key usually goes at the end.
         let position = match self.entries.last() {
             Some(last) if last.key >= key => self.entries.binary_search_by_key(&key, |entry| entry.key),
             _ => Err(self.entries.len()),
@@ -55,7 +54,7 @@ impl DayUsage {
         position.map_or_else(|_| Totals::default(), |index| self.entries[index].totals)
     }
 
-    /// Returns the entries of a user, or all entries.
+    /// Returns the entries for `user`, or all entries if it's `None`.
     fn entries_for_user(&self, user: Option<NameId>) -> &[KeyTotals] {
         let Some(user) = user else { return &self.entries };
         let from = self.entries.partition_point(|entry| entry.key.user < user);
@@ -64,7 +63,7 @@ impl DayUsage {
     }
 }
 
-/// Sums over dispatches.
+/// Usage totals across dispatches.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Totals {
@@ -101,7 +100,7 @@ pub struct UsageLine<'a> {
     pub tokens_in: u64,
     pub tokens_out: u64,
     pub dispatches: u64,
-    /// Number of interactions, for all users on this day, that had been counted when this line was written.
+    /// Number of the day's interactions, across all users, counted by the time this line was written.
     pub seq: u64,
 }
 
@@ -117,15 +116,15 @@ impl UsageLine<'_> {
 /// A group in a report.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReportEntry {
-    /// The day, or the first day of the week or month; for a model or user, the day of its first dispatch in the
-    /// report.
+    /// The day, or the first day of the week or month. When grouping by model or user, the day of the group's first
+    /// dispatch in the report.
     pub date: Date,
     pub model: Option<String>,
     pub user_id: Option<String>,
     pub totals: Totals,
 }
 
-/// The groups, sorted by day or name, and their sum.
+/// Groups sorted by day or name, and their total.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Report {
     pub total: Totals,
@@ -156,17 +155,17 @@ impl From<Report> for UsageReport {
     }
 }
 
-/// The usage of all days.
+/// Usage across all days.
 #[derive(Debug, Default)]
 pub struct Ledger {
     names: Vec<String>,
     ids: HashMap<String, NameId>,
     days: BTreeMap<Date, DayUsage>,
-    /// Keys whose current totals are missing from `usage.jsonl`.
+    /// Keys whose current totals haven't been written to `usage.jsonl`.
     unwritten: BTreeSet<(Date, UsageKey)>,
 }
 
-/// A day's totals while they are counted again from its interactions.
+/// An in-progress recount of a day's totals from its interactions.
 pub struct Recount {
     date: Date,
     totals: BTreeMap<UsageKey, Totals>,
@@ -192,7 +191,7 @@ impl Ledger {
         &self.names[id as usize]
     }
 
-    /// Counts an ended dispatch.
+    /// Counts a finished dispatch.
     pub fn count(&mut self, date: Date, user: &str, model: &str, totals: &Totals) {
         let key = self.intern_key(user, model);
         let day = self.days.entry(date).or_default();
@@ -210,28 +209,26 @@ impl Ledger {
         self.unwritten.remove(&(line.date, key));
     }
 
-    /// Starts a recount of a day.
     pub fn begin_recount(&self, date: Date) -> Recount {
         Recount { date, totals: BTreeMap::new(), interaction_count: 0 }
     }
 
-    /// Adds an interaction to a recount.
     pub fn add_to_recount(&mut self, recount: &mut Recount, user: &str, model: &str, totals: &Totals) {
         recount.totals.entry(self.intern_key(user, model)).or_default().add(totals);
         recount.interaction_count += totals.dispatches;
     }
 
-    /// Replaces the day's totals with those of the recount.
+    /// Replaces the day's totals with the recounted ones.
     pub fn finish_recount(&mut self, recount: Recount) {
         let Recount { date, totals: mut recounted, interaction_count } = recount;
         let day = self.days.entry(date).or_default();
         for entry in &day.entries {
-            // A key without interactions becomes zero: usage.jsonl still has lines for it.
+            // Zero out keys without interactions, as usage.jsonl still has lines for them.
             recounted.entry(entry.key).or_default();
         }
         day.interaction_count = interaction_count;
         for (key, totals) in recounted {
-            // A new key has no line yet, even with zero totals.
+            // A new key doesn't have a line yet, even if its totals are zero.
             let is_new = day.entries.binary_search_by_key(&key, |entry| entry.key).is_err();
             let current = day.totals_mut(key);
             if is_new || *current != totals {
@@ -241,12 +238,11 @@ impl Ledger {
         }
     }
 
-    /// Frees excess memory after the files have been read.
+    /// Frees excess capacity. Call after reading the files.
     pub fn shrink_to_fit(&mut self) {
         self.days.values_mut().for_each(|day| day.entries.shrink_to_fit());
     }
 
-    /// Returns the totals for a day.
     pub fn day_totals(&self, date: Date) -> Totals {
         let mut sum = Totals::default();
         self.days
@@ -263,11 +259,11 @@ impl Ledger {
         end: Option<Date>,
     ) -> impl Iterator<Item = (&Date, &DayUsage)> {
         let (from, to) = (start.unwrap_or(Date::MIN), end.unwrap_or(Date::MAX));
-        // An inverted range would panic.
+        // `range` panics on inverted bounds.
         (from <= to).then(|| self.days.range(from..=to)).into_iter().flatten()
     }
 
-    /// Returns the days with totals that are missing from `usage.jsonl`.
+    /// Returns the days with unwritten totals.
     pub fn unwritten_days(&self) -> BTreeSet<Date> {
         self.unwritten.iter().map(|(date, _)| *date).collect()
     }
@@ -288,7 +284,7 @@ impl Ledger {
         }
     }
 
-    /// Returns the lines that are missing from `usage.jsonl`. Report written lines to [`Ledger::mark_written`].
+    /// Returns the lines not yet in `usage.jsonl`. Call [`Ledger::mark_written`] after writing them.
     pub fn unwritten_lines(&self) -> impl Iterator<Item = UsageLine<'_>> {
         self.unwritten.iter().map(|(date, key)| {
             let day = self.days.get(date);
@@ -309,7 +305,7 @@ impl Ledger {
         self.days.keys().copied().collect()
     }
 
-    /// Returns a line for each key that has usage on this day.
+    /// Returns a line for each key with usage on this day.
     pub fn day_lines(&self, date: Date) -> impl Iterator<Item = UsageLine<'_>> {
         let day = self.days.get(&date);
         day.into_iter().flat_map(move |day| {
@@ -322,14 +318,14 @@ impl Ledger {
         self.days.values().map(|day| day.entries.len()).sum()
     }
 
-    /// Returns the amount that a user spent from `start` to `end`, both inclusive.
+    /// Returns the amount spent by a user from `start` to `end`, inclusive.
     pub fn spent(&self, user: &str, start: Date, end: Date) -> Dollars {
         let Some(user) = self.ids.get(user) else { return Dollars::ZERO };
         let days = self.days_between(Some(start), Some(end));
         days.flat_map(|(_, day)| day.entries_for_user(Some(*user))).map(|entry| entry.totals.cost).sum()
     }
 
-    /// Returns the users with dispatches on or after this day.
+    /// Returns the users with dispatches on or after `start`.
     pub fn users_since(&self, start: Date) -> BTreeSet<&str> {
         let all = self.days_between(Some(start), None).flat_map(|(_, day)| &day.entries);
         all.filter(|entry| entry.totals.dispatches > 0).map(|entry| self.name(entry.key.user)).collect()
@@ -337,7 +333,7 @@ impl Ledger {
 
     pub fn report(&self, query: &UsageQuery) -> Report {
         let user = query.user_id.as_deref().map(|user| self.ids.get(user).copied());
-        // An unknown user has no usage.
+        // Unknown users don't have any usage.
         let Some(user) = user.map_or(Some(None), |user| user.map(Some)) else { return Report::default() };
         let days =
             self.days_between(query.start, query.end).map(|(date, day)| (*date, day.entries_for_user(user)));

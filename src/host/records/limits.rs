@@ -1,7 +1,7 @@
 //! Cost limits: decides whether a dispatch may start and when to warn. Performs no I/O.
 //!
-//! A dispatch may start while the user's spending plus reservations is below the limit; an amount is then reserved for
-//! it. A limit is therefore exceeded by at most one reservation, plus the amounts by which dispatches exceed theirs.
+//! A dispatch may start while the user's spending plus reservations is below the limit, and then gets a reservation of
+//! its own. This bounds the overshoot to one reservation, plus any amounts by which dispatches exceed theirs.
 
 use serde::{Deserialize, Serialize};
 
@@ -12,12 +12,12 @@ use super::money::Dollars;
 pub struct Limits {
     pub daily: Dollars,
     pub monthly: Dollars,
-    /// The amount that is reserved for each dispatch before it may start.
+    /// Amount reserved for each dispatch before it starts.
     pub reservation: Dollars,
 }
 
 impl Limits {
-    /// $0.50: few dispatches to coding agents cost more.
+    /// $0.50. Few dispatches to coding agents cost more.
     pub const DEFAULT_RESERVATION: Dollars = Dollars::from_nanos(500_000_000);
 
     pub fn for_period(self, period: Period) -> Dollars {
@@ -50,7 +50,7 @@ impl Period {
         self.into()
     }
 
-    /// Returns the message that the specification requires.
+    /// Returns the message required by the specification.
     pub fn reached_message(self) -> &'static str {
         match self {
             Self::Daily => "Daily cost limit reached.",
@@ -79,8 +79,7 @@ impl Spending {
 /// Checks whether another dispatch may start.
 ///
 /// # Errors
-/// The period whose limit has been reached. If both limits have been reached, [`Period::Monthly`], because it ends
-/// later.
+/// The period whose limit has been reached. If both have, [`Period::Monthly`], which ends later.
 pub fn check_limits(limits: Limits, spent: &Spending) -> Result<(), Period> {
     let is_reached = |period: &Period| {
         let limit = limits.for_period(*period);
@@ -143,8 +142,8 @@ mod tests {
     }
 
     proptest! {
-        /// In any order of starts and ends, dispatches that cost at most their reservation exceed the limit by less
-        /// than one reservation.
+        /// However starts and ends are interleaved, dispatches within their reservation exceed the limit by less than
+        /// one reservation.
         #[test]
         fn limit_is_exceeded_by_one_reservation_at_most(costs in prop::collection::vec((0_u64..=50, any::<bool>()), 0..200)) {
             let limits = limits(500, 0);

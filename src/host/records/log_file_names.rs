@@ -1,8 +1,8 @@
-//! File names of dated logs: `audit-2026-11-20.jsonl`, or `audit-2026-11-20.2.jsonl` if the first name was taken.
+//! File names for dated logs: `audit-2026-11-20.jsonl`, or `audit-2026-11-20.2.jsonl` if the first name was taken.
 
 use jiff::civil::Date;
 
-/// A log with a file for each day.
+/// A log with daily files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DatedLog {
     pub stem: &'static str,
@@ -11,11 +11,11 @@ pub struct DatedLog {
 
 pub const ACTIVITY: DatedLog = DatedLog { stem: "activity", extension: "log" };
 pub const AUDIT: DatedLog = DatedLog { stem: "audit", extension: "jsonl" };
-/// Interactions are written directly to the day's file, without a current file.
+/// Interactions go straight to the day's file; there's no current file.
 pub const INTERACTIONS: DatedLog = DatedLog { stem: "interactions", extension: "jsonl" };
 
 impl DatedLog {
-    /// Returns the name of the current file, which a rotation renames.
+    /// Returns the name of the current file, which gets renamed on rotation.
     pub fn current_name(self) -> String {
         format!("{}.{}", self.stem, self.extension)
     }
@@ -26,12 +26,12 @@ impl DatedLog {
         if n == 1 { format!("{stem}-{day}.{extension}") } else { format!("{stem}-{day}.{n}.{extension}") }
     }
 
-    /// Parses the day in one of this log's file names; `None` for other names.
+    /// Parses the day from one of this log's file names. Returns `None` for any other name.
     pub fn parse_day(self, name: &str) -> Option<Date> {
         self.parse_day_and_number(name).map(|(day, _)| day)
     }
 
-    /// Parses the day and the number of the file within the day.
+    /// Parses the day and the file's sequence number within it.
     pub fn parse_day_and_number(self, name: &str) -> Option<(Date, u32)> {
         let middle = name.strip_prefix(self.stem)?.strip_prefix('-')?;
         let middle = middle.strip_suffix(self.extension)?.strip_suffix('.')?;

@@ -1,8 +1,7 @@
-//! The records in the owner's `system/logs`: dispatches, their cost, file changes, and events on the machine.
+//! Records in the owner's `system/logs`: dispatches and their cost, file changes, and machine events.
 //!
-//! This module defines the lines of the log files, and writes, counts and reads them. It also reads the logs of storage
-//! and backups, which other modules write. All log files except `activity.log` have one JSON object per line. Days
-//! begin at midnight in `costLimits.timeZone`.
+//! Defines the log entries, and writes, counts and reads them. Also reads the storage and backup logs written by other
+//! modules. All log files except `activity.log` are JSON Lines. Days start at midnight in `costLimits.timeZone`.
 
 pub mod backup;
 pub mod calendar;

@@ -1,4 +1,4 @@
-//! Dollar amounts in billionths, so that sums are exact in any order.
+//! Dollar amounts in billionths, so that sums are exact regardless of order.
 
 use std::fmt;
 use std::iter::Sum;
@@ -7,14 +7,14 @@ use std::ops::{Add, AddAssign};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 const NANOS_PER_DOLLAR: f64 = 1e9;
-/// Amounts up to this maximum fit in 64 bits; real costs are far below it.
+/// Fits in 64 bits as billionths; real costs are far lower.
 const MAX_DOLLARS: f64 = 1e9;
 
-/// A non-negative amount; in JSON, a number of dollars.
+/// A non-negative amount, serialized as a number of dollars.
 #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Dollars(u64);
 
-/// A number that is not a valid amount.
+/// Error for an invalid amount.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("must be a number of dollars from 0 to 1000000000")]
 pub struct InvalidAmount;
@@ -30,7 +30,7 @@ impl Dollars {
         self.0
     }
 
-    /// Converts a number of dollars, rounded to the nearest billionth.
+    /// Converts from dollars, rounding to the nearest billionth.
     ///
     /// # Errors
     /// [`InvalidAmount`] if `dollars` is negative, not finite, or above the maximum.
@@ -46,7 +46,7 @@ impl Dollars {
         Ok(Self((dollars * NANOS_PER_DOLLAR).round() as u64))
     }
 
-    /// Returns the number of dollars, exact to 15 digits.
+    /// Returns the amount in dollars, exact to 15 digits.
     pub fn as_f64(self) -> f64 {
         self.0 as f64 / NANOS_PER_DOLLAR
     }

@@ -1,4 +1,4 @@
-//! Reads pages of a log across all its files, newest lines first.
+//! Reads a log page by page across all its files, newest lines first.
 
 use std::fs::File;
 use std::io;
@@ -11,8 +11,8 @@ use svc_base::fsx::FileError;
 const CHUNK_BYTES: u64 = 64 << 10;
 /// Longer lines are skipped.
 const MAX_LINE_BYTES: usize = 8 << 20;
-/// A page ends once this many bytes have been read: a filter with few matches gets a short page and a cursor. The last
-/// chunk can exceed the limit by up to `MAX_LINE_BYTES`.
+/// Read budget per page: a filter with few matches gets a short page and a cursor. The last chunk can overshoot by up
+/// to `MAX_LINE_BYTES`.
 const MAX_READ_BYTES: u64 = 16 << 20;
 
 /// The caller's decision on a line.
@@ -20,38 +20,38 @@ const MAX_READ_BYTES: u64 = 16 << 20;
 pub enum Verdict {
     Take,
     Skip,
-    /// Ends the search: this line and all older ones are not wanted.
+    /// Ends the search: skips this line and all older ones.
     Stop,
 }
 
 #[derive(Debug, PartialEq, Eq)]
 pub struct Page {
     pub lines: Vec<String>,
-    /// The cursor for the next page; `None` if there are no older lines.
+    /// Cursor for the next page, or `None` if there are no older lines.
     pub next: Option<LinePosition>,
 }
 
-/// The reason a page could not be read.
+/// Errors from reading a page.
 #[derive(Debug, thiserror::Error)]
 pub enum PageError {
-    #[error("the lines to which the cursor points no longer exist")]
+    #[error("cursor expired: the lines it points to no longer exist")]
     Gone,
     #[error(transparent)]
     File(#[from] FileError),
 }
 
-/// Reads backwards from `before`, or from the end of the newest file, until `judge` has taken `limit` lines or returned
+/// Reads backward from `before`, or from the end of the newest file, until `visit` has taken `limit` lines or returned
 /// [`Verdict::Stop`], or `MAX_READ_BYTES` have been read.
 ///
 /// # Errors
-/// [`PageError::Gone`] if the file that `before` refers to no longer exists, or has become shorter than its offset;
-/// [`PageError::File`] if a file cannot be read.
+/// [`PageError::Gone`] if the file `before` refers to no longer exists, or has been truncated below its offset;
+/// [`PageError::File`] if a file can't be read.
 pub fn read_newest(
     kind: LogKind,
     logs: &Path,
     before: Option<LinePosition>,
     limit: usize,
-    mut judge: impl FnMut(&str) -> Verdict,
+    mut visit: impl FnMut(&str) -> Verdict,
 ) -> Result<Page, PageError> {
     let mut files = FilesBackward::new(kind, logs)?;
     let mut lines = Vec::new();
@@ -68,7 +68,7 @@ pub fn read_newest(
                     ReadOutcome::LimitReached(offset) => (offset, true),
                     ReadOutcome::Line(offset, line) => {
                         let line = String::from_utf8_lossy(&line);
-                        match judge(&line) {
+                        match visit(&line) {
                             Verdict::Take => lines.push(line.into_owned()),
                             Verdict::Skip => {}
                             Verdict::Stop => return Ok(Page { lines, next: None }),
@@ -89,39 +89,39 @@ pub fn read_newest(
     Ok(Page { lines, next: None })
 }
 
-/// Reads a file's lines backwards from an offset.
+/// Reads a file's lines backward from an offset.
 struct BackwardReader {
     file: File,
     id: FileId,
-    /// The offset of `text` in the file.
+    /// Offset of `text` in the file.
     text_offset: u64,
-    /// Text that has been read but not yet returned: empty, or ending with a newline.
+    /// Text read but not yet returned: empty, or ending with a newline.
     text: Vec<u8>,
-    /// Number of bytes at the end of `text` that have already been searched for the start of a line.
+    /// Number of bytes at the end of `text` already searched for a line start.
     searched: usize,
-    /// The bytes before `text_offset` belong to a line that is being skipped.
+    /// The bytes before `text_offset` belong to a line being skipped.
     is_skipping: bool,
 }
 
 enum ReadOutcome {
-    /// A line, and its offset.
+    /// A line and its offset.
     Line(u64, Vec<u8>),
-    /// The start of the file.
+    /// Reached the start of the file.
     Start,
-    /// The read limit has been reached; continue from this offset.
+    /// Read budget exhausted; continue from this offset.
     LimitReached(u64),
 }
 
 impl BackwardReader {
-    /// Starts at a position, or at the end of the file. `None` if the position is in a different file or beyond the end
-    /// of this one.
+    /// Starts at a position, or at the end of the file. Returns `None` if the position is in a different file or past
+    /// the end of this one.
     fn start(file: File, id: FileId, from: Option<LinePosition>) -> io::Result<Option<Self>> {
         let length = file.metadata()?.len();
         if from.is_some_and(|position| position.file != id || position.offset > length) {
             return Ok(None);
         }
         let text_offset = from.map_or(length, |position| position.offset);
-        // A line that does not end with a newline here is torn, still being written, or too long for a page.
+        // A line without a newline here is torn, still being written, or too long for a page.
         let mut last = [b'\n'];
         if text_offset > 0 {
             file.read_exact_at(&mut last, text_offset - 1)?;
@@ -129,7 +129,7 @@ impl BackwardReader {
         Ok(Some(Self { file, id, text_offset, text: Vec::new(), searched: 0, is_skipping: last != [b'\n'] }))
     }
 
-    /// Reads one more chunk, as large as the current text, so that a long line is copied only a few times.
+    /// Reads another chunk, as large as the current text, so long lines are copied only a few times.
     fn read_chunk(&mut self, budget: &mut u64) -> io::Result<()> {
         let size = CHUNK_BYTES.max(self.text.len() as u64).min(self.text_offset);
         let mut chunk = vec![0; usize::try_from(size).unwrap_or_default()];
@@ -171,7 +171,7 @@ impl BackwardReader {
                 return Ok(ReadOutcome::Start);
             }
             if *budget == 0 {
-                // The next page rereads the partly read line.
+                // The next page rereads the partial line.
                 return Ok(ReadOutcome::LimitReached(self.text_offset + self.text.len() as u64));
             }
             self.read_chunk(budget)?;
@@ -201,7 +201,7 @@ mod tests {
     }
 
     proptest! {
-        /// For any line lengths and any distribution of lines across files, pages return each line once, newest first.
+        /// Pages return each line once, newest first, for any line lengths and distribution across files.
         #[test]
         fn pages_return_each_line_once(
             files in prop::collection::vec(prop::collection::vec(0_usize..70_000, 0..6), 1..4),
@@ -260,20 +260,20 @@ mod tests {
         let (current, old) = (logs.join("audit.jsonl"), logs.join("audit-2026-11-20.jsonl"));
         fs::write(&old, "1\n").unwrap();
         fs::write(&current, "2\n3\n").unwrap();
-        // As if a rotation had renamed the file after it was opened.
+        // Simulate a rotation after the file was opened.
         fs::hard_link(&current, logs.join("audit-2026-11-21.jsonl")).unwrap();
         let is_old_open = || {
             let mut open = fs::read_dir("/proc/self/fd").unwrap().flatten();
             open.any(|entry| fs::read_link(entry.path()).is_ok_and(|path| path == old))
         };
-        let mut judged = Vec::new();
+        let mut visited = Vec::new();
         let page = read_newest(LogKind::Audit, &logs, None, 5, |line| {
-            judged.push((line.to_owned(), is_old_open()));
+            visited.push((line.to_owned(), is_old_open()));
             Verdict::Take
         });
         assert_eq!(page.unwrap().next, None);
         let expected = [("3", false), ("2", false), ("1", true)];
-        assert_eq!(judged, expected.map(|(line, is_open)| (line.to_owned(), is_open)));
+        assert_eq!(visited, expected.map(|(line, is_open)| (line.to_owned(), is_open)));
     }
 
     #[test]
@@ -281,7 +281,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let current = dir.path().join("audit.jsonl");
         fs::write(&current, "1\n2\n").unwrap();
-        // As if a rotation had renamed the file after it was opened.
+        // Simulate a rotation after the file was opened.
         fs::hard_link(&current, dir.path().join("audit-2026-11-21.jsonl")).unwrap();
         let page = read_newest(LogKind::Audit, dir.path(), None, 2, |_| Verdict::Take).unwrap();
         assert_eq!(page, Page { lines: vec!["2".into(), "1".into()], next: None });
@@ -314,11 +314,8 @@ mod tests {
         let read_from = |cursor| read_newest(LogKind::Audit, dir.path(), Some(cursor), 5, |_| Verdict::Take);
         assert_eq!(read_from(cursor).unwrap().lines, ["2", "1"]);
         fs::write(&path, "1\n").unwrap();
-        assert!(
-            matches!(read_from(cursor), Err(PageError::Gone)),
-            "the file is shorter, but the cursor was accepted"
-        );
-        // The inode alone does not identify a file: it may have been reused.
+        assert!(matches!(read_from(cursor), Err(PageError::Gone)), "cursor past the end was accepted");
+        // The inode alone doesn't identify a file: it may have been reused.
         fs::write(&path, "4\n5\n6\n").unwrap();
         let text = cursor.to_string();
         let mut numbers = text.split('-');
@@ -332,7 +329,7 @@ mod tests {
     fn page_reads_a_bounded_amount_for_any_line() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("audit.jsonl");
-        // 200 MiB without a newline, in a sparse file; then a long line, one that is too long, and an unfinished one.
+        // 200 MiB without a newline, as a sparse file; then a long line, an overlong one, and an unfinished one.
         fs::write(&path, "first\n").unwrap();
         let mut file = fs::OpenOptions::new().append(true).open(&path).unwrap();
         file.set_len(200 << 20).unwrap();

@@ -1,7 +1,7 @@
-//! Seals mark days whose interactions are all counted in `usage.jsonl`, so that the days need not be recounted.
+//! Seals mark days whose interactions are fully counted in `usage.jsonl`, so that they need not be recounted.
 //!
-//! A day's files only grow: if their length has not changed since they were counted, neither have their lines. A seal
-//! is valid only for the totals with which it was created: if lines in `usage.jsonl` are lost, the day is recounted.
+//! A day's files only grow, so an unchanged length means unchanged lines. A seal is valid only for the totals it was
+//! created with: if lines in `usage.jsonl` are lost, the day is recounted.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -12,13 +12,13 @@ use serde::{Deserialize, Serialize};
 use super::ledger::Totals;
 use svc_base::fsx::{self, FileError};
 
-/// The sealed days, as stored in the seal file.
+/// Sealed days, as stored in the seal file.
 #[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Seals {
     days: BTreeMap<Date, Seal>,
 }
 
-/// The state of a day's interactions when they were counted.
+/// State of a day's interactions at the time of the count.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Seal {
     /// Total length of the day's files, in bytes.
@@ -28,7 +28,7 @@ pub struct Seal {
 }
 
 impl Seals {
-    /// Reads the seals. A missing, unreadable or invalid file counts as empty: the days are recounted.
+    /// Reads the seals. A missing, unreadable or invalid file is treated as empty, so the days are recounted.
     pub fn read(file: &Path) -> Self {
         let text = fsx::read_if_exists(file).ok().flatten();
         text.and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or_default()

@@ -1,8 +1,8 @@
-//! Follows a growing log: returns each complete line of at most `MAX_LINE_BYTES` once, across rotations and all of the
+//! Follows a growing log, returning each complete line of up to `MAX_LINE_BYTES` once, across rotations and all of the
 //! log's files.
 //!
-//! All files are checked, not only the newest: after the time zone changes, or because of a late line, an earlier day's
-//! file can grow.
+//! Checks all files, not only the newest: an earlier day's file can still grow after a time zone change or due to a
+//! late line.
 
 use std::fs::File;
 use std::io;
@@ -15,10 +15,10 @@ use svc_base::fsx::FileError;
 const CHUNK_BYTES: usize = 256 << 10;
 /// Longer lines are skipped.
 const MAX_LINE_BYTES: usize = 8 << 20;
-/// Maximum number of bytes read per call, rounded up to a chunk. A line that is not complete is read again by the next
-/// call, so this must exceed `MAX_LINE_BYTES`.
+/// Maximum number of bytes read per call, rounded up to a chunk. The next call re-reads an incomplete line, so this
+/// must exceed `MAX_LINE_BYTES`.
 const MAX_READ_BYTES: usize = 16 << 20;
-/// A call returns once the lines that it has found add up to this many bytes.
+/// A call returns once it has collected this many bytes of lines.
 const BATCH_BYTES: usize = 1 << 20;
 
 /// A reader for a growing log.
@@ -27,25 +27,25 @@ pub struct Tail {
     logs: PathBuf,
     /// All files seen so far: a few per day.
     files: Vec<FollowedFile>,
-    /// The file that contains the last returned line; before the first line, the newest file.
+    /// File with the last returned line, or the newest file before the first line.
     last_file: Option<FileId>,
-    /// The file that contains the latest returned line outside `last_file`.
+    /// File with the latest returned line outside `last_file`.
     other_file: Option<FileId>,
 }
 
 struct FollowedFile {
     id: FileId,
-    /// The end of the last returned or skipped line, or a position within an overlong line.
+    /// End of the last returned or skipped line, or a position within an overlong line.
     offset: u64,
-    /// Length of the file when it was last read to its end; `None` if it has not been.
+    /// File length when it was last read to the end, or `None` if it hasn't been.
     read_length: Option<u64>,
     /// Whether the text at `offset` is the rest of an overlong line.
     is_skipping: bool,
 }
 
-/// The budget and result of one call.
+/// Read budget and results of one call.
 struct ReadBatch {
-    /// Bytes that may still be read.
+    /// Bytes this call may still read.
     budget: usize,
     lines: Vec<(TailPosition, String)>,
     line_bytes: usize,
@@ -62,8 +62,8 @@ impl Tail {
         Ok(tail)
     }
 
-    /// Starts after an earlier line. Returns `None` if its file was deleted, or if the position is no longer the start
-    /// of a line because the file was truncated.
+    /// Resumes after an earlier line. Returns `None` if its file was deleted, or if the file was truncated so that the
+    /// position no longer starts a line.
     pub fn resume_after(
         kind: LogKind,
         logs: PathBuf,
@@ -72,8 +72,8 @@ impl Tail {
         let files = kind.open_files(&logs)?;
         let index_of = |position: LinePosition| files.iter().position(|file| file.id == position.file);
         let Some(last) = index_of(position.last) else { return Ok(None) };
-        // Files newer than those in the position have not been read. All others count as read to their end, because a
-        // position names only the last two files that have grown.
+        // Files newer than those in the position are unread. All others are assumed to be read to the end, since a
+        // position only records the last two files that grew.
         let newest = position.other_file.and_then(index_of).map_or(last, |other| other.max(last));
         let last_file = Some(position.last.file);
         let mut tail = Self { kind, logs, files: Vec::new(), last_file, other_file: None };
@@ -94,8 +94,8 @@ impl Tail {
         Ok(Some(tail))
     }
 
-    /// Returns the position after the last returned line; `None` if there was no file at the start and no line has been
-    /// returned.
+    /// Returns the position after the last returned line, or `None` if no file existed at the start and no line has
+    /// been returned.
     pub fn position(&self) -> Option<TailPosition> {
         let position_in = |id: FileId| {
             let followed = self.files.iter().find(|followed| followed.id == id)?;
@@ -105,8 +105,8 @@ impl Tail {
         Some(TailPosition { last: position_in(self.last_file?)?, other_file })
     }
 
-    /// Reads new lines, each with the position after it. A call reads a bounded number of bytes: it may return no
-    /// lines while it skips an overlong line, even if more lines follow.
+    /// Reads new lines, each with the position after it. Each call reads a bounded number of bytes, so it may return no
+    /// lines while skipping an overlong one, even if more lines follow.
     pub fn read_lines(&mut self) -> Result<Vec<(TailPosition, String)>, FileError> {
         let mut batch = ReadBatch { budget: MAX_READ_BYTES, lines: Vec::new(), line_bytes: 0 };
         for path in self.kind.list_files(&self.logs)? {
@@ -115,7 +115,7 @@ impl Tail {
             if followed.is_some_and(|followed| followed.read_length == Some(meta.len())) {
                 continue;
             }
-            // The name may belong to a different file by now, so use the id of the opened file.
+            // The name may refer to a different file by now, so use the opened file's ID.
             let opened = files::open_regular(&path).map_err(FileError::wrap("read", &path))?;
             let Some((file, id)) = opened else { continue };
             let index = self.files.iter().position(|followed| followed.id == id).unwrap_or_else(|| {
@@ -185,13 +185,13 @@ impl FollowedFile {
         Self { id, offset: 0, read_length: None, is_skipping: false }
     }
 
-    /// Starts at a position; `None` if it is not the start of a line, or is beyond the end of the file.
+    /// Starts at a position. Returns `None` if it isn't the start of a line or is past the end of the file.
     fn after(position: LinePosition, file: &File) -> io::Result<Option<Self>> {
         let is_valid = position.offset <= file.metadata()?.len() && is_line_start(file, position.offset)?;
         Ok(is_valid.then(|| Self { offset: position.offset, ..Self::new(position.file) }))
     }
 
-    /// Starts after the last complete line. If the incomplete line after it is overlong, starts within that line.
+    /// Starts after the last complete line, or within the incomplete line after it if that one is overlong.
     fn from_end(id: FileId, file: &File) -> io::Result<Self> {
         let length = file.metadata()?.len();
         let (mut end, mut is_skipping) = (length, false);
@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn deleted_file_does_not_repeat_old_lines() {
+    fn deleted_file_does_not_replay_old_lines() {
         let dir = tempfile::tempdir().unwrap();
         let (logs, current) = (dir.path().to_owned(), dir.path().join("audit.jsonl"));
         append(&dir.path().join("audit-2026-11-20.jsonl"), "old\n");
@@ -321,7 +321,7 @@ mod tests {
         assert_eq!(read_all(&mut tail), ["late", "2"]);
     }
 
-    /// The time zone changes to one farther west, so the previous day continues.
+    /// After a time zone change to the west, the previous day continues.
     #[test]
     fn earlier_days_are_followed_and_resumed_exactly() {
         let dir = tempfile::tempdir().unwrap();
@@ -389,7 +389,7 @@ mod tests {
         let (logs, current) = (dir.path().to_owned(), dir.path().join("audit.jsonl"));
         append(&current, "0\n");
         let mut tail = Tail::from_end(LogKind::Audit, logs.clone()).unwrap();
-        // A sparse file: the last line is 100 MiB long and has no newline.
+        // Sparse file: the last line is 100 MiB long and has no newline.
         OpenOptions::new().write(true).open(&current).unwrap().set_len(100 << 20).unwrap();
         append(&current, "rest\n1\n");
         assert!(tail.read_lines().unwrap().is_empty());

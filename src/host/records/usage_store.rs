@@ -1,8 +1,8 @@
-//! The usage store: the [`Ledger`] in memory, and its files.
+//! Usage store: the in-memory [`Ledger`] and its files.
 //!
-//! The interactions are authoritative. `usage.jsonl` is written periodically; opening the store recounts each day whose
-//! interactions still exist, unless the day is sealed. After any crash, totals therefore equal the sum of the recorded
-//! interactions. The totals for days whose files have expired come from `usage.jsonl` only.
+//! Interactions are the source of truth. `usage.jsonl` is written periodically, and opening the store recounts every
+//! unsealed day whose interactions still exist, so after any crash the totals equal the sum of the recorded
+//! interactions. Totals for days whose files have expired come from `usage.jsonl` only.
 
 use std::borrow::Cow;
 use std::collections::BTreeSet;
@@ -28,15 +28,14 @@ use svc_base::error_chain::format_chain;
 use svc_base::failpoint;
 use svc_base::fsx::{self, FileError};
 
-/// Timeout for the flush before days are sealed, `usage.jsonl` is compacted, or restored records are read.
+/// Timeout for the flush before sealing days, compacting `usage.jsonl` or reading restored records.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(10);
 const USAGE_FILE: &str = "usage.jsonl";
-/// The compacted file before it replaces `usage.jsonl`; an interrupted compaction leaves this file behind.
+/// Compacted file before it replaces `usage.jsonl`; left behind by an interrupted compaction.
 const NEW_USAGE_FILE: &str = "usage.jsonl.new";
-/// Maximum number of obsolete lines in `usage.jsonl`, in addition to one for each current line. Beyond it, the file is
-/// compacted.
+/// Maximum number of obsolete lines in `usage.jsonl`, on top of one per current line, before the file is compacted.
 const MAX_OBSOLETE_LINES: u64 = 20_000;
-/// Only the end of a longer line is kept in memory; it is not valid JSON, so the line is ignored.
+/// Only the end of a longer line is kept in memory. It isn't valid JSON, so the line is ignored.
 const MAX_LINE_BYTES: u64 = 8 << 20;
 const CHUNK_BYTES: usize = 256 << 10;
 
@@ -49,23 +48,23 @@ pub struct UsageStore {
     records: Records,
     logs: PathBuf,
     seal_file: PathBuf,
-    /// The number of lines in `usage.jsonl`. The lock serializes writes to that file.
+    /// Number of lines in `usage.jsonl`. The lock serializes writes to the file.
     line_count: Mutex<u64>,
     /// Days with dropped interactions, which are counted but missing from the files.
     incomplete_days: Mutex<BTreeSet<Date>>,
     restore_detector: Option<RestoreDetector>,
 }
 
-/// Detects restores of the records by a file that is replaced after each one. The ledger is then read again: otherwise,
-/// the restored totals would be missing, and the next compaction would delete them.
+/// Detects restored records by a file that every restore replaces. The ledger must then be reloaded; otherwise, the
+/// restored totals would be missing and the next compaction would delete them.
 pub struct RestoreDetector {
     path: PathBuf,
-    /// The file's stamp when the records were last read.
+    /// File stamp as of the last read of the records.
     last_stamp: Mutex<Option<FileStamp>>,
 }
 
 impl RestoreDetector {
-    /// Remembers the file's current stamp. Call this before the records are read.
+    /// Remembers the file's current stamp. Call this before reading the records.
     pub fn new(path: PathBuf) -> Self {
         let detector = Self { path, last_stamp: Mutex::default() };
         *lock(&detector.last_stamp) = detector.read_stamp();
@@ -78,11 +77,11 @@ impl RestoreDetector {
 }
 
 impl UsageStore {
-    /// Opens the store: reads its files, and removes the temporary file of an interrupted compaction. `seal_file` must
-    /// be outside the directory of the log files.
+    /// Opens the store: reads its files and removes the temporary file of an interrupted compaction. `seal_file` must
+    /// be outside the log directory.
     ///
     /// # Errors
-    /// [`FileError`] if a log file exists and cannot be read, or the temporary file cannot be removed.
+    /// [`FileError`] if an existing log file cannot be read or the temporary file cannot be removed.
     pub fn open(records: Records, logs: PathBuf, seal_file: PathBuf) -> Result<Self, FileError> {
         fsx::remove_if_exists(&logs.join(NEW_USAGE_FILE))?;
         let (ledger, line_count) = read_ledger_and_line_count(&logs, &seal_file)?;
@@ -97,14 +96,14 @@ impl UsageStore {
         })
     }
 
-    /// Makes the store read its files again after each restore.
+    /// Reloads the store's files after each restore.
     #[must_use]
     pub fn with_restore_detector(self, detector: RestoreDetector) -> Self {
         Self { restore_detector: Some(detector), ..self }
     }
 
-    /// Reads the files again if a restore has replaced them; calls to [`Self::record`] block in the meantime. Returns
-    /// `false` if the files have to be read, but cannot be: nothing may be written in that case.
+    /// Reloads the files if a restore has replaced them, blocking calls to [`Self::record`] meanwhile. Returns `false`
+    /// if a reload is needed but fails; nothing may be written in that case.
     fn reload_if_restored(&self, line_count: &mut u64) -> bool {
         let Some(detector) = &self.restore_detector else { return true };
         let mut last_stamp = lock(&detector.last_stamp);
@@ -119,18 +118,18 @@ impl UsageStore {
         match read_ledger_and_line_count(&self.logs, &self.seal_file) {
             Ok((restored, restored_line_count)) => {
                 (*ledger, *line_count, *last_stamp) = (restored, restored_line_count, current_stamp);
-                tracing::info!("read the records again after a restore");
+                tracing::info!("reloaded records after a restore");
                 true
             }
             Err(error) => {
-                tracing::warn!(error = %format_chain(&error), "cannot read the restored records; retrying");
+                tracing::warn!(error = %format_chain(&error), "cannot read restored records; will retry");
                 false
             }
         }
     }
 
-    /// Returns whether a restore has replaced the files since they were last read. The next [`Self::write`] reads them
-    /// again.
+    /// Returns whether a restore has replaced the files since they were last read. The next [`Self::write`] reloads
+    /// them.
     pub fn is_outdated(&self) -> bool {
         let detector = self.restore_detector.as_ref();
         detector.is_some_and(|detector| *lock(&detector.last_stamp) != detector.read_stamp())
@@ -140,14 +139,14 @@ impl UsageStore {
         lock(&self.ledger)
     }
 
-    /// Records an ended dispatch and counts it toward `day`.
+    /// Records a finished dispatch and counts it toward `day`.
     ///
     /// # Errors
-    /// [`LineDropped`] if the interaction could not be queued: the dispatch counts until this process ends, and is
-    /// missing when its day is recounted.
+    /// [`LineDropped`] if the interaction could not be queued. The dispatch still counts until this process exits, but
+    /// is lost when its day is recounted.
     pub fn record(&self, day: Date, interaction: &Interaction) -> Result<(), LineDropped> {
         let totals = Totals::for_dispatch(interaction.cost, interaction.tokens_in, interaction.tokens_out);
-        // Hold the lock for both steps: a seal created between them would cover the interaction without its totals.
+        // Hold the lock across both steps: a seal created in between would cover the interaction but not its totals.
         let mut ledger = self.lock_ledger();
         let accepted = self.records.append(LogFile::Interactions(day), interaction);
         ledger.count(day, &interaction.sender_id, &interaction.model, &totals);
@@ -182,7 +181,7 @@ impl UsageStore {
         }
     }
 
-    /// Rewrites `usage.jsonl` with one line for each day, user and model.
+    /// Rewrites `usage.jsonl` with one line per day, user and model.
     pub fn compact(&self) {
         let mut line_count = lock(&self.line_count);
         if self.reload_if_restored(&mut line_count) {
@@ -197,7 +196,7 @@ impl UsageStore {
         for line in ledger.unwritten_lines() {
             has_room = self.records.append(LogFile::Usage, &line).is_ok();
             if !has_room {
-                tracing::warn!("lines of usage.jsonl are delayed: the queue is full");
+                tracing::warn!("usage.jsonl lines delayed: queue full");
                 break;
             }
             written += 1;
@@ -213,15 +212,15 @@ impl UsageStore {
                 tracing::info!(before = *line_count, after, "usage.jsonl compacted");
                 *line_count = after;
             }
-            Ok(None) => tracing::debug!("compaction of usage.jsonl postponed"),
+            Ok(None) => tracing::debug!("usage.jsonl compaction postponed"),
             Err(error) => {
-                tracing::warn!(error = %format_chain(&error), "cannot compact usage.jsonl; it is unchanged");
+                tracing::warn!(error = %format_chain(&error), "cannot compact usage.jsonl; file unchanged");
             }
         }
     }
 
-    /// Rewrites `usage.jsonl`. Returns the new number of lines, or `None` if the compaction was postponed or there is
-    /// no file. The caller must prevent concurrent writes. The file is replaced only once the new one is durable.
+    /// Rewrites `usage.jsonl`. Returns the new line count, or `None` if the compaction was postponed or there is no
+    /// file. The caller must prevent concurrent writes. The file is only replaced once the new one is durable.
     fn rewrite(&self, line_count: &mut u64) -> Result<Option<u64>, FileError> {
         let (path, new) = (self.logs.join(USAGE_FILE), self.logs.join(NEW_USAGE_FILE));
         if !self.write_lines(line_count) || !self.records.flush(FLUSH_TIMEOUT) {
@@ -242,8 +241,8 @@ impl UsageStore {
         write().map_err(FileError::wrap("write", &new))
     }
 
-    /// Writes the whole ledger to a file and syncs it. Returns the number of lines. Locks the ledger for only one day
-    /// at a time.
+    /// Writes the whole ledger to a file, syncs it and returns the number of lines. Locks the ledger for one day at a
+    /// time.
     fn write_current_lines(&self, path: &Path) -> io::Result<u64> {
         let mut options = OpenOptions::new();
         options.create(true).write(true).truncate(true).mode(0o640).custom_flags(OFlag::O_NOFOLLOW.bits());
@@ -267,9 +266,9 @@ impl UsageStore {
     }
 
     /// Writes all usage and seals complete days. Days with dropped interactions, or with interactions recorded during
-    /// this call, stay unsealed and are recounted at the next start. If the usage is not durable within
-    /// `FLUSH_TIMEOUT`, the previous seals are kept. They are also kept once a sync has failed: the next start may
-    /// record a lost interaction again, and a sealed day would then count it twice.
+    /// this call, stay unsealed and are recounted at the next start. The previous seals are retained if the usage isn't
+    /// durable within `FLUSH_TIMEOUT`, and after any failed sync: the next start may re-record a lost interaction,
+    /// which a sealed day would count twice.
     pub fn seal(&self) {
         let mut line_count = lock(&self.line_count);
         let is_durable = self.reload_if_restored(&mut line_count)
@@ -290,7 +289,7 @@ impl UsageStore {
         });
         drop(ledger);
         if let Err(error) = seals.and_then(|seals| seals.write(&self.seal_file)) {
-            tracing::warn!(error = %format_chain(&error), "cannot seal days; they are recounted at the next start");
+            tracing::warn!(error = %format_chain(&error), "cannot seal days; will recount them at the next start");
         }
     }
 }
@@ -306,12 +305,12 @@ fn total_length(files: &FileLengths) -> u64 {
 /// Reads the ledger from the files.
 ///
 /// # Errors
-/// [`FileError`] if a log file exists and cannot be read.
+/// [`FileError`] if an existing log file cannot be read.
 pub fn read_ledger(logs: &Path, seal_file: &Path) -> Result<Ledger, FileError> {
     read_ledger_and_line_count(logs, seal_file).map(|(ledger, _)| ledger)
 }
 
-/// Reads the ledger, and counts the lines in `usage.jsonl`.
+/// Reads the ledger and counts the lines in `usage.jsonl`.
 fn read_ledger_and_line_count(logs: &Path, seal_file: &Path) -> Result<(Ledger, u64), FileError> {
     let (mut ledger, mut line_count) = (Ledger::default(), 0);
     for_each_line(&logs.join(USAGE_FILE), |line| {
@@ -334,7 +333,7 @@ fn read_ledger_and_line_count(logs: &Path, seal_file: &Path) -> Result<(Ledger, 
                 }
             })?;
         }
-        // If a file has expired in the meantime, usage.jsonl is authoritative.
+        // If a file expired concurrently, fall back to usage.jsonl.
         if has_all_files {
             ledger.finish_recount(recount);
         }
@@ -343,7 +342,7 @@ fn read_ledger_and_line_count(logs: &Path, seal_file: &Path) -> Result<(Ledger, 
     Ok((ledger, line_count))
 }
 
-/// The counted fields of an interaction.
+/// Interaction fields that count toward usage.
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct CountedFields<'a> {
@@ -362,7 +361,7 @@ impl CountedFields<'_> {
     }
 }
 
-/// Paths and lengths of files.
+/// File paths and lengths.
 type FileLengths = Vec<(PathBuf, u64)>;
 
 /// Lists the interaction files by day.
@@ -388,7 +387,7 @@ fn list_files_by_day(logs: &Path) -> Result<Vec<(Date, FileLengths)>, FileError>
     Ok(days.into_iter().collect())
 }
 
-/// Calls `handle` for each line, including gap lines and invalid lines. Returns `false` if the file does not exist.
+/// Calls `handle` for each line, including gap and invalid lines. Returns `false` if the file doesn't exist.
 fn for_each_line(path: &Path, mut handle: impl FnMut(&[u8])) -> Result<bool, FileError> {
     let opened = files::open_regular(path).map_err(FileError::wrap("read", path))?;
     let Some((file, _)) = opened else { return Ok(false) };

@@ -1,12 +1,11 @@
-//! Writes the records of the gateway and of the audit watcher. Callers append lines to queues in memory; one thread
-//! writes them to disk, and another syncs the files.
+//! Record writer for the gateway and the audit watcher. Callers append lines to in-memory queues; one thread writes
+//! them to disk and another syncs the files.
 //!
-//! Each log file's accepted lines are written in order, at most [`WRITE_INTERVAL`] later unless the disk fails. A crash
-//! of the process loses only lines that have not been written; a crash of the machine also loses lines that have not
-//! been synced, or whose sync failed. The queues are bounded: a line that does not fit is rejected and counted, and a
-//! gap line in its log file reports the number. Files are opened by name for each write, so that no line is lost if a
-//! file was renamed or deleted before the write. Failed writes are retried until they succeed or the writer is dropped;
-//! failed syncs are not retried.
+//! Accepted lines are written in order per log file, at most [`WRITE_INTERVAL`] later unless the disk fails. A process
+//! crash only loses unwritten lines; a machine crash also loses lines that weren't synced or whose sync failed. The
+//! queues are bounded: lines that don't fit are rejected and counted, and a gap line in the log file reports how many
+//! were lost. Files are opened by name for each write, so renaming or deleting a file beforehand loses no lines. Failed
+//! writes are retried until they succeed or the writer is dropped; failed syncs are not retried.
 
 mod file;
 mod log_file;
@@ -35,17 +34,17 @@ use svc_base::error_chain::format_chain;
 
 /// Maximum delay before an accepted line is written, unless the disk fails.
 pub const WRITE_INTERVAL: Duration = Duration::from_millis(50);
-/// Number of intervals without lines after which the writing thread sleeps until woken. It does not sleep earlier,
-/// because waking it takes longer than accepting a line.
+/// Number of idle intervals before the writer thread sleeps until woken. Waking it takes longer than accepting a line,
+/// so it doesn't sleep any earlier.
 const MAX_IDLE_INTERVALS: u32 = 20;
-/// Delay before failed writes are retried, unless new lines are queued.
+/// Delay before retrying failed writes, unless new lines are queued.
 const RETRY_INTERVAL: Duration = Duration::from_millis(500);
 /// Timeout for replacing a log file.
 const REPLACE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Interval between syncs of written files.
 const SYNC_INTERVAL: Duration = Duration::from_secs(5);
 
-/// The state that the handles and the threads share.
+/// State shared by the handles and the threads.
 struct Shared {
     logs: PathBuf,
     queues: Mutex<LineQueues>,
@@ -56,7 +55,7 @@ struct Shared {
     syncer: Syncer,
 }
 
-/// The work for one iteration of the writing thread.
+/// One iteration's work for the writer thread.
 struct WriteBatch {
     lines: Vec<(LogFile, Vec<Vec<u8>>)>,
     /// The latest requested flush, unless its lines have already been written.
@@ -69,7 +68,7 @@ struct WriteBatch {
 #[derive(Clone)]
 pub struct Records(Arc<Shared>);
 
-/// The writer's threads. On drop, they end after a final attempt to write and sync all lines.
+/// Owns the writer's threads. Drop stops them after a final attempt to write and sync all lines.
 pub struct Writer {
     records: Records,
     write_thread: Option<JoinHandle<()>>,
@@ -80,7 +79,7 @@ impl Writer {
     /// Starts the threads, which write to files in `logs`.
     ///
     /// # Errors
-    /// A thread cannot be started.
+    /// If a thread cannot be spawned.
     pub fn start(logs: PathBuf) -> std::io::Result<Self> {
         Self::start_with_sync(logs, Box::new(File::sync_data))
     }
@@ -130,7 +129,7 @@ impl Drop for Writer {
 }
 
 impl Records {
-    /// Queues a JSON line. Never waits for the disk.
+    /// Queues a JSON line. Never blocks on the disk.
     ///
     /// # Errors
     /// [`LineDropped`] if the queue is full, or the writer is being dropped.
@@ -147,10 +146,10 @@ impl Records {
         })
     }
 
-    /// Queues a line for `activity.log`, with the current time. Control characters are replaced with spaces.
+    /// Queues a timestamped line for `activity.log`, replacing control characters with spaces.
     ///
     /// # Errors
-    /// As for [`Records::append`].
+    /// Same as [`Records::append`].
     pub fn note(&self, text: &str) -> Result<(), LineDropped> {
         let text: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
         self.accept(LogFile::Activity, format!("{} {text}\n", clock::rfc3339_ms(Timestamp::now())).as_bytes())
@@ -164,13 +163,13 @@ impl Records {
         Ok(())
     }
 
-    /// Replaces a log file with `new`, which must be durable, if the file has the `expected` stamp. The caller
-    /// must prevent concurrent appends. Returns `false` if the file has changed or has queued lines, if the writer is
-    /// busy with another replacement or is being dropped, or after `REPLACE_TIMEOUT`; after the timeout, the file may
-    /// still be replaced later.
+    /// Replaces a log file with `new`, which must be durable, if the file still has the `expected` stamp. The caller
+    /// must prevent concurrent appends. Returns `false` if the file has changed or has queued lines, if another
+    /// replacement is in progress or the writer is being dropped, or after `REPLACE_TIMEOUT`, in which case the file
+    /// may still be replaced later.
     ///
     /// # Errors
-    /// The current file cannot be read, or the rename failed; the log file is unchanged.
+    /// If the current file cannot be read or the rename fails. The log file is then unchanged.
     pub fn replace(&self, log: LogFile, new: PathBuf, expected: FileStamp) -> std::io::Result<bool> {
         let (reply, replied) = mpsc::sync_channel(1);
         {
@@ -181,13 +180,13 @@ impl Records {
             queues.replacement = Some(Replacement { log, new, expected, reply });
         }
         self.0.wake.notify_one();
-        // After a timeout on a slow disk, the writing thread may still replace the file, if it is unchanged by then.
+        // After a timeout on a slow disk, the writer thread may still replace the file if it hasn't changed by then.
         replied.recv_timeout(REPLACE_TIMEOUT).unwrap_or(Ok(false))
     }
 
-    /// Waits until all lines accepted so far are durable. Returns `false` if they are not durable within `timeout`, if
-    /// a sync fails in the meantime, or if the writer has ended. `true` does not cover lines that were accepted before
-    /// a failed sync: see [`Records::failed_syncs`].
+    /// Waits until all lines accepted so far are durable. Returns `false` if that takes longer than `timeout`, a sync
+    /// fails meanwhile, or the writer has stopped. `true` doesn't cover lines accepted before an earlier failed sync;
+    /// see [`Records::failed_syncs`].
     pub fn flush(&self, timeout: Duration) -> bool {
         let mut queues = self.0.lock();
         queues.flushes_requested += 1;
@@ -204,8 +203,8 @@ impl Records {
         queues.failed_syncs == failed_syncs
     }
 
-    /// Returns the number of failed syncs. Lines accepted before a failed sync may be missing after a power failure,
-    /// even if they can be read now and later flushes succeed.
+    /// Returns the number of failed syncs. Lines accepted before a failed sync may be lost in a power failure, even if
+    /// they are readable now and later flushes succeed.
     pub fn failed_syncs(&self) -> u64 {
         self.0.lock().failed_syncs
     }
@@ -215,7 +214,7 @@ impl Records {
         self.0.is_write_failing.load(Ordering::Relaxed)
     }
 
-    /// Returns the number of bytes that have been accepted but not yet written.
+    /// Returns the number of accepted but unwritten bytes.
     pub fn unwritten_bytes(&self) -> usize {
         self.0.lock().pending_bytes()
     }
@@ -226,7 +225,7 @@ impl Shared {
         self.queues.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Runs the writing thread's loop.
+    /// Runs the writer thread's loop.
     fn run_writer(&self) {
         let mut files: Vec<(LogFile, AppendFile)> = Vec::new();
         let mut sync_requested_at = Instant::now();
@@ -265,7 +264,7 @@ impl Shared {
         }
     }
 
-    /// Counts a failed sync, and ends the flush that waited for the sync, if any.
+    /// Counts a failed sync and completes the flush waiting for it, if any.
     fn finish_sync(&self, flush: Option<u64>, has_failed: bool) {
         let mut queues = self.lock();
         queues.failed_syncs += u64::from(has_failed);
@@ -273,7 +272,8 @@ impl Shared {
         self.flushed.notify_all();
     }
 
-    /// Waits for lines or a request, and takes all lines. Returns at most `WRITE_INTERVAL` after `sync_at`, if set.
+    /// Waits for lines or a request, then takes all lines. Returns no later than `WRITE_INTERVAL` after `sync_at`, if
+    /// set.
     fn take_batch(&self, sync_at: Option<Instant>) -> WriteBatch {
         let mut queues = self.wait_for_work(self.lock(), sync_at);
         queues.thread = ThreadState::Writing;
@@ -291,7 +291,7 @@ impl Shared {
         let mut idle_intervals = 0;
         loop {
             queues.thread = ThreadState::Polling;
-            // Limits the age of lines that were accepted since the last interval.
+            // Bounds the age of lines accepted since the last interval.
             let end = Instant::now() + WRITE_INTERVAL;
             while !queues.has_full_batch() && !queues.has_request() {
                 let remaining = end.saturating_duration_since(Instant::now());
@@ -341,7 +341,7 @@ impl Shared {
         Some(UnsyncedFile::new(self.logs.clone(), inode, Arc::new(directory)))
     }
 
-    /// Writes all files, and logs when writes start and stop failing. Returns whether every line was written.
+    /// Writes all files, logging when writes start and stop failing. Returns whether every line was written.
     fn write_files(&self, files: &mut [(LogFile, AppendFile)], is_stopping: bool) -> bool {
         let (mut failed, mut has_unwritten_interactions) = (None, false);
         for (log, file) in files.iter_mut() {
@@ -361,11 +361,11 @@ impl Shared {
             return true;
         };
         if !self.is_write_failing.swap(true, Ordering::Relaxed) {
-            tracing::error!(error = %format_chain(&error), "records cannot be written; they are queued in memory");
+            tracing::error!(error = %format_chain(&error), "cannot write records; queueing them in memory");
         }
         if is_stopping {
             let bytes: usize = files.iter().map(|(_, file)| file.unwritten_bytes()).sum();
-            tracing::error!(bytes, "records lost at shutdown: they could not be written");
+            tracing::error!(bytes, "records lost at shutdown: write failed");
         }
         false
     }
@@ -379,7 +379,7 @@ impl Shared {
         self.lock().finish_batch(unwritten, buffers);
     }
 
-    /// Waits before failed writes are retried, unless new lines are queued.
+    /// Waits before retrying failed writes, unless new lines are queued.
     fn wait_before_retry(&self) {
         let is_idle = |queues: &mut LineQueues| queues.is_empty() && !queues.is_stopping;
         let waited = self.wake.wait_timeout_while(self.lock(), RETRY_INTERVAL, is_idle);

@@ -1,14 +1,14 @@
-//! Decides whether the system clock is trusted, from earlier readings and the time since boot.
+//! Decides whether to trust the system clock, based on earlier readings and the time since boot.
 //!
-//! A clock that is set weeks ahead would immediately expire every dated log file. After a jump, the earlier of the
-//! expected time and the clock's time is used until the clock has been stable for a day. NTP corrects a clock in less
-//! than an hour, so a wrong clock is not stable for that long unless the machine has no time server.
+//! A clock set weeks ahead would immediately expire every dated log file. After a jump, we use the earlier of the
+//! expected time and the clock's time until the clock has been stable for a day. NTP corrects a clock in under an hour,
+//! so a wrong clock doesn't stay stable that long unless the machine has no time server.
 //!
-//! The first check after a boot is different, because only the clock tells how long the machine was off. It trusts the
-//! clock, unless the boot was more than a day after the last check or, without an earlier check, after the last write
-//! to a log file before the boot. In that case, the clock counts as having jumped: the unit starts after
-//! `time-sync.target`, but that target is reached even if no time server responds. A machine that was off for weeks
-//! therefore expires its log files one day after it was powered on.
+//! The first check after a boot is different, because only the clock shows how long the machine was off. It trusts the
+//! clock if the boot was at most a day after the last check or, without an earlier check, after the last pre-boot write
+//! to a log file. Otherwise, the clock is treated as having jumped: the unit starts after `time-sync.target`, but that
+//! target is reached even if no time server responds. A machine that was off for weeks therefore expires its log files
+//! one day after power-on.
 
 use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt;
@@ -21,29 +21,29 @@ use crate::system::process_stat::{ProcessStat, TICKS_PER_SECOND};
 use svc_base::fsx::{self, FileError};
 
 const DAY_SECONDS: i64 = 86_400;
-/// A difference of up to this much is an NTP correction, not a jump.
+/// Differences up to this are treated as NTP corrections, not jumps.
 const MAX_DRIFT_SECONDS: i64 = 900;
-/// Checks are hourly. If the machine reboots between two checks, the boot is at most this long after the first check,
-/// and the second check at most this long after the boot.
+/// Checks run hourly. If the machine reboots between two checks, the boot is at most this long after the first one, and
+/// the second one at most this long after the boot.
 const MAX_REBOOT_SECONDS: i64 = 2 * 3600;
 
-/// A reading of the system clock and the uptime, with the last write to a log file. Times are in seconds since 1970.
+/// A system clock and uptime reading, with the last log-file write. Times are in seconds since the Unix epoch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ClockReading {
     pub clock: i64,
     pub uptime_seconds: i64,
-    /// The time of the last write to a log file before the boot; `None` if there is no such file.
+    /// Time of the last log-file write before the boot, or `None` if there is no such file.
     pub last_write: Option<i64>,
 }
 
-/// The state that is kept between checks.
+/// State persisted between checks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ClockState {
     /// Boot time according to the trusted clock.
     #[serde(rename = "started")]
     boot_time: i64,
-    /// The uptime at the last check.
+    /// Uptime at the last check.
     #[serde(rename = "up")]
     uptime_seconds: i64,
     #[serde(rename = "doubted", default, skip_serializing_if = "Option::is_none")]
@@ -57,12 +57,12 @@ struct UntrustedClock {
     /// Boot time according to this clock.
     #[serde(rename = "started")]
     boot_time: i64,
-    /// The uptime when this clock was first read.
+    /// Uptime when this clock was first seen.
     #[serde(rename = "sinceUp")]
     first_seen_uptime_seconds: i64,
 }
 
-/// Returns the time to use, in seconds since 1970, and the state to keep.
+/// Returns the time to use, in seconds since the Unix epoch, and the state to persist.
 pub fn assess_clock(state: Option<ClockState>, now: ClockReading) -> (i64, ClockState) {
     let uptime_seconds = now.uptime_seconds;
     let boot_time = now.clock - uptime_seconds;
@@ -75,8 +75,8 @@ pub fn assess_clock(state: Option<ClockState>, now: ClockReading) -> (i64, Clock
             }
             (state.boot_time, state.untrusted)
         }
-        // This is the first check, or the first after a boot: the machine booted after the last check or write, so at
-        // least the uptime has passed since then.
+        // First check ever or since boot. The machine booted after the last check or write, so at least the uptime has
+        // passed since then.
         _ => {
             let expected = state.map(|state| state.boot_time + state.uptime_seconds);
             let Some(expected) = expected.or(now.last_write) else { return trusted };
@@ -96,23 +96,23 @@ pub fn assess_clock(state: Option<ClockState>, now: ClockReading) -> (i64, Clock
     (now.clock.min(expected + uptime_seconds), ClockState { boot_time: expected, uptime_seconds, untrusted })
 }
 
-/// Returns whether the machine may have rebooted since the last check, although the uptime is longer now: the last
-/// check may have run even sooner after the previous boot. A clock jump that looks like a reboot is accepted, because
-/// it is too short to matter: at most `2 * MAX_REBOOT_SECONDS`.
+/// Returns whether the machine may have rebooted since the last check even though the uptime has grown: the last check
+/// may have run even sooner after the previous boot. A clock jump that looks like a reboot is accepted: it is at most
+/// `2 * MAX_REBOOT_SECONDS`, too short to matter.
 fn may_have_rebooted(state: ClockState, boot_time: i64, uptime_seconds: i64) -> bool {
     let last_check = state.boot_time + state.uptime_seconds;
     uptime_seconds <= MAX_REBOOT_SECONDS
         && (-MAX_DRIFT_SECONDS..=MAX_REBOOT_SECONDS).contains(&(boot_time - last_check))
 }
 
-/// Finds the last modification time, no later than `latest`, of any file in this directory; `None` if there is no such
-/// file. Times are in seconds since 1970.
+/// Finds the latest modification time of any file in a directory, ignoring files modified after `latest`. Returns
+/// `None` if there are none. Times are in seconds since the Unix epoch.
 fn find_last_write(dir: &Path, latest: i64) -> Result<Option<i64>, FileError> {
     let mut last = None;
     for entry in std::fs::read_dir(dir).map_err(FileError::wrap("read", dir))? {
         let path = entry.map_err(FileError::wrap("read", dir))?.path();
         let meta = match std::fs::symlink_metadata(&path) {
-            // Another program has renamed or deleted the file since.
+            // Another program has since renamed or deleted the file.
             Err(error) if error.kind() == ErrorKind::NotFound => continue,
             meta => meta.map_err(FileError::wrap("stat", &path))?,
         };
@@ -123,17 +123,17 @@ fn find_last_write(dir: &Path, latest: i64) -> Result<Option<i64>, FileError> {
     Ok(last)
 }
 
-/// Assesses the clock, saves the new state to `state_file`, and returns the time to use for expiring the log files in
-/// `logs`. Logs a warning if the clock is not trusted.
+/// Assesses the clock, persists the new state to `state_file`, and returns the time to use for expiring the log files
+/// in `logs`. Logs a warning if the clock isn't trusted.
 pub fn update_trusted_time(state_file: &Path, logs: &Path, clock: Timestamp) -> Result<Timestamp, FileError> {
-    // This process has just started, so its start time, in ticks since boot, is the uptime. The systemd unit hides
-    // `/proc/uptime` (`ProcSubset=pid`).
+    // The systemd unit hides `/proc/uptime` (`ProcSubset=pid`). This process has just started, so its start time in
+    // ticks since boot serves as the uptime.
     let stat = ProcessStat::current().map_err(FileError::wrap("read", Path::new("/proc/self/stat")))?;
     let uptime_seconds = (stat.start_ticks / TICKS_PER_SECOND).cast_signed();
     let text = fsx::read_if_exists(state_file)?;
     let state = text.and_then(|text| serde_json::from_slice(&text).ok());
     let clock_seconds = clock.as_second();
-    // Later writes are ignored: their times may come from the same wrong clock, since the gateway writes at each start.
+    // Ignore later writes: the gateway writes at every start, so their times may come from the same wrong clock.
     let last_write = find_last_write(logs, clock_seconds - uptime_seconds - MAX_DRIFT_SECONDS)?;
     let reading = ClockReading { clock: clock_seconds, uptime_seconds, last_write };
     let (trusted_seconds, new_state) = assess_clock(state, reading);
@@ -144,7 +144,7 @@ pub fn update_trusted_time(state_file: &Path, logs: &Path, clock: Timestamp) -> 
     )?;
     let trusted_time = Timestamp::from_second(trusted_seconds).unwrap_or(clock);
     if trusted_seconds < clock_seconds {
-        tracing::warn!(%clock, %trusted_time, "the clock has jumped: fewer log files expire until it has been stable for a day");
+        tracing::warn!(%clock, %trusted_time, "clock jumped; expiring fewer log files until it has been stable for a day");
     }
     Ok(trusted_time)
 }
@@ -155,14 +155,14 @@ mod tests {
 
     const START: i64 = 1_795_000_000;
 
-    /// Returns a reading of a clock that is `days_ahead` days ahead.
+    /// Returns a reading from a clock that is `days_ahead` days ahead.
     fn at(uptime_hours: i64, days_ahead: i64) -> ClockReading {
         let uptime_seconds = uptime_hours * 3600;
         let clock = START + uptime_seconds + days_ahead * DAY_SECONDS;
         ClockReading { clock, uptime_seconds, last_write: None }
     }
 
-    /// Returns the number of days by which the trusted time is ahead at each check.
+    /// Returns how many days ahead the trusted time is at each check.
     fn days_ahead(checks: &[ClockReading]) -> Vec<i64> {
         let mut state = None;
         let day = |reading: &ClockReading| {
@@ -189,7 +189,7 @@ mod tests {
         assert_eq!(days_ahead(&[at(1, 0), at(2, -40)]), [0, -40]);
         let booted = ClockReading { clock: START + 31 * 3600, uptime_seconds: 60, last_write: None };
         assert_eq!(assess_clock(Some(assess_clock(None, at(30, 0)).1), booted).0, booted.clock);
-        assert_eq!(days_ahead(&[at(1, 40)]), [40], "there is neither an earlier reading nor a log file");
+        assert_eq!(days_ahead(&[at(1, 40)]), [40], "no earlier reading or log file");
         let ClockReading { clock, uptime_seconds, .. } = at(2, 0);
         let step = ClockReading { clock: clock + 600, uptime_seconds, last_write: None };
         let (trusted_time, new_state) = assess_clock(Some(assess_clock(None, at(1, 0)).1), step);
@@ -210,7 +210,7 @@ mod tests {
         let rebooted = reading_at(20, 42);
         let (trusted_time, state) = assess_clock(Some(before), rebooted);
         assert_eq!((trusted_time, state.untrusted), (rebooted.clock, None));
-        // The clock has jumped: if the machine had rebooted, an hourly check would have run sooner.
+        // These are clock jumps: after a reboot, an hourly check would have run sooner.
         for jumped in [reading_at(5 * 60, 42), reading_at(20, 5 * 60)] {
             assert!(assess_clock(Some(before), jumped).0 < jumped.clock, "{jumped:?}");
         }
@@ -230,7 +230,7 @@ mod tests {
         assert_eq!(trusted_time, last + DAY_SECONDS);
         let (trusted_time, state) = assess_clock(Some(state), booted(60 + DAY_SECONDS));
         assert_eq!((trusted_time, state.untrusted), (booted(60 + DAY_SECONDS).clock, None));
-        // Without a state, the last write to a log file replaces the last check.
+        // Without state, the last log-file write stands in for the last check.
         let (trusted_time, _) = assess_clock(None, booted(60));
         assert_eq!(trusted_time, START + 60);
         let recent = ClockReading { last_write: Some(booted(60).clock - 3600), ..booted(60) };
@@ -250,14 +250,14 @@ mod tests {
         std::fs::write(&file, "{").unwrap();
         assert_eq!(days(update_trusted_time(&file, &logs, jumped).unwrap()), 40);
         std::fs::write(&file, "{").unwrap();
-        // A log file from long before the boot, and one that has been written since, with the wrong clock.
+        // One log file from long before the boot, and one written since with the wrong clock.
         for (name, modified) in [("audit.jsonl", Timestamp::UNIX_EPOCH), ("activity.log", jumped)] {
             let log_file = std::fs::File::create(logs.join(name)).unwrap();
             log_file.set_modified(modified.into()).unwrap();
         }
         assert!(
             days(update_trusted_time(&file, &logs, jumped).unwrap()) < 40,
-            "the clock was trusted although the last log file is old"
+            "clock trusted even though the last log file is old"
         );
     }
 }

@@ -1,8 +1,8 @@
-//! Retention: deletes the activity, audit and interaction files whose names contain a date more than 30 days in the
-//! past. All other files are kept.
+//! Retention: deletes activity, audit and interaction logs whose file names are dated more than 30 days ago. All other
+//! files are retained.
 //!
-//! The age is counted from the current day and not from the newest file, so that an idle machine's log files expire as
-//! well. A wrong clock must not cause everything to be deleted, so `clock_trust` determines the current day.
+//! Age is measured from the current day rather than the newest file, so that an idle machine's log files expire as
+//! well. `clock_trust` determines the current day, to keep a wrong clock from deleting everything.
 
 use std::path::Path;
 
@@ -12,10 +12,10 @@ use jiff::civil::Date;
 use crate::records::log_file_names::{ACTIVITY, AUDIT, INTERACTIONS};
 use svc_base::fsx::{self, FileError};
 
-/// The retention period that part 8 of the specification requires.
+/// Retention period required by part 8 of the specification.
 const RETENTION_DAYS: i32 = 30;
 
-/// Returns the date in a log file's name.
+/// Parses the date in a log file name.
 fn parse_log_day(name: &str) -> Option<Date> {
     [ACTIVITY, AUDIT, INTERACTIONS].iter().find_map(|log| log.parse_day(name))
 }
@@ -29,7 +29,7 @@ fn expired_names(names: Vec<String>, today: Date) -> Vec<String> {
     expired
 }
 
-/// Deletes the expired log files and returns their names.
+/// Deletes expired log files and returns their names.
 ///
 /// # Errors
 /// [`FileError`] if the directory cannot be read, or from the first failed deletion; the other log files are still
@@ -77,7 +77,7 @@ mod tests {
     #[test]
     fn keeps_thirty_days_and_deletes_older() {
         let dir = tempfile::tempdir().unwrap();
-        let kept = [
+        let retained = [
             "activity-2026-10-22.log",
             "audit-2026-11-20.jsonl",
             "interactions-2026-11-21.jsonl",
@@ -87,12 +87,12 @@ mod tests {
             "audit.jsonl",
         ];
         let old = ["activity-2026-10-21.log", "audit-2026-10-21.2.jsonl", "interactions-2025-12-31.jsonl"];
-        for name in kept.iter().chain(&old) {
+        for name in retained.iter().chain(&old) {
             std::fs::write(dir.path().join(name), "x").unwrap();
         }
         assert_eq!(expire(dir.path(), TODAY).unwrap(), old);
         assert!(expire(dir.path(), TODAY).unwrap().is_empty());
-        assert!(kept.iter().all(|name| dir.path().join(name).exists()));
+        assert!(retained.iter().all(|name| dir.path().join(name).exists()));
     }
 
     #[test]
@@ -108,9 +108,8 @@ mod tests {
     }
 
     /// Simulates four months hour by hour. Each hour, the check runs, and a log file for the clock's current day is
-    /// written unless the clock is behind. Each jump has a start hour, a number of days ahead, and a duration of less
-    /// than a day, in hours. `off` is a period of up to two months in which the machine is off: its start hour, and its
-    /// duration in days.
+    /// written unless the clock is behind. A jump is a start hour, a number of days ahead, and a duration of less than
+    /// a day in hours. `off` is a power-off period of up to two months: its start hour and its duration in days.
     fn simulate_four_months(jumps: &[(u16, i64, u8)], off: Option<(u16, u16)>) -> Result<(), TestCaseError> {
         const HOUR: i64 = 3600;
         let start: i64 = TODAY.to_zoned(jiff::tz::TimeZone::UTC).unwrap().timestamp().as_second();

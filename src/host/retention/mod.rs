@@ -1,8 +1,8 @@
-//! `svc-heartbeat`: rotates and expires the machine's log files and measures its storage, once a day. A timer starts it
-//! every hour.
+//! `svc-heartbeat`: rotates and expires the machine's log files and measures its storage, once a day. A timer runs it
+//! hourly.
 //!
-//! This module contains the command line, the configuration and the sequence of steps. Each run derives its work from
-//! the files on disk, so the next run completes the work of a killed one. A failed step does not stop the others.
+//! This module holds the command line, configuration and sequence of steps. Each run derives its work from the files on
+//! disk, so it picks up where a killed run left off. A failed step doesn't stop the others.
 
 pub mod clock_trust;
 mod expire;
@@ -28,7 +28,7 @@ use svc_base::failpoint;
 use svc_base::fsx::FileError;
 use svc_http::request_id;
 
-/// The fail points in a run.
+/// Fail points in a run.
 pub const FAILPOINTS: &[&str] =
     &["heartbeat.begin", "heartbeat.rotated", "heartbeat.expired", "heartbeat.measured"];
 
@@ -42,7 +42,7 @@ pub const FAILPOINTS: &[&str] =
 )]
 struct Args {}
 
-/// Returns the command-line definition, from which the reference pages are generated.
+/// Returns the command-line definition used to generate the reference pages.
 pub fn command() -> clap::Command {
     <Args as clap::CommandFactory>::command()
 }
@@ -70,7 +70,7 @@ async fn run_maintenance(layout: Layout) -> Result<(), Failure> {
         .or_exit(Exit::Internal)?;
     let settings = OwnerSettings::load(&layout.settings(), &layout.last_good_settings());
     if let Some(error) = &settings.error {
-        tracing::warn!(error, "system/config.json is invalid; using the last valid settings");
+        tracing::warn!(error, "invalid system/config.json; using last valid settings");
     }
     let calendar = settings.calendar;
     let now = Timestamp::now();
@@ -85,7 +85,7 @@ fn rotate_and_expire(layout: &Layout, calendar: &Calendar, now: Timestamp) -> Re
     let rotated = [log_file_names::ACTIVITY, log_file_names::AUDIT].map(|log| {
         let name = rotate::rotate(&logs, log, calendar, today).or_exit(Exit::Internal)?;
         if let Some(name) = name {
-            tracing::info!(name, "rotated a log file");
+            tracing::info!(name, "rotated log file");
         }
         failpoint::trigger("heartbeat.rotated").or_exit(Exit::Internal)
     });
@@ -109,7 +109,7 @@ async fn measure_storage(layout: &Layout, server: &PostgresServer, today: Date) 
         let exit = if error.is_database_error() { Exit::Unavailable } else { Exit::Internal };
         Failure::new(exit, error)
     })?;
-    tracing::info!(home = line.files.home_bytes, database = line.database_bytes, "measured the storage");
+    tracing::info!(home = line.files.home_bytes, database = line.database_bytes, "measured storage");
     failpoint::trigger("heartbeat.measured").or_exit(Exit::Internal)
 }
 
@@ -132,7 +132,7 @@ mod tests {
             assert!(rotate_and_expire(&layout, &Calendar::utc(), now).is_ok());
         };
         run_after(0);
-        assert_eq!(files(), 0, "the old log files were not deleted, although no newer ones exist");
+        assert_eq!(files(), 0, "old log files were not deleted without newer ones");
         // A clock that jumps ahead deletes nothing.
         std::fs::write(logs.join(format!("interactions-{}.jsonl", Calendar::utc().day(now))), "{}\n")
             .unwrap();

@@ -1,8 +1,8 @@
-//! Rotation: renames a log file that was started before today to a dated name.
+//! Rotation: renames a log file started before today to a dated name.
 //!
-//! A rename loses nothing: a writer that has the file open keeps writing to it, and each append opens the file by name
-//! (`host::records::writer`). No file is overwritten: if a name is taken, a number is added. The first line's timestamp
-//! shows the day on which the file was started, so rotation needs no state and catches up on missed days.
+//! Renaming loses nothing: a writer with the file open keeps writing to it, and each append opens the file by name
+//! (`host::records::writer`). Files are never overwritten: if a name is taken, a number is added. The first line's
+//! timestamp gives the day the file was started, so rotation is stateless and catches up on missed days.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read};
@@ -24,22 +24,22 @@ const MAX_FILES_PER_DAY: u32 = 1000;
 /// Maximum number of bytes read from the first line.
 const MAX_FIRST_LINE_BYTES: u64 = 64 << 10;
 
-/// The first and last day of a log file's content.
+/// First and last day covered by a log file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DaySpan {
     pub first: Date,
     pub last: Date,
 }
 
-/// Returns the day for a log file's new name, or `None` if the file was started today or later. The day is the file's
-/// last day, so that no line expires early, even if the clock was set back. If the last day is today, yesterday is
-/// returned instead, because today is not over: in that case, today's lines in the file expire one day early.
+/// Returns the day for a log file's new name, or `None` if the file was started today or later. This is the file's last
+/// day, so that no line expires early, even if the clock was set back. If the last day is today, which isn't over yet,
+/// returns yesterday instead; today's lines in the file then expire one day early.
 pub fn rotation_day(span: DaySpan, today: Date) -> Option<Date> {
     let yesterday = today.yesterday().ok()?;
     (span.first < today).then(|| if span.last == today { yesterday } else { span.last })
 }
 
-/// Rotates a log file if it is due. Returns its new name.
+/// Rotates a log file if due, returning its new name.
 pub fn rotate(
     logs: &Path,
     log: DatedLog,
@@ -66,11 +66,11 @@ pub fn rotate(
             Err(error) => return Err(FileError::wrap("rename", &current)(error.into())),
         }
     }
-    Err(FileError::wrap("rename", &current)(io::Error::other("all file names for the day are taken")))
+    Err(FileError::wrap("rename", &current)(io::Error::other("no free file name for the day")))
 }
 
-/// Reads the first and last day of a log file; `None` if it is missing, empty, or not a regular file. A symbolic link
-/// is an error.
+/// Reads the first and last day of a log file, or `None` if it is missing, empty or not a regular file. Symbolic links
+/// are an error.
 fn read_span(path: &Path, calendar: &Calendar) -> io::Result<Option<DaySpan>> {
     let mut options = File::options();
     let opened = options.read(true).custom_flags((OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits()).open(path);
@@ -97,7 +97,7 @@ fn read_first_line(file: File) -> io::Result<Vec<u8>> {
     Ok(line)
 }
 
-/// Parses the time of a line: its `timestamp`, or its first word.
+/// Parses a line's time from its `timestamp` field or its first word.
 fn parse_line_time(line: &[u8]) -> Option<Timestamp> {
     #[derive(Deserialize)]
     struct TimedLine {
@@ -137,7 +137,7 @@ mod tests {
         format!("{{\"timestamp\":\"{at}\",\"n\":{n}}}\n")
     }
 
-    /// Reads the files in a directory, with their content.
+    /// Reads all files in a directory, by name.
     fn read_files(dir: &Path) -> BTreeMap<String, String> {
         let entries = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
         entries
@@ -197,13 +197,13 @@ mod tests {
     fn clock_set_back_never_backdates_a_line() {
         let dir = tempfile::tempdir().unwrap();
         let long_ago = TODAY.checked_sub(20.days()).unwrap();
-        // The log file is started on the right day, then continued and rotated with a clock that is weeks behind.
+        // The log file is started on the right day, then continued and rotated with the clock weeks behind.
         let text = line(at(TODAY, 3), 1) + &line(at(long_ago, 9), 2);
         write_log_file(&dir.path().join("audit.jsonl"), &text, at(long_ago, 9));
         let next = long_ago.tomorrow().unwrap();
         let name = rotate(dir.path(), AUDIT, &utc(), next).unwrap();
         assert_eq!(name.as_deref(), Some("audit-2026-11-21.jsonl"));
-        // Once the clock is correct again, rotation still overwrites no file.
+        // Rotation still overwrites nothing once the clock is correct again.
         write_log_file(&dir.path().join("audit.jsonl"), &line(at(TODAY, 4), 3), at(TODAY, 4));
         let name = rotate(dir.path(), AUDIT, &utc(), TODAY.tomorrow().unwrap()).unwrap();
         assert_eq!(name.as_deref(), Some("audit-2026-11-21.2.jsonl"));
@@ -275,7 +275,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
 
-        /// With any missed days and any number of runs per day, no line is lost or duplicated. No line is in a file
+        /// No line is lost or duplicated, for any missed days and any number of runs per day. No line is in a file
         /// dated before its own day, except that a line from the day of a rotation may be in the previous day's file.
         #[test]
         fn rotation_keeps_every_line_once(days in prop::collection::vec((0_i32..3, 0_usize..3, 0_usize..3), 1..12)) {
@@ -297,8 +297,8 @@ mod tests {
             rotate(dir.path(), AUDIT, &utc(), today.tomorrow().unwrap()).unwrap();
             let files = read_files(dir.path());
             prop_assert!(!files.contains_key("audit.jsonl"));
-            let kept: usize = files.values().map(|text| text.lines().count()).sum();
-            prop_assert_eq!(kept, lines.len());
+            let total: usize = files.values().map(|text| text.lines().count()).sum();
+            prop_assert_eq!(total, lines.len());
             for (day, text) in lines {
                 let (name, _) = files.iter().find(|(_, content)| content.contains(&text)).unwrap();
                 prop_assert!(AUDIT.parse_day(name).unwrap() >= day.yesterday().unwrap(), "{} in {}", text, name);

@@ -1,8 +1,7 @@
-//! Appends one line a day to `storage.jsonl`, with the sizes of the disk, the home directory, apps, logs and the
-//! database.
+//! Appends a daily line to `storage.jsonl` with the sizes of the disk, home directory, apps, logs and database.
 //!
-//! Apps and logs are part of the home directory; an app's schema is part of the database. Each day has at most one
-//! line.
+//! App and log sizes are included in the home directory's, and app schemas in the database's. There is at most one line
+//! per day.
 
 mod disk_usage;
 
@@ -24,15 +23,15 @@ use svc_base::clock;
 use svc_base::fsx::FileError;
 
 const DATABASE_TIMEOUT: Duration = Duration::from_secs(60);
-/// Directories that have not been read after this time are not counted. The systemd unit's timeout is half an hour.
+/// Directories not read within this time are not counted. The systemd unit times out after half an hour.
 const WALK_TIMEOUT: Duration = Duration::from_secs(600);
-/// Maximum number of apps per line; the largest apps are kept.
+/// Maximum number of apps per line; only the largest are listed.
 const MAX_APPS: usize = 200;
-/// Number of bytes at the end of the file that are searched for today's line. A line is about 300 bytes, plus 70 per
-/// app, so this holds a month of lines of maximum size.
+/// Number of bytes to search for today's line at the end of the file. A line is about 300 bytes plus 70 per app, so
+/// this holds a month of maximum-size lines.
 const TAIL_BYTES: u64 = 512 << 10;
 
-/// The reason today's line could not be written.
+/// Errors from measuring the storage and appending today's line.
 #[derive(Debug, thiserror::Error)]
 pub enum StorageError {
     #[error(transparent)]
@@ -41,7 +40,7 @@ pub enum StorageError {
     Connect(#[from] ConnectError),
     #[error("cannot measure the database")]
     Database(#[source] tokio_postgres::Error),
-    #[error("cannot measure the database: timed out")]
+    #[error("timed out measuring the database")]
     TimedOut,
 }
 
@@ -59,7 +58,7 @@ pub struct StorageLine {
     #[serde(with = "clock::wire")]
     pub timestamp: Timestamp,
     pub date: Date,
-    /// The size of the file system that contains the home directory.
+    /// Size of the file system that holds the home directory.
     pub disk_bytes: u64,
     pub disk_free_bytes: u64,
     #[serde(flatten)]
@@ -74,13 +73,13 @@ pub struct FileSizes {
     pub home_bytes: u64,
     pub apps_bytes: u64,
     pub logs_bytes: u64,
-    /// Number of directories that were unreadable or not reached within `WALK_TIMEOUT`. If nonzero, the sizes are too
-    /// small.
+    /// Number of directories that were unreadable or not reached within `WALK_TIMEOUT`. If nonzero, the sizes are
+    /// underestimates.
     #[serde(rename = "unreadable", skip_serializing_if = "is_zero")]
     pub skipped_directories: u64,
 }
 
-/// An app's sizes: its directory, and its schema, including indexes and TOAST tables.
+/// Sizes of an app's directory and of its schema, including indexes and TOAST tables.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct AppUsage {
@@ -98,12 +97,12 @@ pub fn log_path(layout: &Layout) -> PathBuf {
     layout.logs().join("storage.jsonl")
 }
 
-/// Measures the sizes, and appends today's line.
+/// Measures the storage and appends today's line.
 ///
 /// # Errors
-/// [`StorageError`] if the home directory, the database or the log file is not accessible, or the database does not
-/// respond within `DATABASE_TIMEOUT`. A later run on this day measures again, unless the line was written but could not
-/// be synced.
+/// [`StorageError`] if the home directory, the database or the log file is inaccessible, or the database doesn't
+/// respond within `DATABASE_TIMEOUT`. A later run on the same day measures again, unless the line was written but could
+/// not be synced.
 pub async fn measure_and_append(
     layout: &Layout,
     server: &PostgresServer,
@@ -137,7 +136,7 @@ pub async fn measure_and_append(
     Ok(line)
 }
 
-/// Merges the sizes of directories and schemas by slug, and keeps the largest apps.
+/// Merges directory and schema sizes by slug, keeping only the largest apps.
 fn merge_apps(directories: BTreeMap<String, u64>, schemas: BTreeMap<String, u64>) -> Vec<AppUsage> {
     let mut apps: BTreeMap<String, (u64, u64)> = BTreeMap::new();
     for (slug, bytes) in directories {
@@ -154,7 +153,7 @@ fn merge_apps(directories: BTreeMap<String, u64>, schemas: BTreeMap<String, u64>
     apps
 }
 
-/// Returns the size of the database, and the size of each app's schema by slug.
+/// Returns the database size, and each app's schema size by slug.
 async fn measure_database(server: &PostgresServer) -> Result<(u64, BTreeMap<String, u64>), StorageError> {
     let client = server.connect(server.database(), "svc-heartbeat").await?;
     let size = client.query_one("SELECT pg_database_size(current_database())", &[]).await;
@@ -174,7 +173,7 @@ pub fn is_measured(file: &Path, day: Date) -> Result<bool, FileError> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
         tail => tail.map_err(FileError::wrap("read", file))?,
     };
-    // A line without its newline was torn by a crash.
+    // A line without a newline was torn by a crash.
     let lines = tail.split_inclusive(|&byte| byte == b'\n').filter(|line| line.ends_with(b"\n"));
     let mut days = lines.filter_map(|line| serde_json::from_slice::<DatedLine>(line).ok());
     Ok(days.any(|line| line.date == day))

@@ -1,8 +1,8 @@
-//! The owner's archive: all of the owner's data on a machine in one tar file, readable by any `tar` and a stock
+//! The owner's archive: all of the owner's data on a machine in a single tar file, readable with any `tar` and a stock
 //! `pg_restore`.
 //!
-//! Its entries, in this order: `export.json`, `database.dump`, `database.json`, `home/…`, `manifest.json`. The manifest
-//! lists every other entry and comes last, so that a truncated archive is never accepted.
+//! Entries, in order: `export.json`, `database.dump`, `database.json`, `home/…`, `manifest.json`. The manifest lists
+//! every other entry and comes last, so that truncated archives are never accepted.
 
 use std::ffi::OsStr;
 use std::io::{self, Read, Write};
@@ -20,32 +20,31 @@ use svc_machine::id::MachineId;
 use svc_machine::name::{IdpUserId, Slot};
 
 pub const FORMAT_VERSION: u32 = 1;
-/// Describes the archive: [`ArchiveInfo`].
+/// Archive metadata: [`ArchiveInfo`].
 pub const ARCHIVE_INFO: &str = "export.json";
-/// The database, in `pg_dump`'s custom format.
+/// Database dump in `pg_dump`'s custom format.
 pub const DUMP: &str = "database.dump";
-/// The dump's sidecar, in the same format as a snapshot's.
+/// The dump's sidecar, in the snapshot sidecar format.
 pub const SIDECAR: &str = "database.json";
-/// Prefix of the home directory's files.
+/// Path prefix for home directory files.
 pub const HOME: &str = "home";
 pub const MANIFEST: &str = "manifest.json";
-/// The gateway's part of the home directory, below [`HOME`]: records and the owner's settings.
+/// The gateway's directory below [`HOME`]: records and the owner's settings.
 pub const SYSTEM: &str = "system";
-/// Name prefix of the directories in which an import stages files, in the home directory and in its [`SYSTEM`]; not
-/// archived.
+/// Name prefix of import staging directories in the home directory and its [`SYSTEM`]; not archived.
 pub const STAGING_PREFIX: &str = ".import-";
-/// Name prefix of the directories to which an import moves replaced files, in the home directory and in its [`SYSTEM`];
-/// not archived.
+/// Name prefix of directories holding files replaced by an import, in the home directory and its [`SYSTEM`]; not
+/// archived.
 pub const REPLACED_PREFIX: &str = ".before-import-";
 
 /// Maximum number of entries, including the records for long names and long link targets.
 pub const MAX_ENTRIES: usize = 4_000_000;
-/// Maximum number of bytes in all paths and link targets.
+/// Maximum total size of all paths and link targets, in bytes.
 pub const MAX_TOTAL_NAME_BYTES: u64 = 256 << 20;
-/// Maximum size of the manifest, enough for two million entries with paths of 100 bytes.
+/// Maximum manifest size; enough for two million entries with 100-byte paths.
 pub const MAX_MANIFEST_BYTES: u64 = 512 << 20;
 
-/// The format version and the origin of an archive.
+/// Format version and origin of an archive.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ArchiveInfo {
@@ -60,15 +59,15 @@ pub struct ArchiveInfo {
     pub made_by: String,
 }
 
-/// An entry of the archive.
+/// An archive entry.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ArchiveEntry {
-    /// Bytes that are not UTF-8, and `%` itself, are written as `%` and two hexadecimal digits.
+    /// Non-UTF-8 bytes and `%` itself are written as `%` and two hex digits.
     pub path: String,
     pub kind: EntryKind,
     pub size_bytes: u64,
-    /// SHA-256 of a file's content or of a symbolic link's target; `None` for a directory.
+    /// SHA-256 of the file content or symbolic link target; `None` for a directory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sha256: Option<String>,
 }
@@ -78,12 +77,12 @@ pub struct ArchiveEntry {
 pub struct Manifest {
     pub version: u32,
     pub entries: Vec<ArchiveEntry>,
-    /// Entries below the home directory that are missing or incomplete: sockets, devices, FIFOs, and those that could
-    /// not be read or were deleted during the export.
+    /// Home directory entries that are missing or incomplete: sockets, devices, FIFOs, and anything unreadable or
+    /// deleted during the export.
     pub left_out: Vec<String>,
 }
 
-/// Encodes a path for the manifest, as [`ArchiveEntry::path`] describes.
+/// Encodes a path for the manifest; see [`ArchiveEntry::path`].
 pub fn encode_path(path: &Path) -> String {
     let mut text = String::new();
     for chunk in path.as_os_str().as_bytes().utf8_chunks() {
@@ -93,12 +92,12 @@ pub fn encode_path(path: &Path) -> String {
     text
 }
 
-/// Returns the SHA-256 of a byte string, in hexadecimal.
+/// Returns the SHA-256 of a byte string in hex.
 pub fn sha256(bytes: &[u8]) -> String {
     hex::encode(Sha256::digest(bytes))
 }
 
-/// Copies all bytes of `from` to `to`. Returns their number and their SHA-256.
+/// Copies `from` to `to`, returning the number of bytes and their SHA-256.
 ///
 /// # Errors
 /// I/O errors from the reader or the writer.
@@ -122,8 +121,8 @@ pub fn is_import_directory(name: &OsStr) -> bool {
     has_import_number(name, STAGING_PREFIX) || has_import_number(name, REPLACED_PREFIX)
 }
 
-/// Returns whether a name consists of the prefix and an import's number. The owner's own files may have other names
-/// that start with the prefix.
+/// Returns whether a name consists of the prefix and an import number. The owner's own files may have other names
+/// starting with the prefix.
 pub fn has_import_number(name: &OsStr, prefix: &str) -> bool {
     let number = name.as_bytes().strip_prefix(prefix.as_bytes());
     number.is_some_and(|number| !number.is_empty() && number.iter().all(u8::is_ascii_digit))

@@ -1,5 +1,5 @@
-//! Progress of the running backup: `svc-db-backup` writes it, the gateway reports it to the platform, and `svc-update`
-//! reads it while it waits for a snapshot.
+//! Progress of the running backup, written by `svc-db-backup`, reported to the platform by the gateway, and read by
+//! `svc-update` while it waits for a snapshot.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -10,7 +10,7 @@ use svc_base::fsx::{self, FileError};
 
 const FORMAT_VERSION: u32 = 1;
 
-/// Progress of one backup run.
+/// Progress of a backup run.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct BackupProgress {
@@ -39,23 +39,24 @@ impl BackupProgress {
         }
     }
 
-    /// Returns `None` if there is no file, or if it does not parse, for instance because a later release wrote it.
+    /// Reads the progress file. Returns `None` if it's missing or malformed, for example because a later release wrote
+    /// it.
     ///
     /// # Errors
-    /// [`FileError`] if the file exists and cannot be read.
+    /// [`FileError`] if the file exists but can't be read.
     pub fn read(layout: &Layout) -> Result<Option<Self>, FileError> {
         let text = fsx::read_if_exists(&layout.backup_progress())?;
         Ok(text.and_then(|text| serde_json::from_slice(&text).ok()))
     }
 
-    /// Replaces the file atomically: a reader never sees a partial one.
+    /// Replaces the file atomically, so readers never see a partial write.
     pub fn write(&self, layout: &Layout) -> Result<(), FileError> {
         let text = serde_json::to_vec(self).expect("plain fields serialize to JSON");
         fsx::write_atomic(&layout.backup_progress(), &text, 0o644)
     }
 
-    /// Removes the progress of the last run. Any other action that takes the backup's lock must call this, because the
-    /// gateway reports the file as the progress of the process that holds the lock.
+    /// Removes the progress of the last run. Anything else that takes the backup lock must call this, because the
+    /// gateway reports the file as the progress of the current lock holder.
     pub fn remove(layout: &Layout) -> Result<(), FileError> {
         fsx::remove_if_exists(&layout.backup_progress())
     }

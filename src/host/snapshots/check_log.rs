@@ -1,5 +1,5 @@
-//! The record of a snapshot check: a line in `backup-checks.jsonl`. The last check of each kind is also kept in a
-//! separate file, for the heartbeat, the metrics and the doctor.
+//! Snapshot check records, one per line of `backup-checks.jsonl`. The last check of each kind is also stored in its own
+//! file for the heartbeat, the metrics and the doctor.
 
 use std::path::PathBuf;
 
@@ -14,15 +14,15 @@ use svc_base::clock;
 use svc_base::error_chain::format_chain;
 use svc_base::fsx::{self, FileError};
 
-/// The kind of check.
+/// Kind of snapshot check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[derive(strum::IntoStaticStr, strum::VariantArray)]
 #[strum(serialize_all = "lowercase")]
 pub enum CheckKind {
-    /// Snapshots are read from the store in full.
+    /// Reads snapshots from the store in full.
     Verify,
-    /// The latest snapshot is restored into a scratch database.
+    /// Restores the latest snapshot into a scratch database.
     Drill,
 }
 
@@ -34,12 +34,12 @@ impl CheckKind {
     }
 }
 
-/// One check.
+/// A finished snapshot check.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct CheckRecord {
     pub version: u32,
-    /// End time.
+    /// When the check finished.
     #[serde(with = "clock::wire")]
     pub timestamp: Timestamp,
     pub check: CheckKind,
@@ -49,7 +49,7 @@ pub struct CheckRecord {
     /// Total size of the intact snapshots; for a drill, the size of its snapshot, even if the drill failed.
     pub size_bytes: u64,
     pub duration_ms: u64,
-    /// The key, if a single snapshot was checked.
+    /// Set if only one snapshot was checked.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub key: Option<String>,
     /// Keys of damaged snapshots.
@@ -59,12 +59,12 @@ pub struct CheckRecord {
     pub error: Option<String>,
 }
 
-/// Why the last check could not be read.
+/// Errors from reading the last check.
 #[derive(Debug, thiserror::Error)]
 pub enum LastCheckError {
     #[error(transparent)]
     File(#[from] FileError),
-    #[error("{} is not a valid check record", .path.display())]
+    #[error("invalid check record in {}", .path.display())]
     Malformed {
         path: PathBuf,
         #[source]
@@ -75,19 +75,19 @@ pub enum LastCheckError {
 impl CheckRecord {
     pub const FORMAT_VERSION: u32 = 1;
 
-    /// Stores this as the last check of its kind, and appends it to `activity.log` and `backup-checks.jsonl`. If one
-    /// write fails, the others are still attempted. The caller holds the lock for checks, so there is no other writer.
+    /// Stores this as the last check of its kind, and appends it to `activity.log` and `backup-checks.jsonl`. All
+    /// writes are attempted even if one fails. The caller holds the check lock, so there's no concurrent writer.
     ///
     /// # Errors
-    /// The first [`FileError`]. It is also logged, because a caller whose check failed reports that failure instead.
+    /// The first [`FileError`], which is also logged because a caller whose check failed reports that failure instead.
     pub fn write(&self, layout: &Layout) -> Result<(), FileError> {
         let line = serde_json::to_vec(self).expect("plain fields serialize to JSON");
-        // Damage must also be reported while the disk is full.
+        // Damage must be reported even if the disk is full.
         let last = fsx::write_atomic_or_in_place(&layout.last_check(self.check.as_str()), &line, 0o644);
         activity::note(layout, &self.describe());
         let appended = jsonl::append_line(&layout.logs().join("backup-checks.jsonl"), &line);
         last.and(appended).inspect_err(|error| {
-            tracing::error!(error = %format_chain(error), "could not record the result of the check");
+            tracing::error!(error = %format_chain(error), "could not record the check result");
         })
     }
 
@@ -95,7 +95,7 @@ impl CheckRecord {
     fn describe(&self) -> String {
         let name = match self.check {
             CheckKind::Verify => "snapshot verification",
-            CheckKind::Drill => "the test restore of a snapshot",
+            CheckKind::Drill => "snapshot test restore",
         };
         let error = self.error.as_deref().unwrap_or("unknown error");
         match self.status {
@@ -104,10 +104,10 @@ impl CheckRecord {
         }
     }
 
-    /// Reads the record of the last check of a kind on this machine; `None` if there is none.
+    /// Reads the last check of this kind on this machine, if any.
     ///
     /// # Errors
-    /// [`LastCheckError`] if the file exists and cannot be read or parsed.
+    /// [`LastCheckError`] if the file exists but can't be read or parsed.
     pub fn read_last(layout: &Layout, kind: CheckKind) -> Result<Option<Self>, LastCheckError> {
         let path = layout.last_check(kind.as_str());
         let Some(text) = fsx::read_if_exists(&path)? else { return Ok(None) };
@@ -162,7 +162,7 @@ mod tests {
         bad.write(&layout).unwrap();
         let text = std::fs::read_to_string(layout.logs().join("activity.log")).unwrap();
         let lines: Vec<&str> = text.lines().collect();
-        assert!(lines[0].ends_with(" the test restore of a snapshot succeeded (1 intact)"), "{text}");
+        assert!(lines[0].ends_with(" snapshot test restore succeeded (1 intact)"), "{text}");
         assert!(lines[1].ends_with(" snapshot verification failed: the store does not respond"), "{text}");
     }
 }

@@ -1,11 +1,10 @@
-//! The identity of this machine's database, which is recorded in the restore marker and compared with the live
-//! database.
+//! Database identity, recorded in the restore marker and compared with the live database.
 //!
-//! A server that lost its volume starts with an empty database, although the marker records a complete restore. The
-//! empty database has a different system identifier and no restore id, so the gateway and backups refuse it.
+//! A server that lost its volume starts with an empty database, even though the marker says the restore is complete.
+//! The empty database has a different system identifier and no restore id, so the gateway and backups refuse it.
 //!
-//! The restore id is a setting of the database (`svc.restore_id`). It survives a rename of the database, and dumps do
-//! not contain it.
+//! The restore id is a database setting (`svc.restore_id`). It survives renaming the database and isn't included in
+//! dumps.
 
 use tokio_postgres::{Client, Error};
 use uuid::Uuid;
@@ -18,13 +17,13 @@ use svc_base::applet::Exit;
 use svc_base::fsx::FileError;
 use svc_store::snapshot::DatabaseIdentity;
 
-/// The setting that holds the restore id.
+/// Database setting that holds the restore id.
 pub const RESTORE_ID_SETTING: &str = "svc.restore_id";
 
-/// SQL expression for the key of the advisory lock that is held while a database is adopted.
+/// SQL expression for the advisory lock key that serializes adoption.
 const ADOPTION_LOCK: &str = "hashtext('svc-database-identity')";
 
-/// The identity that a database reports.
+/// Identity reported by a live database.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct LiveIdentity {
     system_identifier: String,
@@ -33,7 +32,7 @@ struct LiveIdentity {
     restore_id: Option<Uuid>,
 }
 
-/// Why the database could not be confirmed as this machine's.
+/// Errors from checking or setting the database identity.
 #[derive(Debug, thiserror::Error)]
 pub enum IdentityError {
     #[error(
@@ -42,9 +41,9 @@ pub enum IdentityError {
          keeps this database as svc_before_<n>; if this database is the right one, run `svc-restore adopt`"
     )]
     Mismatch { difference: String },
-    #[error("there is no database {0}")]
+    #[error("database {0} does not exist")]
     Absent(String),
-    #[error("cannot read or set the identity of the database")]
+    #[error("cannot read or set the database identity")]
     Query(#[from] Error),
     #[error(transparent)]
     File(#[from] FileError),
@@ -59,14 +58,14 @@ impl IdentityError {
         }
     }
 
-    /// Returns whether the database is known to be a different one. Otherwise, its identity could not be determined.
+    /// Returns whether this is known to be a different database. Otherwise, its identity couldn't be determined.
     pub fn is_mismatch(&self) -> bool {
         matches!(self, Self::Mismatch { .. })
     }
 }
 
-/// Checks that the database of `client` is the one named by the marker. Returns `None` if there is no marker, or if the
-/// marker names no database.
+/// Checks that `client` is connected to the database recorded in the marker. Returns `None` if there's no marker or it
+/// doesn't record a database.
 pub async fn check(layout: &Layout, client: &Client) -> Result<Option<DatabaseIdentity>, IdentityError> {
     let Some(expected) = RestoreMarker::read(layout)?.and_then(|marker| marker.database_identity) else {
         return Ok(None);
@@ -78,7 +77,8 @@ pub async fn check(layout: &Layout, client: &Client) -> Result<Option<DatabaseId
     }
 }
 
-/// Like [`check`], but adopts the database if the marker names none, for instance because an earlier release wrote it.
+/// Like [`check`], but adopts the database if the marker doesn't record one, for example because an earlier release
+/// wrote it.
 pub async fn check_or_adopt(
     layout: &Layout,
     client: &Client,
@@ -88,8 +88,7 @@ pub async fn check_or_adopt(
         Some(marker) if marker.database_identity.is_some() => return check(layout, client).await,
         Some(_) => {}
     }
-    // The gateway and a backup may reach this point at the same time. The lock ensures that only one of them adopts
-    // the database.
+    // The gateway and a backup may get here concurrently. The lock lets only one of them adopt the database.
     client.batch_execute(&format!("SELECT pg_advisory_lock({ADOPTION_LOCK})")).await?;
     let adopted = adopt_under_lock(layout, client).await;
     client.batch_execute(&format!("SELECT pg_advisory_unlock({ADOPTION_LOCK})")).await?;
@@ -106,27 +105,26 @@ async fn adopt_under_lock(
     }
     let identity = adopt(client, &read_current_database(client).await?).await?;
     marker.with_identity(identity.clone()).write(layout)?;
-    tracing::info!(restore_id = %identity.restore_id, "added the database's identity to the marker");
+    tracing::info!(restore_id = %identity.restore_id, "recorded the database identity in the marker");
     Ok(Some(identity))
 }
 
 fn find_difference(expected: &DatabaseIdentity, live: &LiveIdentity) -> Option<String> {
     if expected.system_identifier != live.system_identifier {
         let (expected, live) = (&expected.system_identifier, &live.system_identifier);
-        return Some(format!("its server's system identifier is {live} instead of {expected}"));
+        return Some(format!("system identifier is {live} instead of {expected}"));
     }
     if expected.database_oid != live.database_oid {
-        return Some(format!("its oid is {} instead of {}", live.database_oid, expected.database_oid));
+        return Some(format!("oid is {} instead of {}", live.database_oid, expected.database_oid));
     }
     match live.restore_id {
         Some(id) if id == expected.restore_id => None,
-        Some(id) => Some(format!("its restore id is {id} instead of {}", expected.restore_id)),
-        None => Some("it has no restore id".to_owned()),
+        Some(id) => Some(format!("restore id is {id} instead of {}", expected.restore_id)),
+        None => Some("no restore id".to_owned()),
     }
 }
 
-/// Returns the identity to record for a database that becomes this machine's. Assigns a restore id if the database has
-/// none.
+/// Returns the identity of a database to adopt, assigning a restore id if it has none.
 pub async fn adopt(client: &Client, database: &str) -> Result<DatabaseIdentity, IdentityError> {
     let live = read_identity(client, database).await?;
     let restore_id = match live.restore_id {

@@ -1,5 +1,5 @@
-//! A verified snapshot that is held back, because the database has lost many rows since the previous snapshot and the
-//! loss has not been confirmed.
+//! A verified but held-back snapshot: the database lost many rows since the previous one, and the loss hasn't been
+//! confirmed.
 
 use std::fmt;
 use std::time::Duration;
@@ -12,39 +12,39 @@ use svc_base::clock;
 use svc_base::fsx::{self, FileError};
 
 const FORMAT_VERSION: u32 = 1;
-/// Minimum time between two agreeing snapshots: less than an hour, because retries may delay the earlier snapshot.
+/// Minimum time between two agreeing snapshots. Less than an hour, because retries may delay the earlier one.
 const MIN_AGREEMENT_INTERVAL: Duration = Duration::from_secs(45 * 60);
 
-/// The record of the newest snapshot that is held back.
+/// Record of the newest held-back snapshot.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct HeldSnapshot {
     version: u32,
-    /// The snapshot that is held back.
+    /// The held-back snapshot.
     pub key: String,
-    /// The snapshot that stays the latest.
+    /// The snapshot that remains the latest.
     pub latest: String,
     /// Describes the missing tables and rows.
     pub loss: String,
     /// When the first snapshot of the current series was held back.
     #[serde(with = "clock::wire")]
     pub since: Timestamp,
-    /// Number of agreeing snapshots: hourly snapshots in a row that show a loss since `latest`, each at least
+    /// Number of agreeing snapshots: consecutive hourly snapshots that show a loss since `latest`, each at least
     /// `MIN_AGREEMENT_INTERVAL` after the previous one.
     pub agreeing: u32,
-    /// Time since boot when the last agreeing snapshot was counted. Unlike the wall clock, it is never adjusted.
+    /// Uptime when the last agreeing snapshot was counted. Unlike the wall clock, it's never adjusted.
     #[serde(default)]
     counted_at_uptime_ms: Option<i64>,
 }
 
 impl HeldSnapshot {
-    /// Creates the record of the first snapshot that is held back in favor of `latest`.
+    /// Creates the record for the first snapshot held back in favor of `latest`.
     pub fn new(key: String, latest: String, loss: String) -> Self {
         let since = clock::now_ms();
         Self { version: FORMAT_VERSION, key, latest, loss, since, agreeing: 0, counted_at_uptime_ms: None }
     }
 
-    /// Returns the record with the next snapshot of the series.
+    /// Advances the record to the next snapshot in the series.
     #[must_use]
     pub fn with_next_snapshot(self, key: String, loss: String) -> Self {
         Self { key, loss, ..self }
@@ -55,8 +55,7 @@ impl HeldSnapshot {
     pub fn count_agreement(self, uptime: Duration) -> Self {
         let now = i64::try_from(uptime.as_millis()).unwrap_or(i64::MAX);
         let agreeing = match self.counted_at_uptime_ms {
-            // Either this is the first agreeing snapshot, or an earlier release counted the previous ones without an
-            // uptime.
+            // First agreeing snapshot, or an earlier release counted the previous ones without an uptime.
             None => 1,
             Some(counted_at) if min_elapsed_ms(counted_at, now) < MIN_AGREEMENT_INTERVAL.as_millis() => {
                 return self;
@@ -66,10 +65,10 @@ impl HeldSnapshot {
         Self { agreeing, counted_at_uptime_ms: Some(now), ..self }
     }
 
-    /// Returns `None` if there is no file, or if it does not parse.
+    /// Reads the record. Returns `None` if the file is missing or malformed.
     ///
     /// # Errors
-    /// [`FileError`] if the file exists and cannot be read.
+    /// [`FileError`] if the file exists but can't be read.
     pub fn read(layout: &Layout) -> Result<Option<Self>, FileError> {
         let text = fsx::read_if_exists(&layout.held_snapshot())?;
         Ok(text.and_then(|text| serde_json::from_slice(&text).ok()))
@@ -77,11 +76,11 @@ impl HeldSnapshot {
 
     pub fn write(&self, layout: &Layout) -> Result<(), FileError> {
         let text = serde_json::to_vec(self).expect("plain fields serialize to JSON");
-        // Backups are taken even while the disk is full. The backup's lock is held, so there is no other writer.
+        // Backups run even when the disk is full. The backup lock is held, so there's no other writer.
         fsx::write_atomic_or_in_place(&layout.held_snapshot(), &text, 0o644)
     }
 
-    /// Removes the record, so that no snapshot counts as held back.
+    /// Removes the record, so no snapshot is treated as held back.
     pub fn clear(layout: &Layout) -> Result<(), FileError> {
         fsx::remove_if_exists(&layout.held_snapshot())
     }
@@ -99,7 +98,8 @@ impl fmt::Display for HeldSnapshot {
     }
 }
 
-/// Returns the minimum time between two uptimes. After a reboot, only the later uptime is known to have passed.
+/// Returns the minimum time elapsed between two uptimes. After a reboot, we only know that the later uptime has
+/// elapsed.
 fn min_elapsed_ms(from: i64, to: i64) -> u128 {
     let elapsed = if to >= from { to.saturating_sub(from) } else { to };
     u128::try_from(elapsed).unwrap_or_default()

@@ -1,4 +1,4 @@
-//! `/opt/svc/restore-complete`: the marker of the restore gate. It names the database that this machine serves.
+//! `/opt/svc/restore-complete`: the restore gate's marker, which identifies the database this machine serves.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -10,7 +10,7 @@ use svc_store::snapshot::DatabaseIdentity;
 
 const FORMAT_VERSION: u32 = 1;
 
-/// The content of the marker. A restore, an import or an adoption replaces it.
+/// Marker contents, replaced by every restore, import or adoption.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct RestoreMarker {
@@ -19,7 +19,7 @@ pub struct RestoreMarker {
     pub completed_at: Option<Timestamp>,
     /// Key of the restored or imported snapshot; `None` if the machine started with an empty database, or adopted one.
     pub snapshot: Option<String>,
-    /// Absent in markers that earlier releases wrote.
+    /// Absent from markers written by earlier releases.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub database_identity: Option<DatabaseIdentity>,
 }
@@ -34,17 +34,17 @@ impl RestoreMarker {
         }
     }
 
-    /// Returns the marker with the identity of a database.
+    /// Sets the database identity.
     #[must_use]
     pub fn with_identity(self, identity: DatabaseIdentity) -> Self {
         Self { database_identity: Some(identity), ..self }
     }
 
-    /// Reads the marker; `None` if the gate is closed. A marker that does not parse opens the gate, but names no
-    /// database.
+    /// Reads the marker, or returns `None` if the gate is closed. A marker that doesn't parse still opens the gate, but
+    /// doesn't identify a database.
     ///
     /// # Errors
-    /// [`FileError`] if the file exists and cannot be read.
+    /// [`FileError`] if the file exists but cannot be read.
     pub fn read(layout: &Layout) -> Result<Option<Self>, FileError> {
         let text = fsx::read_if_exists(&layout.restore_complete())?;
         Ok(text.map(|text| serde_json::from_slice(&text).unwrap_or_default()))
@@ -52,8 +52,7 @@ impl RestoreMarker {
 
     pub fn write(&self, layout: &Layout) -> Result<(), FileError> {
         let text = serde_json::to_vec(self).expect("plain fields serialize to JSON");
-        // On a machine, root owns the directory, and the marker is a symbolic link into a directory that this program
-        // can write to.
+        // On a real machine, root owns the directory and the marker is a symlink into one that we can write to.
         let target = fsx::resolve_link(&layout.restore_complete());
         fsx::write_atomic(&target, &text, 0o644)
     }

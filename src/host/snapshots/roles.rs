@@ -1,14 +1,14 @@
-//! A server's roles, with their attributes, settings and memberships. They are read when a snapshot is taken, and
-//! compared when it is restored.
+//! Server roles with their attributes, settings and memberships, read when taking a snapshot and compared when
+//! restoring it.
 
 use tokio_postgres::{Error, GenericClient};
 
 use svc_store::role_facts::{Membership, RoleFacts, RoleSetting};
 
-/// The comment on a role that was created for a drill or for the side database.
+/// Comment on roles created for a drill or the side database.
 pub const TEMPORARY_ROLE_COMMENT: &str = "made for a drill of svc-db-backup";
 
-/// Excludes the role of an import, which exists only while the import runs (`restore/import/untrusted.rs`).
+/// Excludes the import role, which only exists while an import runs (`restore/import/untrusted.rs`).
 const ROLES_QUERY: &str = "
     SELECT rolname::text, rolsuper, rolcanlogin, rolinherit, rolcreatedb, rolcreaterole, rolreplication, rolbypassrls,
            rolconnlimit, CASE WHEN rolvaliduntil < 'infinity' THEN rolvaliduntil::text END
@@ -21,13 +21,13 @@ const SETTINGS_QUERY: &str = "
       FROM pg_db_role_setting g JOIN pg_roles r ON r.oid = g.setrole CROSS JOIN unnest(g.setconfig) c
      WHERE g.setdatabase = 0 ORDER BY 1, 2";
 
-/// Several grantors may grant the same role; their options are combined.
+/// A role may be granted by several grantors, so their options are combined.
 const MEMBERSHIPS_QUERY: &str = "
     SELECT m.rolname::text, r.rolname::text, bool_or(a.admin_option), bool_or(a.inherit_option), bool_or(a.set_option)
       FROM pg_auth_members a JOIN pg_roles m ON m.oid = a.member JOIN pg_roles r ON r.oid = a.roleid
      GROUP BY 1, 2 ORDER BY 1, 2";
 
-/// Returns all roles except built-in ones and those made for drills, the side database or imports, sorted by name.
+/// Returns all roles, sorted by name, except built-in ones and those created for drills, the side database or imports.
 ///
 /// # Errors
 /// If a query fails.
@@ -69,7 +69,7 @@ pub async fn read_roles(client: &impl GenericClient) -> Result<Vec<RoleFacts>, E
     Ok(roles)
 }
 
-/// Returns whether the role was created for a drill or for the side database; `None` if there is no such role.
+/// Returns whether the role was created for a drill or the side database, or `None` if it doesn't exist.
 ///
 /// # Errors
 /// If the query fails.

@@ -1,10 +1,10 @@
-//! Lists the tables of a database and counts their rows, in the same way for a backup and after a restore.
+//! Table listing and row counts, shared by backup and restore so that their results are comparable.
 
 use tokio_postgres::{Client, Error};
 
 use svc_store::snapshot::TableCount;
 
-/// Lists the ordinary tables whose rows are in a dump, as `schema.table`, quoted where needed and sorted.
+/// Lists the ordinary tables whose rows a dump includes, sorted, as `schema.table` and quoted where needed.
 ///
 /// # Errors
 /// If a query fails.
@@ -24,7 +24,7 @@ pub async fn list_tables(client: &Client) -> Result<Vec<String>, Error> {
     rows.iter().map(|row| row.try_get(0)).collect()
 }
 
-/// Returns the first of the owner's tables that has rows; `None` if all are empty.
+/// Returns the first non-empty owner table, or `None` if all are empty.
 ///
 /// # Errors
 /// If a query fails.
@@ -38,12 +38,12 @@ pub async fn find_table_with_rows(client: &Client) -> Result<Option<String>, Err
     Ok(None)
 }
 
-/// Returns whether a table, as `schema.table`, belongs to the owner. The schema `svc` belongs to the gateway.
+/// Returns whether a table (`schema.table`) belongs to the owner. The `svc` schema belongs to the gateway.
 pub fn is_owner_table(table: &str) -> bool {
     !table.starts_with("svc.")
 }
 
-/// Counts the rows of each table, without those of child tables.
+/// Counts the rows of each table, excluding child tables.
 ///
 /// # Errors
 /// If a query fails.

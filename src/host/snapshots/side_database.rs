@@ -1,7 +1,7 @@
-//! The side database: a snapshot loaded next to the owner's database, to copy tables back from.
+//! The side database: a snapshot loaded alongside the owner's database, for copying tables back.
 //!
-//! The gateway and `svc-db-backup` share the request file and the state file that this module defines. The gateway
-//! serves the state.
+//! The gateway and `svc-db-backup` communicate through the request and state files defined here. The gateway serves the
+//! state.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -17,7 +17,7 @@ pub const SIDE_DATABASE: &str = "svc_side";
 /// Maximum number of tables per copy.
 pub const MAX_TABLES: usize = 500;
 
-/// How a copy treats rows that exist in the snapshot, in the owner's database, or in both.
+/// How a copy reconciles the snapshot's rows with the owner's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 #[derive(strum::EnumString, strum::VariantNames)]
@@ -46,7 +46,7 @@ pub struct SnapshotChoice {
     /// The snapshot's key.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub key: Option<String>,
-    /// Without a key: the last snapshot taken at or before this time. Without either, the latest.
+    /// If there is no key, the last snapshot taken at or before this time. Defaults to the latest snapshot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub at: Option<Timestamp>,
 }
@@ -83,8 +83,8 @@ pub struct SideRequest {
 }
 
 impl SideRequest {
-    /// Creates a request with a new id. The id of the HTTP request is not used, because a client may repeat it, and a
-    /// copy with the id of an earlier one counts as complete.
+    /// Creates a request with a fresh id. The HTTP request id won't do: clients may reuse it, and a copy with an
+    /// earlier copy's id is treated as complete.
     pub fn new(action: SideAction) -> Self {
         Self { request_id: uuid::Uuid::now_v7().to_string(), requested_at: clock::now_ms(), action }
     }
@@ -95,7 +95,7 @@ impl SideRequest {
         fsx::create_atomic(&layout.request("side"), &text, 0o600)
     }
 
-    /// Reads the pending request. The inner error means that the file does not parse: a retry is pointless.
+    /// Reads the pending request. The inner error means the file doesn't parse, so retrying is pointless.
     pub fn read(layout: &Layout) -> Result<Option<Result<Self, serde_json::Error>>, FileError> {
         let text = fsx::read_if_exists(&layout.request("side"))?;
         Ok(text.map(|text| serde_json::from_slice(&text)))
@@ -114,7 +114,7 @@ pub enum SideStatus {
     Opening,
     Open,
     Copying,
-    /// The side database could not be opened; `error` has the reason.
+    /// The side database could not be opened; see `error`.
     Failed,
 }
 
@@ -130,15 +130,15 @@ pub struct CopiedTable {
     pub inserted: u64,
     pub updated: u64,
     pub deleted: u64,
-    /// Rows of the snapshot that were skipped because of a unique constraint.
+    /// Snapshot rows skipped due to a unique constraint.
     pub skipped: u64,
-    /// Columns of the snapshot that the table no longer has.
+    /// Snapshot columns missing from the current table.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub left_out: Vec<String>,
-    /// Other objects that were dropped together with the recreated table, and were recreated too.
+    /// Other objects dropped along with the table and recreated with it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub recreated: Vec<String>,
-    /// Objects that were dropped together with the recreated table, but were not recreated.
+    /// Objects dropped along with the table but not recreated.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub not_recreated: Vec<String>,
 }
@@ -152,9 +152,9 @@ pub struct CopyResult {
     pub at: Timestamp,
     pub mode: CopyMode,
     pub dry_run: bool,
-    /// Why the copy failed. If it failed before its commit, `tables` contains only missing tables that were recreated
-    /// (in a dry run: would be), and the rows of all others are unchanged. If only dependents could not be added,
-    /// `tables` also contains the copied tables.
+    /// Error message if the copy failed. After a failure before the commit, `tables` only lists missing tables that
+    /// were recreated (or would be, in a dry run), and rows in all other tables are unchanged. If only dependents
+    /// couldn't be added, `tables` also lists the copied tables.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
     pub tables: Vec<CopiedTable>,
@@ -168,9 +168,9 @@ pub struct SideState {
     pub status: SideStatus,
     #[serde(with = "clock::wire")]
     pub updated_at: Timestamp,
-    /// The id of the request that led to this state.
+    /// Id of the request that led to this state.
     pub request_id: String,
-    /// Key of the snapshot.
+    /// Snapshot key.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub key: Option<String>,
     /// The owner's tables in the snapshot.
@@ -180,7 +180,7 @@ pub struct SideState {
     pub error: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_copy: Option<CopyResult>,
-    /// Missing tables that the running copy recreates in one transaction: after an interruption, either all of them
+    /// Missing tables that the running copy recreates in one transaction, so after an interruption either all of them
     /// exist or none do.
     #[serde(default, skip_serializing_if = "Vec::is_empty", rename = "making")]
     pub recreating: Vec<String>,
@@ -203,7 +203,8 @@ impl SideState {
         }
     }
 
-    /// Reads the last written state; `None` if the file does not exist, does not parse, or has another version.
+    /// Reads the last persisted state, or returns `None` if the file is missing, doesn't parse, or has a different
+    /// version.
     pub fn read(layout: &Layout) -> Result<Option<Self>, FileError> {
         let text = fsx::read_if_exists(&layout.side_database_state())?;
         let state = text.and_then(|text| serde_json::from_slice::<Self>(&text).ok());
@@ -239,7 +240,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn new_request_has_new_id_if_http_id_is_repeated() {
+    async fn new_request_ignores_http_request_id() {
         let create = || {
             request_id::scope("repeated-id".to_owned().into(), async { SideRequest::new(SideAction::Close) })
         };
@@ -248,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn mode_parses_only_its_names() {
+    fn copy_mode_parses_only_known_names() {
         for name in CopyMode::NAMES {
             let mode: CopyMode = name.parse().unwrap();
             assert_eq!(serde_json::to_value(mode).unwrap(), *name);

@@ -1,9 +1,9 @@
-//! Appends single lines to `activity.log`, without the queues of `host::records::writer`, which the gateway and
-//! svc-watch use for most of their lines.
+//! Appends single lines to `activity.log`, bypassing the `host::records::writer` queues that the gateway and svc-watch
+//! use for most of their lines.
 //!
-//! Each line is one append to whichever file has this name at that time, so that no other writer's line is overwritten
-//! and a rotation loses none. Because `svc-update` runs as root, symbolic links are not followed, a file is written
-//! only if it belongs to the directory's owner and has a single hard link, and a new file is given to that owner.
+//! Each line is a single append to the file that currently has this name, so concurrent writers don't overwrite each
+//! other and rotation doesn't lose lines. Because `svc-update` runs as root, symlinks aren't followed, existing files
+//! must belong to the directory's owner and have a single hard link, and new files are chowned to that owner.
 
 use std::ffi::OsStr;
 use std::io::{self, ErrorKind, Write};
@@ -19,22 +19,22 @@ use svc_base::error_chain::format_chain;
 
 const FILE: &str = "activity.log";
 
-/// Appends a line with the current time. A failure is only logged, because nothing depends on the line.
+/// Appends a timestamped line. Failures are only logged, since nothing depends on the line.
 pub fn note(layout: &Layout, text: &str) {
     match append(layout, text) {
         Ok(()) => {}
-        // The directory is created early at boot, so this is not expected on a machine.
+        // The directory is created early at boot, so this isn't expected on a real machine.
         Err(error) if error.kind() == ErrorKind::NotFound => {
-            tracing::debug!(error = %format_chain(&error), "there is no directory for activity.log");
+            tracing::debug!(error = %format_chain(&error), "no directory for activity.log");
         }
         Err(error) => tracing::warn!(error = %format_chain(&error), "cannot write to activity.log"),
     }
 }
 
-/// Appends a line with the current time. Control characters are replaced with spaces.
+/// Appends a timestamped line, replacing control characters with spaces.
 ///
 /// # Errors
-/// If the directory does not exist, the file is a link or belongs to another user, or it cannot be written.
+/// If the directory doesn't exist, or the file is a link, belongs to another user, or can't be written.
 pub fn append(layout: &Layout, text: &str) -> io::Result<()> {
     let logs = layout.logs();
     let relative = logs.strip_prefix(layout.root()).unwrap_or(Path::new(""));
@@ -44,7 +44,7 @@ pub fn append(layout: &Layout, text: &str) -> io::Result<()> {
     if length > 0 {
         file.read_exact_at(&mut last, length - 1)?;
     }
-    // A killed writer may have left an incomplete line.
+    // A killed writer may have left a partial line.
     let missing_newline = if last == [b'\n'] { "" } else { "\n" };
     let text: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
     file.write_all(format!("{missing_newline}{} {text}\n", clock::rfc3339_ms(Timestamp::now())).as_bytes())
@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn note_keeps_owner_and_follows_no_link() {
+    fn note_sets_owner_and_refuses_links() {
         let (dir, layout) = machine();
         let path = layout.logs().join(FILE);
         let victim = dir.path().join("victim");
@@ -101,7 +101,7 @@ mod tests {
         note(&layout, "x");
         assert_eq!(fs::read_to_string(&victim).unwrap(), "A=1\n");
         fs::remove_file(&path).unwrap();
-        // A symbolic link in place of a directory is not followed either.
+        // Symlinked directories aren't followed either.
         let system = layout.home().join("system");
         fs::rename(&system, dir.path().join("elsewhere")).unwrap();
         symlink(dir.path().join("elsewhere"), &system).unwrap();

@@ -1,17 +1,17 @@
-//! Jittered exponential backoff between retries, which end when there has been no progress for a given time.
+//! Jittered exponential backoff that gives up after a given time without progress.
 
 use std::time::{Duration, Instant};
 
 use backon::{BackoffBuilder, ExponentialBackoff, ExponentialBuilder};
 
-/// The jitter at most doubles a delay: the first pause is at most 250 ms, and every pause at most 10 s.
+/// Jitter at most doubles a delay, so the first pause is at most 250 ms and any pause at most 10 s.
 const DELAYS: ExponentialBuilder = ExponentialBuilder::new()
     .with_min_delay(Duration::from_millis(125))
     .with_max_delay(Duration::from_secs(5))
     .with_jitter()
     .without_max_times();
 
-/// A backoff with a deadline that progress resets, so that a long transfer is not abandoned while it is advancing.
+/// Backoff with a deadline that is reset on progress, so a long transfer isn't abandoned while it's still advancing.
 #[derive(Debug)]
 pub struct Backoff {
     stall_timeout: Duration,
@@ -24,7 +24,7 @@ impl Backoff {
         Self { stall_timeout, deadline: Instant::now() + stall_timeout, delays: DELAYS.build() }
     }
 
-    /// Records progress: resets the deadline and the backoff.
+    /// Records progress, resetting the deadline and the backoff.
     pub fn record_progress(&mut self) {
         self.deadline = Instant::now() + self.stall_timeout;
         self.delays = DELAYS.build();

@@ -1,13 +1,13 @@
-//! Runs blocking work outside the async worker threads.
+//! Runs blocking work off the async worker threads.
 
 use std::error::Error;
 
 use svc_http::problem::Problem;
 
-/// Runs the work on a thread where blocking is allowed.
+/// Runs `work` on the blocking thread pool.
 ///
 /// # Errors
-/// The error that the work returned, or its panic, as an internal problem.
+/// An internal problem if `work` fails or panics.
 pub async fn run_blocking<T: Send + 'static, E: Error + Send + 'static>(
     work: impl FnOnce() -> Result<T, E> + Send + 'static,
 ) -> Result<T, Problem> {

@@ -1,7 +1,7 @@
-//! Reports a restore's progress to the platform, so that a boot with a large database or many files is not mistaken for
-//! a hang.
+//! Reports restore progress to the platform, so a slow boot with a large database or many files isn't mistaken for a
+//! hang.
 //!
-//! Reports are best effort: the restore neither waits for a report nor fails because of one.
+//! Reports are best effort: the restore never waits for one or fails because of one.
 
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ use svc_http::client::{self, Timeouts};
 use svc_machine::id::MachineId;
 use svc_wire::registration::{BootStageName, BootStageReport, StageProgress};
 
-/// Minimum time between two reports.
+/// Minimum time between reports.
 const REPORT_INTERVAL: Duration = Duration::from_secs(10);
 const CALL_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -40,8 +40,8 @@ struct ProgressClient {
 }
 
 impl BootReporter {
-    /// Reports changes to `progress`, at most one per `REPORT_INTERVAL`. Returns `None` if the settings have no
-    /// identity, platform or registration token, or if the HTTP client cannot be created.
+    /// Reports changes to `progress`, at most one per `REPORT_INTERVAL`. Returns `None` if the identity, platform or
+    /// registration token isn't configured, or the HTTP client can't be created.
     pub fn start(layout: &Layout, progress: watch::Receiver<Option<StageProgress>>) -> Option<Self> {
         let mut env = config::environment(layout);
         let identity = Identity::read(&mut env);
@@ -57,16 +57,16 @@ async fn send_reports(client: ProgressClient, mut progress: watch::Receiver<Opti
     while progress.changed().await.is_ok() {
         let Some(progress) = *progress.borrow_and_update() else { continue };
         match tokio::time::timeout(CALL_TIMEOUT, client.send(progress)).await {
-            // The token is no longer valid, because this machine has registered: its boot is over.
+            // Registration invalidated the token, so the boot is over.
             Ok(Ok(StatusCode::UNAUTHORIZED)) => return,
             Ok(Ok(status)) if status.is_success() => {}
             Ok(Ok(status)) => {
-                tracing::debug!(%status, "the platform did not accept the boot progress");
+                tracing::debug!(%status, "platform rejected boot progress report");
             }
             Ok(Err(error)) => {
-                tracing::debug!(error = %format_chain(&error), "could not send the boot progress");
+                tracing::debug!(error = %format_chain(&error), "could not send boot progress report");
             }
-            Err(_) => tracing::debug!("timed out while sending the boot progress"),
+            Err(_) => tracing::debug!("timed out sending boot progress report"),
         }
         tokio::time::sleep(REPORT_INTERVAL).await;
     }

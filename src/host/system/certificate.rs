@@ -1,5 +1,5 @@
-//! The certificate settings that the platform delivered, and the certificate that the gateway presents: files shared by
-//! the gateway, the sync agent and the doctor.
+//! Platform-delivered certificate settings and the gateway's certificate, in files shared by the gateway, the sync
+//! agent and the doctor.
 
 use crate::system::config;
 use crate::system::layout::Layout;
@@ -8,7 +8,7 @@ use svc_base::fsx::{self, FileError};
 use svc_wire::heartbeat::CertificateSettings;
 use svc_wire::host::HostCertificate;
 
-/// Reads the settings that the platform delivered last, or else the host name from user-data.
+/// Reads the settings last delivered by the platform, falling back to the host name from user-data.
 pub fn read_settings(layout: &Layout) -> CertificateSettings {
     let delivered = fsx::read_if_exists(&layout.certificate_settings()).ok().flatten();
     let delivered = delivered.and_then(|text| serde_json::from_slice(&text).ok());
@@ -19,13 +19,12 @@ pub fn read_settings(layout: &Layout) -> CertificateSettings {
     delivered.unwrap_or_else(initial)
 }
 
-/// Writes delivered settings, which contain a secret if the ACME account has an external account binding.
+/// Writes delivered settings. They contain a secret if the ACME account has an external account binding.
 pub fn write_settings(layout: &Layout, settings: &CertificateSettings) -> Result<(), FileError> {
     write_if_changed(&layout.certificate_settings(), settings, 0o600)
 }
 
-/// Reads the certificate that the gateway presents; `None` before the gateway's first start, or if the file is
-/// unreadable.
+/// Reads the gateway's certificate. Returns `None` before the gateway's first start or if the file is unreadable.
 pub fn read(layout: &Layout) -> Option<HostCertificate> {
     let text = fsx::read_if_exists(&layout.certificate()).ok().flatten()?;
     serde_json::from_slice(&text).ok()

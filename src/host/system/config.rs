@@ -1,5 +1,5 @@
-//! Configuration that all host applets share: `host.env`, `r2.env` and `boot.env`, which the process environment
-//! overrides.
+//! Configuration shared by all host applets: `host.env`, `r2.env` and `boot.env`, overridden by the process
+//! environment.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -19,9 +19,9 @@ use svc_machine::epoch::Epoch;
 use svc_machine::id::MachineId;
 use svc_machine::name::{Handle, IdpUserId, ImageVersion, Slot};
 
-/// Returns a host applet's environment: the process environment, then the env files below `SVC_ROOT`. From a file that
-/// another user can write, root accepts only the settings in [`root_settings::ALLOWED_FROM_OTHERS`]; root's own file
-/// takes precedence.
+/// Returns a host applet's environment: the process environment, then the env files below `SVC_ROOT`. As root, only the
+/// settings in [`root_settings::ALLOWED_FROM_OTHERS`] are accepted from files that other users can write, and root's
+/// own file takes precedence.
 pub fn environment(layout: &Layout) -> Env {
     if nix::unistd::geteuid().is_root() {
         let root_env = Env::from_process().with_file(&layout.update_env());
@@ -30,7 +30,7 @@ pub fn environment(layout: &Layout) -> Env {
     services_env(layout)
 }
 
-/// Returns the environment of the machine's services. It never includes root's own file, even when root calls this.
+/// Returns the environment of the machine's services. Never includes root's own file, even when called as root.
 pub fn services_env(layout: &Layout) -> Env {
     let files = service_files(layout);
     if nix::unistd::geteuid().is_root() {
@@ -43,8 +43,7 @@ fn service_files(layout: &Layout) -> [PathBuf; 3] {
     [layout.host_env(), layout.store_env(), layout.boot_env()]
 }
 
-/// Initializes an applet's log with the machine's id. Configuration errors are reported later, when the configuration
-/// is read.
+/// Initializes an applet's log with the machine id. Configuration errors surface later, when the configuration is read.
 pub fn init_log(applet: &'static str, layout: &Layout) {
     let machine = environment(layout).text(&vars::SVC_MACHINE_ID).and_then(|id| id.parse().ok());
     telemetry::init_on_machine(applet, machine);
@@ -77,7 +76,7 @@ impl Identity {
     }
 }
 
-/// The address and credential for calls to the platform.
+/// Platform address and credential.
 #[derive(Debug, Clone)]
 pub struct PlatformAccess {
     pub base: Url,
@@ -96,7 +95,7 @@ impl PlatformAccess {
         Some(Self { base: base?, upgrade_token: upgrade_token? })
     }
 
-    /// Returns `base` joined with a path that begins with `/`.
+    /// Returns `base` joined with a path that starts with `/`.
     pub fn url(&self, path: &str) -> Url {
         let mut url = self.base.clone();
         url.set_path(&format!("{}{path}", self.base.path().trim_end_matches('/')));
@@ -107,19 +106,19 @@ impl PlatformAccess {
 /// Reads the initial proof keys from `SVC_PROOF_KEYS`.
 pub fn read_initial_proof_keys(env: &mut Env) -> Option<ProofKeys> {
     let text: String = env.required(&vars::SVC_PROOF_KEYS)?;
-    // The serde message quotes the value, so only the position is used.
+    // serde's message quotes the value, so only report the position.
     let parse_error = |error: serde_json::Error| {
         format!("must be a JWK set (error at line {}, column {})", error.line(), error.column())
     };
     serde_json::from_str(&text).map_err(|error| env.add_error(&vars::SVC_PROOF_KEYS, parse_error(error))).ok()
 }
 
-/// Reads the version of the release that user-data names.
+/// Reads the release version from user-data.
 pub fn read_image_version(env: &mut Env) -> Option<ImageVersion> {
     env.required(&vars::SVC_IMAGE_VERSION)
 }
 
-/// `DATABASE_URL`; its password is never printed.
+/// `DATABASE_URL`, redacted in `Debug` output.
 #[derive(Clone)]
 pub struct DatabaseUrl(pub SecretString);
 
@@ -135,7 +134,7 @@ impl DatabaseUrl {
     }
 
     /// # Errors
-    /// If the URL is invalid. The error does not quote it.
+    /// If the URL is invalid. The error doesn't quote it.
     pub fn config(&self) -> Result<tokio_postgres::Config, ConfigError> {
         use secrecy::ExposeSecret;
         self.0.expose_secret().parse().map_err(|_| ConfigError {

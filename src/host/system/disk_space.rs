@@ -1,8 +1,8 @@
-//! Classifies how full a disk is.
+//! Disk space classification.
 
 const GIB: u64 = 1 << 30;
 
-/// How full a disk is. Both the share and the amount of free space count, because a small disk fills sooner.
+/// How full a disk is, based on both percentage and bytes free, since small disks fill up sooner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DiskSpace {
     Sufficient,
@@ -25,7 +25,7 @@ impl DiskSpace {
     }
 }
 
-/// Returns the percentage of free space; 0 for a disk of size 0.
+/// Returns the percentage of free space, or 0 for a zero-sized disk.
 pub fn free_percent(total_bytes: u64, free_bytes: u64) -> u64 {
     free_bytes.saturating_mul(100).checked_div(total_bytes).unwrap_or(0)
 }
@@ -39,7 +39,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn classify_considers_share_and_amount_of_free_space() {
+    fn classify_considers_percentage_and_free_bytes() {
         for (total, free, expected) in [
             (40 * GIB, 20 * GIB, DiskSpace::Sufficient),
             (40 * GIB, 3 * GIB, DiskSpace::Low),

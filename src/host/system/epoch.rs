@@ -1,5 +1,5 @@
-//! This machine's epoch: the one it was provisioned with, or a higher one from a heartbeat response. When a recovery is
-//! undone, the platform raises the old machine's epoch above the slot's fence.
+//! This machine's epoch: the provisioned one, or a higher one from a heartbeat response. When a recovery is undone, the
+//! platform raises the old machine's epoch above the slot's fence.
 //!
 //! Invariant: the epoch never decreases, unless its file becomes unreadable or invalid.
 
@@ -19,8 +19,8 @@ struct RaisedEpoch {
     epoch: Epoch,
 }
 
-/// Returns the higher of `provisioned` and the raised epoch. If the file is unreadable or invalid, returns
-/// `provisioned`; the fence then rejects this machine's backups, which is the safe outcome.
+/// Returns the higher of `provisioned` and the raised epoch. Falls back to `provisioned` if the file is unreadable or
+/// invalid. The fence then rejects this machine's backups, so this fails safe.
 pub fn current(layout: &Layout, provisioned: Epoch) -> Epoch {
     match read(layout) {
         Ok(raised) => raised.map_or(provisioned, |raised| raised.max(provisioned)),
@@ -37,7 +37,7 @@ fn read(layout: &Layout) -> Result<Option<Epoch>, FileError> {
     Ok(raised.filter(|raised| raised.version == FORMAT_VERSION).map(|raised| raised.epoch))
 }
 
-/// Stores an epoch that the platform assigned, if it is higher than the current one.
+/// Persists a platform-assigned epoch if it's higher than the current one.
 pub fn raise(layout: &Layout, provisioned: Epoch, epoch: Epoch) -> Result<(), FileError> {
     let current_epoch = current(layout, provisioned);
     if epoch <= current_epoch {
@@ -46,7 +46,7 @@ pub fn raise(layout: &Layout, provisioned: Epoch, epoch: Epoch) -> Result<(), Fi
     let text = serde_json::to_vec(&RaisedEpoch { version: FORMAT_VERSION, epoch })
         .expect("plain fields serialize to JSON");
     fsx::write_atomic(&layout.raised_epoch(), &text, 0o644)?;
-    tracing::warn!(%epoch, previous = %current_epoch, "the platform has raised this machine's epoch");
+    tracing::warn!(%epoch, previous = %current_epoch, "platform raised this machine's epoch");
     Ok(())
 }
 

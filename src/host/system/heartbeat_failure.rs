@@ -1,4 +1,4 @@
-//! Records why the heartbeats fail, for `svcctl doctor` on the host.
+//! Records heartbeat failures for `svcctl doctor` on the host.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -8,21 +8,21 @@ use svc_base::fsx::{self, FileError};
 
 const FORMAT_VERSION: u32 = 1;
 
-/// A period in which all heartbeats have failed.
+/// A streak of failed heartbeats.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct HeartbeatFailure {
     version: u32,
-    /// The time of the first failure.
+    /// Time of the first failure.
     pub since: Timestamp,
-    /// The error of the last heartbeat.
+    /// Error from the last heartbeat.
     pub error: String,
-    /// Whether the platform refused this machine's token.
+    /// Whether the platform rejected this machine's token.
     pub is_refused: bool,
 }
 
 impl HeartbeatFailure {
-    /// Reads the record; `None` if no failure is recorded, or if the record cannot be parsed.
+    /// Reads the record. Returns `None` if no failure is recorded or the record is invalid.
     ///
     /// # Errors
     /// If the file cannot be read.
@@ -33,25 +33,25 @@ impl HeartbeatFailure {
     }
 }
 
-/// Writes the record when the result of the heartbeats changes. A disk error is only logged; the next heartbeat retries
-/// the write.
+/// Writes the record when the heartbeat result changes. Disk errors are only logged; the next heartbeat retries the
+/// write.
 pub struct FailureRecorder<'a> {
     layout: &'a Layout,
-    /// The current failure, whether or not it could be written.
+    /// Current failure, whether or not it was persisted.
     failure: Option<HeartbeatFailure>,
-    /// The content of the file, if it is known.
+    /// File contents, if known.
     written: Option<HeartbeatFailure>,
     file_may_exist: bool,
 }
 
 impl<'a> FailureRecorder<'a> {
-    /// Continues the record of an earlier process.
+    /// Resumes the record left by an earlier process.
     pub fn open(layout: &'a Layout) -> Self {
         let failure = HeartbeatFailure::read(layout).ok().flatten();
         Self { layout, written: failure.clone(), failure, file_may_exist: true }
     }
 
-    /// Records that the platform accepted a heartbeat.
+    /// Records a heartbeat accepted by the platform.
     pub fn record_success(&mut self) {
         self.failure = None;
         if self.file_may_exist {
@@ -61,7 +61,7 @@ impl<'a> FailureRecorder<'a> {
         }
     }
 
-    /// Records that a heartbeat failed. `is_refused` is whether the platform refused this machine's token.
+    /// Records a failed heartbeat. `is_refused` means the platform rejected this machine's token.
     pub fn record_failure(&mut self, error: String, is_refused: bool) {
         let since = self.failure.take().map_or_else(Timestamp::now, |failure| failure.since);
         let failure = HeartbeatFailure { version: FORMAT_VERSION, since, error, is_refused };
@@ -76,7 +76,7 @@ impl<'a> FailureRecorder<'a> {
 }
 
 fn log_error(result: Result<(), FileError>) -> Option<()> {
-    result.inspect_err(|error| tracing::warn!(%error, "cannot record the result of the heartbeat")).ok()
+    result.inspect_err(|error| tracing::warn!(%error, "cannot record heartbeat result")).ok()
 }
 
 #[cfg(test)]
@@ -84,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn record_keeps_time_of_first_failure_until_success() {
+    fn record_keeps_first_failure_time_until_success() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         std::fs::create_dir_all(layout.heartbeat_failure().parent().unwrap()).unwrap();
@@ -107,7 +107,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         let mut recorder = FailureRecorder::open(&layout);
-        // The directory does not exist yet.
+        // The directory doesn't exist yet.
         recorder.record_failure("timeout".to_owned(), false);
         std::fs::create_dir_all(layout.heartbeat_failure().parent().unwrap()).unwrap();
         recorder.record_failure("timeout".to_owned(), false);

@@ -1,11 +1,11 @@
-//! The paths on a host: the specification's layout below `SVC_ROOT` (default `/`).
+//! Host paths: the specification's layout below `SVC_ROOT` (default `/`).
 
 use std::path::{Path, PathBuf};
 
 use super::vars;
 use svc_machine::name::ImageVersion;
 
-/// The file name of the agents' socket in [`Layout::bridge_sockets`].
+/// File name of the agents' socket in [`Layout::bridge_sockets`].
 pub const BRIDGE_SOCKET: &str = "bridge.sock";
 
 /// All paths on a host.
@@ -48,13 +48,12 @@ impl Layout {
         self.opt("env/boot.env")
     }
 
-    /// The environment of the database container, including its password. Owned by root; read by podman and
-    /// `svc-update`.
+    /// Database container environment, including the password. Owned by root; read by podman and `svc-update`.
     pub fn postgres_env(&self) -> PathBuf {
         self.opt("env/postgres.env")
     }
 
-    /// The ids of the keys that root's updater trusts.
+    /// Ids of the keys trusted by root's updater.
     pub fn trusted_keys(&self) -> PathBuf {
         self.update_state().join("trusted-keys.json")
     }
@@ -72,22 +71,22 @@ impl Layout {
         self.releases().join(version.as_str())
     }
 
-    /// The symbolic link to the current release, which an update replaces.
+    /// Symlink to the current release, replaced by updates.
     pub fn current(&self) -> PathBuf {
         self.opt("current")
     }
 
-    /// A symbolic link into the current release: `bin`, `app` or `runtime`.
+    /// Symlink into the current release: `bin`, `app` or `runtime`.
     pub fn link(&self, name: &str) -> PathBuf {
         self.opt(name)
     }
 
-    /// The restore gate's marker. The gateway may start only if it exists.
+    /// The restore gate's marker. The gateway may only start if it exists.
     pub fn restore_complete(&self) -> PathBuf {
         self.opt("restore-complete")
     }
 
-    /// Home directory of the user `svc`, with the owner's program settings; the owner's files are in [`Layout::home`].
+    /// Home directory of the `svc` user, with the owner's program settings. The owner's files are in [`Layout::home`].
     pub fn user_home(&self) -> PathBuf {
         self.root.join("home/svc")
     }
@@ -105,13 +104,13 @@ impl Layout {
         self.opt("current/app/apps")
     }
 
-    /// The record of bundled app copies. It is stored alongside the apps, so that it moves with them and the same users
-    /// can write it.
+    /// Record of bundled app copies. Stored alongside the apps so that it moves with them and the same users can write
+    /// it.
     pub fn bundled_apps_record(&self) -> PathBuf {
         self.apps().join(".bundled-apps.json")
     }
 
-    /// The shell's build in the current release.
+    /// Shell build in the current release.
     pub fn shell(&self) -> PathBuf {
         self.opt("app/shell")
     }
@@ -134,12 +133,12 @@ impl Layout {
         self.state("good-config.json")
     }
 
-    /// The days for which all interactions have been counted.
+    /// Days for which all interactions have been counted.
     pub fn usage_seals(&self) -> PathBuf {
         self.state("usage-seals.json")
     }
 
-    /// Accepted dispatches that have not been recorded yet.
+    /// Dispatches that have been accepted but not yet recorded.
     pub fn dispatches(&self) -> PathBuf {
         self.state("dispatches")
     }
@@ -152,12 +151,12 @@ impl Layout {
         self.state("tls/key.pem")
     }
 
-    /// The chain that a certificate authority issued for [`Layout::tls_key`].
+    /// CA-issued certificate chain for [`Layout::tls_key`].
     pub fn tls_chain(&self) -> PathBuf {
         self.state("tls/chain.pem")
     }
 
-    /// The account with the certificate authority, including its key.
+    /// ACME account, including its key.
     pub fn acme_account(&self) -> PathBuf {
         self.state("tls/acme-account.json")
     }
@@ -167,7 +166,7 @@ impl Layout {
         self.state("tls/settings.json")
     }
 
-    /// The certificate that the gateway presents, reported by the heartbeat.
+    /// The gateway's certificate, reported by the heartbeat.
     pub fn certificate(&self) -> PathBuf {
         self.state("certificate.json")
     }
@@ -196,7 +195,7 @@ impl Layout {
         self.state("last-backup.json")
     }
 
-    /// A snapshot that did not become the latest, because the database has shrunk.
+    /// Snapshot held back from becoming the latest because the database shrank.
     pub fn held_snapshot(&self) -> PathBuf {
         self.state("held-snapshot.json")
     }
@@ -206,12 +205,12 @@ impl Layout {
         self.state(&format!("last-{kind}.json"))
     }
 
-    /// When each snapshot was last read completely, the damage found then, and the failure of a later read.
+    /// For each snapshot: the last complete read, any corruption it found, and the error if a later read failed.
     pub fn verification_history(&self) -> PathBuf {
         self.state("verified.json")
     }
 
-    /// The dump for a drill or a side database while it is being loaded, and the lock for checks and the side database.
+    /// Dump being loaded for a drill or the side database, and the lock for checks and the side database.
     pub fn drill_state(&self) -> PathBuf {
         self.state("drill")
     }
@@ -221,12 +220,12 @@ impl Layout {
         self.state("side.json")
     }
 
-    /// cloud-init's data about the server.
+    /// cloud-init instance data.
     pub fn instance_data(&self) -> PathBuf {
         self.root.join("run/cloud-init/instance-data.json")
     }
 
-    /// The epoch that the platform assigned to this machine, if the platform has raised it.
+    /// This machine's epoch, if the platform has raised it.
     pub fn raised_epoch(&self) -> PathBuf {
         self.state("epoch.json")
     }
@@ -254,7 +253,7 @@ impl Layout {
         self.state("open-uploads.json")
     }
 
-    /// The clock readings of the last run of `svc-heartbeat`, which deletes expired log files.
+    /// Clock readings from the last run of `svc-heartbeat`, which deletes expired log files.
     pub fn retention_clock(&self) -> PathBuf {
         self.state("heartbeat-clock.json")
     }
@@ -263,7 +262,7 @@ impl Layout {
         self.state("heartbeat.lock")
     }
 
-    /// A file that requests a run of a unit; a path unit watches it.
+    /// Request file for a unit run, watched by a path unit.
     pub fn request(&self, name: &str) -> PathBuf {
         self.state("requests").join(name)
     }
@@ -283,12 +282,12 @@ impl Layout {
         self.state("restore")
     }
 
-    /// The registration request as it was first sent, and its result.
+    /// Registration request as first sent, and its result.
     pub fn registration(&self) -> PathBuf {
         self.state("register.json")
     }
 
-    /// Object store credentials that the platform last renewed; `r2.env` has the initial ones.
+    /// Object store credentials as last renewed by the platform; `r2.env` has the initial ones.
     pub fn store_credentials(&self) -> PathBuf {
         self.state("store-credentials.json")
     }
@@ -298,27 +297,27 @@ impl Layout {
         self.state("upgrade-token.json")
     }
 
-    /// The key, cache and status of the file backup.
+    /// File-backup key, cache and status.
     pub fn files_state(&self) -> PathBuf {
         self.state("files")
     }
 
-    /// The result of the restore of the owner's files. Success is recorded only after they have been moved into place.
+    /// Result of restoring the owner's files. Success is only recorded once they've been moved into place.
     pub fn files_restore_outcome(&self) -> PathBuf {
         self.files_state().join("restored.json")
     }
 
-    /// The key of the file backup, readable only by the gateway's user.
+    /// File-backup key, readable only by the gateway's user.
     pub fn files_key(&self) -> PathBuf {
         self.files_state().join("key")
     }
 
-    /// Agents' running tool calls, as the watcher last recorded them.
+    /// Agents' running tool calls, as last recorded by the watcher.
     pub fn tool_calls(&self) -> PathBuf {
         self.state("tool-calls.json")
     }
 
-    /// Tool calls that a hook could not report. The owner's programs write the file, and the watcher reads it.
+    /// Tool calls that a hook couldn't report. Written by the owner's programs and read by the watcher.
     pub fn audit_gaps(&self) -> PathBuf {
         self.undelivered_hooks_dir().join("audit-gaps.jsonl")
     }
@@ -333,34 +332,34 @@ impl Layout {
         self.root.join("run/svc/import.lock")
     }
 
-    /// The directory for files that hooks leave for the watcher. It belongs to the owner's user.
+    /// Directory where hooks leave files for the watcher. Belongs to the owner's user.
     pub fn undelivered_hooks_dir(&self) -> PathBuf {
         self.root.join("run/svc/hooks")
     }
 
-    /// The directory of svc-watch's sockets: `watch.sock`, to which all hooks connect, including agents' hooks, and
-    /// `changes.sock`, to which svc-files connects. It belongs to the gateway's user.
+    /// Directory of svc-watch's sockets: `watch.sock` for all hooks, including agents' hooks, and `changes.sock` for
+    /// svc-files. Belongs to the gateway's user.
     pub fn watch_sockets(&self) -> PathBuf {
         self.root.join("run/svc/watch")
     }
 
-    /// The directory that contains `bridge.sock`, for agents with a token. It belongs to the gateway's user.
+    /// Directory of `bridge.sock`, for agents with a token. Belongs to the gateway's user.
     pub fn bridge_sockets(&self) -> PathBuf {
         self.root.join("run/svc/bridge")
     }
 
-    /// The directory that contains `gateway.sock`, which agents' units cannot see. It belongs to the gateway's user.
+    /// Directory of `gateway.sock`, hidden from agents' units. Belongs to the gateway's user.
     pub fn gateway_sockets(&self) -> PathBuf {
         self.root.join("run/svc/gateway")
     }
 
-    /// The directory that contains `history.sock`, to which the gateway connects. It belongs to the gateway's user.
+    /// Directory of `history.sock`, which the gateway connects to. Belongs to the gateway's user.
     pub fn history_sockets(&self) -> PathBuf {
         self.root.join("run/svc/files")
     }
 
-    /// The directory that contains `shell.sock`, `code.sock` and `agent.sock`, to which the gateway connects and which
-    /// agents' units cannot see. It belongs to the owner's user.
+    /// Directory of `shell.sock`, `code.sock` and `agent.sock`, which the gateway connects to. Hidden from agents'
+    /// units. Belongs to the owner's user.
     pub fn owner_sockets(&self) -> PathBuf {
         self.root.join("run/svc/owner")
     }

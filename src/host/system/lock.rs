@@ -1,5 +1,5 @@
-//! Allows only one run at a time, with an exclusive flock(2) on a file. The kernel releases the lock however the
-//! process ends.
+//! Single-instance lock, implemented as an exclusive flock(2) on a file. The kernel releases it however the process
+//! exits.
 
 use std::fs::{File, TryLockError};
 use std::io::ErrorKind;
@@ -8,16 +8,16 @@ use std::time::{Duration, Instant};
 
 use svc_base::fsx::FileError;
 
-/// Interval between attempts to acquire a lock that another run holds.
+/// Interval between attempts to acquire a lock held by another run.
 const RETRY_INTERVAL: Duration = Duration::from_millis(200);
 
-/// A held lock, which is released when this value is dropped.
+/// A held lock, released on drop.
 #[derive(Debug)]
 pub struct Lock {
     _file: File,
 }
 
-/// The reason the lock was not acquired.
+/// Errors from acquiring a lock.
 #[derive(Debug, thiserror::Error)]
 pub enum LockError {
     #[error("another instance is running")]
@@ -46,11 +46,11 @@ impl Lock {
         }
     }
 
-    /// Returns whether a run holds the lock. The check itself briefly holds a shared lock, so programs that need the
-    /// lock should use [`Self::wait`] instead of [`Self::acquire`].
+    /// Returns whether the lock is held. The check itself briefly takes a shared lock, so programs that need the lock
+    /// should use [`Self::wait`] instead of [`Self::acquire`].
     ///
     /// # Errors
-    /// [`LockError::File`] if the file exists and cannot be opened or locked.
+    /// [`LockError::File`] if the file exists but cannot be opened or locked.
     pub fn is_held(path: &Path) -> Result<bool, LockError> {
         let file = match File::open(path) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(false),

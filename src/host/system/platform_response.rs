@@ -1,4 +1,4 @@
-//! Reads the platform's responses: their bodies, which are small, and their times.
+//! Reads platform responses: their bodies, which are small, and their dates.
 
 use http::{HeaderMap, header};
 use jiff::Timestamp;
@@ -6,26 +6,26 @@ use serde::Deserialize;
 
 use svc_http::body::{ResponseBodyError, read_response};
 
-/// Maximum size of a response body: far larger than the largest response, a heartbeat response with many proof keys.
+/// Maximum response body size, well above the largest response: a heartbeat response with many proof keys.
 pub const MAX_RESPONSE_BYTES: usize = 256 << 10;
 
-/// Reads the body of a response.
+/// Reads a response body.
 ///
 /// # Errors
-/// If the body is longer than [`MAX_RESPONSE_BYTES`], or does not arrive completely.
+/// If the body is longer than [`MAX_RESPONSE_BYTES`], or is incomplete.
 pub async fn read_body(mut response: reqwest::Response) -> Result<Vec<u8>, ResponseBodyError> {
     let mut body = Vec::new();
     read_response(&mut response, MAX_RESPONSE_BYTES, &mut body).await?;
     Ok(body)
 }
 
-/// Returns the time of a response according to the sender's clock.
+/// Returns the time of a response by the sender's clock (`Date`).
 pub fn response_date(headers: &HeaderMap) -> Option<Timestamp> {
     let text = headers.get(header::DATE)?.to_str().ok()?;
     Some(jiff::fmt::rfc2822::parse(text).ok()?.timestamp())
 }
 
-/// The members of a problem (RFC 9457) that hosts use; empty if absent from the body.
+/// Problem members (RFC 9457) used by hosts; empty if absent from the body.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 pub struct ProblemBody {

@@ -12,17 +12,17 @@ use svc_http::resolve::{self, ResolveError};
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The database from which databases are created, renamed and dropped.
+/// Database to connect to for creating, renaming and dropping other databases.
 pub const MAINTENANCE_DATABASE: &str = "postgres";
 
-/// The server that `DATABASE_URL` names.
+/// The server in `DATABASE_URL`.
 #[derive(Clone)]
 pub struct PostgresServer {
     config: Config,
     database: String,
 }
 
-/// The reason a connection failed.
+/// Errors from connecting to a database.
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
     #[error(transparent)]
@@ -38,7 +38,7 @@ pub enum ConnectError {
 }
 
 impl PostgresServer {
-    /// `config` names the owner's database. As in libpq, the default is the user's name.
+    /// `config` names the owner's database, which defaults to the user name as in libpq.
     pub fn new(config: Config) -> Self {
         let database =
             config.get_dbname().or_else(|| config.get_user()).unwrap_or(MAINTENANCE_DATABASE).to_owned();
@@ -54,7 +54,7 @@ impl PostgresServer {
         &self.config
     }
 
-    /// Returns the same server with the given role.
+    /// Returns the same server, to connect to as another role.
     pub fn as_role(&self, role: &str, password: &str) -> Self {
         let mut config = self.config.clone();
         config.user(role).password(password);
@@ -62,8 +62,8 @@ impl PostgresServer {
     }
 
     /// # Errors
-    /// [`ConnectError`] if a host name cannot be resolved, which takes at most 5 s for each name, or if the connection
-    /// then fails or is not established within 10 s.
+    /// [`ConnectError`] if a host name can't be resolved (at most 5 s per name), or if the connection then fails or
+    /// isn't established within 10 s.
     pub async fn connect(&self, database: &str, application: &str) -> Result<Client, ConnectError> {
         let mut config = self.config.clone();
         config.dbname(database).application_name(application).connect_timeout(CONNECT_TIMEOUT);
@@ -74,14 +74,14 @@ impl PostgresServer {
         let (client, connection) = connected.map_err(timeout_error)?.map_err(connect_error)?;
         tokio::spawn(async move {
             if let Err(error) = connection.await {
-                tracing::debug!(error = %format_chain(&error), "the database connection ended");
+                tracing::debug!(error = %format_chain(&error), "database connection error");
             }
         });
         Ok(client)
     }
 
-    /// Resolves host names here, because tokio-postgres would call getaddrinfo for a name without an address, and a
-    /// static glibc binary must not call it.
+    /// Resolves host names up front. For names without an address, tokio-postgres calls getaddrinfo, which a static
+    /// glibc binary must not do.
     async fn add_addresses(&self, config: &mut Config) -> Result<(), ResolveError> {
         let is_name =
             |host: &Host| matches!(host, Host::Tcp(name) if name.parse::<std::net::IpAddr>().is_err());
@@ -98,8 +98,7 @@ impl PostgresServer {
     }
 }
 
-/// Returns whether the error means that the database is unavailable or out of resources, rather than that the statement
-/// is wrong.
+/// Returns whether the database is unavailable or out of resources, as opposed to the statement being wrong.
 pub fn is_unavailable(error: &tokio_postgres::Error) -> bool {
     match error.code() {
         None => true,
@@ -117,12 +116,12 @@ pub fn to_exit(error: &tokio_postgres::Error) -> Exit {
     if is_unavailable(error) { Exit::Unavailable } else { Exit::Internal }
 }
 
-/// Quotes `name` as an identifier in a statement.
+/// Quotes `name` as an SQL identifier.
 pub fn quote_ident(name: &str) -> String {
     format!("\"{}\"", name.replace('"', "\"\""))
 }
 
-/// Quotes `text` as a literal in a statement, for commands that take no parameters.
+/// Quotes `text` as an SQL literal, for commands that don't take parameters.
 pub fn quote_literal(text: &str) -> String {
     let quoted = text.replace('\'', "''");
     if quoted.contains('\\') {

@@ -1,7 +1,7 @@
-//! The location of, and arguments for, `pg_dump` and `pg_restore`.
+//! Locates `pg_dump` and `pg_restore` and builds their command lines.
 //!
-//! The password is passed only in the environment, never in an argument list. Each call's environment starts empty, so
-//! that no inherited `PG*` variable affects it.
+//! Passwords are only passed in the environment, never as arguments. Each command starts from an empty environment so
+//! that inherited `PG*` variables can't affect it.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -22,37 +22,37 @@ use crate::system::vars;
 use svc_base::config::Env;
 
 const CONTAINER: &str = "svc-postgres";
-/// Number of parallel jobs in a load.
+/// Number of parallel jobs per load.
 const RESTORE_JOBS: usize = 2;
-/// Maximum number of bytes to keep of each line of a tool's error output, and of all lines together.
+/// Maximum bytes of a tool's stderr to keep, per line and in total.
 const MAX_STDERR_BYTES: usize = 4096;
-/// Prefixes of the tools' own messages. A line without such a prefix may continue a value that contains line breaks.
+/// Prefixes of the tools' own messages. A line without one may continue a multi-line value.
 const TOOL_PREFIXES: [&str; 2] = ["pg_dump:", "pg_restore:"];
-/// Prefixes of a message's lines that quote rows or statements.
+/// Prefixes of message lines that quote rows or statements.
 const QUOTING_PREFIXES: [&str; 5] = ["DETAIL:", "CONTEXT:", "HINT:", "Command was:", "COPY "];
-/// Separates the lines of a summary.
+/// Separator between summary lines.
 const SEPARATOR: &str = "; ";
 const PIPE_BYTES: i32 = 1 << 20;
 const PROBE_TIMEOUT: Duration = Duration::from_secs(20);
-/// Variables that a tool inherits: those needed to find the tool, its libraries and the container runtime.
+/// Variables inherited by a tool: those needed to find the tool, its libraries and the container runtime.
 const PASSED_VARIABLES: [&str; 5] = ["PATH", "HOME", "LD_LIBRARY_PATH", "XDG_RUNTIME_DIR", "LANG"];
 
-/// How a dump's data is compressed.
+/// Dump compression.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Compression {
     None,
-    /// gzip at this level, which every `pg_restore` supports.
+    /// gzip at this level, supported by every `pg_restore`.
     Gzip(u8),
-    /// zstd at this level, for tools that were built with zstd.
+    /// zstd at this level, for tools built with zstd support.
     Zstd(u8),
 }
 
 impl Compression {
-    /// The compression that all tools support, and that is fast enough.
+    /// Supported by all tools, and fast enough.
     pub const DEFAULT: Self = Self::Gzip(1);
 
-    /// Returns the maximum size of a dump, as a multiple of the database's size on disk. Values can be longer as text
-    /// than on disk. Without compression, NULLs and values that PostgreSQL compresses are written out in full.
+    /// Returns the maximum dump size as a multiple of the database's size on disk. Values can be longer as text than on
+    /// disk, and without compression, NULLs and PostgreSQL-compressed values are written out in full.
     pub fn max_growth_factor(self) -> u64 {
         match self {
             Self::None => 32,
@@ -89,7 +89,7 @@ impl fmt::Display for Compression {
     }
 }
 
-/// The location of the PostgreSQL 16 client tools.
+/// Location of the PostgreSQL 16 client tools.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PgTools {
     /// Executables in a directory on this machine.
@@ -99,7 +99,7 @@ pub enum PgTools {
 }
 
 impl PgTools {
-    /// Selects `SVC_PG_BIN_DIR`, or else the tools in the release's runtime, or else those in the container.
+    /// Uses `SVC_PG_BIN_DIR` if set, then the tools in the release's runtime, then those in the container.
     pub fn locate(env: &mut Env, layout: &Layout) -> Self {
         if let Some(dir) = env.path(&vars::SVC_PG_BIN_DIR) {
             if !dir.join("pg_dump").is_file() {
@@ -111,12 +111,12 @@ impl PgTools {
         if bundled.join("pg_dump").is_file() { Self::Directory(bundled) } else { Self::Container }
     }
 
-    /// Returns the given compression if the tools support it, or else the default.
+    /// Returns `compression` if the tools support it, or the default otherwise.
     pub async fn choose_compression(&self, compression: Compression) -> Compression {
         if !matches!(compression, Compression::Zstd(_)) {
             return compression;
         }
-        // pg_dump checks this argument before it connects, so no server is needed.
+        // pg_dump checks this argument before connecting, so we don't need a server.
         let mut command = self.command("pg_dump", None);
         command.args([
             "-Fc",
@@ -136,7 +136,7 @@ impl PgTools {
         }
     }
 
-    /// Builds the command that writes a dump of the exported snapshot to stdout, in custom format.
+    /// Builds a command to dump the exported snapshot to stdout in custom format.
     pub fn dump_command(&self, server: &PostgresServer, snapshot: &str, compression: Compression) -> Command {
         let mut command = self.command("pg_dump", Some(server));
         command
@@ -147,8 +147,8 @@ impl PgTools {
         command
     }
 
-    /// Builds the command that dumps only these tables and views (`schema.name`, quoted where needed), with their
-    /// dependent objects.
+    /// Builds a command to dump only these tables and views (`schema.name`, quoted where needed) and their dependent
+    /// objects.
     pub fn dump_relations_command(
         &self,
         server: &PostgresServer,
@@ -164,7 +164,7 @@ impl PgTools {
         command
     }
 
-    /// Builds the command that loads a dump from stdin into a database, in one transaction.
+    /// Builds a command to load a dump from stdin into a database in a single transaction.
     pub fn load_in_transaction_command(&self, server: &PostgresServer, database: &str) -> Command {
         let mut vars = connection_vars(server);
         // The owner's settings may make transactions read-only by default.
@@ -178,14 +178,14 @@ impl PgTools {
         command
     }
 
-    /// Builds the command that reads a whole dump from stdin without loading it; it fails if the dump is damaged.
+    /// Builds a command to read a whole dump from stdin without loading it. It fails if the dump is corrupt.
     pub fn check_dump_command(&self) -> Command {
         let mut command = self.command("pg_restore", None);
         command.args(["-f", "/dev/null"]).stdin(Stdio::piped()).stdout(Stdio::null());
         command
     }
 
-    /// Builds the command that loads a dump file into a database. In the container, it reads the file from stdin, which
+    /// Builds a command to load a dump file into a database. In the container, it reads the file from stdin, which
     /// rules out parallel jobs.
     ///
     /// # Errors
@@ -209,15 +209,15 @@ impl PgTools {
         Ok(command)
     }
 
-    /// Builds the command that lists a dump file's entries on stdout, without a connection.
+    /// Builds a command to print a dump file's TOC to stdout, without connecting.
     pub fn list_command(&self, dump: &Path) -> Command {
         let mut command = self.command("pg_restore", None);
         command.arg("-l").arg(dump).stdin(Stdio::null()).stdout(Stdio::piped());
         command
     }
 
-    /// Builds the command that loads the entries named by a list from a dump file into a database. The user in the
-    /// server's configuration will own all of them.
+    /// Builds a command to load only the dump entries in `list` into a database. They will all be owned by the user in
+    /// the server's configuration.
     pub fn load_listed_command(
         &self,
         server: &PostgresServer,
@@ -239,8 +239,8 @@ impl PgTools {
         command
     }
 
-    /// Builds the command that loads a dump from stdin, as it arrives, into a database that has no other sessions. It
-    /// uses a single session.
+    /// Builds a command to load a dump from stdin as it arrives, over a single session. The database must have no other
+    /// sessions.
     pub fn load_stream_command(&self, server: &PostgresServer, database: &str) -> Command {
         let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
         let mut vars = connection_vars(server);
@@ -262,7 +262,7 @@ impl PgTools {
                 let mut command = Command::new("podman");
                 command.args(["exec", "-i"]);
                 for (name, _) in &vars {
-                    // Pass only the name: podman takes the value from its environment.
+                    // Pass only the name: podman reads the value from its own environment.
                     command.args(["-e", name]);
                 }
                 command.args([CONTAINER, tool]);
@@ -278,7 +278,7 @@ impl PgTools {
 
 fn connection_vars(server: &PostgresServer) -> Vec<(&'static str, String)> {
     let config = server.config();
-    // A client encoding that the owner has set for the database might not represent every row, so the dump might fail.
+    // A client encoding set by the owner might not be able to represent every row, and the dump would fail.
     let fixed = [("PGCONNECT_TIMEOUT", "10"), ("PGAPPNAME", "svc"), ("PGCLIENTENCODING", "UTF8")];
     let mut vars = Vec::from(fixed.map(|(name, value)| (name, value.to_owned())));
     match config.get_hosts().first() {
@@ -298,8 +298,8 @@ fn connection_vars(server: &PostgresServer) -> Vec<(&'static str, String)> {
     vars
 }
 
-/// Returns options for sessions that load a database that is not yet in use. Commits do not wait for the disk: the next
-/// synchronous commit, which precedes the use of the database, makes all data durable. If the jobs use all cores,
+/// Returns session options for loading a database that isn't in use yet. Commits don't wait for the disk: the next
+/// synchronous commit, before the database is used, makes everything durable. If the jobs already use all cores,
 /// indexes are built without parallel workers, which would only slow down the other job. `maintenance_work_mem` stays
 /// at the server's setting, because larger sorts exceed the CPU caches and are slower.
 fn load_options(cores: usize) -> String {
@@ -307,8 +307,8 @@ fn load_options(cores: usize) -> String {
     format!("-c synchronous_commit=off{workers}")
 }
 
-/// Reads a tool's error output to its end, because the tool would otherwise block or be killed. Returns its last lines
-/// joined into one, without the row values that they quote.
+/// Reads a tool's stderr to the end, since the tool would otherwise block or be killed. Returns the last lines joined
+/// into one, with quoted row values removed.
 pub async fn read_stderr_tail(stderr: Option<impl AsyncRead + Unpin>) -> String {
     let Some(mut stderr) = stderr else { return String::new() };
     let mut summary = StderrSummary::default();
@@ -319,16 +319,16 @@ pub async fn read_stderr_tail(stderr: Option<impl AsyncRead + Unpin>) -> String 
     summary.finish()
 }
 
-/// The last lines of a tool's error output, without the row values that they quote. Lines are examined as they arrive,
-/// because only the beginning of a line and the lines before it determine whether it quotes a value.
+/// The last lines of a tool's stderr, with quoted row values removed. Lines are filtered as they arrive: whether one
+/// quotes a value depends only on its beginning and on the lines before it.
 #[derive(Default)]
 struct StderrSummary {
-    /// The beginning of the incomplete current line.
+    /// Beginning of the current, incomplete line.
     line: Vec<u8>,
     /// Whether the line may continue a quoted value.
     is_in_quote: bool,
     lines: VecDeque<String>,
-    /// Number of bytes in `lines`, with separators.
+    /// Number of bytes in `lines`, including separators.
     bytes: usize,
 }
 
@@ -372,7 +372,7 @@ impl StderrSummary {
     }
 }
 
-/// Enlarges the pipe, so that fewer wake-ups are needed per byte. If the kernel refuses, the pipe keeps its size.
+/// Enlarges the pipe to reduce wake-ups. Best effort: the pipe keeps its size if the kernel refuses.
 pub fn enlarge_pipe(pipe: impl AsFd) {
     let _ = nix::fcntl::fcntl(pipe, nix::fcntl::FcntlArg::F_SETPIPE_SZ(PIPE_BYTES));
 }
@@ -393,13 +393,13 @@ mod tests {
 
     fn summarize_stderr(output: &str) -> String {
         let mut summary = StderrSummary::default();
-        // A line may arrive in several reads.
+        // Lines may be split across reads.
         output.as_bytes().chunks(7).for_each(|chunk| summary.push(chunk));
         summary.finish()
     }
 
     #[test]
-    fn summarize_stderr_drops_values_with_line_breaks() {
+    fn summarize_stderr_drops_multiline_values() {
         let output = "pg_restore: error: could not execute query: ERROR:  could not create unique index \"i\"\n\
                     DETAIL:  Key (title)=(first\nmine\n\n  mine too) is duplicated.\n\
                     Command was: CREATE UNIQUE INDEX\n  ON mine;\n\

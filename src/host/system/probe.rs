@@ -1,4 +1,4 @@
-//! Probes the machine's own gateway as the router does: over HTTPS, with its certificate's key pinned.
+//! Probes the local gateway the way the router does: over HTTPS, with its certificate key pinned.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
@@ -6,10 +6,10 @@ use super::layout::Layout;
 use svc_http::client::{self, Timeouts};
 use svc_http::tls::{self, ChainCheck, Identity, SpkiPin};
 
-/// Reads the pin of the gateway's certificate; `None` if the gateway has not created it yet.
+/// Reads the gateway certificate's pin. Returns `None` if the gateway hasn't created the certificate yet.
 ///
 /// # Errors
-/// If the certificate exists and cannot be read.
+/// If the certificate exists but cannot be read.
 pub fn read_pin(layout: &Layout) -> anyhow::Result<Option<SpkiPin>> {
     match Identity::read(&layout.tls_cert(), &layout.tls_key()) {
         Ok(identity) => identity.pin().map(Some),
@@ -18,7 +18,7 @@ pub fn read_pin(layout: &Layout) -> anyhow::Result<Option<SpkiPin>> {
     }
 }
 
-/// A client for the gateway on this machine.
+/// Client for this machine's gateway.
 #[derive(Debug, Clone)]
 pub struct GatewayClient {
     client: reqwest::Client,

@@ -2,27 +2,27 @@
 
 use std::io;
 
-/// Clock ticks per second; a clock tick is the unit of process start times.
+/// Clock ticks per second. Process start times are measured in clock ticks.
 pub const TICKS_PER_SECOND: u64 = 100;
 
-/// The fields of `/proc/PID/stat` that are used.
+/// Subset of the `/proc/PID/stat` fields.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProcessStat {
     pub is_zombie: bool,
     pub parent_pid: i32,
-    /// The start time in clock ticks since boot.
+    /// Start time, in clock ticks since boot.
     pub start_ticks: u64,
 }
 
 impl ProcessStat {
     /// # Errors
-    /// If the process has ended, `/proc` hides it, or its fields are not those described in proc(5).
+    /// If the process has exited or is hidden by `/proc`, or its fields don't match proc(5).
     pub fn from_pid(pid: i32) -> io::Result<Self> {
         Self::read(&pid.to_string())
     }
 
     /// # Errors
-    /// The same as for [`Self::from_pid`].
+    /// Same as [`Self::from_pid`].
     pub fn current() -> io::Result<Self> {
         Self::read("self")
     }
@@ -30,11 +30,11 @@ impl ProcessStat {
     fn read(process: &str) -> io::Result<Self> {
         let stat = std::fs::read_to_string(format!("/proc/{process}/stat"))?;
         Self::parse(&stat)
-            .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "invalid format of /proc/PID/stat"))
+            .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "malformed /proc/PID/stat"))
     }
 
     fn parse(stat: &str) -> Option<Self> {
-        // The second field is a name in parentheses and may contain anything.
+        // The second field is a parenthesized name that may contain anything.
         let (_, rest) = stat.rsplit_once(')')?;
         let mut fields = rest.split_whitespace();
         Some(Self {

@@ -1,5 +1,5 @@
-//! Reports the progress of a long run to systemd as the service's status, shows it as a bar on a terminal, and
-//! publishes it to subscribers.
+//! Progress reporting for long runs: a systemd status text, a progress bar on a terminal, and a watch channel for
+//! subscribers.
 
 use std::io::IsTerminal;
 use std::sync::Mutex;
@@ -13,7 +13,7 @@ use super::systemd;
 use svc_base::quantity::format_bytes;
 use svc_wire::registration::StageProgress;
 
-/// Minimum time between two status updates to systemd.
+/// Minimum interval between status updates to systemd.
 const STATUS_INTERVAL: Duration = Duration::from_secs(1);
 
 pub struct Progress {
@@ -44,13 +44,13 @@ impl Progress {
         self.progress.send_replace(Some(StageProgress::of_rows(done, total)));
     }
 
-    /// Starts a phase of unknown length.
+    /// Starts a phase with no known total.
     pub fn start_phase(&self, phase: &'static str) {
         systemd::notify(&[NotifyState::Status(phase)]);
         self.show("{spinner} {msg} ({elapsed})", phase);
     }
 
-    /// Starts a phase of `total` bytes; `None` if the total is unknown.
+    /// Starts a phase measured in bytes. `total` is `None` if unknown.
     pub fn start_bytes_phase(&self, phase: &'static str, total: Option<u64>) {
         systemd::notify(&[NotifyState::Status(phase)]);
         let Some(total) = total else {
@@ -69,7 +69,7 @@ impl Progress {
     /// Reports the number of bytes processed so far.
     pub fn report_bytes(&self, phase: &'static str, done: u64, total: Option<u64>) {
         let progress = Some(StageProgress::of_bytes(done, total));
-        // An unchanged value is not progress.
+        // Don't wake subscribers for unchanged values.
         self.progress.send_if_modified(|current| std::mem::replace(current, progress) != progress);
         if let Some(bar) = &self.bar {
             bar.set_position(done);
@@ -98,7 +98,7 @@ impl Drop for Progress {
     }
 }
 
-/// Formats progress as `42% of 1.2 GiB`, or as `1.2 GiB` if the total is unknown.
+/// Formats progress as `42% of 1.2 GiB`, or just `1.2 GiB` if the total is unknown.
 fn format_progress(done: u64, total: Option<u64>) -> String {
     match total {
         Some(total) if total > 0 => {

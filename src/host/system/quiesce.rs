@@ -1,8 +1,8 @@
-//! The file that marks this machine's writers as stopped for a platform operation.
+//! `quiesce.json`: marks this machine's writers as stopped for a platform operation.
 //!
 //! The gateway writes the file, acts on it, and removes it at the platform's request. The sync agent removes it once
-//! the platform no longer names the operation. Both change it under one lock, so that the sync agent does not remove
-//! what the gateway has just written.
+//! the platform no longer lists the operation. Both do so under the same lock, so the sync agent can't remove a file
+//! the gateway has just written.
 
 use std::time::Duration;
 
@@ -16,10 +16,10 @@ use svc_base::fsx::{self, FileError};
 use svc_machine::id::OperationId;
 
 const FORMAT_VERSION: u32 = 1;
-/// Timeout for acquiring the lock, whose holder writes one small file.
+/// Lock timeout. Holders only write one small file.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The file's content: the operation for which the writers are stopped or stopping.
+/// Contents of `quiesce.json`: the operation the writers are stopped (or stopping) for.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Quiesce {
@@ -27,12 +27,12 @@ pub struct Quiesce {
     pub operation_id: OperationId,
     #[serde(with = "clock::wire")]
     pub requested_at: Timestamp,
-    /// The time at which all writers had stopped; `None` while some are still running.
+    /// When the last writer stopped; `None` while any is still running.
     #[serde(with = "clock::wire_option")]
     pub quiesced_at: Option<Timestamp>,
 }
 
-/// The reason the file was not changed.
+/// Errors from updating the quiesce file.
 #[derive(Debug, thiserror::Error)]
 pub enum QuiesceError {
     #[error("cannot lock the writers' state")]
@@ -46,18 +46,18 @@ impl Quiesce {
         Self { version: FORMAT_VERSION, operation_id, requested_at: clock::now_ms(), quiesced_at: None }
     }
 
-    /// Reads the file; `None` if the writers may write. The file is written atomically, so a file with invalid content
-    /// comes from another program and stops no writer.
+    /// Reads the file. Returns `None` if writes are allowed. Our own writes are atomic, so an invalid file must come
+    /// from another program and is ignored.
     ///
     /// # Errors
-    /// If the file exists and cannot be read.
+    /// If the file exists but can't be read.
     pub fn read(layout: &Layout) -> Result<Option<Self>, FileError> {
         let text = fsx::read_if_exists(&layout.quiesce())?;
         let quiesce = text.and_then(|text| match serde_json::from_slice::<Self>(&text) {
             Ok(quiesce) if quiesce.version == FORMAT_VERSION => Some(quiesce),
             Ok(_) => None,
             Err(error) => {
-                tracing::error!(%error, "ignoring quiesce.json: its content is invalid");
+                tracing::error!(%error, "ignoring invalid quiesce.json");
                 None
             }
         });
@@ -70,12 +70,12 @@ impl Quiesce {
     }
 }
 
-/// Waits for the lock that protects the file.
+/// Waits for the lock protecting the file.
 pub async fn acquire_lock(layout: &Layout) -> Result<Lock, LockError> {
     Lock::wait(&layout.quiesce_lock(), LOCK_TIMEOUT).await
 }
 
-/// Resumes the writers if they are stopped for this operation. Returns whether they were.
+/// Resumes the writers if they're stopped for this operation, and returns whether they were.
 pub async fn resume(layout: &Layout, operation: OperationId) -> Result<bool, QuiesceError> {
     let _lock = acquire_lock(layout).await?;
     let is_for_operation = Quiesce::read(layout)?.is_some_and(|quiesce| quiesce.operation_id == operation);

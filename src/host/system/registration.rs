@@ -1,4 +1,4 @@
-//! This machine's registration as accepted by the platform and recorded by `svc-register`.
+//! This machine's registration, as accepted by the platform and recorded by `svc-register`.
 
 use serde::Deserialize;
 
@@ -7,17 +7,17 @@ use svc_base::fsx;
 use svc_machine::id::MachineId;
 use svc_wire::registration::Registration;
 
-/// The fields of `register.json` that are used here.
+/// Subset of `register.json`.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct RegistrationRecord {
     machine_id: MachineId,
-    /// The request's exact text.
+    /// Request body, verbatim.
     sent: String,
     registered_at: Option<String>,
 }
 
-/// Reads the request that the platform accepted; `None` if it has accepted none for this machine, or the file is
+/// Reads the request the platform accepted. Returns `None` if it hasn't accepted one for this machine or the file is
 /// unreadable.
 pub fn read_accepted(layout: &Layout, machine: MachineId) -> Option<Registration> {
     let text = fsx::read_if_exists(&layout.registration()).ok().flatten()?;

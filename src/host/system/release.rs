@@ -1,4 +1,4 @@
-//! A release on the machine: `release.json`, the digest of its bundle, and the link to the current release.
+//! Installed releases: `release.json`, the bundle digest, and the `current` link.
 
 use std::path::Path;
 
@@ -9,14 +9,14 @@ use svc_base::fsx::{self, FileError};
 use svc_machine::name::ImageVersion;
 
 pub const MANIFEST_FILE: &str = "release.json";
-/// Contains the SHA-256 of the release's bundle. The installation writes this file; it is never part of a bundle.
+/// SHA-256 of the release's bundle. Written at installation; never part of a bundle.
 pub const DIGEST_FILE: &str = ".bundle-sha256";
 
-/// `release.json`.
+/// Contents of `release.json`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Release {
-    /// Version of the format of `release.json`.
+    /// Format version of `release.json`.
     pub version: u32,
     pub image_version: ImageVersion,
     #[serde(default)]
@@ -35,7 +35,7 @@ pub struct Component {
     pub path: Option<String>,
 }
 
-/// The reason a release cannot be read.
+/// Errors from reading `release.json`.
 #[derive(Debug, thiserror::Error)]
 pub enum ReleaseError {
     #[error(transparent)]
@@ -46,7 +46,7 @@ pub enum ReleaseError {
 
 impl Release {
     /// # Errors
-    /// [`ReleaseError::File`] if the file is missing or cannot be read; [`ReleaseError::Malformed`] if it is not valid.
+    /// [`ReleaseError::File`] if the file is missing or unreadable; [`ReleaseError::Malformed`] if it is invalid.
     pub fn read(dir: &Path) -> Result<Self, ReleaseError> {
         let path = dir.join(MANIFEST_FILE);
         let text = std::fs::read(&path).map_err(FileError::wrap("read", &path))?;
@@ -57,16 +57,16 @@ impl Release {
     }
 }
 
-/// Reads the digest in [`DIGEST_FILE`]; `None` if the file does not exist.
+/// Reads the digest from [`DIGEST_FILE`], or `None` if the file doesn't exist.
 ///
 /// # Errors
-/// If the file exists and cannot be read.
+/// If the file exists but can't be read.
 pub fn read_digest(dir: &Path) -> Result<Option<String>, FileError> {
     let content = fsx::read_if_exists(&dir.join(DIGEST_FILE))?;
     Ok(content.map(|text| String::from_utf8_lossy(&text).trim().to_owned()))
 }
 
-/// Returns the version to which the `current` link points.
+/// Returns the version the `current` link points to.
 pub fn current_version(layout: &Layout) -> Option<ImageVersion> {
     let target = std::fs::read_link(layout.current()).ok()?;
     target.file_name()?.to_str()?.parse().ok()

@@ -1,8 +1,7 @@
-//! The settings that root accepts from env files that another user can write. This is an allowlist, so root ignores a
-//! new setting in such a file until the setting has been reviewed and added here.
+//! Settings that root accepts from env files writable by other users. This is an allowlist: root ignores new settings
+//! in such a file until they have been reviewed and added here.
 //!
-//! Root's own settings are in its process environment and in `update.env`. They take precedence over those in every
-//! other file.
+//! Root's own settings come from its process environment and `update.env`, and take precedence over every other file.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -16,23 +15,23 @@ use svc_base::fsx::{self, FileError};
 use svc_base::variable::Variable;
 use svc_store::vars as store;
 
-/// The reason root may use a value chosen by another user on the machine.
+/// Justifies accepting a value set by another user on the machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AcceptReason {
-    /// Parsed as an identifier, such as this machine's, its owner's or a release's; never used unchecked in a path.
+    /// Parsed as an identifier (of this machine, its owner, a release, ...); never used unchecked in a path.
     Identifier,
-    /// Parsed as a number, a time or an enumerated value, within limits.
+    /// Parsed as a bounded number, time or enum value.
     BoundedValue,
-    /// A credential that the other user already has. Root sends it to the platform's address in root's own settings or
-    /// to an address from this list, and never in place of root's own credential.
+    /// A credential the other user already has. Root only sends it to the platform URL from its own settings or to an
+    /// address on this list, and never in place of its own credential.
     Credential,
-    /// An address to which root sends only values from this list.
+    /// An address; root only sends it values on this list.
     Address,
-    /// Root's doctor only checks the value; services that do not run as root use it.
+    /// Only checked by root's doctor. Services that use it don't run as root.
     CheckedOnly,
 }
 
-/// The settings that root accepts from other users' files.
+/// Settings that root accepts from other users' files.
 pub const ALLOWED_FROM_OTHERS: [(&Variable, AcceptReason); 31] = [
     (&vars::SVC_MACHINE_ID, AcceptReason::Identifier),
     (&vars::SVC_USER_ID, AcceptReason::Identifier),
@@ -68,18 +67,18 @@ pub const ALLOWED_FROM_OTHERS: [(&Variable, AcceptReason); 31] = [
     (&vars::ADMIN_TOKEN, AcceptReason::Credential),
 ];
 
-/// Returns whether root accepts this setting from another user's file. A store in a directory is not accepted, because
-/// root would then write files wherever the other user wants.
+/// Returns whether root accepts this setting from another user's file. Directory stores are rejected, since they would
+/// let the user make root write files anywhere.
 pub fn is_accepted(name: &str, value: &str) -> bool {
     let is_directory =
         name == store::OBJECT_STORE_URL.name && value.trim_start().to_ascii_lowercase().starts_with("file");
     !is_directory && ALLOWED_FROM_OTHERS.iter().any(|(accepted, _)| accepted.name == name)
 }
 
-/// Adds the settings in the files. Of the settings in another user's files, adds only the accepted ones.
+/// Adds the settings from `files`. Files owned by other users only contribute accepted settings.
 pub fn with_untrusted_files(env: Env, files: &[PathBuf]) -> Env {
     files.iter().fold(env, |env, file| {
-        if belongs_to_another_user(file) {
+        if is_owned_by_other_user(file) {
             env.with_file_where(file, is_accepted)
         } else {
             env.with_file(file)
@@ -87,12 +86,12 @@ pub fn with_untrusted_files(env: Env, files: &[PathBuf]) -> Env {
     })
 }
 
-fn belongs_to_another_user(file: &Path) -> bool {
+fn is_owned_by_other_user(file: &Path) -> bool {
     std::fs::metadata(file).is_ok_and(|meta| meta.uid() != 0)
 }
 
-/// Copies the platform's address to a file that only root can change, on a machine whose user-data did not write it
-/// there. After that, root ignores the address in `host.env`.
+/// Copies the platform URL to `update.env`, which only root can modify, unless user-data already wrote it there. From
+/// then on, root ignores the URL in `host.env`.
 pub fn copy_platform_url(layout: &Layout) -> Result<(), FileError> {
     let file = layout.update_env();
     if !geteuid().is_root() || Env::default().with_file(&file).is_set(&vars::PLATFORM_INTERNAL_URL) {
@@ -108,7 +107,7 @@ pub fn copy_platform_url(layout: &Layout) -> Result<(), FileError> {
     }
     text.push_str(&format_env_line(vars::PLATFORM_INTERNAL_URL.name, &url));
     fsx::write_atomic(&file, text.as_bytes(), 0o600)?;
-    tracing::info!("copied the platform's address to update.env, which only root can change");
+    tracing::info!("copied the platform URL to update.env, which only root can modify");
     Ok(())
 }
 
@@ -121,7 +120,7 @@ mod tests {
     use super::*;
     use crate::system::config;
 
-    /// Returns `None` if this process is not root: only root can give a file to another user.
+    /// Returns `None` unless running as root: only root can chown a file to another user.
     fn machine(others: &str, own: &str) -> Option<(tempfile::TempDir, Layout)> {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());

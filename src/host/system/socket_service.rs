@@ -1,7 +1,7 @@
-//! Services that serve each connection in a separate process.
+//! Socket services that handle each connection in its own process.
 //!
-//! systemd accepts the connections and passes each as standard input to an instance of a unit (`Accept=yes`). Without
-//! systemd, [`listen`] does the same.
+//! systemd accepts connections and passes each one to a unit instance as standard input (`Accept=yes`). [`listen`] does
+//! the same without systemd.
 
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
@@ -18,22 +18,22 @@ use tokio_util::sync::CancellationToken;
 
 use crate::system::{systemd, unix_socket};
 
-/// Time to wait after a connection could not be accepted.
+/// Delay after a failed accept.
 const ACCEPT_RETRY_INTERVAL: Duration = Duration::from_millis(100);
 
-/// A socket, and the program that serves its connections.
+/// A socket and the program that serves its connections.
 pub struct SocketService {
     pub directory: PathBuf,
     pub socket: &'static str,
-    /// The arguments with which this executable serves a connection on standard input.
+    /// Arguments that make this executable serve the connection on standard input.
     pub arguments: &'static [&'static str],
     pub max_processes: usize,
 }
 
-/// Returns the connection on standard input.
+/// Returns the connection passed as standard input.
 ///
 /// # Errors
-/// `Usage` if standard input is not a connected socket.
+/// `Usage` if standard input isn't a connected socket.
 pub fn stdin_connection() -> Result<UnixStream, Failure> {
     let connection = std::io::stdin().as_fd().try_clone_to_owned().map(UnixStream::from);
     let connection = connection.context("cannot use standard input").or_exit(Exit::Usage)?;
@@ -44,17 +44,17 @@ pub fn stdin_connection() -> Result<UnixStream, Failure> {
     Ok(connection)
 }
 
-/// Accepts connections until this process is stopped, and then terminates the processes that serve them.
+/// Accepts connections until this process is told to stop, then terminates the processes serving them.
 ///
 /// # Errors
-/// `Unavailable` if the socket cannot be bound; `Internal` if signals cannot be handled or this executable's path is
-/// unknown.
+/// `Unavailable` if the socket can't be bound; `Internal` if signal handlers can't be installed or the executable path
+/// is unknown.
 pub async fn listen(service: &SocketService) -> Result<(), Failure> {
     let bound = unix_socket::bind(&service.directory, service.socket);
     let listener = bound.context("cannot listen on the Unix socket").or_exit(Exit::Unavailable)?;
     let stop = server::stop_on_signal().context("cannot handle signals").or_exit(Exit::Internal)?;
     let program =
-        std::env::current_exe().context("cannot find the path of this program").or_exit(Exit::Internal)?;
+        std::env::current_exe().context("cannot determine the executable path").or_exit(Exit::Internal)?;
     systemd::notify(&[sd_notify::NotifyState::Ready]);
     let mut processes = tokio::task::JoinSet::new();
     while let Some(accepted) = stop.run_until_cancelled(listener.accept()).await {
@@ -63,10 +63,10 @@ pub async fn listen(service: &SocketService) -> Result<(), Failure> {
             Ok(connection) if processes.len() < service.max_processes => {
                 match spawn(&program, service.arguments, connection) {
                     Ok(child) => drop(processes.spawn(wait_or_terminate(child, stop.clone()))),
-                    Err(error) => tracing::error!(error = %format_chain(&error), "cannot start a process"),
+                    Err(error) => tracing::error!(error = %format_chain(&error), "cannot spawn process"),
                 }
             }
-            // Closing the connection without a response signals to the client that its request was not processed.
+            // Closing the connection without a response tells the client that its request wasn't processed.
             Ok(_) => tracing::warn!(service.max_processes, "connection rejected: too many processes"),
             Err(error) => {
                 tracing::warn!(%error, "cannot accept a connection");
@@ -84,11 +84,11 @@ fn spawn(program: &Path, arguments: &[&str], connection: UnixStream) -> std::io:
     Command::new(program).args(arguments).stdin(stdin).spawn()
 }
 
-/// Waits for a process to end, and terminates it on `stop`.
+/// Waits for a process to exit, or terminates it on `stop`.
 async fn wait_or_terminate(mut child: Child, stop: CancellationToken) {
     if stop.run_until_cancelled(child.wait()).await.is_none() {
         if let Some(pid) = child.id().and_then(|pid| i32::try_from(pid).ok()) {
-            // It is not an error if the process has already ended.
+            // The process may already have exited.
             let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::SIGTERM);
         }
         let _ = child.wait().await;

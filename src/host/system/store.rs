@@ -1,4 +1,4 @@
-//! Opens the object store for a host applet, with the credentials in `r2.env` or, if those expire, with renewed ones.
+//! Object store access for host applets, using the credentials in `r2.env` or, if those expire, renewed ones.
 
 use std::sync::Arc;
 
@@ -13,14 +13,14 @@ use svc_store::config::StoreConfig;
 use svc_store::credentials::{CredentialSource, TemporaryCredentials};
 use svc_store::{Bucket, StoreError};
 
-/// Returns the exit code for a store error.
+/// Maps a store error to an exit code.
 pub fn to_exit(error: &StoreError) -> Exit {
     match error {
         StoreError::Withdrawn { .. } => Exit::Permission,
         StoreError::Unavailable { .. } | StoreError::Denied { .. } | StoreError::Clock { .. } => {
             Exit::Unavailable
         }
-        // A retry cannot succeed until the content has shrunk.
+        // Retrying is pointless until the content has shrunk.
         StoreError::TooLarge { .. } => Exit::Refused,
         StoreError::NotFound { .. } | StoreError::Precondition { .. } | StoreError::Corrupt { .. } => {
             Exit::Internal
@@ -28,10 +28,10 @@ pub fn to_exit(error: &StoreError) -> Exit {
     }
 }
 
-/// The store's location and this machine's access to it.
+/// Store location and this machine's credentials for it.
 pub struct HostStoreAccess {
     store: StoreConfig,
-    /// `None` for credentials that do not expire.
+    /// `None` if the credentials don't expire.
     renewal: Option<Renewal>,
 }
 
@@ -65,31 +65,32 @@ impl HostStoreAccess {
         Some(Self { store, renewal })
     }
 
-    /// Returns the location of a repository in the form that `restic` accepts.
+    /// Returns a repository location in the form `restic` accepts.
     pub fn restic_location(&self, repository: &object_store::path::Path) -> String {
         self.store.restic_location(repository)
     }
 
-    /// Opens the store without sending a request.
+    /// Opens the store. Doesn't send any requests.
     ///
     /// # Errors
-    /// If the settings contradict each other, or the HTTP client or the store's directory cannot be created.
+    /// If settings conflict, or the HTTP client or the store directory can't be created.
     pub fn open(self) -> anyhow::Result<Bucket> {
         self.open_with_outage_policy(OutagePolicy::RequirePlatform)
     }
 
-    /// Like [`Self::open`], but with an outage policy: a backup may store snapshots while the platform is unreachable.
+    /// Like [`Self::open`], but with an explicit outage policy: backups may store snapshots while the platform is
+    /// unreachable.
     ///
     /// # Errors
-    /// If the settings contradict each other, or the HTTP client or the store's directory cannot be created.
+    /// If settings conflict, or the HTTP client or the store directory can't be created.
     pub fn open_with_outage_policy(self, outage_policy: OutagePolicy) -> anyhow::Result<Bucket> {
         self.open_with_source(outage_policy).map(|(bucket, _)| bucket)
     }
 
-    /// Like [`Self::open_with_outage_policy`], but also returns the source of the credentials, if they expire.
+    /// Like [`Self::open_with_outage_policy`], but also returns the credential source if the credentials expire.
     ///
     /// # Errors
-    /// If the settings contradict each other, or the HTTP client or the store's directory cannot be created.
+    /// If settings conflict, or the HTTP client or the store directory can't be created.
     pub fn open_with_source(
         self,
         outage_policy: OutagePolicy,

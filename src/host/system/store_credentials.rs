@@ -1,12 +1,12 @@
-//! Object store credentials, which the platform renews before they expire.
+//! Object store credentials, renewed by the platform before they expire.
 //!
-//! The initial credentials are in `r2.env`. Renewed ones are stored in a file for the next applet and the next boot. A
-//! process runs one renewal at a time. Expiry is computed from the response's own `Date`, so a wrong clock does not
-//! affect it.
+//! The initial credentials come from `r2.env`. Renewed ones are written to a file for the next applet and the next
+//! boot. A process runs at most one renewal at a time. Expiry is computed relative to the response's `Date` header, so
+//! a wrong local clock doesn't affect it.
 //!
-//! The platform also issues an outage session, which lives longer and can write only snapshots. A backup uses it
-//! while the platform is unreachable, but not when the platform refuses a renewal, and never again once the platform
-//! has withdrawn the credentials.
+//! The platform also issues an outage session, which lives longer but can only write snapshots. Backups fall back to it
+//! while the platform is unreachable, but not when it refuses a renewal, and never again after it has withdrawn the
+//! credentials.
 
 pub mod state_file;
 
@@ -35,28 +35,29 @@ use svc_wire::storage::{StorageCredentials, StoreSession};
 use self::state_file::StoredSession;
 pub use self::state_file::StoredSessions;
 
-/// Assumed lifetime of a session whose lifetime is unknown.
+/// Assumed session lifetime if unknown.
 const DEFAULT_SESSION_TTL: SignedDuration = SignedDuration::from_hours(1);
-/// Age at which [`RenewingCredentials::refresh`] renews the sessions.
+/// Session age at which [`RenewingCredentials::refresh`] renews.
 const MAX_OUTAGE_SESSION_AGE: SignedDuration = SignedDuration::from_mins(50);
-/// Credentials count as expired this long before their expiry, because a request takes time after it is signed.
+/// Credentials are treated as expired this long before their actual expiry, to leave time for a request after it is
+/// signed.
 const EXPIRY_MARGIN: SignedDuration = SignedDuration::from_secs(30);
-/// Maximum number of attempts at a renewal when no session is usable. Within [`RETRY_INTERVAL`] of a failed renewal,
-/// only one attempt is made per request for credentials.
+/// Maximum number of renewal attempts when no session is usable. Within [`RETRY_INTERVAL`] of a failed renewal, each
+/// request for credentials makes only one attempt.
 const MAX_ATTEMPTS: u32 = 4;
-/// Delay after a failed renewal, while the current session or the outage session is usable.
+/// Delay after a failed renewal while the current or the outage session is usable.
 const RETRY_INTERVAL: SignedDuration = SignedDuration::from_secs(30);
 
 /// Whether an applet may use the outage session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OutagePolicy {
-    /// Store snapshots with the outage session; for a backup.
+    /// Store snapshots using the outage session. Used by backups.
     UseOutageSession,
     /// Fail while the platform is unreachable.
     RequirePlatform,
 }
 
-/// The source of a host's credentials.
+/// Credential source for a host.
 pub struct RenewingCredentials {
     outage_policy: OutagePolicy,
     machine: MachineId,
@@ -68,27 +69,26 @@ pub struct RenewingCredentials {
 
 struct SourceState {
     active: ActiveSession,
-    /// Until this time, `current` does not renew a session that is still usable, and an unusable one gets at
-    /// most one attempt.
+    /// Until then, `current` doesn't renew a session that is still usable, and makes at most one attempt otherwise.
     not_before: Timestamp,
     /// Whether the platform was unreachable at the last failed renewal.
     was_unreachable: bool,
-    /// Whether the platform has withdrawn the credentials, which is final.
+    /// Whether the platform has withdrawn the credentials. Final.
     is_withdrawn: bool,
 }
 
-/// The working session, with its renewal time, and the outage session.
+/// The working session and its renewal time, plus the outage session.
 #[derive(Clone)]
 struct ActiveSession {
     credential: Arc<AwsCredential>,
-    /// The expiry according to this machine's clock.
+    /// Expiry by the local clock.
     expires_at: Timestamp,
     renew_at: Timestamp,
     renewed_at: Option<Timestamp>,
     outage: Option<OutageSession>,
 }
 
-/// The session for storing snapshots while the platform is unreachable.
+/// Session for storing snapshots while the platform is unreachable.
 #[derive(Clone)]
 struct OutageSession {
     credential: Arc<AwsCredential>,
@@ -102,8 +102,8 @@ impl OutageSession {
 }
 
 impl ActiveSession {
-    /// Schedules the renewal for when a third of the lifetime remains, or up to a sixth of the lifetime earlier, so
-    /// that hosts do not all renew at the same time.
+    /// Schedules the renewal for when a third of the lifetime remains, or up to a sixth of the lifetime earlier, to
+    /// spread out renewals across hosts.
     fn new(credential: AwsCredential, expires_at: Timestamp, lifetime: SignedDuration) -> Self {
         let third = lifetime.as_secs().max(0) / 3;
         let jitter = third * random_byte() / 512;
@@ -124,7 +124,7 @@ impl ActiveSession {
     }
 
     fn is_usable(&self, now: Timestamp) -> bool {
-        // A session whose lifetime is shorter than the margin is used until its renewal is due.
+        // A session with a lifetime shorter than the margin stays usable until its renewal is due.
         now < self.expires_at.saturating_sub(EXPIRY_MARGIN).unwrap_or(Timestamp::MIN).max(self.renew_at)
     }
 }
@@ -141,7 +141,7 @@ impl fmt::Debug for RenewingCredentials {
 
 impl RenewingCredentials {
     /// # Errors
-    /// If the HTTP client cannot be created.
+    /// If the HTTP client can't be created.
     pub fn new(
         machine: MachineId,
         platform: PlatformAccess,
@@ -166,7 +166,7 @@ impl RenewingCredentials {
         Self { outage_policy, ..self }
     }
 
-    /// Returns the outage session's credential, if this applet may use it and it has not expired.
+    /// Returns the outage credential if this applet may use it and it hasn't expired.
     fn outage_credential(&self, state: &SourceState, now: Timestamp) -> Option<Arc<AwsCredential>> {
         if self.outage_policy == OutagePolicy::RequirePlatform {
             return None;
@@ -175,32 +175,31 @@ impl RenewingCredentials {
         Some(Arc::clone(&outage.credential))
     }
 
-    /// Renews the credentials, or falls back to the outage session while the platform is unreachable.
+    /// Renews the credentials, falling back to the outage session if the platform is unreachable.
     async fn renew_or_use_outage_session(
         &self,
         state: &mut SourceState,
         now: Timestamp,
     ) -> Result<Arc<AwsCredential>, CredentialError> {
         let outage = self.outage_credential(state, now);
-        // After a refusal, possibly by a proxy, the outage session is used only if a new attempt cannot reach the
-        // platform.
+        // After a refusal (possibly by a proxy), only use the outage session if a new attempt can't reach the platform.
         if let Some(fallback) = outage.as_ref().filter(|_| state.was_unreachable && now < state.not_before) {
             return Ok(Arc::clone(fallback));
         }
-        let has_just_failed = now < state.not_before;
-        let attempts = if outage.is_some() || has_just_failed { 1 } else { MAX_ATTEMPTS };
+        let failed_recently = now < state.not_before;
+        let attempts = if outage.is_some() || failed_recently { 1 } else { MAX_ATTEMPTS };
         match (self.renew(state, attempts).await, outage) {
             (Ok(()), _) => Ok(Arc::clone(&state.active.credential)),
             (Err(error @ CredentialError::Unavailable(_)), Some(fallback)) => {
-                tracing::warn!(%error, "the platform is unreachable; snapshots are stored but do not become the latest");
+                tracing::warn!(%error, "platform unreachable; snapshots are stored but do not become the latest");
                 Ok(fallback)
             }
             (Err(error), _) => Err(error),
         }
     }
 
-    /// Renews the sessions unless they are younger than `MAX_OUTAGE_SESSION_AGE`, so that the outage session is fresh
-    /// when a platform outage begins. The platform makes two STS calls per host in each such interval.
+    /// Renews the sessions unless they're younger than `MAX_OUTAGE_SESSION_AGE`, so that the outage session is fresh
+    /// when a platform outage begins. This costs the platform two STS calls per host and interval.
     pub async fn refresh(&self) -> Result<(), CredentialError> {
         let mut state = self.state.lock().await;
         if state.is_withdrawn {
@@ -208,26 +207,25 @@ impl RenewingCredentials {
         }
         self.load_stored(&mut state);
         let now = Timestamp::now();
-        let is_young = |at: Timestamp| now.duration_since(at) < MAX_OUTAGE_SESSION_AGE && at <= now;
-        if state.active.renewed_at.is_some_and(is_young) {
+        let is_recent = |at: Timestamp| now.duration_since(at) < MAX_OUTAGE_SESSION_AGE && at <= now;
+        if state.active.renewed_at.is_some_and(is_recent) {
             return Ok(());
         }
         self.renew(&mut state, 1).await
     }
 
-    /// Loads the sessions that another process on this machine stored, if their working session expires later than the
-    /// active one.
+    /// Loads sessions stored by another process on this machine, if their working session expires later than ours.
     fn load_stored(&self, state: &mut SourceState) {
         match StoredSessions::read(&self.file, self.machine) {
             Ok(Some(stored)) if stored.session.expires_at > state.active.expires_at => {
                 state.active = ActiveSession::from_stored(&stored);
             }
             Ok(_) => {}
-            Err(error) => tracing::warn!(error = %format_chain(&error), "cannot read the stored credentials"),
+            Err(error) => tracing::warn!(error = %format_chain(&error), "cannot read stored credentials"),
         }
     }
 
-    /// Requests new sessions, in at most `attempts` attempts.
+    /// Requests new sessions, making at most `attempts` attempts.
     async fn renew(&self, state: &mut SourceState, attempts: u32) -> Result<(), CredentialError> {
         let mut attempt = 1;
         loop {
@@ -238,7 +236,7 @@ impl RenewingCredentials {
                     return Ok(());
                 }
                 Err(error @ CredentialError::Unavailable(_)) if attempt < attempts => {
-                    tracing::info!(%error, attempt, "cannot renew the credentials for the object store; retrying");
+                    tracing::info!(%error, attempt, "cannot renew object store credentials; retrying");
                     let pause_ms = 250 * u64::from(2_u32.pow(attempt)) + random_byte().unsigned_abs();
                     tokio::time::sleep(Duration::from_millis(pause_ms)).await;
                     attempt += 1;
@@ -273,10 +271,10 @@ impl RenewingCredentials {
         let outage = sessions.outage.map(|outage| to_stored(&outage, sent_at, now));
         let stored =
             StoredSessions::new(self.machine, to_stored(&sessions.session, sent_at, now), outage, now);
-        tracing::info!(expires_at = %stored.session.expires_at, "renewed the credentials for the object store");
-        // A failed write is only logged: this process has the sessions, and the next one requests its own.
+        tracing::info!(expires_at = %stored.session.expires_at, "renewed object store credentials");
+        // Best effort: we already have the sessions, and the next process will request its own.
         if let Err(error) = tokio::task::block_in_place(|| stored.write(&self.file)) {
-            tracing::warn!(error = %format_chain(&error), "could not store the renewed credentials");
+            tracing::warn!(error = %format_chain(&error), "cannot store renewed credentials");
         }
         Ok(ActiveSession::from_stored(&stored))
     }
@@ -305,7 +303,7 @@ impl CredentialSource for RenewingCredentials {
             if matches!(error, CredentialError::Withdrawn) {
                 return Err(error);
             }
-            tracing::warn!(%error, "could not renew the credentials for the object store; retrying later");
+            tracing::warn!(%error, "cannot renew object store credentials; will retry later");
         }
         Ok(Arc::clone(&state.active.credential))
     }
@@ -319,16 +317,16 @@ impl CredentialSource for RenewingCredentials {
         if state.active.credential.key_id != access_key && state.active.is_usable(now) {
             return Ok(Arc::clone(&state.active.credential));
         }
-        // The store decides whether a session has expired.
+        // The store has the final say on whether a session has expired.
         if let Some(outage) = state.active.outage.take_if(|outage| outage.credential.key_id == access_key) {
-            tracing::warn!(expires_at = %outage.expires_at, "the store rejected the outage session as expired");
+            tracing::warn!(expires_at = %outage.expires_at, "store rejected the outage session as expired");
         }
         self.renew_or_use_outage_session(&mut state, now).await
     }
 }
 
-/// Converts a session's expiry to this machine's clock. `sent_at` is the time of the response by the platform's clock,
-/// and `now` the same moment by this machine's clock.
+/// Converts a session's expiry to the local clock. `sent_at` is the response time by the platform clock, and `now` the
+/// same moment by ours.
 fn to_stored(session: &StoreSession, sent_at: Timestamp, now: Timestamp) -> StoredSession {
     let lifetime = session.expires_at.duration_since(sent_at);
     StoredSession {

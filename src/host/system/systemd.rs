@@ -1,5 +1,5 @@
-//! Finds this machine's systemd, and reports a service's state to it: ready, alive or stopping, and a status text. If
-//! systemd did not start the service, the reports do nothing.
+//! systemd integration: finds `systemctl`, reports service state (ready, alive, stopping, status text) and feeds the
+//! watchdog. Notifications are no-ops if systemd didn't start the service.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -15,8 +15,8 @@ pub fn is_running(layout: &Layout) -> bool {
     layout.root().join("run/systemd/system").is_dir()
 }
 
-/// Returns the program in `SVC_SYSTEMCTL`, which is set for a root directory without systemd. If it is not set, returns
-/// `systemctl` if the layout's root is `/` and systemd is running, and `None` otherwise.
+/// Returns the program in `SVC_SYSTEMCTL`, an override for roots without systemd. Otherwise returns `systemctl` if the
+/// layout's root is `/` and systemd is running, or `None`.
 pub fn find_systemctl(layout: &Layout) -> Option<OsString> {
     if let Some(program) = vars::SVC_SYSTEMCTL.env_value() {
         return Some(program);
@@ -31,8 +31,8 @@ pub fn notify(states: &[NotifyState<'_>]) {
     }
 }
 
-/// Until `stop` is cancelled, feeds systemd's watchdog at half its interval, whenever `is_healthy` returns true.
-/// Returns at once if the watchdog is disabled.
+/// Feeds the systemd watchdog at half its interval, whenever `is_healthy` returns true, until `stop` is cancelled.
+/// Returns immediately if the watchdog is disabled.
 pub async fn feed_watchdog(stop: CancellationToken, is_healthy: impl AsyncFn() -> bool) {
     let Some(interval) = sd_notify::watchdog_enabled() else { return };
     loop {

@@ -1,9 +1,9 @@
-//! The only reader for untrusted tar archives: bundles and owners' archives.
+//! Reader for untrusted tar archives: bundles and owners' archives. All of them must be read through this module.
 //!
-//! Returns files, directories and symbolic links by their full names, including GNU and PAX long names, and rejects all
-//! other kinds of entries. Memory is bounded by [`TarLimits`], not by the sizes in headers: the size of a long-name
-//! record or PAX header is checked before it is read. The `tar` crate would allocate that size unchecked, so it reads
-//! only raw headers here.
+//! Yields files, directories and symlinks under their full names, including GNU and PAX long names, and rejects all
+//! other entry types. Memory is bounded by [`TarLimits`] rather than by header sizes: long-name records and PAX headers
+//! are size-checked before they're read. The `tar` crate would allocate whatever size the header claims, so we only use
+//! it for raw headers.
 
 use std::collections::HashSet;
 use std::ffi::OsStr;
@@ -15,12 +15,12 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use tar::EntryType;
 
-/// Maximum size of an entry's PAX attributes, in addition to its path and link target.
+/// Maximum size of an entry's PAX attributes, not counting its path and link target.
 const MAX_ATTRIBUTE_BYTES: u64 = 16 * 1024;
-/// Maximum length of a path in an error.
+/// Maximum length of a path in error messages.
 const MAX_QUOTED_CHARS: usize = 200;
 
-/// The kind of an archive entry.
+/// Archive entry type.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum EntryKind {
@@ -30,30 +30,30 @@ pub enum EntryKind {
     Symlink,
 }
 
-/// Limits for an archive.
+/// Archive limits.
 #[derive(Debug, Clone, Copy)]
 pub struct TarLimits {
     /// Maximum number of entries, including long-name records and PAX headers.
     pub max_entries: usize,
-    /// Maximum number of bytes in one path or link target.
+    /// Maximum bytes per path or link target.
     pub max_name_bytes: usize,
-    /// Maximum number of bytes in all paths and link targets.
+    /// Maximum total bytes in paths and link targets.
     pub max_total_name_bytes: u64,
-    /// Maximum number of bytes in one file.
+    /// Maximum bytes per file.
     pub max_file_bytes: u64,
-    /// Maximum number of bytes in all files.
+    /// Maximum total bytes in files.
     pub max_total_file_bytes: u64,
 }
 
-/// The reason the rest of an archive is not read.
+/// Errors that stop reading an archive.
 #[derive(Debug, thiserror::Error)]
 pub enum TarError {
-    #[error("it is malformed or truncated")]
+    #[error("malformed or truncated")]
     Malformed(#[source] io::Error),
-    /// `entry` is the entry's path or a PAX attribute's key, quoted so that it is safe to print.
+    /// `entry` is an entry path or a PAX attribute key, quoted for safe printing.
     #[error("{entry}: {reason}")]
     Rejected { entry: String, reason: &'static str },
-    #[error("it has more than {limit} {quantity}")]
+    #[error("more than {limit} {quantity}")]
     LimitExceeded { quantity: &'static str, limit: u64 },
 }
 
@@ -63,7 +63,7 @@ impl TarError {
     }
 }
 
-/// The entries of an archive, in order.
+/// Iterates over the entries of an archive, in order.
 pub struct TarReader<'a, R: Read> {
     entries: tar::Entries<'a, R>,
     limits: TarLimits,
@@ -74,19 +74,19 @@ pub struct TarReader<'a, R: Read> {
 }
 
 impl<'a, R: Read> TarReader<'a, R> {
-    /// Creates a reader for an archive.
+    /// Creates a reader.
     ///
     /// # Errors
-    /// [`TarError`] if the archive has been read before.
+    /// [`TarError`] if the archive has already been read from.
     pub fn new(archive: &'a mut tar::Archive<R>, limits: TarLimits) -> Result<Self, TarError> {
         let entries = archive.entries().map_err(TarError::Malformed)?;
         Ok(Self::from_entries(entries, limits))
     }
 
-    /// Creates a reader that skips unread content by seeking, so it does not detect missing content.
+    /// Creates a reader that seeks past unread content, and therefore can't detect missing content.
     ///
     /// # Errors
-    /// [`TarError`] if the archive has been read before.
+    /// [`TarError`] if the archive has already been read from.
     pub fn with_seek(archive: &'a mut tar::Archive<R>, limits: TarLimits) -> Result<Self, TarError>
     where
         R: Seek,
@@ -100,12 +100,12 @@ impl<'a, R: Read> TarReader<'a, R> {
         Self { entries, limits, path_digests: HashSet::new(), count: 0, name_bytes: 0, file_bytes: 0 }
     }
 
-    /// Returns the next file, directory or symbolic link; `None` at the end of the archive. The end marker may be
-    /// missing, so the caller must detect by other means that an archive was cut off between two entries.
+    /// Returns the next file, directory or symlink, or `None` at the end of the archive. The end-of-archive marker is
+    /// optional, so callers need another way to detect truncation between two entries.
     ///
     /// # Errors
     /// [`TarError`] if the archive is malformed or ends within an entry, the entry is rejected, or a limit is exceeded.
-    /// The rest of the archive must not be used.
+    /// The rest of the archive must not be used after an error.
     pub fn next_entry(&mut self) -> Result<Option<TarEntry<'a, R>>, TarError> {
         let mut names = LongNames::default();
         while let Some(raw) = self.entries.next() {
@@ -124,7 +124,7 @@ impl<'a, R: Read> TarReader<'a, R> {
         if names == LongNames::default() {
             Ok(None)
         } else {
-            Err(TarError::Malformed(io::Error::other("its last entry is missing")))
+            Err(TarError::Malformed(io::Error::other("missing last entry")))
         }
     }
 
@@ -145,27 +145,27 @@ impl<'a, R: Read> TarReader<'a, R> {
                 raw.link_name().map_err(TarError::Malformed)?.unwrap_or_default().into_owned()
             }
             (_, Some(_)) => {
-                return Err(TarError::rejected(&path, "it is not a symbolic link, but has a target"));
+                return Err(TarError::rejected(&path, "has a link target but is not a symlink"));
             }
             (_, None) => PathBuf::new(),
         };
         let longest_len = path.as_os_str().len().max(link.as_os_str().len());
         if longest_len > self.limits.max_name_bytes {
-            return Err(TarError::rejected(&path, "its name or its target is too long"));
+            return Err(TarError::rejected(&path, "name or link target too long"));
         }
         if path.as_os_str().as_bytes().contains(&0) || link.as_os_str().as_bytes().contains(&0) {
-            return Err(TarError::rejected(&path, "its name or its target has a NUL byte"));
+            return Err(TarError::rejected(&path, "name or link target contains a NUL byte"));
         }
         let header = raw.header();
         let size = header.entry_size().map_err(TarError::Malformed)?;
         if kind != EntryKind::File && size != 0 {
-            return Err(TarError::rejected(&path, "it is not a file, but has content"));
+            return Err(TarError::rejected(&path, "has content but is not a file"));
         }
         let (mode, modified) = (header.mode(), header.mtime());
         let (mode, modified) = (mode.map_err(TarError::Malformed)?, modified.map_err(TarError::Malformed)?);
         self.count_against_limits(&path, &link, size)?;
         if !self.path_digests.insert(hash_path(&path)) {
-            return Err(TarError::rejected(&path, "it occurs more than once"));
+            return Err(TarError::rejected(&path, "duplicate path"));
         }
         Ok(TarEntry { path, link, kind, mode, modified, size, unread: size, body: raw })
     }
@@ -173,7 +173,7 @@ impl<'a, R: Read> TarReader<'a, R> {
     fn count_against_limits(&mut self, path: &Path, link: &Path, size: u64) -> Result<(), TarError> {
         let limits = self.limits;
         if size > limits.max_file_bytes {
-            return Err(TarError::rejected(path, "it exceeds the size limit for a file"));
+            return Err(TarError::rejected(path, "exceeds the file size limit"));
         }
         self.file_bytes = self.file_bytes.saturating_add(size);
         if self.file_bytes > limits.max_total_file_bytes {
@@ -193,10 +193,10 @@ impl<'a, R: Read> TarReader<'a, R> {
     }
 }
 
-/// A file, a directory or a symbolic link. Reading returns a file's whole content, or an error.
+/// A file, directory or symlink. Reading a file yields its whole content or fails.
 pub struct TarEntry<'a, R: Read> {
     pub path: PathBuf,
-    /// A symbolic link's target; empty for all other kinds.
+    /// Symlink target; empty for other kinds.
     pub link: PathBuf,
     pub kind: EntryKind,
     pub mode: u32,
@@ -211,15 +211,14 @@ impl<R: Read> Read for TarEntry<'_, R> {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         let read = self.body.read(into)?;
         if read == 0 && self.unread > 0 && !into.is_empty() {
-            return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the archive is truncated"));
+            return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "archive is truncated"));
         }
         self.unread = self.unread.saturating_sub(read as u64);
         Ok(read)
     }
 }
 
-/// A path and a link target from the records before an entry (GNU `L` and `K`, POSIX `x`), which replace those in the
-/// entry's header.
+/// Path and link target from records preceding an entry (GNU `L` and `K`, POSIX `x`), overriding those in its header.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct LongNames {
     path: Option<PathBuf>,
@@ -227,13 +226,13 @@ struct LongNames {
 }
 
 impl LongNames {
-    /// Reads a record about the next entry. Returns `false` if `raw` is itself an entry.
+    /// Reads a record describing the next entry. Returns `false` if `raw` is itself an entry.
     fn read_record(
         &mut self,
         raw: &mut tar::Entry<'_, impl Read>,
         max_name_bytes: usize,
     ) -> Result<bool, TarError> {
-        // A NUL byte may follow the name.
+        // The name may be NUL-terminated.
         let max_record_bytes = max_name_bytes as u64 + 1;
         let max_header_bytes = 2 * max_record_bytes + MAX_ATTRIBUTE_BYTES;
         match raw.header().entry_type() {
@@ -246,12 +245,12 @@ impl LongNames {
                 set_once(&mut self.link, truncate_at_nul(&text))?;
             }
             EntryType::XHeader => self.read_attributes(&read_bounded(raw, max_header_bytes)?)?,
-            // Attributes for all later entries. Some writers store a commit id or a time there; both are ignored.
+            // Applies to all later entries. Some writers store a commit id or a time here, which we ignore.
             EntryType::XGlobalHeader => {
                 let mut global = Self::default();
                 global.read_attributes(&read_bounded(raw, max_header_bytes)?)?;
                 if global != Self::default() {
-                    return Err(rejected_attribute(b"path or linkpath", "it would apply to every entry"));
+                    return Err(rejected_attribute(b"path or linkpath", "not allowed in a global header"));
                 }
             }
             _ => return Ok(false),
@@ -266,7 +265,7 @@ impl LongNames {
                 b"path" => set_once(&mut self.path, attribute.value_bytes())?,
                 b"linkpath" => set_once(&mut self.link, attribute.value_bytes())?,
                 key if key == b"size" || key.starts_with(b"GNU.sparse") => {
-                    return Err(rejected_attribute(key, "this attribute changes an entry's content"));
+                    return Err(rejected_attribute(key, "would change the entry's content"));
                 }
                 _ => {}
             }
@@ -279,7 +278,7 @@ fn set_once(name: &mut Option<PathBuf>, bytes: &[u8]) -> Result<(), TarError> {
     let path = PathBuf::from(OsStr::from_bytes(bytes));
     match name.replace(path) {
         None => Ok(()),
-        Some(first) => Err(TarError::rejected(&first, "an entry's path or target is given twice")),
+        Some(first) => Err(TarError::rejected(&first, "path or link target set twice")),
     }
 }
 
@@ -287,8 +286,8 @@ fn rejected_attribute(key: &[u8], reason: &'static str) -> TarError {
     TarError::rejected(Path::new(OsStr::from_bytes(key)), reason)
 }
 
-/// Reads a whole long-name record or PAX header of at most `max_bytes`. Memory grows with the bytes present, not with
-/// the size in the header.
+/// Reads a whole long-name record or PAX header of at most `max_bytes`. Memory use grows with the bytes actually
+/// present, not with the size in the header.
 fn read_bounded(raw: &mut tar::Entry<'_, impl Read>, max_bytes: u64) -> Result<Vec<u8>, TarError> {
     let claimed = raw.header().entry_size().map_err(TarError::Malformed)?;
     if claimed > max_bytes {
@@ -309,15 +308,15 @@ fn truncate_at_nul(text: &[u8]) -> &[u8] {
 
 fn rejection_reason(kind: EntryType) -> &'static str {
     match kind {
-        EntryType::Link => "it is a hard link",
-        EntryType::Char | EntryType::Block | EntryType::Fifo => "it is a device or a pipe",
-        EntryType::GNUSparse => "it is a sparse file",
-        _ => "it is of an unknown kind",
+        EntryType::Link => "hard links are not supported",
+        EntryType::Char | EntryType::Block | EntryType::Fifo => "devices and FIFOs are not supported",
+        EntryType::GNUSparse => "sparse files are not supported",
+        _ => "unsupported entry type",
     }
 }
 
-/// Hashes a path to a digest that identifies it in a set, so that a large set needs little memory. Equivalent paths,
-/// such as `./a`, `a/` and `a`, have the same digest.
+/// Hashes a path to a compact set key, to keep large sets small. Equivalent paths, such as `./a`, `a/` and `a`, hash to
+/// the same value.
 pub fn hash_path(path: &Path) -> u128 {
     let mut hash = Sha256::new();
     for part in path.components().filter(|part| *part != Component::CurDir) {
@@ -328,7 +327,7 @@ pub fn hash_path(path: &Path) -> u128 {
     u128::from_be_bytes(first)
 }
 
-/// Formats a path for the terminal: quoted, without control characters, and truncated.
+/// Formats a path for terminal output: quoted, without control characters, and truncated.
 pub fn quote_path(path: &Path) -> String {
     let text = path.as_os_str().to_string_lossy();
     match text.char_indices().nth(MAX_QUOTED_CHARS) {

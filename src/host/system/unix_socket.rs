@@ -1,7 +1,7 @@
-//! Unix sockets for the machine's own services. Members of a socket's group who can enter its directory may connect.
+//! Unix sockets for local services. Clients can connect if they're in the socket's group and can enter its directory.
 //!
-//! On a machine, systemd-tmpfiles creates the directories with their owners. Elsewhere, this module creates them,
-//! accessible only to this process's user and group.
+//! In production, systemd-tmpfiles creates the directories with the right owners. Elsewhere, this module creates them,
+//! accessible only to the current user and group.
 
 use std::fs::{self, Permissions};
 use std::io;
@@ -17,31 +17,31 @@ use tokio_util::sync::CancellationToken;
 
 const SOCKET_MODE: u32 = 0o660;
 
-/// Creates a socket's directory and its parents, unless they exist.
+/// Creates a socket directory and its parents if they don't exist.
 ///
 /// # Errors
-/// If the directory cannot be created.
+/// If the directory can't be created.
 pub fn ensure_dir(dir: &Path) -> io::Result<()> {
     fs::DirBuilder::new().recursive(true).mode(0o750).create(dir)
 }
 
-/// Binds `name` in `dir`, for the directory's group. The group and mode are set under a temporary name before the
-/// rename, so that the socket never exists under `name` with different permissions.
+/// Binds `name` in `dir` for the directory's group. The socket is created under a temporary name and renamed once its
+/// group and mode are set, so it never exists under `name` with other permissions.
 ///
 /// # Errors
-/// If the directory cannot be created, or the socket cannot be bound, given to the group or renamed.
+/// If the directory can't be created, or the socket can't be bound, chowned, chmodded or renamed.
 pub fn bind(dir: &Path, name: &str) -> io::Result<UnixListener> {
     ensure_dir(dir)?;
-    // A socket's path is limited to 107 bytes, so the temporary name is short.
+    // Socket paths are limited to 107 bytes, so keep the temporary name short.
     let (target, temp) = (dir.join(name), dir.join(format!(".{}", std::process::id())));
-    // A killed process with the same id may have left its socket behind. If it cannot be removed, `bind` fails.
+    // A killed process with our pid may have left its socket behind. If the removal fails, so does `bind`.
     let _ = fs::remove_file(&temp);
     let listener = UnixListener::bind(&temp)?;
     let renamed = set_group_from_dir(dir, &temp)
         .and_then(|()| fs::set_permissions(&temp, Permissions::from_mode(SOCKET_MODE)))
         .and_then(|()| fs::rename(&temp, &target));
     if let Err(error) = renamed {
-        // If the removal fails too, an unused socket remains; only the first error is reported.
+        // Best effort: at worst, an unused socket remains.
         let _ = fs::remove_file(&temp);
         return Err(error);
     }
@@ -56,8 +56,7 @@ fn set_group_from_dir(dir: &Path, socket: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// The connecting process as the kernel recorded it (`SO_PEERCRED`); `None` for values that the kernel does not
-/// report.
+/// Peer process as recorded by the kernel (`SO_PEERCRED`); `None` for values it doesn't report.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PeerCredentials {
     pub uid: Option<u32>,
@@ -77,12 +76,12 @@ impl Connected<IncomingStream<'_, UnixListener>> for PeerCredentials {
     }
 }
 
-/// Serves until `stop` is cancelled; requests carry `ConnectInfo<PeerCredentials>`.
+/// Serves until `stop` is cancelled. Requests carry `ConnectInfo<PeerCredentials>`.
 pub async fn serve(listener: UnixListener, router: Router, stop: CancellationToken) {
     let router = router.into_make_service_with_connect_info::<PeerCredentials>();
     let served = axum::serve(listener, router).with_graceful_shutdown(stop.cancelled_owned());
     if let Err(error) = served.await {
-        tracing::error!(%error, "the Unix socket failed");
+        tracing::error!(%error, "Unix socket server failed");
     }
 }
 
@@ -96,10 +95,10 @@ mod tests {
         let dir = root.path().join("run/svc/gateway");
         let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
         ensure_dir(&dir).unwrap();
-        // Leave the socket of a process with this id that was killed before the rename.
+        // Simulate a process with our pid that was killed before the rename.
         drop(UnixListener::bind(dir.join(format!(".{}", std::process::id()))).unwrap());
         for _ in 0..2 {
-            // The second bind replaces the first one's socket, as after a killed process.
+            // The second bind replaces the socket of the first, as if that process had been killed.
             let _listener = bind(&dir, "gateway.sock").unwrap();
             assert_eq!((mode(&dir), mode(&dir.join("gateway.sock"))), (0o750, 0o660));
         }

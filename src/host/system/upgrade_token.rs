@@ -1,12 +1,11 @@
-//! This machine's `UPGRADE_TOKEN`: the one in `host.env`, or a later one from a heartbeat response.
+//! This machine's `UPGRADE_TOKEN`: either the one in `host.env` or a newer one from a heartbeat response.
 //!
-//! Only the sync agent writes the file with the later token. It stores the next token durably before it sends a
-//! heartbeat with it, and keeps the previous one, which the platform may still accept if it rejects the stored one.
-//! Every call rereads the file, so a long backup notices a rotation. Root also reads the file, even though another user
-//! can write it: root follows no links, and accepts only a regular file whose content has the format of this machine's
-//! token.
+//! Only the sync agent writes the file with the newer token. It persists the next token before using it in a heartbeat,
+//! and retains the previous one as a fallback in case the platform rejects the stored one. Every call rereads the file,
+//! so a long backup notices a rotation. Root reads it too, although another user can write it: root never follows
+//! symlinks, and only accepts a regular file containing a token in this machine's format.
 //!
-//! Invariant: a crash while a token is being stored leaves either the complete old file or the complete new one.
+//! Invariant: a crash while storing a token leaves either the complete old file or the complete new one.
 
 use std::fs::{File, OpenOptions};
 use std::io::Read;
@@ -25,19 +24,19 @@ use svc_base::failpoint::{self, InjectedFailure};
 use svc_base::fsx::{self, FileError};
 use svc_machine::id::MachineId;
 
-/// The fail points in storing a token.
+/// Fail points while storing a token.
 pub const FAILPOINTS: &[&str] = &["token.before_store", "token.stored"];
 const FORMAT_VERSION: u32 = 1;
 const MAX_FILE_BYTES: u64 = 4096;
-/// Maximum number of bytes in a token after its machine's id: its generation, and 64 hexadecimal digits.
-const MAX_TOKEN_TAIL_BYTES: usize = 80;
+/// Maximum length of a token after the machine id: its generation and 64 hex digits.
+const MAX_TOKEN_SUFFIX_BYTES: usize = 80;
 
-/// The source of a machine's tokens.
+/// Token source for a machine.
 #[derive(Debug, Clone)]
 pub struct UpgradeToken {
-    /// The token in `host.env`.
+    /// Token from `host.env`.
     initial: SecretString,
-    /// The file with a later token; `None` if the token does not rotate.
+    /// File with newer tokens; `None` if the token doesn't rotate.
     stored: Option<TokenFile>,
 }
 
@@ -47,18 +46,18 @@ struct TokenFile {
     machine: MachineId,
 }
 
-/// The tokens to use for a call.
+/// Tokens to use for a call.
 #[derive(Debug, Clone)]
 pub struct Tokens {
     pub current: SecretString,
-    /// The fallback if the platform rejects the current token.
+    /// Fallback if the platform rejects the current token.
     pub previous: Option<SecretString>,
 }
 
-/// The reason a token was not stored.
+/// Errors from storing a token.
 #[derive(Debug, thiserror::Error)]
 pub enum TokenError {
-    #[error("the platform issued a token that does not belong to this machine")]
+    #[error("platform issued a token for another machine")]
     ForeignToken,
     #[error(transparent)]
     File(#[from] FileError),
@@ -76,23 +75,23 @@ struct StoredToken {
 }
 
 impl UpgradeToken {
-    /// Creates a source with a token that does not rotate.
+    /// Creates a source with a non-rotating token.
     pub fn fixed(token: SecretString) -> Self {
         Self { initial: token, stored: None }
     }
 
-    /// Creates a source with the token in `host.env`, which later tokens for this machine replace.
+    /// Creates a source that starts with the token from `host.env` and switches to newer tokens for this machine.
     pub fn rotating(initial: SecretString, layout: &Layout, machine: MachineId) -> Self {
         Self { initial, stored: Some(TokenFile { path: layout.upgrade_token(), machine }) }
     }
 
-    /// Returns the token for a call made now.
+    /// Returns the current token.
     pub fn current(&self) -> SecretString {
         self.tokens().current
     }
 
-    /// Returns the stored tokens, or the token in `host.env` if none is stored, the file cannot be read, or the token
-    /// in `host.env` is newer.
+    /// Returns the stored tokens. Falls back to the token in `host.env` if nothing is stored, the file can't be read,
+    /// or the token in `host.env` is newer.
     pub fn tokens(&self) -> Tokens {
         let initial = || Tokens { current: self.initial.clone(), previous: None };
         let Some(token_file) = &self.stored else { return initial() };
@@ -100,18 +99,18 @@ impl UpgradeToken {
             Ok(Some(tokens)) if is_current(&tokens, &self.initial) => tokens,
             Ok(_) => initial(),
             Err(error) => {
-                tracing::error!(error = %format_chain(&error), "cannot read the stored token; using the one in host.env");
+                tracing::error!(error = %format_chain(&error), "cannot read stored token; using the one in host.env");
                 initial()
             }
         }
     }
 
-    /// Stores the token for later calls. `previous` is the fallback if the platform rejects it. Does nothing for a
-    /// token that does not rotate.
+    /// Stores the token for later calls, with `previous` as the fallback if the platform rejects it. No-op for a
+    /// non-rotating token.
     ///
     /// # Errors
-    /// `ForeignToken` if the token does not belong to this machine; nothing is stored in that case. `File` if the token
-    /// could not be written or synced.
+    /// `ForeignToken` if the token doesn't belong to this machine, in which case nothing is stored. `File` if it can't
+    /// be written or synced.
     pub fn store(&self, next: &SecretString, previous: &SecretString) -> Result<(), TokenError> {
         let Some(token_file) = &self.stored else { return Ok(()) };
         if !belongs_to(next.expose_secret(), token_file.machine) {
@@ -129,8 +128,8 @@ impl UpgradeToken {
         Ok(())
     }
 
-    /// Makes the stored token durable, which must happen before a call uses it: an agent that was killed while storing
-    /// the token may have left a file that a power failure would revert.
+    /// Makes the stored token durable. Must be called before the token is used: an agent killed while storing it may
+    /// have left a file that would be reverted by a power failure.
     pub fn make_durable(&self) -> Result<(), FileError> {
         let Some(token_file) = &self.stored else { return Ok(()) };
         fsx::remove_leftover_temps(&token_file.path)?;
@@ -168,19 +167,18 @@ impl TokenFile {
     }
 }
 
-/// Returns whether the text has the format of this machine's token. Text with a different format is never sent to the
-/// platform.
+/// Returns whether `token` has this machine's token format. Anything else must never be sent to the platform.
 fn belongs_to(token: &str, machine: MachineId) -> bool {
     let rest = token.strip_prefix(&format!("svcu_{}_", machine.0.simple()));
     rest.is_some_and(|rest| {
-        rest.len() <= MAX_TOKEN_TAIL_BYTES
+        rest.len() <= MAX_TOKEN_SUFFIX_BYTES
             && rest.bytes().all(|byte| byte.is_ascii_hexdigit() || byte == b'_')
     })
 }
 
-/// Returns whether the stored token is at least as new as the one in `host.env`, which an operator or an update may
-/// have replaced. Also returns true if the stored token replaced the one in `host.env`, even with a lower generation: a
-/// platform that was restored to an earlier state may accept only an earlier token.
+/// Returns whether the stored token is at least as new as the one in `host.env`, which may have been replaced by an
+/// operator or an update. Also true if the stored token replaced the one in `host.env`, even with a lower generation: a
+/// platform restored to an earlier state may only accept an earlier token.
 fn is_current(stored: &Tokens, initial: &SecretString) -> bool {
     let initial = initial.expose_secret();
     let replaces_initial = stored.previous.as_ref().is_some_and(|token| token.expose_secret() == initial);
@@ -195,12 +193,11 @@ fn generation(token: &str) -> u32 {
     }
 }
 
-/// Writes the current token to `host.env`, as root, before a switch to another release, because an older release reads
-/// the token only there. The token stays valid during the update, because the sync agent stores no token meanwhile.
+/// Writes the current token to `host.env`, as root, before switching to another release: older releases only read it
+/// there. The token stays valid throughout the update, because the sync agent doesn't store new ones meanwhile.
 ///
 /// # Errors
-/// [`FileError`] if a file cannot be read or written. `host.env` is unchanged, unless only the sync of its directory
-/// failed.
+/// [`FileError`] if a file can't be read or written. `host.env` is unchanged unless only its directory sync failed.
 pub fn write_to_host_env(layout: &Layout, token: &UpgradeToken) -> Result<(), FileError> {
     let current = token.current();
     if current.expose_secret() == token.initial.expose_secret() {
@@ -251,7 +248,7 @@ mod tests {
         assert_eq!(meta.mode() & 0o777, 0o600);
         let replaced = UpgradeToken::rotating(token(machine, 3), &layout, machine);
         assert_eq!(current_text(&replaced), token(machine, 3).expose_secret(), "host.env has a newer token");
-        // The platform has rejected the token in `host.env`.
+        // The platform rejected the token in `host.env`.
         replaced.store(&token(machine, 2), &token(machine, 3)).unwrap();
         assert_eq!(current_text(&replaced), token(machine, 2).expose_secret());
         assert_eq!(replaced.tokens().previous.unwrap().expose_secret(), token(machine, 3).expose_secret());
@@ -270,7 +267,7 @@ mod tests {
         let text = |token: &str| serde_json::json!({"version": 1, "token": token}).to_string();
         std::fs::write(&secret, text(token(machine, 2).expose_secret())).unwrap();
         std::os::unix::fs::symlink(&secret, layout.upgrade_token()).unwrap();
-        assert_eq!(current_text(&source), initial.expose_secret(), "a link is not followed");
+        assert_eq!(current_text(&source), initial.expose_secret(), "symlinks are not followed");
         for content in [text("root:x:0:0"), text(foreign.expose_secret()), "{".to_owned()] {
             std::fs::remove_file(layout.upgrade_token()).unwrap();
             std::fs::write(layout.upgrade_token(), content).unwrap();
@@ -278,7 +275,7 @@ mod tests {
         }
         std::fs::remove_file(layout.upgrade_token()).unwrap();
         nix::unistd::mkfifo(&layout.upgrade_token(), nix::sys::stat::Mode::S_IRWXU).unwrap();
-        assert_eq!(current_text(&source), initial.expose_secret(), "a FIFO does not block");
+        assert_eq!(current_text(&source), initial.expose_secret(), "FIFOs do not block");
     }
 
     #[test]

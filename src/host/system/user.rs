@@ -1,8 +1,8 @@
-//! Switches programs that root starts by hand to the appropriate user on the machine.
+//! User switching for programs started manually as root.
 //!
-//! A user could replace a path in its own directories with a symbolic link, so these programs read and write such
-//! paths not as root, but in a process that runs as that user. [`switch_user_for_database_tools`] is for a whole
-//! program, and [`applet_command`] for part of one.
+//! Users can replace paths in their own directories with symlinks, so root must not access those paths itself. A
+//! process running as that user does. [`switch_user_for_database_tools`] switches the whole program, and
+//! [`applet_command`] runs part of it in a child process.
 
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -16,33 +16,33 @@ use super::layout::Layout;
 use super::vars;
 use svc_base::failpoint;
 
-/// Switches from root to the gateway's user, which owns the env files and runs the units: a unit's next run could not
-/// write to files that root created. Does nothing if only the database container has the PostgreSQL tools. Must be
-/// called before other threads are started.
+/// Switches from root to the gateway user, which owns the env files and runs the units; files created by root wouldn't
+/// be writable by a unit's next run. No-op if only the database container has the PostgreSQL tools. Must be called
+/// before any other threads are spawned.
 ///
 /// # Errors
-/// If the user or the groups cannot be changed.
+/// If the user or groups can't be changed.
 pub fn switch_user_for_database_tools(layout: &Layout) -> anyhow::Result<()> {
     let has_tools = vars::SVC_PG_BIN_DIR.env_value().is_some()
         || layout.link("runtime").join("postgres/bin/pg_dump").exists();
     if !has_tools {
-        // Only root can use the tools in the database container.
+        // Only root can use the tools in the container.
         return Ok(());
     }
     switch_to_gateway_user(layout)
 }
 
-/// Like [`switch_user_for_database_tools`], but even without PostgreSQL tools, for programs that read or write the home
-/// directory. Does nothing if this process is not root, or if `host.env` does not exist or belongs to root.
+/// Like [`switch_user_for_database_tools`], but regardless of PostgreSQL tools, for programs that access the home
+/// directory. No-op if not root, or if `host.env` doesn't exist or belongs to root.
 ///
 /// # Errors
-/// If the user or the groups cannot be changed.
+/// If the user or groups can't be changed.
 pub fn switch_to_gateway_user(layout: &Layout) -> anyhow::Result<()> {
     let Ok(meta) = std::fs::metadata(layout.host_env()) else { return Ok(()) };
     if !geteuid().is_root() || meta.uid() == 0 {
         return Ok(());
     }
-    // The gateway's user is in the owner's group, because its records are in the home directory.
+    // The gateway user is in the owner's group, because the gateway stores records in the home directory.
     let home = std::fs::metadata(layout.home()).map(|meta| Gid::from_raw(meta.gid()));
     let groups: Vec<Gid> = home.into_iter().filter(|gid| gid.as_raw() != 0).collect();
     setgroups(&groups)?;
@@ -51,10 +51,10 @@ pub fn switch_to_gateway_user(layout: &Layout) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Like [`switch_to_gateway_user`], but keeps `capabilities`, as a unit with ambient capabilities does.
+/// Like [`switch_to_gateway_user`], but retains `capabilities`, like a unit with ambient capabilities.
 ///
 /// # Errors
-/// If the user, the groups or the capabilities cannot be changed.
+/// If the user, groups or capabilities can't be changed.
 pub fn switch_to_gateway_user_with(layout: &Layout, capabilities: CapabilitySet) -> anyhow::Result<()> {
     if !geteuid().is_root() {
         return Ok(());
@@ -64,7 +64,7 @@ pub fn switch_to_gateway_user_with(layout: &Layout, capabilities: CapabilitySet)
     if geteuid().is_root() {
         return Ok(());
     }
-    // The change of user has cleared the effective set, but not the permitted one.
+    // Changing the user cleared the effective set, but not the permitted one.
     let sets = CapabilitySets {
         effective: capabilities,
         permitted: capabilities,
@@ -73,7 +73,7 @@ pub fn switch_to_gateway_user_with(layout: &Layout, capabilities: CapabilitySet)
     Ok(set_capabilities(None, sets)?)
 }
 
-/// The users of a machine.
+/// Unprivileged users on a machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MachineUser {
     /// `svc-gateway`: env files, database, records.
@@ -82,15 +82,15 @@ pub enum MachineUser {
     Owner,
 }
 
-/// Variables that a process running as the owner's user inherits from root.
+/// Environment variables passed from root to a process running as the owner.
 const OWNER_VARIABLES: [&str; 4] = ["PATH", "LANG", "RUST_LOG", "SVC_ROOT"];
 
-/// Builds the command that runs one of our applets as another user; the process is killed when its handle is dropped.
-/// For the gateway's user, the applet calls [`switch_to_gateway_user`] first; for the owner's user, it starts as that
-/// user. If this process is not root, or the machine has no separate users, the applet keeps the current user.
+/// Builds a command that runs one of our applets as another user and is killed when its handle is dropped. Gateway
+/// applets start as root and call [`switch_to_gateway_user`] first; owner applets start as the owner. If we aren't
+/// root, or the machine has no separate users, the applet runs as the current user.
 ///
 /// # Errors
-/// If the path of this executable cannot be found; for the owner's user, also if root cannot determine that user's ids.
+/// If the executable path can't be determined or, for the owner, if we're root and the owner's ids can't be.
 pub fn applet_command(layout: &Layout, user: MachineUser, args: &[&str]) -> io::Result<Command> {
     let mut command = Command::new(std::env::current_exe()?);
     command.args(args).kill_on_drop(true).current_dir("/");
@@ -105,24 +105,24 @@ pub fn applet_command(layout: &Layout, user: MachineUser, args: &[&str]) -> io::
     Ok(command)
 }
 
-/// Makes the kernel send SIGTERM to this process, which [`applet_command`] started, when the thread that started it
-/// ends.
+/// Asks the kernel to send SIGTERM to this process, started by [`applet_command`], when the parent thread that spawned
+/// it exits.
 pub fn set_parent_death_signal() {
     if let Err(error) = nix::sys::prctl::set_pdeathsig(nix::sys::signal::Signal::SIGTERM) {
-        tracing::warn!(%error, "cannot set the parent-death signal; this process may outlive its parent");
+        tracing::warn!(%error, "cannot set parent-death signal; this process may outlive its parent");
     }
 }
 
-/// Returns whether this process is root on a machine with separate users.
+/// Returns whether we're running as root on a machine with separate users.
 ///
 /// # Errors
-/// If this process is root, and `host.env` does not exist or cannot be inspected.
+/// If running as root and `host.env` doesn't exist or can't be inspected.
 pub fn is_root_with_separate_users(layout: &Layout) -> io::Result<bool> {
     Ok(geteuid().is_root() && std::fs::metadata(layout.host_env())?.uid() != 0)
 }
 
-/// Reads the user id and group id of the owner's user from directories whose parents belong to root, so that only root
-/// can replace them; `None` if this process is not root, or on a machine without separate users.
+/// Reads the owner's uid and gid from directories with root-owned parents, which only root can replace. Returns `None`
+/// if not root, or on a machine without separate users.
 fn read_owner_ids(layout: &Layout) -> io::Result<Option<(u32, u32)>> {
     if !is_root_with_separate_users(layout)? {
         return Ok(None);

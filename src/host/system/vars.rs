@@ -1,4 +1,4 @@
-//! A host's variables.
+//! Configuration variables for hosts.
 
 svc_base::variables! {
     "host.provisioned", in "`host.env`", by ["all host programs"] {

@@ -1,4 +1,5 @@
-//! `svc-update apply`, `rollback` and `resume`. Only one update runs at a time; an interrupted one is finished first.
+//! `svc-update apply`, `rollback` and `resume`. Updates never run concurrently, and an interrupted one is finished
+//! first.
 
 use std::time::{Duration, Instant};
 
@@ -22,13 +23,13 @@ use svc_base::config::Env;
 use svc_http::request_id;
 use svc_machine::name::ImageVersion;
 
-/// Maximum time that a run waits for the lock, if it waits. A run that the path unit started must wait, because systemd
-/// would restart a failed run in a loop.
+/// Maximum time to wait for the lock. Runs started by the path unit have to wait, because systemd would restart a
+/// failed run in a loop.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(30 * 60);
-/// Interval at which a run that waits for the lock renews its waiver of the snapshot.
+/// Interval at which a run waiting for the lock renews its snapshot waiver.
 const WAIVER_INTERVAL: Duration = Duration::from_secs(5);
 
-/// The fail points in an update, in addition to those in `svc-update boot`.
+/// Fail points during an update, in addition to those in `svc-update boot`.
 pub const APPLY_FAILPOINTS: &[&str] = &[
     "update.opened",
     "update.manifest_verified",
@@ -46,28 +47,28 @@ pub const APPLY_FAILPOINTS: &[&str] = &[
     "update.request_done",
 ];
 
-/// The fail points in a rollback.
+/// Fail points during a rollback.
 pub const ROLLBACK_FAILPOINTS: &[&str] =
     &["update.reverting", "update.quarantined", "update.reverted", "update.restoring"];
 
-/// The release that a run makes current.
+/// The release to make current.
 pub enum UpdateTarget {
     Version(ImageVersion, Allowances),
-    /// The release named by the request file.
+    /// The release in the request file.
     Requested,
     /// The release before the current one.
     Previous,
-    /// No release: only an interrupted update is finished.
+    /// Nothing: only finish an interrupted update.
     Resume,
 }
 
 /// Who started this run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Caller {
-    /// An operator, with `svc-update apply --version` or `svc-update rollback`.
+    /// An operator running `svc-update apply --version` or `svc-update rollback`.
     Operator,
-    /// systemd: the path unit `svc-update.path` starts `svc-update apply --request`. Also `svc-update resume`, which
-    /// finishes an interrupted update in the same way.
+    /// systemd: the path unit `svc-update.path` starts `svc-update apply --request`. Includes `svc-update resume`,
+    /// which finishes an interrupted update in the same way.
     Systemd,
 }
 
@@ -95,7 +96,7 @@ fn build_updater(layout: Layout) -> Result<Updater<Systemctl>, Failure> {
     })
 }
 
-/// An interrupted update that this run has finished.
+/// An interrupted update finished by this run.
 struct ResumedUpdate {
     kind: UpdateKind,
     from: ImageVersion,
@@ -103,32 +104,32 @@ struct ResumedUpdate {
 }
 
 impl ResumedUpdate {
-    /// Returns whether the operator's command ends with this update, instead of starting another one.
+    /// Returns whether this update completes the operator's command, so no other update is started.
     fn completes(&self, target: &UpdateTarget) -> bool {
         let Outcome { version, outcome: result, stage, .. } = &self.outcome;
         match target {
             UpdateTarget::Requested | UpdateTarget::Resume => false,
-            // The operator wants to leave the release that the interrupted update was installing, or repeats an
-            // interrupted rollback. Another rollback is needed only if an interrupted `apply` has succeeded; otherwise
-            // it would go one release too far.
+            // The operator wants off the release that the interrupted update was installing, or is retrying an
+            // interrupted rollback. Only roll back again if an interrupted `apply` succeeded; otherwise we'd go back
+            // one release too far.
             UpdateTarget::Previous => self.kind == UpdateKind::Rollback || *result != UpdateResult::Updated,
             UpdateTarget::Version(requested, _) => match result {
                 UpdateResult::Updated | UpdateResult::Refused => false,
-                // The release is quarantined now. A second update to it would be refused, and would replace this
-                // outcome before the heartbeat has reported it.
+                // The release is quarantined now. Retrying it would be refused, and would overwrite this outcome before
+                // the heartbeat has reported it.
                 UpdateResult::RolledBack => version == requested,
-                // After a failed rollback, even the requested release may be current without being healthy.
+                // After a failed rollback, the requested release may be current but unhealthy.
                 UpdateResult::Failed => stage == Stage::Rollback.as_str(),
             },
         }
     }
 
-    /// Reports the outcome of a command that ends with this update.
+    /// Reports the outcome of a command completed by this update.
     fn report(&self, target: &UpdateTarget, caller: Caller) -> Result<(), Failure> {
         let was_apply_rolled_back =
             self.kind == UpdateKind::Apply && self.outcome.outcome == UpdateResult::RolledBack;
         if was_apply_rolled_back && matches!(target, UpdateTarget::Previous) {
-            // The previous release is running, as the operator requested.
+            // The previous release is running again, which is what the operator requested.
             println!("{}", self.outcome.describe(&self.from));
             return Ok(());
         }
@@ -136,12 +137,12 @@ impl ResumedUpdate {
     }
 }
 
-/// Finishes an interrupted update, then updates to the target, unless the interrupted update completes the command.
+/// Finishes any interrupted update, then updates to the target unless that already completed the command.
 ///
 /// # Errors
 /// `Config` if there is no service manager or a variable is invalid; `TryAgain` if another update holds the lock;
-/// `Refused` if no release is installed, there is none to roll back to, the request file is malformed, or an operator's
-/// update was refused or rolled back; otherwise `Internal`.
+/// `Refused` if no release is installed, there is no previous release to roll back to, the request file is malformed,
+/// or an operator's update was refused or rolled back; `Internal` otherwise.
 pub async fn run(layout: Layout, target: UpdateTarget) -> Result<(), Failure> {
     let updater = build_updater(layout)?;
     let _lock = acquire_lock(&updater.layout, &target).await?;
@@ -150,7 +151,7 @@ pub async fn run(layout: Layout, target: UpdateTarget) -> Result<(), Failure> {
     let resumed = match journal {
         Some(journal) => {
             let UpdatePlan { kind, from, to, request_id: id, .. } = journal.plan.clone();
-            tracing::warn!(%from, %to, "resuming an interrupted update");
+            tracing::warn!(%from, %to, "resuming interrupted update");
             let outcome = request_id::run_with_id(id, updater.run_to_completion(journal)).await?;
             Some(ResumedUpdate { kind, from, outcome })
         }
@@ -187,8 +188,8 @@ async fn acquire_lock(layout: &Layout, target: &UpdateTarget) -> Result<Lock, Fa
     let path = layout.update_state().join("lock");
     let lock = match target {
         UpdateTarget::Requested | UpdateTarget::Resume => Lock::wait(&path, LOCK_TIMEOUT).await,
-        // The run that holds the lock, or gets it first, may wait for a snapshot. A waiver applies only to an update
-        // that began before it was written, so this run renews its waiver while it waits.
+        // The run holding the lock, or the next one to get it, may be waiting for a snapshot. Waivers only apply to
+        // updates that began before they were written, so keep renewing ours.
         UpdateTarget::Version(version, allow) if allow.without_snapshot => {
             let deadline = Instant::now() + LOCK_TIMEOUT;
             loop {
@@ -236,17 +237,16 @@ fn resolve_target(layout: &Layout, target: UpdateTarget) -> Result<Option<Resolv
             }
             RequestFile::Invalid => {
                 request::remove(layout).or_exit(Exit::Internal)?;
-                let error = anyhow::anyhow!(
-                    "the update request file was malformed and has been removed; request the update again"
-                );
+                let error =
+                    anyhow::anyhow!("removed a malformed update request file; request the update again");
                 Err(Failure::new(Exit::Refused, error))
             }
         },
     }
 }
 
-/// Reports the outcome. A run that systemd started succeeds for every outcome except `Failed`, because the heartbeat
-/// reports the outcome to the platform.
+/// Reports the outcome. Runs started by systemd only fail on `Failed`, since the heartbeat reports the outcome to the
+/// platform.
 fn report_outcome(outcome: &Outcome, caller: Caller) -> Result<(), Failure> {
     let Outcome { version, outcome: result, stage, error, .. } = outcome;
     let error = error.as_deref().unwrap_or_default();
@@ -279,7 +279,7 @@ mod tests {
         text.parse().unwrap()
     }
 
-    /// Returns an interrupted update from release 1 to release 2 that this run has finished.
+    /// Builds a finished update from release 1 to release 2 that was interrupted before.
     fn resumed(kind: UpdateKind, result: UpdateResult, stage: Stage) -> ResumedUpdate {
         let outcome = Outcome {
             version: version("2"),

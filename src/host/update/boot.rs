@@ -1,9 +1,8 @@
-//! Installs a machine's first release: the bundle named by user-data, its units, and the password for the machine's
-//! database.
+//! First-boot installation: the release bundle named in user-data, its units, and the local database password.
 //!
-//! `current` is switched only after the whole bundle's digest has been verified. Each step is idempotent, so an
-//! interrupted run is simply repeated. A complete current release is never replaced here: only its missing links, units
-//! and password are added. Later releases need a signed manifest.
+//! `current` is switched only after verifying the digest of the whole bundle. Each step is idempotent, so an
+//! interrupted run can simply be rerun. A complete current release is never replaced here; only missing links, units
+//! and the password are added. Later releases require a signed manifest.
 
 use super::database::{self, PasswordError};
 use super::download::{BundleSource, DownloadError};
@@ -29,7 +28,7 @@ use svc_base::fsx::FileError;
 use svc_machine::name::ImageVersion;
 use svc_store::bundle;
 
-/// The fail points in `svc-update boot`.
+/// Fail points in `svc-update boot`.
 pub const BOOT_FAILPOINTS: &[&str] = &[
     "update.begin",
     "update.downloading",
@@ -46,7 +45,7 @@ pub const BOOT_FAILPOINTS: &[&str] = &[
     "update.password_recorded",
 ];
 
-/// The reason `svc-update boot` failed. The command can be run again.
+/// Errors from `svc-update boot`, which can be rerun.
 #[derive(Debug, thiserror::Error)]
 enum BootError {
     #[error(
@@ -84,18 +83,18 @@ impl BootError {
 
 struct BootConfig {
     release: BootRelease,
-    /// `None` if systemd is not running under the layout's root and `SVC_SYSTEMCTL` is not set.
+    /// `None` if systemd isn't running under the layout's root and `SVC_SYSTEMCTL` is unset.
     services: Option<Systemctl>,
 }
 
 /// The release to make current.
 enum BootRelease {
-    /// The release that is already current.
+    /// Already current.
     Current(ImageVersion),
     First(FirstBundle),
 }
 
-/// The first release's bundle.
+/// Bundle of the first release.
 struct FirstBundle {
     source: BundleSource,
     sha256: String,
@@ -130,12 +129,12 @@ impl BootConfig {
     }
 }
 
-/// Installs the first release, unless a complete release is already current. Either way, adds missing links, units and
+/// Installs the first release unless a complete release is already current. Either way, adds missing links, units and
 /// the database password.
 ///
 /// # Errors
 /// `TryAgain` if another update holds the lock or was interrupted; `Config` if the settings are invalid; `Permission`
-/// if the download was refused; `Unavailable` if it failed in another way; otherwise `Internal`.
+/// if the download was refused; `Unavailable` if it failed otherwise; `Internal` for everything else.
 pub async fn run(layout: Layout) -> Result<(), Failure> {
     let _lock = Lock::acquire(&layout.update_state().join("lock")).map_err(|error| match error {
         LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!("another update is running")),
@@ -146,7 +145,7 @@ pub async fn run(layout: Layout) -> Result<(), Failure> {
     let config = env.finish(config)?;
     let version =
         install_release(&layout, &config).await.map_err(|error| Failure::new(error.exit(), error))?;
-    tracing::info!(%version, "the release is current");
+    tracing::info!(%version, "release is current");
     Ok(())
 }
 
@@ -169,8 +168,8 @@ async fn install_release(layout: &Layout, config: &BootConfig) -> Result<ImageVe
     units::install(layout, version)?;
     database::ensure_password(layout)?;
     if let Err(error) = trust::report_key_ids(layout) {
-        // `svc-update boot` does not need the report; the next update fails with the same error.
-        tracing::warn!(error = %format_chain(&error), "could not report the trusted keys");
+        // Not needed for boot, and the next update will fail with the same error.
+        tracing::warn!(error = %format_chain(&error), "cannot report trusted keys");
     }
     if let Some(services) = &config.services {
         services.reload().await?;

@@ -1,7 +1,7 @@
-//! Generates the password for the machine's own database, once, and stores it only on this machine.
+//! Generates the local database password, once. It's only ever stored on this machine.
 //!
-//! An existing `DATABASE_URL` is kept. `postgres.env`, which the container reads, is written before `host.env`: if a
-//! run is interrupted between the two files, the next run reuses the password in `postgres.env`.
+//! An existing `DATABASE_URL` is left alone. `postgres.env`, which the container reads, is written before `host.env`;
+//! if a run is interrupted between the two, the next one reuses the password in `postgres.env`.
 
 use std::path::Path;
 
@@ -25,8 +25,8 @@ pub enum PasswordError {
     Injected(#[from] InjectedFailure),
 }
 
-/// Writes a new password to `postgres.env`, or reuses the one there, and appends `DATABASE_URL` with it to `host.env`.
-/// Does nothing if `DATABASE_URL` is set.
+/// Writes a new password to `postgres.env`, or reuses the existing one, and appends the matching `DATABASE_URL` to
+/// `host.env`. Does nothing if `DATABASE_URL` is already set.
 pub fn ensure_password(layout: &Layout) -> Result<(), PasswordError> {
     if config::environment(layout).is_set(&vars::DATABASE_URL) {
         return Ok(());
@@ -60,7 +60,7 @@ fn create_password(path: &Path) -> Result<SecretString, PasswordError> {
     let mut bytes = [0; 32];
     SystemRandom::new().fill(&mut bytes).map_err(|_| PasswordError::Random)?;
     let password = SecretString::from(hex::encode(bytes));
-    // The value is not quoted, because podman would keep the quotes.
+    // Not quoted: podman would retain the quotes.
     let line = format!("{}={}\n", vars::POSTGRES_PASSWORD.name, password.expose_secret());
     fsx::write_atomic(path, line.as_bytes(), 0o600)?;
     Ok(password)
@@ -92,7 +92,7 @@ mod tests {
         }
         ensure_password(&layout).unwrap();
         assert_eq!(fs::read_to_string(layout.host_env()).unwrap(), host);
-        // After an interruption between the two files, the password is reused.
+        // Interrupted between the two files: the password is reused.
         fs::write(layout.host_env(), "SVC_SLOT=\"primary\"\n").unwrap();
         ensure_password(&layout).unwrap();
         assert_eq!(fs::read_to_string(layout.host_env()).unwrap(), host);

@@ -1,5 +1,5 @@
-//! Downloads a bundle, or one of its companion files, sequentially. An interrupted download is resumed with a Range
-//! request, if the file has the same strong ETag as before.
+//! Sequential downloads of bundles and their companion files. Interrupted downloads resume with a Range request,
+//! provided that the file still has the same strong ETag.
 //!
 //! `UPGRADE_TOKEN` is sent only to the platform's own origin.
 
@@ -21,16 +21,16 @@ use svc_base::failpoint::{self, InjectedFailure};
 use svc_http::client::{self, Timeouts};
 use svc_http::request_id;
 
-/// Maximum time for retries without progress. The timer restarts when an attempt that received new bytes ends.
+/// Maximum time to retry without progress. The timer restarts whenever an attempt that received new bytes ends.
 const STALL_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// The URL of a bundle or of a companion file, and the token for the platform, if the URL is the platform's.
+/// URL of a bundle or companion file, plus the platform token if the URL belongs to the platform.
 pub struct BundleSource {
     url: Url,
     token: Option<UpgradeToken>,
 }
 
-/// The reason a download failed.
+/// Errors from downloading a file.
 #[derive(Debug, thiserror::Error)]
 pub enum DownloadError {
     #[error("cannot create the HTTP client")]
@@ -51,15 +51,13 @@ pub enum DownloadError {
     Status { url: String, status: StatusCode },
     #[error("cannot download {url}: {status}: access denied for this machine")]
     Refused { url: String, status: StatusCode },
-    #[error("cannot download {url}: it is larger than {limit} bytes")]
+    #[error("cannot download {url}: larger than {limit} bytes")]
     TooLarge { url: String, limit: u64 },
-    #[error(
-        "cannot resume the download of {url}: the file has changed, or has no strong ETag that would show a change"
-    )]
+    #[error("cannot resume download of {url}: the file has changed or has no strong ETag")]
     Changed { url: String },
-    #[error("cannot download {url}: the response ended after {received} bytes")]
+    #[error("cannot download {url}: response truncated after {received} bytes")]
     Truncated { url: String, received: u64 },
-    /// The receiver of the chunks stopped early. If it did so because of an error, its error is reported instead.
+    /// The receiver stopped early. If it did so because of an error, that error is reported instead.
     #[error("the archive was rejected")]
     Abandoned,
     #[error(transparent)]
@@ -85,10 +83,10 @@ impl BundleSource {
         Self { url, token: is_platform.then_some(platform.upgrade_token) }
     }
 
-    /// Reads a small file completely.
+    /// Reads a small file into memory.
     ///
     /// # Errors
-    /// [`DownloadError`] if the download fails, or the file is larger than `max_bytes`.
+    /// [`DownloadError`] if the download fails or the file is larger than `max_bytes`.
     pub async fn read(&self, max_bytes: u64) -> Result<Vec<u8>, DownloadError> {
         let download = self.open().await?;
         let url = download.url();
@@ -103,14 +101,14 @@ impl BundleSource {
             }
             Ok(content)
         };
-        // A receiver that stops early also ends the download, so the receiver's error takes precedence.
+        // A receiver that stops early also aborts the download, so its error takes precedence.
         let (streamed, collected) = tokio::join!(download.stream_to(sender), collect);
         let content = collected?;
         streamed?;
         Ok(content)
     }
 
-    /// Sends the first request, and retries it after transient errors. The response usually gives the length.
+    /// Sends the first request, retrying on transient errors. The length is usually known from the response.
     pub async fn open(&self) -> Result<Download<'_>, DownloadError> {
         let client = client::build(Timeouts::DOWNLOAD).map_err(DownloadError::Client)?;
         let mut download =
@@ -140,28 +138,28 @@ async fn back_off(backoff: &mut Backoff, error: DownloadError) -> Result<(), Dow
 pub struct Download<'a> {
     source: &'a BundleSource,
     client: reqwest::Client,
-    /// A strong ETag; an interrupted HTTP download without one fails.
+    /// Strong ETag. Without one, an interrupted HTTP download fails.
     etag: Option<String>,
     length: Option<u64>,
-    /// Number of bytes received so far.
+    /// Bytes received so far.
     received: u64,
     body: Option<PendingBody>,
 }
 
 struct PendingBody {
     response: reqwest::Response,
-    /// Number of leading bytes to discard. They have already been received, but the source sent them again.
+    /// Leading bytes to discard because we already have them and the source resent them.
     skip: u64,
 }
 
 impl Download<'_> {
-    /// Returns the length of the whole file, if the source reports it.
+    /// Returns the length of the whole file if the source reports it.
     pub fn length(&self) -> Option<u64> {
         self.length
     }
 
     fn url(&self) -> String {
-        // The query in a signed URL is a credential.
+        // The query string of a signed URL is a credential.
         let mut url = self.source.url.clone();
         url.set_query(None);
         url.to_string()
@@ -210,8 +208,8 @@ impl Download<'_> {
         Ok(())
     }
 
-    /// Opens a `file:` URL, for a bundle that is already on the machine. The file is read from its first byte; bytes
-    /// that have already been received are skipped.
+    /// Opens a `file:` URL, for bundles already on this machine. Reads from the start and skips the bytes already
+    /// received.
     async fn open_file(&mut self) -> Result<(), DownloadError> {
         let read_error = |source| DownloadError::File { url: self.url(), source };
         let path = self.source.url.to_file_path().unwrap_or_default();
@@ -227,10 +225,10 @@ impl Download<'_> {
         strong_etag(response) != self.etag
     }
 
-    /// Sends all bytes to `chunks`, in order, and returns their SHA-256. Resumes the download after transient errors.
+    /// Sends all bytes to `chunks`, in order, and returns their SHA-256 digest. Resumes after transient errors.
     ///
     /// # Errors
-    /// [`DownloadError`] if the download fails and cannot be resumed; `Abandoned` if the receiver has been dropped.
+    /// [`DownloadError`] if the download fails and can't be resumed; `Abandoned` if the receiver was dropped.
     pub async fn stream_to(mut self, chunks: mpsc::Sender<Bytes>) -> Result<String, DownloadError> {
         let mut digest = Sha256::new();
         let mut backoff = Backoff::new(STALL_TIMEOUT);
@@ -254,7 +252,8 @@ impl Download<'_> {
         digest: &mut Sha256,
     ) -> Result<(), DownloadError> {
         if self.body.is_none() {
-            // The connection broke between the last byte and the end of the stream. No range is left to request.
+            // The connection broke after the last byte but before the end of the stream. There's no range left to
+            // request.
             if self.length == Some(self.received) {
                 return Ok(());
             }
@@ -312,8 +311,8 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn stream_to_ends_if_connection_breaks_after_last_byte() {
-        // Another request would fail, because this file does not exist.
+    async fn stream_to_succeeds_if_connection_breaks_after_last_byte() {
+        // Another request would fail: this file doesn't exist.
         let source = BundleSource { url: Url::parse("file:///nonexistent").unwrap(), token: None };
         let parts = [Ok(Bytes::from_static(b"abc")), Err(std::io::Error::other("connection lost"))];
         let body = reqwest::Body::wrap_stream(stream::iter(parts));

@@ -1,5 +1,4 @@
-//! Fetches a release: downloads its bundle, unpacks it and verifies the digest. A release is installed completely or
-//! not at all.
+//! Fetches a release: downloads its bundle, unpacks it, and verifies the digest. Releases are installed atomically.
 
 use std::path::{Path, PathBuf};
 
@@ -12,12 +11,12 @@ use svc_base::failpoint::{self, InjectedFailure};
 use svc_base::fsx::FileError;
 use svc_machine::name::ImageVersion;
 
-/// Assumed upper bound on the unpacked size, as a multiple of the archive size.
+/// Assumed maximum ratio of unpacked to archive size.
 const UNPACKED_SIZE_FACTOR: u64 = 5;
 /// Disk space to keep free.
 const RESERVED_BYTES: u64 = 64 << 20;
 
-/// The reason the release could not be fetched.
+/// Errors from fetching a release.
 #[derive(Debug, thiserror::Error)]
 pub enum FetchError {
     #[error(transparent)]
@@ -44,16 +43,16 @@ pub struct ExpectedArchive<'a> {
     pub size_bytes: Option<u64>,
 }
 
-/// Fetches the release, unless it is already installed.
+/// Fetches the release unless it is already installed.
 ///
 /// # Errors
-/// - [`FetchError::DigestMismatch`] if the archive, or an installed release of this version, does not have the expected
-///   digest. An installed release is left unchanged.
-/// - [`FetchError::SizeMismatch`] if the server announces a different size than expected.
-/// - [`FetchError::NoSpace`] if the disk has too little free space.
-/// - [`FetchError::File`] if the installed release's digest or the free space cannot be read, or the staging directory
-///   cannot be created.
-/// - Otherwise, any error from the download, unpacking or installation.
+/// - [`FetchError::DigestMismatch`] if the archive, or an installed release of this version, doesn't match the expected
+///   digest. An installed release is left alone.
+/// - [`FetchError::SizeMismatch`] if the server reports a different size than expected.
+/// - [`FetchError::NoSpace`] on low disk space.
+/// - [`FetchError::File`] if the installed digest or the free space can't be read, or the staging directory can't be
+///   created.
+/// - Any other error from the download, unpacking or installation.
 pub async fn ensure_release(
     layout: &Layout,
     source: &BundleSource,
@@ -71,7 +70,7 @@ pub async fn ensure_release(
     Err(FetchError::DigestMismatch { expected: expected.sha256.to_owned(), found })
 }
 
-/// Hashes, decompresses and unpacks the archive in one pass into a staging directory, then verifies the digest and
+/// Hashes, decompresses and unpacks the archive into a staging directory in a single pass, then verifies the digest and
 /// installs the release.
 async fn fetch_release(
     layout: &Layout,
@@ -96,10 +95,10 @@ async fn fetch_release(
     let into = staged.path().to_owned();
     let unpacking = tokio::task::spawn_blocking(move || unpack::unpack(archive, &into, UnpackLimits::BUNDLE));
     let downloaded = download.stream_to(chunks).await;
-    // A panic in the unpacker has no error to report, so it is propagated.
+    // Propagate panics from the unpacker: there's no error to report.
     let unpacked = unpacking.await.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()));
-    // An unpacker that rejects the archive also ends the download, so the unpacker's error takes precedence, unless the
-    // download itself failed.
+    // An unpacker that rejects the archive also aborts the download, so its error takes precedence unless the download
+    // itself failed.
     let found = match (downloaded, unpacked) {
         (Ok(found), Ok(())) => found,
         (Err(error), Ok(())) => return Err(error.into()),
@@ -115,10 +114,10 @@ async fn fetch_release(
     Ok(())
 }
 
-/// Checks that the file system of a directory has enough free space to unpack an archive of this size.
+/// Checks that the directory's file system has enough space to unpack an archive of this size.
 ///
 /// # Errors
-/// [`FetchError::NoSpace`], or [`FetchError::File`] if the free space cannot be read.
+/// [`FetchError::NoSpace`], or [`FetchError::File`] if the free space can't be read.
 fn ensure_disk_space(dir: &Path, archive_bytes: u64) -> Result<(), FetchError> {
     let needed = archive_bytes.saturating_mul(UNPACKED_SIZE_FACTOR).saturating_add(RESERVED_BYTES);
     let free = fs4::available_space(dir).map_err(FileError::wrap("read the free space of", dir))?;

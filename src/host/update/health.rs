@@ -1,7 +1,7 @@
-//! Checks a release's health after its services have been restarted, using unit states and a gateway probe.
+//! Post-restart health checks for a release, based on unit states and a gateway probe.
 //!
-//! A unit that is starting does not count as failed. The release passes once it has stayed healthy for a few seconds.
-//! It fails if a unit fails, or if it is not healthy when the deadline has passed.
+//! Starting units aren't treated as failed. The release passes once it has stayed healthy for a few seconds, and fails
+//! if a unit fails or if it isn't healthy by the deadline.
 
 use std::time::{Duration, Instant};
 
@@ -10,8 +10,7 @@ use crate::system::probe::GatewayClient;
 use svc_base::error_chain::format_chain;
 
 pub const GATEWAY_UNIT: &str = "svc-gateway.service";
-/// Services that are checked after an update if they were running before it. One that is inactive does not count as
-/// failed.
+/// Services to check after an update if they were running before. Inactive ones aren't treated as failed.
 pub const CHECKED_SERVICES: [&str; 5] = [
     "svc-shell.service",
     "svc-code.service",
@@ -20,12 +19,12 @@ pub const CHECKED_SERVICES: [&str; 5] = [
     "svc-files.service",
 ];
 const CHECK_INTERVAL: Duration = Duration::from_millis(250);
-/// Time for which the release must stay healthy; a tenth of the timeout if that is shorter.
+/// How long the release must stay healthy, capped at a tenth of the timeout.
 const MIN_HEALTHY_TIME: Duration = Duration::from_secs(3);
-/// Number of automatic restarts after which a unit counts as failed, even if it is running again.
+/// Number of automatic restarts after which a unit is treated as failed, even if it is running again.
 const MAX_RESTARTS: u32 = 3;
 
-/// The result of one check.
+/// Result of a single check.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum HealthState {
     Healthy,
@@ -33,13 +32,13 @@ pub enum HealthState {
     Failed(String),
 }
 
-/// How the gateway is probed.
+/// How to probe the gateway.
 pub enum GatewayProbe {
-    /// The gateway has no usable certificate, so it cannot be probed and the release cannot pass.
+    /// No usable certificate, so the gateway can't be probed and the release can't pass.
     Unavailable,
     /// The gateway must be ready.
     Ready(GatewayClient),
-    /// The gateway was not ready before the update, so liveness is enough.
+    /// The gateway wasn't ready before the update, so it only has to be alive.
     Alive(GatewayClient),
 }
 
@@ -53,7 +52,7 @@ impl GatewayProbe {
     }
 }
 
-/// Combines the unit states and the gateway's probe result.
+/// Combines unit states and the gateway probe result.
 fn assess(units: &[(String, UnitState)], passes_probe: bool) -> HealthState {
     let mut starting = None;
     for (name, unit) in units {
@@ -66,8 +65,8 @@ fn assess(units: &[(String, UnitState)], passes_probe: bool) -> HealthState {
         match unit.active.as_str() {
             "active" => {}
             "failed" => return HealthState::Failed(format!("{name} failed ({})", unit.result)),
-            // A release may lack any of the checked services, or the program that one of them runs. systemd then leaves
-            // the unit inactive.
+            // Any checked service, or the program it runs, may be missing from the release. systemd then leaves the
+            // unit inactive.
             "inactive" if name != GATEWAY_UNIT => {}
             "inactive" => return HealthState::Failed(format!("{name} is not running ({})", unit.result)),
             other => starting = Some(format!("{name} is {other}")),
@@ -76,7 +75,7 @@ fn assess(units: &[(String, UnitState)], passes_probe: bool) -> HealthState {
     match starting {
         Some(reason) => HealthState::Starting(reason),
         None if passes_probe => HealthState::Healthy,
-        None => HealthState::Starting("the gateway is running, but its probe fails".to_owned()),
+        None => HealthState::Starting("gateway is running but failing its probe".to_owned()),
     }
 }
 
@@ -95,7 +94,7 @@ async fn check_health(
 /// Waits until the release is healthy.
 ///
 /// # Errors
-/// A message about the unit that failed, or about what was not healthy yet at the deadline.
+/// A message naming the failed unit, or what wasn't healthy by the deadline.
 pub async fn wait_until_healthy(
     services: &impl ServiceManager,
     units: &[String],
@@ -118,7 +117,7 @@ pub async fn wait_until_healthy(
             }
             HealthState::Failed(reason) => return Err(reason),
             HealthState::Starting(reason) if Instant::now() >= deadline => {
-                return Err(format!("the release was not healthy within {} s: {reason}", timeout.as_secs()));
+                return Err(format!("release not healthy within {} s: {reason}", timeout.as_secs()));
             }
             HealthState::Starting(_) => healthy_since = None,
         }

@@ -1,4 +1,4 @@
-//! Records kept after an update: its outcome, the history, the previous release and the quarantined releases.
+//! Persistent update records: last outcome, history, previous release and quarantined releases.
 
 use std::fs;
 use std::io::Write;
@@ -16,9 +16,9 @@ use svc_base::failpoint::{self, InjectedFailure};
 use svc_base::fsx::{self, FileError};
 use svc_machine::name::ImageVersion;
 
-/// Maximum number of lines in the history.
+/// Maximum number of history entries.
 const MAX_HISTORY_LINES: usize = 200;
-/// Number of releases kept in addition to the current and the previous one.
+/// Releases to retain in addition to the current and the previous one.
 const EXTRA_RELEASES: usize = 1;
 
 #[derive(Debug, thiserror::Error)]
@@ -31,7 +31,7 @@ pub enum HistoryError {
     Injected(#[from] InjectedFailure),
 }
 
-/// A line in `history.jsonl`; `last.json` has the newest.
+/// Line in `history.jsonl`. The newest one is also in `last.json`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct HistoryEntry {
@@ -71,7 +71,7 @@ pub fn record(layout: &Layout, entry: &HistoryEntry) -> Result<(), HistoryError>
     let mut text = Vec::new();
     for entry in &entries[first..] {
         serde_json::to_writer(&mut text, entry).expect("plain fields serialize to JSON");
-        // A write to memory cannot fail.
+        // Writing to a `Vec` can't fail.
         let _ = text.write_all(b"\n");
     }
     fsx::write_atomic(&history_path(layout), &text, 0o644)?;
@@ -83,7 +83,7 @@ fn history_path(layout: &Layout) -> PathBuf {
     layout.update_state().join("history.jsonl")
 }
 
-/// Returns the most recent updates that ended on this machine, oldest first. Lines that cannot be parsed are skipped.
+/// Returns the most recent finished updates, oldest first. Skips unparsable lines.
 pub fn read_history(layout: &Layout) -> Result<Vec<HistoryEntry>, FileError> {
     let text = fsx::read_if_exists(&history_path(layout))?.unwrap_or_default();
     let text = String::from_utf8_lossy(&text).into_owned();
@@ -94,8 +94,7 @@ pub fn read_history(layout: &Layout) -> Result<Vec<HistoryEntry>, FileError> {
 #[serde(rename_all = "camelCase")]
 struct ReleaseRecord {
     version: u32,
-    /// The release to which `svc-update rollback` returns. Once it has done so, this is the current release, and
-    /// another rollback is refused.
+    /// Target of `svc-update rollback`. After a rollback, this is the current release, and another rollback is refused.
     previous: Option<ImageVersion>,
     quarantined: Vec<QuarantinedRelease>,
 }
@@ -127,7 +126,7 @@ fn update_releases(layout: &Layout, change: impl FnOnce(&mut ReleaseRecord)) -> 
     Ok(fsx::write_atomic(&layout.update_state().join("releases.json"), &text, 0o644)?)
 }
 
-/// Returns the previous release, if it is still installed. After `svc-update rollback`, that is the current release
+/// Returns the previous release if it is still installed. After `svc-update rollback`, that's the current release
 /// itself.
 pub fn find_previous(layout: &Layout) -> Result<Option<ImageVersion>, HistoryError> {
     Ok(read_releases(layout)?.previous.filter(|version| layout.release(version).is_dir()))
@@ -164,8 +163,8 @@ pub fn unquarantine(layout: &Layout, version: &ImageVersion) -> Result<(), Histo
     update_releases(layout, |releases| releases.quarantined.retain(|other| other.version != *version))
 }
 
-/// Removes all releases except the current one, the previous one and, of the others that are not quarantined, the most
-/// recently unpacked one.
+/// Removes all releases except the current one, the previous one, and the most recently unpacked of the remaining ones
+/// that aren't quarantined.
 pub fn prune(layout: &Layout) -> Result<(), HistoryError> {
     let Some(current) = release::current_version(layout) else { return Ok(()) };
     let releases = read_releases(layout)?;
@@ -184,11 +183,11 @@ pub fn prune(layout: &Layout) -> Result<(), HistoryError> {
     others.truncate(others.len() - keep);
     for (_, _, version) in others {
         let dir = layout.release(&version);
-        // The directory is renamed first, so that a partly removed one is not mistaken for a release.
+        // Rename first, so a partly removed directory is never mistaken for a release.
         let removed = layout.releases().join(format!(".{version}.partial-removed"));
         fs::rename(&dir, &removed).map_err(FileError::wrap("rename", &dir))?;
         fs::remove_dir_all(&removed).map_err(FileError::wrap("remove", &removed))?;
-        tracing::info!(%version, "removed an old release");
+        tracing::info!(%version, "removed old release");
     }
     failpoint::trigger("update.pruned")?;
     Ok(())

@@ -1,7 +1,7 @@
-//! Builds previews of tool inputs and messages: the start of the text, with secrets redacted.
+//! Short, redacted previews of tool inputs and messages.
 //!
-//! Secrets are recognized by their format, by the name before them, and by value if they are in the agent's
-//! environment. No list of patterns is complete, so previews are short, and only the start of a tool's error is shown.
+//! Secrets are recognized by format, by a telltale name in front of them, or by value if they are in the agent's
+//! environment. Pattern matching can't catch everything, so previews are short and show only the start of a tool error.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -10,9 +10,9 @@ use std::sync::LazyLock;
 use regex_lite::Regex;
 use serde_json::Value;
 
-/// Maximum number of characters in a preview.
+/// Maximum preview length, in characters.
 pub const MAX_PREVIEW_CHARS: usize = 200;
-/// Maximum number of characters scanned in an input or error.
+/// Maximum number of input or error characters scanned for secrets.
 const MAX_SCANNED_CHARS: usize = 4000;
 
 const REDACTED: &str = "***";
@@ -32,7 +32,7 @@ static SECRET_PATTERNS: LazyLock<Vec<(Regex, &str)>> = LazyLock::new(|| {
         (r"(?i)\b(bearer|basic)\s+[A-Za-z0-9+/=._~-]{6,}", "$1 ***"),
         // curl's `-u`, `--user` and `--proxy-user` options.
         (r"(\s(?:-u\s*|--(?:proxy-)?user[\s=]+))[^\s:]+:\S+", "$1***"),
-        // A name that suggests a secret, then a value: as an assignment, a header, a flag or JSON.
+        // A secret-like name followed by a value: assignment, header, flag or JSON.
         (
             r#"(?i)([A-Za-z0-9_-]*(password|passwd|passphrase|secret|token|api[-_]?key|access[-_]?key|private[-_]?key|credentials?)[A-Za-z0-9_-]*\\?["']?\s*(=|:|\s)\s*)(\\?"[^"]+"?|'[^']+'?|[^\s"'\\]{4,})"#,
             "$1***",
@@ -43,7 +43,7 @@ static SECRET_PATTERNS: LazyLock<Vec<(Regex, &str)>> = LazyLock::new(|| {
     .collect()
 });
 
-/// Replaces everything that looks like a secret.
+/// Redacts anything that looks like a secret.
 pub fn scrub(text: &str) -> String {
     let mut text = text.to_owned();
     for (pattern, replacement) in SECRET_PATTERNS.iter() {
@@ -54,7 +54,7 @@ pub fn scrub(text: &str) -> String {
     text
 }
 
-/// Matches the names of variables that may hold secrets.
+/// Matches names of variables likely to hold secrets.
 static SECRET_VARIABLE_NAMES: LazyLock<Regex> = LazyLock::new(|| {
     Regex::new(
         "(?i)passw|passphrase|pwd|secret|token($|_)|key(s?$|_|[0-9])|credential|(^|_)auth($|_)|dsn$|cookie",
@@ -62,12 +62,12 @@ static SECRET_VARIABLE_NAMES: LazyLock<Regex> = LazyLock::new(|| {
     .expect("constant pattern is valid")
 });
 
-/// The secrets in an agent's environment, selected by the names of their variables.
+/// Secrets from an agent's environment, selected by variable name.
 #[derive(Default)]
 pub struct Secrets(Vec<String>);
 
 impl Secrets {
-    /// Shorter values could be common words.
+    /// Shorter values could be ordinary words.
     const MIN_BYTES: usize = 6;
 
     pub fn from_environment(environment: &BTreeMap<String, String>) -> Self {
@@ -81,13 +81,12 @@ impl Secrets {
         Self(secrets)
     }
 
-    /// The length of the longest secret, in bytes.
+    /// Length of the longest secret, in bytes.
     pub fn max_bytes(&self) -> usize {
         self.0.first().map_or(0, String::len)
     }
 
-    /// Redacts the secrets; returns whether the text contained any. Must run before the text is truncated or put on one
-    /// line.
+    /// Redacts secrets in place and returns whether any were found. Call this before truncating or flattening the text.
     pub fn redact(&self, text: &mut String) -> bool {
         let mut is_changed = false;
         for secret in &self.0 {
@@ -99,7 +98,7 @@ impl Secrets {
         is_changed
     }
 
-    /// Redacts the secrets in the string values of a JSON line, or in the whole text of any other line.
+    /// Redacts secrets in the string values of a JSON line. Any other line is treated as plain text.
     pub fn redact_line<'l>(&self, line: &'l str) -> Cow<'l, str> {
         if self.0.is_empty() {
             return Cow::Borrowed(line);
@@ -112,7 +111,7 @@ impl Secrets {
         if self.redact_value(&mut value) { Cow::Owned(value.to_string()) } else { Cow::Borrowed(line) }
     }
 
-    /// Redacts the secrets in all string values; returns whether there were any.
+    /// Redacts secrets in all string values, recursively, and returns whether any were found.
     fn redact_value(&self, value: &mut Value) -> bool {
         match value {
             Value::String(text) => self.redact(text),
@@ -127,7 +126,7 @@ impl Secrets {
     }
 }
 
-/// Puts the text on one line and truncates it to at most `max_chars` characters.
+/// Replaces control characters with spaces and truncates the text to at most `max_chars` characters.
 pub fn flatten_and_truncate(text: &str, max_chars: usize) -> String {
     let mut flat: String =
         text.chars().take(max_chars + 1).map(|c| if c.is_control() { ' ' } else { c }).collect();
@@ -138,9 +137,9 @@ pub fn flatten_and_truncate(text: &str, max_chars: usize) -> String {
     flat
 }
 
-/// The start of an error that a tool returned, at most `max_bytes` long, on one line and without secrets.
+/// Previews a tool error on a single line of at most `max_bytes`, with secrets redacted.
 pub fn preview_error(error: &str, max_bytes: usize) -> String {
-    // Scan more than is shown, so that a secret at the cut is recognized.
+    // Scan more than we show, so a secret straddling the cut is still recognized.
     let scanned: String = error.trim().chars().take(MAX_SCANNED_CHARS).collect();
     let mut text = flatten_and_truncate(&scrub(&scanned), max_bytes);
     if text.len() > max_bytes {
@@ -151,14 +150,14 @@ pub fn preview_error(error: &str, max_bytes: usize) -> String {
     text
 }
 
-/// The start of a tool's most informative input field, such as a command, path or query, or else of the whole input as
-/// JSON; on one line and without secrets.
+/// Previews a tool's most informative input field, such as its command, path or query, on a single line with secrets
+/// redacted. Falls back to the whole input as JSON.
 pub fn preview_input(input: &Value) -> String {
     const PREVIEWED_FIELDS: [&str; 9] =
         ["command", "file_path", "notebook_path", "path", "pattern", "url", "query", "description", "prompt"];
     let field = PREVIEWED_FIELDS.iter().find_map(|name| input.get(name)?.as_str());
     let text = field.map_or_else(|| input.to_string(), str::to_owned);
-    // Scan more than is shown, so that a secret at the cut is recognized.
+    // Scan more than we show, so a secret straddling the cut is still recognized.
     let scanned: String = text.chars().take(MAX_SCANNED_CHARS).collect();
     flatten_and_truncate(&scrub(&scanned), MAX_PREVIEW_CHARS)
 }

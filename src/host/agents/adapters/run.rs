@@ -1,11 +1,11 @@
-//! The run state that every adapter collects.
+//! Run state common to all adapters.
 
 use super::tools::ToolCalls;
 use super::{MAX_ID_CHARS, Outcome, scrub_and_truncate};
 use crate::records::entry::{DispatchError, ResultStatus};
 use crate::records::money::Dollars;
 
-/// The state of a run, as reported by its program so far.
+/// Run state, as reported by the agent program so far.
 #[derive(Debug, Default)]
 pub struct RunState {
     pub conversation_id: Option<String>,
@@ -35,8 +35,8 @@ impl RunState {
         self.text = Some(text.to_owned());
     }
 
-    /// Ends the run. An error that names no tool gets the one that [`ToolCalls::close`] returns; an error that names no
-    /// turn gets the last one.
+    /// Finishes the run. If the error has no tool, it gets the one returned by [`ToolCalls::close`]; a missing turn
+    /// defaults to the last one.
     pub fn finish(&mut self, at_ms: u64, error: Option<DispatchError>) -> Outcome {
         let mut run = std::mem::take(self);
         let (failed_tool, turn) = (run.tools.close(at_ms), run.tools.turn());

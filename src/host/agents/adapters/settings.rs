@@ -1,4 +1,4 @@
-//! The agents in the owner's `system/config.json`: programs, concurrency and model prices.
+//! Agent settings from the owner's `system/config.json`: programs, concurrency and model prices.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -9,8 +9,8 @@ use super::{AdapterKind, Outcome};
 use crate::records::money::Dollars;
 
 const DEFAULT_AGENT_NAME: &str = "claude";
-/// The default agent's command, used if the settings define no agents: the release's own Claude Code. It may edit the
-/// owner's files without confirmation; other actions that require permission are denied.
+/// Default agent command, used when no agents are configured: the bundled Claude Code. It can edit the owner's files
+/// without confirmation; any other action requiring permission is denied.
 const DEFAULT_AGENT_COMMAND: [&str; 3] = ["claude", "--permission-mode", "acceptEdits"];
 const DEFAULT_CONCURRENCY: usize = 4;
 const MAX_CONCURRENCY: usize = 64;
@@ -21,16 +21,16 @@ pub const MAX_AGENT_NAME_CHARS: usize = 64;
 const MAX_APPS_PER_AGENT: usize = 64;
 const MAX_SLUG_BYTES: usize = 64;
 
-/// An agent's program and its options.
+/// An agent program and its options.
 #[derive(Clone, PartialEq)]
 pub struct Agent {
     pub adapter: AdapterKind,
     pub command: Vec<String>,
-    /// The model for dispatches that do not request one.
+    /// Default model, for dispatches that don't request one.
     pub model: Option<String>,
     pub deadline_seconds: u64,
     pub environment: BTreeMap<String, String>,
-    /// Slugs of the apps whose tables the agent may use through the bridge.
+    /// Slugs of apps whose tables the agent can access through the bridge.
     pub apps: Vec<String>,
 }
 
@@ -44,7 +44,7 @@ impl fmt::Debug for Agent {
     }
 }
 
-/// A model's prices per million tokens.
+/// Model prices, per million tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Price {
@@ -56,7 +56,7 @@ pub struct Price {
 }
 
 impl Price {
-    /// The cost of a run. Each of its parts is rounded to the nearest billionth of a dollar.
+    /// Cost of a run, with each component rounded to the nearest billionth of a dollar.
     fn cost(self, outcome: &Outcome) -> Dollars {
         const MILLION: u64 = 1_000_000;
         let cached = outcome.tokens_cached.min(outcome.tokens_in);
@@ -76,7 +76,7 @@ impl Price {
 pub struct AgentSettings {
     pub agents: BTreeMap<String, Agent>,
     pub default_agent: String,
-    /// Maximum number of agents that run concurrently.
+    /// Maximum number of concurrently running agents.
     pub concurrency: usize,
     pub prices: BTreeMap<String, Price>,
 }
@@ -101,10 +101,10 @@ impl Default for AgentSettings {
 }
 
 impl AgentSettings {
-    /// Checks the agents and applies the defaults.
+    /// Validates the agents and applies defaults.
     ///
     /// # Errors
-    /// A message that names the invalid setting. It never quotes a value, because values can be secrets.
+    /// A message naming the invalid setting. Values are never quoted, since they can be secrets.
     pub fn validate(
         agents: BTreeMap<String, AgentEntry>,
         dispatch: DispatchSection,
@@ -127,10 +127,11 @@ impl AgentSettings {
         Ok(Self { agents, default_agent, concurrency, prices })
     }
 
-    /// A run's cost. Its sources, in order of precedence: the cost that the program reported; the price of the model
-    /// that it reported; the price of the requested model, which may be an alias. `None` if no price is known. A
-    /// requested model's price of zero is ignored if the program reported a different model, because that one may not
-    /// be free.
+    /// Cost of a run, in order of precedence: as reported by the program, from the price of the model it reported, or
+    /// from the price of the requested model, which may be an alias. `None` if no price is known.
+    ///
+    /// A zero price for the requested model is ignored if the program reported a different model, which may not be
+    /// free.
     pub fn cost(&self, outcome: &Outcome, requested: Option<&str>) -> Option<Dollars> {
         let price = |model: Option<&str>| self.prices.get(model?);
         let requested_price = || price(requested).filter(|price| outcome.model.is_none() || !price.is_free());
@@ -139,19 +140,19 @@ impl AgentSettings {
         outcome.cost.or_else(calculated_cost)
     }
 
-    /// Whether a run has reported its cost or tokens.
+    /// Whether the run reported its cost or any tokens.
     pub fn has_usage(outcome: &Outcome) -> bool {
         outcome.cost.is_some() || outcome.tokens_in + outcome.tokens_out > 0
     }
 
-    /// Whether the model that the program reported has a price of zero.
+    /// Whether the reported model is priced at zero.
     pub fn is_free(&self, outcome: &Outcome) -> bool {
         let price = outcome.model.as_ref().and_then(|model| self.prices.get(model));
         price.is_some_and(|price| price.is_free())
     }
 }
 
-/// An agent, as written in the file.
+/// An agent as it appears in the file.
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct AgentEntry {
@@ -165,7 +166,7 @@ pub struct AgentEntry {
     apps: Vec<String>,
 }
 
-/// `dispatch`, as written in the file.
+/// The `dispatch` section as it appears in the file.
 #[derive(Deserialize, Default)]
 #[serde(rename_all = "camelCase", default)]
 pub struct DispatchSection {
@@ -179,7 +180,7 @@ impl AgentEntry {
             || name.chars().count() > MAX_AGENT_NAME_CHARS
             || name.chars().any(char::is_control)
         {
-            return Err(format!("agents: a name must have 1 to {MAX_AGENT_NAME_CHARS} printable characters"));
+            return Err(format!("agents: a name must be 1 to {MAX_AGENT_NAME_CHARS} printable characters"));
         }
         let invalid = |requirement: &str| Err(format!("agents.{name}.{requirement}"));
         if self.command.first().is_none_or(String::is_empty)

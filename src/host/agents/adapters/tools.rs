@@ -1,34 +1,34 @@
-//! A run's tool calls.
+//! Tool-call tracking for a run.
 
 use serde_json::Value;
 
 use super::{Event, preview, scrub_and_truncate};
 use crate::records::entry::{ResultStatus, ToolCall};
 
-/// Maximum number of tool calls recorded per run, which bounds the length of its record; further calls are only
-/// reported as events.
+/// Maximum number of tool calls recorded per run, to bound the record size. Calls over the limit are only reported as
+/// events.
 const MAX_TOOL_CALLS: usize = 2000;
 
 const MAX_NAME_CHARS: usize = 100;
-/// Maximum number of characters in a call's id. Claude Code and Codex use about 30; longer ids are truncated before
-/// they are compared.
+/// Maximum call id length; longer ids are truncated before comparison. Claude Code and Codex ids have about 30
+/// characters.
 const MAX_ID_CHARS: usize = 200;
 
-/// Maximum number of bytes in a call's error, and in all of a run's errors together.
+/// Maximum error size in bytes, per call and per run.
 const MAX_ERROR_BYTES: usize = 1024;
 const MAX_TOTAL_ERROR_BYTES: usize = 256 << 10;
 
-/// The tool calls, in the order in which they started.
+/// Tool calls, in start order.
 #[derive(Debug, Default)]
 pub struct ToolCalls {
     /// The first [`MAX_TOOL_CALLS`] calls.
     recorded: Vec<ToolCall>,
-    /// Number of calls that have started, including those not in `recorded`.
+    /// Number of calls started so far, including those not in `recorded`.
     started_count: usize,
     running: Vec<RunningCall>,
     error_bytes: usize,
     turns: u64,
-    /// Whether a call has ended since the model's last output, so that the next output begins a turn.
+    /// Whether a call has ended since the model's last output, so its next output starts a new turn.
     has_results: bool,
 }
 
@@ -36,14 +36,14 @@ pub struct ToolCalls {
 struct RunningCall {
     id: String,
     name: String,
-    /// The index among all calls that have started. If the call is recorded, also its index in `recorded`.
+    /// Index among all started calls. For a recorded call, also its index in `recorded`.
     index: usize,
     started_ms: u64,
 }
 
 impl ToolCalls {
-    /// Starts a call; `None` if a call with this id is running. A call beyond the maximum has an event too, because the
-    /// file audit compares the calls in the output with those that hooks report.
+    /// Starts a call, or returns `None` if one with this id is already running. Calls over the limit get an event too:
+    /// the file audit compares the calls in the output with those reported by hooks.
     pub fn start(&mut self, at_ms: u64, id: &str, name: &str, input: &Value) -> Option<Event> {
         let (id, name) =
             (preview::flatten_and_truncate(id, MAX_ID_CHARS), scrub_and_truncate(name, MAX_NAME_CHARS));
@@ -59,7 +59,7 @@ impl ToolCalls {
             input_preview: input_preview.clone(),
             is_recorded,
         };
-        // If more than `MAX_TOOL_CALLS` calls are running at once, the ends of the further calls are not reported.
+        // With more than `MAX_TOOL_CALLS` calls running at once, we don't report when the excess ones end.
         if self.running.len() < MAX_TOOL_CALLS {
             let running =
                 RunningCall { id, name: name.clone(), index: self.started_count, started_ms: at_ms };
@@ -67,15 +67,15 @@ impl ToolCalls {
         }
         self.started_count += 1;
         if is_recorded {
-            // A call that never ends keeps the status `Error`.
+            // Calls that never end keep this status.
             let status = ResultStatus::Error;
             self.recorded.push(ToolCall { name, duration_ms: 0, input_preview, status, error: None });
         }
         Some(event)
     }
 
-    /// Ends a call; `None` if no call with this id is running. `error` is the call's output, which is recorded only if
-    /// `status` is `Error`.
+    /// Ends a call, or returns `None` if no call with this id is running. `error` is the call's output, recorded only
+    /// if `status` is `Error`.
     pub fn end(&mut self, at_ms: u64, id: &str, status: ResultStatus, error: Option<&str>) -> Option<Event> {
         self.has_results = true;
         let id = preview::flatten_and_truncate(id, MAX_ID_CHARS);
@@ -94,8 +94,8 @@ impl ToolCalls {
         Some(Event::ToolEnded { id, name: running.name, status })
     }
 
-    /// Ends all running calls at the end of the run. Returns the tool to which an error of the run is attributed: that
-    /// of the running call that started last or, if none is running, of the last call if it failed and is recorded.
+    /// Ends all calls still running at the end of the run. Returns the tool to blame for a run error: the most recently
+    /// started call that is still running or, if there is none, the last call, provided it failed and was recorded.
     pub fn close(&mut self, at_ms: u64) -> Option<String> {
         let last = self.started_count.checked_sub(1).and_then(|last| self.recorded.get(last));
         let last_failed =
@@ -110,13 +110,13 @@ impl ToolCalls {
         failed
     }
 
-    /// Records that the model has produced output. Output after tool results begins a new turn.
+    /// Records model output. Output after tool results starts a new turn.
     pub fn record_model_output(&mut self) {
         self.turns += u64::from(self.turns == 0 || self.has_results);
         self.has_results = false;
     }
 
-    /// The turn that the model has reached; `None` before its first output.
+    /// Current turn, or `None` before the model's first output.
     pub fn turn(&self) -> Option<u64> {
         (self.turns > 0).then_some(self.turns)
     }
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn calls_beyond_the_maximum_are_reported_but_not_recorded() {
+    fn calls_over_the_limit_are_reported_but_not_recorded() {
         let (input, status) = (Value::Null, ResultStatus::Error);
         let mut tools = ToolCalls::default();
         for n in 0..MAX_TOOL_CALLS {

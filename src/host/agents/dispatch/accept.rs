@@ -1,6 +1,6 @@
-//! Accepts requests: checks the id, the cost limits and the queue's capacity, and writes the dispatches to the journal.
+//! Request admission: checks the id, cost limits and queue capacity, then writes the dispatches to the journal.
 //!
-//! Once a dispatch is registered, it is queued even if the caller disconnects.
+//! Once registered, a dispatch is queued even if the caller disconnects.
 
 use std::sync::Arc;
 
@@ -19,11 +19,11 @@ use svc_http::problem::{Code, Problem};
 const MAX_QUEUED_DISPATCHES: usize = 500;
 /// Maximum number of queued dispatches per sender.
 const MAX_QUEUED_PER_SENDER: usize = 200;
-/// Maximum number of bytes in the prompts of all queued dispatches.
+/// Maximum total size of queued prompts, in bytes.
 const MAX_QUEUED_BYTES: usize = 64 << 20;
 
 impl Dispatcher {
-    /// Accepts a request. Returns once its dispatches have been written to the journal, or the write has failed.
+    /// Accepts a request. Returns once the journal write has succeeded or failed.
     ///
     /// # Errors
     /// 503 while the records or the journal are being read, while dispatches are paused for a final backup, and at
@@ -34,7 +34,7 @@ impl Dispatcher {
         if let Some(id) = &request.id
             && let Some(original) = self.find(id).await?
         {
-            return resolve_repeated_request(original, &request).await;
+            return resolve_retried_request(original, &request).await;
         }
         self.refuse_while_paused()?;
         let settings = self.kernel.settings();
@@ -44,9 +44,9 @@ impl Dispatcher {
         let (target, dispatches) = build_dispatches(&id, &request, reservation);
         let existing = self.register(&id, &target, &dispatches, &request.sender_id)?;
         if let Some(existing) = existing {
-            return resolve_repeated_request(existing, &request).await;
+            return resolve_retried_request(existing, &request).await;
         }
-        // A separate task writes and queues the dispatches, so that it finishes even if the caller disconnects.
+        // Journal and queue the dispatches in a separate task, which finishes even if the caller disconnects.
         let (dispatcher, sender) = (Arc::clone(self), request.sender_id.clone());
         let queued = self.runs.spawn(async move {
             let entries = dispatches.iter().map(|dispatch| dispatch.accepted.clone()).collect();
@@ -57,7 +57,7 @@ impl Dispatcher {
         Ok(target)
     }
 
-    /// Registers the dispatches; returns the existing target if the id is already registered.
+    /// Registers the dispatches, or returns the existing target if the id is already taken.
     ///
     /// # Errors
     /// 429 if the queue is full.
@@ -91,7 +91,7 @@ impl Dispatcher {
         Ok(None)
     }
 
-    /// Queues dispatches once they have been written to the journal, or the write has failed.
+    /// Queues dispatches after their journal write, whether or not it succeeded.
     fn enqueue(self: &Arc<Self>, sender: &str, dispatches: Vec<Arc<Dispatch>>) {
         let mut table = self.lock();
         table.unjournaled.retain(|dispatch| !dispatches.iter().any(|other| Arc::ptr_eq(dispatch, other)));
@@ -133,7 +133,7 @@ fn build_dispatches(
     let size = request.entries.len();
     let ids = (0..size).map(|index| id.entry_id(index)).collect();
     let batch = Batch::new(id.to_string(), request.fingerprint.clone(), ids, size);
-    // Only the first entry has a reservation; the others wait for theirs in the queue.
+    // Only the first entry has a reservation; the others acquire theirs while queued.
     let mut reservation = Some(reservation);
     let build_dispatch = |(index, entry)| {
         let position = BatchPosition { id: id.to_string(), index, size };
@@ -147,18 +147,18 @@ fn build_dispatches(
     (DispatchTarget::Batch(batch), dispatches)
 }
 
-/// Logs and counts a request that is refused because of a cost limit; returns the problem.
+/// Logs and counts a request refused by a cost limit, and returns the problem.
 fn refuse_over_cost_limit(sender: &str, reached: &LimitReached) -> Problem {
     tracing::info!(sender, period = reached.period.as_str(), "dispatch refused: cost limit reached");
     DISPATCHES.add_one(["limited"]);
     reached.problem(Timestamp::now())
 }
 
-/// Waits until the original request has been accepted, and returns its target.
+/// Waits for the original request to be accepted and returns its target.
 ///
 /// # Errors
 /// 422 if the original request was different.
-async fn resolve_repeated_request(
+async fn resolve_retried_request(
     original: DispatchTarget,
     request: &DispatchRequest,
 ) -> Result<DispatchTarget, Problem> {
@@ -179,7 +179,7 @@ mod tests {
     use crate::system::layout::Layout;
 
     #[test]
-    fn register_counts_prompt_bytes_of_the_request() {
+    fn register_counts_new_prompt_bytes() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         let kernel = Arc::new(Kernel::new(&layout).unwrap());

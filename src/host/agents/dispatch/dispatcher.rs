@@ -1,8 +1,10 @@
-//! The dispatcher: looks up dispatches, starts queued ones, and ends running ones at shutdown.
+//! Dispatch lookup, scheduling and shutdown.
 //!
-//! Invariants: an accepted dispatch is in the journal until its record is durable, unless the journal could not be
-//! written; an id names one dispatch or batch; at most the configured number of dispatches run concurrently; part of
-//! the budget is reserved for each dispatch before it starts.
+//! Invariants:
+//! - An accepted dispatch is in the journal until its record is durable, unless the journal write failed.
+//! - An id identifies one dispatch or batch.
+//! - At most the configured number of dispatches run concurrently.
+//! - Every dispatch reserves part of the budget before it starts.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::path::PathBuf;
@@ -33,19 +35,19 @@ use svc_base::clock;
 use svc_base::metrics::{DISPATCHES, DISPATCHES_QUEUED, DISPATCHES_RUNNING};
 use svc_http::problem::{Code, Problem};
 
-/// Interval at which the journal is pruned and the start of queued dispatches is retried.
+/// Interval between journal prunes, and between attempts to start queued dispatches.
 pub(super) const MAINTENANCE_INTERVAL: Duration = Duration::from_secs(1);
-/// Timeout of a request that waits for the previous process's dispatches to be restored.
+/// Maximum time a request waits for the previous process's dispatches to be restored.
 const RECOVERY_TIMEOUT: Duration = Duration::from_secs(1);
-/// Timeout for ending the runs at shutdown.
+/// Timeout for stopping runs at shutdown.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(25);
 
-/// The dispatch or batch that an id names.
+/// The dispatch or batch identified by an id.
 #[derive(Clone)]
 pub enum DispatchTarget {
     Dispatch(Arc<Dispatch>),
     Batch(Arc<Batch>),
-    /// A batch restored from its records, with those of its entries that have a record.
+    /// A batch restored from records, along with its recorded entries.
     Recorded(Arc<Batch>, Vec<Arc<Dispatch>>),
 }
 
@@ -64,7 +66,7 @@ impl DispatchTarget {
         }
     }
 
-    /// The number of dispatches that were accepted, including entries of a batch that have no record.
+    /// Number of accepted dispatches, including unrecorded batch entries.
     pub fn entry_count(&self) -> usize {
         match self {
             Self::Dispatch(_) => 1,
@@ -72,7 +74,7 @@ impl DispatchTarget {
         }
     }
 
-    /// Waits until the target has been written to the journal, or the write has failed.
+    /// Waits for the target's journal write to succeed or fail.
     pub async fn wait_until_journaled(&self) {
         match self {
             Self::Dispatch(dispatch) => dispatch.journaled.cancelled().await,
@@ -89,26 +91,26 @@ impl DispatchTarget {
     }
 }
 
-/// The state behind the dispatcher's lock.
+/// State guarded by the dispatcher's lock.
 #[derive(Default)]
 pub(super) struct DispatchTable {
     pub(super) targets: HashMap<String, DispatchTarget>,
-    /// Dispatches that are being written to the journal, and will then be queued.
+    /// Dispatches being written to the journal, to be queued next.
     pub(super) unjournaled: Vec<Arc<Dispatch>>,
     pub(super) queue: Queue<Arc<Dispatch>>,
-    /// At most one dispatch per conversation runs at once: two would both start or resume it.
+    /// At most one per conversation, since two would both start or resume it.
     running: Vec<Arc<Dispatch>>,
-    /// Cancelled while dispatches are paused for a final backup: nothing starts, and running dispatches are ended.
+    /// Cancelled while dispatches are paused for a final backup: nothing starts, and running dispatches are stopped.
     pause: CancellationToken,
     /// Ended dispatches, oldest first.
     pub(super) ended: VecDeque<Arc<Dispatch>>,
     pub(super) ended_bytes: usize,
-    /// Journal files of recorded or refused dispatches and of ended batches, removed once the records are durable.
+    /// Journal files of recorded or refused dispatches and ended batches, removed once the records are durable.
     pub(super) prunable_files: Vec<JournalFile>,
-    /// The number of failed log file syncs when such a failure last caused `prunable_files` to be cleared.
+    /// Number of failed log file syncs as of the last time such a failure cleared `prunable_files`.
     pub(super) failed_syncs: u64,
-    /// Batches whose files stay in the journal until the next start: the record of an entry was dropped or may not be
-    /// on disk, and the batch's file may be the only one that contains the entry.
+    /// Batches whose files stay in the journal until the next start: an entry's record was dropped or may not be on
+    /// disk, and the batch file may be its only copy.
     pub(super) kept_batches: BTreeSet<String>,
 }
 
@@ -124,11 +126,11 @@ pub struct Dispatcher {
     pub(super) watcher_socket: PathBuf,
     table: Mutex<DispatchTable>,
     pub(super) runs: TaskTracker,
-    /// Cancelled at shutdown: nothing starts, and running dispatches are ended.
+    /// Cancelled at shutdown: nothing starts, and running dispatches are stopped.
     stop: CancellationToken,
-    /// Cancelled at shutdown, after the runs have ended or `SHUTDOWN_TIMEOUT` has passed: event streams end.
+    /// Cancelled at shutdown to end event streams, once the runs have ended or `SHUTDOWN_TIMEOUT` has elapsed.
     pub closed: CancellationToken,
-    /// Cancelled when the previous process's dispatches have been restored.
+    /// Cancelled once the previous process's dispatches have been restored.
     pub(super) recovered: CancellationToken,
 }
 
@@ -168,7 +170,7 @@ impl Dispatcher {
         Ok(())
     }
 
-    /// Looks up an id, in memory and then in the newest records.
+    /// Looks up an id in memory, then in the newest records.
     ///
     /// # Errors
     /// The records cannot be read; the failure is logged.
@@ -191,7 +193,7 @@ impl Dispatcher {
         }))
     }
 
-    /// The dispatches of a target, in order.
+    /// A target's dispatches, in order.
     pub fn entries(&self, target: &DispatchTarget) -> Vec<Arc<Dispatch>> {
         match target {
             DispatchTarget::Dispatch(dispatch) => vec![Arc::clone(dispatch)],
@@ -222,8 +224,8 @@ impl Dispatcher {
         dispatches
     }
 
-    /// Cancels a target's dispatches. Queued ones have ended when this returns; those that are running or being
-    /// journaled end later.
+    /// Cancels a target's dispatches. Queued ones have ended by the time this returns; running ones and those still
+    /// being journaled end later.
     pub async fn cancel(self: &Arc<Self>, target: &DispatchTarget) {
         let mut tasks = Vec::new();
         for dispatch in self.entries(target) {
@@ -247,7 +249,7 @@ impl Dispatcher {
         }
     }
 
-    /// Starts the dispatches that may run now.
+    /// Starts all dispatches that can run now.
     pub(super) fn start_ready(self: &Arc<Self>) {
         while let Some(dispatch) = self.take_next() {
             let dispatcher = Arc::clone(self);
@@ -309,7 +311,7 @@ impl Dispatcher {
                 dispatch.set_reservation(reservation);
                 QueueDecision::Take
             }
-            // Other dispatches of this user are in flight and may cost less than reserved.
+            // This user's in-flight dispatches may cost less than reserved.
             Ok(Err(reached)) if reached.can_retry_in_period() => QueueDecision::Wait,
             // `run` refuses the dispatch.
             Ok(Err(_)) => QueueDecision::Take,
@@ -333,7 +335,7 @@ impl Dispatcher {
         let started = JournalEntry { started_at: Some(started_at), ..dispatch.accepted.clone() };
         if !self.write_journal(vec![started]).await && !self.mark_started(dispatch).await {
             let message = "the agent did not run, because its start could not be recorded; if the disk is full, \
-                           free disk space, for example in the terminal, and send the dispatch again";
+                           free up space (for example in the terminal) and resend the dispatch";
             let interaction = run::interaction_without_run(dispatch, "NoRoom", message);
             return self.end(dispatch, interaction, None).await;
         }
@@ -351,29 +353,29 @@ impl Dispatcher {
         self.end(dispatch, interaction, text).await;
     }
 
-    /// Reports the end to svc-watch, which closes the tool calls that the agent left open. Does nothing if svc-watch is
-    /// not running.
+    /// Reports the end to svc-watch, which closes any tool calls the agent left open. Does nothing if svc-watch isn't
+    /// running.
     async fn report_end_to_watcher(&self, dispatch: &Dispatch) {
         let message = Message::dispatch_end(dispatch.id(), dispatch.take_seen_calls());
         audit_protocol::send_from_dispatcher(&self.watcher_socket, message).await;
     }
 
-    /// Ends a dispatch whose sender's cost limit was reached before its turn. Like any refused dispatch, it has no
+    /// Ends a dispatch whose sender reached a cost limit while it was queued. Like any refused dispatch, it has no
     /// interaction.
     async fn refuse(&self, dispatch: &Arc<Dispatch>, reached: &LimitReached) {
         DISPATCHES.add_one(["limited"]);
-        // Without this entry, the dispatch would be queued again after a crash: its batch stays in the journal until
-        // all entries have ended.
+        // Without this entry, a crash would requeue the dispatch: its batch stays in the journal until all entries have
+        // ended.
         let refused = JournalEntry { refused: Some(reached.period), ..dispatch.accepted.clone() };
         if !self.write_journal(vec![refused]).await {
-            // After a crash, a dispatch marked as started is recorded as interrupted. That is inaccurate, but prevents
-            // it from running.
+            // A dispatch marked as started is recorded as interrupted after a crash. That's inaccurate, but keeps it
+            // from running.
             self.mark_started(dispatch).await;
         }
         self.end_refused(dispatch, reached.period);
     }
 
-    /// Ends a refused dispatch, which needs no record.
+    /// Ends a refused dispatch, which doesn't need a record.
     pub(super) fn end_refused(&self, dispatch: &Arc<Dispatch>, period: Period) {
         let refused = Some(period.reached_message());
         self.lock().prunable_files.push(dispatch.accepted.file());
@@ -388,7 +390,7 @@ impl Dispatcher {
         let ended = Some(interaction.clone());
         let entry = JournalEntry { started_at, ended, ..dispatch.accepted.clone() };
         if !self.write_journal(vec![entry]).await && started_at.is_none() {
-            // If a crash also lost the record, the cancelled dispatch would be queued again.
+            // Otherwise, a crash that also lost the record would requeue the cancelled dispatch.
             self.mark_started(dispatch).await;
         }
         self.report_end_to_watcher(dispatch).await;
@@ -400,8 +402,8 @@ impl Dispatcher {
         self.retain_ended(dispatch);
     }
 
-    /// Records the interaction of a dispatch, and returns the warnings about cost limits. If the record is dropped, the
-    /// dispatch stays in the journal and is recorded at the next start.
+    /// Records a dispatch's interaction and returns any cost-limit warnings. If the record is dropped, the dispatch
+    /// stays in the journal and is recorded at the next start.
     pub(super) fn record_interaction(
         &self,
         dispatch: &Dispatch,
@@ -413,7 +415,7 @@ impl Dispatcher {
         } else {
             tracing::warn!(
                 id = dispatch.id(),
-                "a dispatch stays in the journal: its record could not be queued"
+                "cannot queue the record of a dispatch; keeping the dispatch in the journal"
             );
             if let Some(batch) = &dispatch.batch {
                 self.lock().kept_batches.insert(batch.id.clone());
@@ -422,19 +424,19 @@ impl Dispatcher {
         warnings.unwrap_or_default()
     }
 
-    /// Writes entries to the journal; returns whether that succeeded. After a failure, the dispatch is still accepted:
-    /// it may be the one that frees disk space.
+    /// Writes entries to the journal and returns whether that succeeded. A failed write doesn't prevent acceptance: the
+    /// dispatch may be the one that frees up disk space.
     pub(super) async fn write_journal(&self, entries: Vec<JournalEntry>) -> bool {
         let journal = self.journal.clone();
         let written = run_blocking(move || journal.write(&entries)).await;
         if written.is_err() {
-            tracing::warn!("cannot write a dispatch to the journal; a gateway crash would lose its state");
+            tracing::warn!("cannot write to the dispatch journal; a crash would lose this state");
         }
         written.is_ok()
     }
 
-    /// Marks a dispatch as started when its journal entry cannot be written. Returns `false` if it could start again
-    /// after a crash.
+    /// Marks a dispatch as started when its journal entry can't be written. Returns `false` if a crash could make it
+    /// start again.
     async fn mark_started(&self, dispatch: &Dispatch) -> bool {
         let (journal, accepted) = (self.journal.clone(), dispatch.accepted.clone());
         let marked = tokio::task::spawn_blocking(move || journal.mark_started(&accepted)).await;
@@ -446,12 +448,12 @@ impl Dispatcher {
     }
 
     /// Pauses dispatches until [`Self::resume`]: new ones are refused, queued ones stay queued, and running ones are
-    /// ended and recorded. Does not wait for the running ones: see [`Self::running_count`].
+    /// stopped and recorded. Doesn't wait for those: see [`Self::running_count`].
     pub fn pause(&self) {
         self.lock().pause.cancel();
     }
 
-    /// Ends the pause: new dispatches are accepted, and queued ones start.
+    /// Ends the pause: accepts new dispatches and starts queued ones.
     pub fn resume(self: &Arc<Self>) {
         let mut table = self.lock();
         if !table.pause.is_cancelled() {
@@ -472,18 +474,18 @@ impl Dispatcher {
         Err(Problem::new(Code::Unavailable, detail).retry_after(15))
     }
 
-    /// The number of dispatches that are running or being recorded.
+    /// Number of dispatches running or being recorded.
     pub fn running_count(&self) -> usize {
         self.lock().running.len()
     }
 
-    /// Shuts down: starts no further dispatches, and ends and records running ones.
+    /// Shuts down: starts no more dispatches, then stops and records the running ones.
     pub async fn close(&self) {
         self.stop.cancel();
         self.runs.close();
         if tokio::time::timeout(SHUTDOWN_TIMEOUT, self.runs.wait()).await.is_err() {
             tracing::warn!(
-                "dispatches did not end within {} s of shutdown; they will be recorded at the next start",
+                "dispatches did not stop within {} s of shutdown; they will be recorded at the next start",
                 SHUTDOWN_TIMEOUT.as_secs()
             );
         }

@@ -1,4 +1,4 @@
-//! The events of a dispatch or a batch, in order and bounded in size, for current and later listeners.
+//! Bounded, ordered event log of a dispatch or batch, for current and late subscribers.
 
 use std::collections::VecDeque;
 use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
@@ -8,28 +8,28 @@ use jiff::Timestamp;
 use serde_json::Value;
 use tokio::sync::watch;
 
-/// Maximum total size of the events kept; the oldest are dropped first, but the newest event is always kept.
+/// Maximum total size of retained events. The oldest are dropped first; the newest is always retained.
 const MAX_LOG_BYTES: usize = 1 << 20;
 
-/// The first event number in this process: the time, in microseconds, at which the first log was created. It therefore
-/// exceeds all numbers from earlier processes.
-static FIRST_NUMBER: LazyLock<u64> =
+/// First sequence number in this process: the creation time of the first log in microseconds, which exceeds all
+/// sequence numbers from earlier processes.
+static FIRST_SEQ_NUM: LazyLock<u64> =
     LazyLock::new(|| u64::try_from(Timestamp::now().as_millisecond()).unwrap_or_default() * 1000);
-/// The first event number of a log restored from records. A restored log differs from the original, so its numbers
-/// must not overlap the original's. They start at a fixed value, so that a listener that reconnects after the last
-/// event does not receive all events again.
-const FIRST_RESTORED_NUMBER: u64 = 1;
+/// First sequence number of a log restored from records. A restored log differs from the original, so their sequence
+/// numbers must not overlap. The value is fixed so that a subscriber reconnecting after the last event doesn't receive
+/// everything again.
+const FIRST_RESTORED_SEQ_NUM: u64 = 1;
 
-/// The events of a dispatch or a batch.
+/// Event log of a dispatch or batch.
 pub struct EventLog {
-    /// The number of the first event, even if that has been dropped.
-    first_number: u64,
+    /// Sequence number of the first event, even if it has been dropped.
+    first_seq_num: u64,
     buffer: Mutex<Buffer>,
-    next_number: watch::Sender<u64>,
+    next_seq_num: watch::Sender<u64>,
 }
 
 struct Buffer {
-    /// The number of the first event kept.
+    /// Sequence number of the oldest retained event.
     first: u64,
     events: VecDeque<Bytes>,
     bytes: usize,
@@ -41,41 +41,41 @@ pub struct EventBatch {
     pub events: Vec<Bytes>,
     /// Number of earlier events that were dropped.
     pub missed: u64,
-    /// The number of the next event.
+    /// Sequence number of the next event.
     pub next: u64,
-    /// Whether no more events follow.
+    /// Whether the log is closed, with no more events to come.
     pub is_closed: bool,
 }
 
 impl Default for EventLog {
     fn default() -> Self {
-        Self::starting_at(*FIRST_NUMBER)
+        Self::starting_at(*FIRST_SEQ_NUM)
     }
 }
 
 impl EventLog {
-    /// Creates the log of a dispatch or batch that is restored from records.
+    /// Creates the log of a dispatch or batch restored from records.
     pub fn restored() -> Self {
-        Self::starting_at(FIRST_RESTORED_NUMBER)
+        Self::starting_at(FIRST_RESTORED_SEQ_NUM)
     }
 
-    fn starting_at(first_number: u64) -> Self {
-        let buffer = Buffer { first: first_number, events: VecDeque::new(), bytes: 0, is_closed: false };
-        Self { first_number, buffer: Mutex::new(buffer), next_number: watch::Sender::new(0) }
+    fn starting_at(first_seq_num: u64) -> Self {
+        let buffer = Buffer { first: first_seq_num, events: VecDeque::new(), bytes: 0, is_closed: false };
+        Self { first_seq_num, buffer: Mutex::new(buffer), next_seq_num: watch::Sender::new(0) }
     }
 
     fn lock(&self) -> MutexGuard<'_, Buffer> {
         self.buffer.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Appends an event; `is_last` closes the log, and later events are ignored.
+    /// Appends an event. `is_last` closes the log, after which further events are ignored.
     pub fn push(&self, kind: &str, data: &Value, is_last: bool) {
         let mut buffer = self.lock();
         if buffer.is_closed {
             return;
         }
-        let number = buffer.first + buffer.events.len() as u64;
-        let event = Bytes::from(format!("id: {number}\nevent: {kind}\ndata: {data}\n\n"));
+        let seq_num = buffer.first + buffer.events.len() as u64;
+        let event = Bytes::from(format!("id: {seq_num}\nevent: {kind}\ndata: {data}\n\n"));
         buffer.bytes += event.len();
         buffer.events.push_back(event);
         while buffer.bytes > MAX_LOG_BYTES && buffer.events.len() > 1 {
@@ -85,15 +85,15 @@ impl EventLog {
         }
         buffer.is_closed = is_last;
         drop(buffer);
-        self.next_number.send_replace(number + 1);
+        self.next_seq_num.send_replace(seq_num + 1);
     }
 
-    /// Reads the events starting with number `from`. A number outside the log's range is from an earlier process, or
-    /// from the original of a restored log; in that case, all events are read.
+    /// Reads events starting at sequence number `from`. A number outside the log's range comes from an earlier process
+    /// or from the original of a restored log, so all events are read.
     pub fn read(&self, from: u64) -> EventBatch {
         let buffer = self.lock();
         let next = buffer.first + buffer.events.len() as u64;
-        let from = if (self.first_number..=next).contains(&from) { from } else { self.first_number };
+        let from = if (self.first_seq_num..=next).contains(&from) { from } else { self.first_seq_num };
         let start = from.max(buffer.first);
         let skipped = usize::try_from(start - buffer.first).unwrap_or(usize::MAX);
         EventBatch {
@@ -104,9 +104,9 @@ impl EventLog {
         }
     }
 
-    /// Subscribes to the number of the next event, which changes with each event; zero before the first.
+    /// Subscribes to the next sequence number. It changes with every event and is zero before the first.
     pub fn subscribe(&self) -> watch::Receiver<u64> {
-        self.next_number.subscribe()
+        self.next_seq_num.subscribe()
     }
 
     pub fn bytes(&self) -> usize {
@@ -121,7 +121,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn late_listener_reads_all_kept_events() {
+    fn late_subscriber_reads_all_retained_events() {
         let log = EventLog::default();
         log.push("text", &json!({"text": "a"}), false);
         log.push("result", &json!({}), true);
@@ -129,14 +129,14 @@ mod tests {
         let read = log.read(0);
         assert_eq!(
             (read.events.len(), read.missed, read.next, read.is_closed),
-            (2, 0, *FIRST_NUMBER + 2, true)
+            (2, 0, *FIRST_SEQ_NUM + 2, true)
         );
         assert_eq!(
             read.events[0],
-            format!("id: {}\nevent: text\ndata: {{\"text\":\"a\"}}\n\n", *FIRST_NUMBER)
+            format!("id: {}\nevent: text\ndata: {{\"text\":\"a\"}}\n\n", *FIRST_SEQ_NUM)
         );
-        assert_eq!(log.read(*FIRST_NUMBER + 1).events.len(), 1);
-        for other_process in [1, *FIRST_NUMBER - 1, *FIRST_NUMBER + 57] {
+        assert_eq!(log.read(*FIRST_SEQ_NUM + 1).events.len(), 1);
+        for other_process in [1, *FIRST_SEQ_NUM - 1, *FIRST_SEQ_NUM + 57] {
             assert_eq!(log.read(other_process).events.len(), 2);
         }
     }
@@ -148,8 +148,8 @@ mod tests {
         for _ in 0..10 {
             log.push("text", &json!({"text": text}), false);
         }
-        let read = log.read(*FIRST_NUMBER + 2);
+        let read = log.read(*FIRST_SEQ_NUM + 2);
         assert!(log.bytes() <= MAX_LOG_BYTES);
-        assert_eq!((read.missed + read.events.len() as u64, read.next), (8, *FIRST_NUMBER + 10));
+        assert_eq!((read.missed + read.events.len() as u64, read.next), (8, *FIRST_SEQ_NUM + 10));
     }
 }

@@ -1,9 +1,9 @@
-//! The journal of dispatches that have been accepted but not yet recorded. After a crash, queued ones are queued again
-//! and running ones are recorded as interrupted, so that no accepted dispatch is lost.
+//! Journal of accepted dispatches that haven't been recorded yet. After a crash, queued dispatches are requeued and
+//! running ones are recorded as interrupted, so no accepted dispatch is lost.
 //!
-//! Each dispatch has its own file, `ID.json`. A batch of several entries is accepted atomically in one file,
-//! `ID.batch`; an entry that has started, ended or been refused also has its own file, which is removed after the
-//! batch's file. On a full disk, an empty `ID.begun` marks a dispatch as started.
+//! Each dispatch has its own file, `ID.json`. A batch of several entries is accepted atomically in a single file,
+//! `ID.batch`. A batch entry that has started, ended or been refused also has its own file, removed after the batch
+//! file. On a full disk, an empty `ID.begun` file marks a dispatch as started.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
@@ -20,7 +20,7 @@ use svc_base::clock;
 use svc_base::error_chain::format_chain;
 use svc_base::fsx::{self, FileError};
 
-/// The position of a dispatch in its batch.
+/// Position of a dispatch in its batch.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BatchPosition {
     pub id: String,
@@ -43,13 +43,13 @@ pub struct JournalEntry {
     pub fingerprint: String,
     #[serde(with = "clock::wire")]
     pub accepted_at: Timestamp,
-    /// The time at which the run began, even if the agent could not be started.
+    /// When the run began, even if the agent failed to start.
     #[serde(default, with = "clock::wire_option")]
     pub started_at: Option<Timestamp>,
     /// The result, until its record is durable.
     #[serde(default)]
     pub ended: Option<Interaction>,
-    /// The limit that caused this dispatch to be refused; kept until its file, or its batch's, is removed.
+    /// The limit this dispatch was refused for. Retained until its file, or its batch file, is removed.
     #[serde(default)]
     pub refused: Option<Period>,
 }
@@ -67,7 +67,7 @@ impl JournalEntry {
     }
 }
 
-/// Identifies a file of the journal.
+/// Identifies a journal file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum JournalFile {
     /// A dispatch outside a batch.
@@ -81,9 +81,8 @@ pub enum JournalFile {
 }
 
 impl JournalFile {
-    /// Takes the files that can be removed, in the order in which they must be removed. A batch's file lists its
-    /// entries as not started, so an entry's own file is removed only after the batch's file: otherwise the entry could
-    /// run again.
+    /// Takes the removable files, in removal order. A batch file lists its entries as not started, so an entry's own
+    /// file is removed only after the batch file; otherwise, the entry could run again.
     pub fn take_removable(prunable_files: &mut Vec<Self>) -> Vec<Self> {
         let batch_id = |file: &Self| if let Self::Batch(id) = file { Some(id.clone()) } else { None };
         let batches: BTreeSet<String> = prunable_files.iter().filter_map(batch_id).collect();
@@ -99,7 +98,7 @@ impl JournalFile {
     }
 }
 
-/// The journal's directory.
+/// The journal directory.
 #[derive(Debug, Clone)]
 pub struct Journal(PathBuf);
 
@@ -115,7 +114,7 @@ impl Journal {
         }
     }
 
-    /// Writes one dispatch, or all dispatches of a batch.
+    /// Writes a single dispatch, or all dispatches of a batch.
     pub fn write(&self, entries: &[JournalEntry]) -> Result<(), FileError> {
         let (file, text) = match entries {
             [] => return Ok(()),
@@ -128,8 +127,8 @@ impl Journal {
         fsx::write_atomic(&self.path(&file), &text.expect("plain fields serialize to JSON"), 0o600)
     }
 
-    /// Marks a dispatch as started with an empty file, which needs no disk space. Returns `false` if the marker cannot
-    /// be created and the dispatch may be in the journal: after a crash, the dispatch would be started again.
+    /// Marks a dispatch as started with an empty file, which takes up no disk space. Returns `false` if the marker
+    /// can't be created and the dispatch may be in the journal, where a crash would make it start again.
     pub fn mark_started(&self, entry: &JournalEntry) -> bool {
         let marker = self.start_marker_path(&entry.id);
         let marked = std::fs::File::create(&marker).and_then(|file| file.sync_all());
@@ -139,7 +138,7 @@ impl Journal {
         !self.may_have_file(&entry.id)
     }
 
-    /// Whether the journal may have a file for this id, even an unreadable one.
+    /// Whether the journal may contain a file for this id, readable or not.
     fn may_have_file(&self, id: &str) -> bool {
         let batch = id.rsplit_once('.').map(|(batch, _)| JournalFile::Batch(batch.to_owned()));
         [Some(JournalFile::Dispatch(id.to_owned())), batch]
@@ -152,12 +151,12 @@ impl Journal {
         self.0.join(format!("{id}.begun"))
     }
 
-    /// Removes the files of recorded or refused dispatches and of ended batches. The files must be in the order of
-    /// [`JournalFile::take_removable`]. A file that cannot be removed stays until the next start.
+    /// Removes the files of recorded or refused dispatches and ended batches, given in [`JournalFile::take_removable`]
+    /// order. Files that can't be removed stay until the next start.
     pub fn remove_all(&self, files: &[JournalFile]) {
         let mut remaining_batches: BTreeSet<&str> = BTreeSet::new();
         for file in files {
-            // A batch's file lists its entries as not started, so their own files stay until it is removed.
+            // The batch file lists its entries as not started, so their own files must outlive it.
             if matches!(file, JournalFile::Entry { batch, .. } if remaining_batches.contains(batch.as_str()))
             {
                 continue;
@@ -173,7 +172,7 @@ impl Journal {
     fn remove(&self, file: &JournalFile) -> Result<(), FileError> {
         fsx::remove_if_exists(&self.path(file))?;
         match file {
-            // The start marker is removed last, because it may be all that prevents the dispatch from starting again.
+            // Remove the start marker last: it may be all that keeps the dispatch from starting again.
             JournalFile::Dispatch(id) | JournalFile::Entry { id, .. } => {
                 fsx::remove_if_exists(&self.start_marker_path(id))
             }
@@ -181,10 +180,10 @@ impl Journal {
         }
     }
 
-    /// Reads all entries, in order of acceptance. Removes temporary files and obsolete start markers. Unreadable and
-    /// invalid files are logged and stay in place. Must be called before anything is written.
+    /// Reads all entries in order of acceptance, removing temporary files and stale start markers. Unreadable and
+    /// invalid files are logged and left in place. Must be called before anything is written.
     ///
-    /// A batch entry whose own file is unreadable or invalid is returned as started: an agent must not run twice.
+    /// A batch entry whose own file is unreadable or invalid is returned as started, so its agent can't run twice.
     ///
     /// # Errors
     /// [`FileError`] if the journal exists but cannot be read, or if a temporary file cannot be removed.
@@ -193,14 +192,14 @@ impl Journal {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
             entries => entries.map_err(FileError::wrap("read", &self.0))?,
         };
-        // No writer is active yet, so all temporary files are leftovers.
+        // No writer is active yet, so any temporary files are leftovers.
         fsx::remove_leftover_temps_in(&self.0, |_| true)?;
         let mut by_id: BTreeMap<String, JournalEntry> = BTreeMap::new();
         let (mut markers, mut unreadable) = (Vec::new(), Vec::new());
         for entry in entries {
             let path = entry.map_err(FileError::wrap("read", &self.0))?.path();
             match path.extension().and_then(OsStr::to_str) {
-                // An entry's own file is newer than its batch's file.
+                // An entry's own file is newer than its batch file.
                 Some("json") => match read_journal_file::<JournalEntry>(&path) {
                     Some(entry) => {
                         by_id.insert(entry.id.clone(), entry);
@@ -237,7 +236,7 @@ impl Journal {
         let (mut all, unknown): (Vec<_>, Vec<_>) =
             by_id.into_values().partition(|entry| entry.version == JournalEntry::FORMAT_VERSION);
         for JournalEntry { id, version, .. } in unknown {
-            tracing::warn!(svc_dispatch_id = %id, version, "a dispatch in another release's format stays in the journal");
+            tracing::warn!(svc_dispatch_id = %id, version, "unsupported journal entry version; leaving it in place");
         }
         all.sort_by(|a, b| {
             (a.accepted_at, batch_index(a), &a.id).cmp(&(b.accepted_at, batch_index(b), &b.id))
@@ -250,7 +249,7 @@ fn batch_index(entry: &JournalEntry) -> usize {
     entry.batch.as_ref().map_or(0, |batch| batch.index)
 }
 
-/// Returns the dispatch id in a file's name.
+/// Extracts the dispatch id from a file name.
 fn dispatch_id(path: &Path) -> &str {
     path.file_stem().and_then(OsStr::to_str).unwrap_or_default()
 }
@@ -267,14 +266,14 @@ fn read_journal_file<T: DeserializeOwned>(path: &Path) -> Option<T> {
     })?;
     let parsed = serde_json::from_slice(&text);
     if parsed.is_err() {
-        tracing::warn!(path = %path.display(), "invalid file in the dispatch journal; leaving it in place");
+        tracing::warn!(path = %path.display(), "invalid journal file; leaving it in place");
     }
     parsed.ok()
 }
 
 #[cfg(test)]
 impl JournalEntry {
-    /// Returns an accepted dispatch that has not been started.
+    /// An accepted dispatch that hasn't started.
     pub(super) fn example(id: &str) -> Self {
         Self {
             version: Self::FORMAT_VERSION,
@@ -357,8 +356,7 @@ mod tests {
             3,
             "the batch, the unreadable file and its start marker"
         );
-        // If the marker cannot be created, a dispatch in the journal must not start: it would start again after a
-        // crash.
+        // Without a marker, a journaled dispatch must not start: a crash would make it start again.
         std::fs::create_dir(dir.path().join("dispatches/b.0.begun")).unwrap();
         std::fs::create_dir(dir.path().join("dispatches/unknown.begun")).unwrap();
         assert!(!journal.mark_started(&entry(0)));
@@ -381,7 +379,7 @@ mod tests {
     }
 
     #[test]
-    fn batch_entry_with_unreadable_file_counts_as_started() {
+    fn batch_entry_with_unreadable_file_is_treated_as_started() {
         let (dir, journal) = journal();
         journal.write(&[entry(0, 2), entry(1, 2)]).unwrap();
         std::fs::write(dir.path().join("dispatches/b.1.json"), "{\"version\": 1").unwrap();

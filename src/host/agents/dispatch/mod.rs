@@ -1,9 +1,9 @@
-//! Dispatches: prompts for the owner's coding agents. They run concurrently within limits, stream their events, and are
-//! recorded.
+//! Dispatches are prompts for the owner's coding agents. They run concurrently within limits, stream their events, and
+//! are recorded.
 //!
-//! The [`Dispatcher`] accepts a [`request`], queues its dispatches (`queue.rs`), and keeps each dispatch in the journal
-//! until its record is durable. `svc-agent` runs the agent as the owner's user (`run.rs` is the gateway's side). A
-//! dispatch's events are in an [`event_log`], which any number of clients can read.
+//! The [`Dispatcher`] accepts a [`request`], queues its dispatches (`queue.rs`), and keeps each one in the journal
+//! until its record is durable. `svc-agent` runs the agent as the owner's user; `run.rs` is the gateway side. Events go
+//! to an [`event_log`] that any number of clients can read.
 
 mod accept;
 mod dispatcher;

@@ -1,21 +1,20 @@
-//! The dispatch queue. Performs no I/O. Each sender has its own queue, and senders take turns, so that no sender
-//! starves the others.
+//! Dispatch queue, free of I/O. Senders each have a queue of their own and take turns, so none can starve the others.
 
 use std::collections::{BTreeMap, VecDeque};
 
-/// The decision about a sender's first dispatch.
+/// Decision for the dispatch at the front of a sender's queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum QueueDecision {
     Take,
-    /// The dispatch keeps its position. Of its sender's dispatches, only one that has a reservation may overtake it.
+    /// The dispatch keeps its position. Within the same queue, only a dispatch with a reservation may overtake it.
     Wait,
 }
 
-/// The queued dispatches, by sender.
+/// Queued dispatches, by sender.
 #[derive(Debug)]
 pub struct Queue<T> {
     waiting: BTreeMap<String, VecDeque<T>>,
-    /// Senders with waiting dispatches; the first is next.
+    /// Senders with waiting dispatches, next in line first.
     turns: VecDeque<String>,
     length: usize,
 }
@@ -40,9 +39,11 @@ impl<T> Queue<T> {
         self.length += 1;
     }
 
-    /// Takes the next dispatch that can run, and moves its sender to the back. A sender's dispatches run in order, with
-    /// one exception: if the first must wait, the next one that `can_overtake` accepts runs before it. `can_overtake`
-    /// requires a reservation: the first dispatch may be waiting for that reservation to be released.
+    /// Takes the next dispatch that can run and moves its sender to the back of the line.
+    ///
+    /// A sender's dispatches run in order, with one exception: if the first has to wait, the next one accepted by
+    /// `can_overtake` goes ahead. `can_overtake` requires a reservation, which may be the very one the first dispatch
+    /// is waiting to see released.
     pub fn pop(
         &mut self,
         mut decide: impl FnMut(&T) -> QueueDecision,

@@ -1,5 +1,5 @@
-//! Restores the dispatches of the previous process: queues those that were waiting, records those that were running,
-//! and prunes the journal.
+//! Restores the previous process's dispatches: requeues the waiting ones, records those that were running, and prunes
+//! the journal.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::PathBuf;
@@ -19,21 +19,22 @@ use crate::records::page::PageError;
 use crate::system::blocking::run_blocking;
 use svc_http::problem::Problem;
 
-/// Timeout for making records durable.
+/// Timeout for flushing records to disk.
 const FLUSH_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(10);
-/// Delay between attempts to read the previous process's dispatches.
+/// Delay before retrying a failed read of the journal or records.
 const RETRY_INTERVAL: std::time::Duration = std::time::Duration::from_secs(2);
 
 impl Dispatcher {
-    /// Restores the previous process's dispatches, then prunes the journal and starts queued ones until `stop`.
+    /// Restores the previous process's dispatches, then periodically prunes the journal and starts queued ones until
+    /// `stop`.
     pub async fn maintain(self: Arc<Self>, stop: CancellationToken) {
         while self.kernel.wait_for_usage_store().await.is_err() {
             if stop.is_cancelled() {
                 return;
             }
         }
-        // Requests are accepted only after the restore: a repeated request for a dispatch that has not been restored
-        // would run it again.
+        // Don't accept requests before the restore: a retried request for a dispatch that isn't restored yet would run
+        // it again.
         let (journaled, recorded_interactions) = loop {
             match self.read_journal().await {
                 Ok(previous) => break previous,
@@ -53,7 +54,7 @@ impl Dispatcher {
         }
     }
 
-    /// Reads the previous process's dispatches, and the interactions of those that have been recorded.
+    /// Reads the previous process's dispatches, and the interactions of those already recorded.
     ///
     /// # Errors
     /// The journal or the records cannot be read; the failure is logged.
@@ -67,7 +68,7 @@ impl Dispatcher {
                 .flatten()
                 .cloned()
                 .collect();
-            // Journal files can be weeks old, so the search reaches back to the oldest dispatch.
+            // Journal files can be weeks old, so search back to the oldest dispatch.
             let recorded_interactions = match journaled.first() {
                 Some(oldest) => kernel.find_interactions(&ids, Some(oldest.accepted_at))?,
                 None => BTreeMap::new(),
@@ -97,7 +98,7 @@ impl Dispatcher {
             let batch = entry.batch.as_ref().and_then(|position| batches.get(&position.id).cloned());
             let is_first = entry.batch.as_ref().is_none_or(|position| position.index == 0);
             let is_queued = entry.started_at.is_none() && entry.ended.is_none() && entry.refused.is_none();
-            // The dispatch was already accepted, so the current limits do not apply.
+            // The dispatch was already accepted, so current limits don't apply.
             let reservation =
                 (is_queued && is_first).then(|| self.kernel.restore_reservation(&entry.sender_id, &settings));
             let (started_at, ended, refused) = (entry.started_at, entry.ended.clone(), entry.refused);
@@ -140,7 +141,7 @@ impl Dispatcher {
         }
     }
 
-    /// Restores the batches of unfinished entries; recorded entries count as ended.
+    /// Restores the batches of unfinished entries, treating recorded entries as ended.
     fn restore_batches(
         &self,
         unfinished: &[JournalEntry],
@@ -173,7 +174,7 @@ impl Dispatcher {
         batches
     }
 
-    /// Removes from the journal the dispatches whose records are durable.
+    /// Removes dispatches with durable records from the journal.
     pub(super) async fn prune_journal(&self) {
         let (removable, earlier_failed_syncs) = {
             let mut table = self.lock();
@@ -207,15 +208,15 @@ impl Dispatcher {
 }
 
 impl DispatchTable {
-    /// Keeps files whose records are not yet durable, for a later removal. After another failed sync, these and all
-    /// others in `prunable_files` stay in the journal until the next start, because a later successful flush does not
-    /// prove that the interactions are on disk. The next start records the dispatches whose interactions are missing.
+    /// Defers the removal of files whose records aren't durable yet. After another failed sync, these and all others in
+    /// `prunable_files` stay in the journal until the next start: a later successful flush doesn't prove that the
+    /// interactions are on disk. The next start records any dispatches with missing interactions.
     fn defer_removal(&mut self, files: Vec<JournalFile>, failed_syncs: u64) {
         self.prunable_files.extend(files);
         if failed_syncs != self.failed_syncs {
             let retained = std::mem::take(&mut self.prunable_files);
             let files = retained.len();
-            tracing::error!(files, "dispatches stay in the journal until the next start: a sync failed");
+            tracing::error!(files, "log sync failed; keeping dispatches in the journal until the next start");
             self.failed_syncs = failed_syncs;
             for file in retained {
                 if let JournalFile::Entry { batch, .. } = file {
@@ -226,7 +227,7 @@ impl DispatchTable {
     }
 }
 
-/// Returns the ids of the dispatches that have started or ended.
+/// Ids of dispatches that have started or ended.
 fn started_or_ended_ids(journaled: &[JournalEntry]) -> Vec<String> {
     journaled
         .iter()
@@ -235,8 +236,8 @@ fn started_or_ended_ids(journaled: &[JournalEntry]) -> Vec<String> {
         .collect()
 }
 
-/// Reports ended dispatches to svc-watch, which may still have their tool calls open because the previous gateway was
-/// killed before it reported their end. The calls in their agents' output are unknown.
+/// Reports ended dispatches to svc-watch, which may still have their tool calls open if the previous gateway was killed
+/// before reporting the end. The calls in their agents' output are unknown.
 async fn report_ends_to_watcher(watcher: PathBuf, ids: Vec<String>) {
     for id in ids {
         protocol::send_from_dispatcher(&watcher, Message::dispatch_end(&id, SeenCalls::default())).await;
@@ -261,7 +262,7 @@ mod tests {
         let interrupted =
             JournalEntry { accepted_at, started_at: Some(accepted_at), ..JournalEntry::example("d") };
         dispatcher.journal.write(&[interrupted]).unwrap();
-        // Reading the journal removes temporary files, and fails for a directory with such a name.
+        // Reading the journal removes temporary files, which fails if one of them is a directory.
         let obstacle = layout.dispatches().join(format!(".d.json.{}.tmp", "0".repeat(32)));
         std::fs::create_dir(&obstacle).unwrap();
         let stop = CancellationToken::new();

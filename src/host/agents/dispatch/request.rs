@@ -1,4 +1,4 @@
-//! Parses, validates and fingerprints dispatch requests. The fingerprint detects reused ids.
+//! Dispatch request parsing, validation and fingerprinting. Fingerprints detect reused ids.
 
 use std::fmt;
 use std::str::FromStr;
@@ -17,7 +17,7 @@ pub const MAX_PROMPT_CHARS: usize = 512 << 10;
 pub const MAX_BATCH_ENTRIES: usize = 100;
 pub const MAX_BODY_BYTES: usize = 2 << 20;
 
-/// The id of a dispatch or batch, chosen by the caller or generated.
+/// Dispatch or batch id, chosen by the caller or generated.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct DispatchId(String);
@@ -25,7 +25,7 @@ pub struct DispatchId(String);
 impl DispatchId {
     pub const PATTERN: &str = "^[A-Za-z0-9][A-Za-z0-9._-]{0,103}$";
     const MAX_CHARS: usize = 104;
-    /// Maximum number of characters in an id chosen by a caller; leaves room for an entry's index.
+    /// Maximum length of a caller-chosen id; leaves room for an entry index.
     const MAX_CALLER_ID_CHARS: usize = 100;
 
     pub fn generate() -> Self {
@@ -36,13 +36,13 @@ impl DispatchId {
         &self.0
     }
 
-    /// Whether this id has the form of a batch entry's id.
+    /// Whether this has the form of a batch entry id.
     fn is_entry_id(&self) -> bool {
         let suffix = self.0.rsplit_once('.').map(|(_, suffix)| suffix);
         suffix.is_some_and(|suffix| !suffix.is_empty() && suffix.bytes().all(|byte| byte.is_ascii_digit()))
     }
 
-    /// The id of an entry of this batch.
+    /// The id of this batch's entry at `index`.
     pub fn entry_id(&self, index: usize) -> String {
         format!("{}.{index}", self.0)
     }
@@ -85,7 +85,7 @@ impl fmt::Display for DispatchId {
     }
 }
 
-/// One prompt, for a configured agent.
+/// A prompt for a configured agent.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PromptEntry {
@@ -105,11 +105,11 @@ pub struct DispatchRequest {
     pub is_batch: bool,
     /// Exactly one entry, unless the request is a batch.
     pub entries: Vec<PromptEntry>,
-    /// A digest of the request's own fields, except its id. Defaults from the settings are not included.
+    /// Digest of the request's own fields, excluding its id. Defaults from the settings aren't included.
     pub fingerprint: String,
 }
 
-/// Options of an entry, or defaults for all entries of a request.
+/// Options for a single entry, or defaults for all entries of a request.
 #[derive(Serialize)]
 struct EntryOptions {
     agent_name: Option<String>,
@@ -168,13 +168,13 @@ impl EntryOptions {
     }
 }
 
-/// Limits the requested deadline: a caller can only shorten the agent's deadline.
+/// Caps the requested deadline: callers can only shorten the agent's deadline.
 fn limit_deadline(requested: Option<u64>, agent: &Agent) -> u64 {
     requested.map_or(agent.deadline_seconds, |requested| requested.min(agent.deadline_seconds))
 }
 
 impl DispatchRequest {
-    /// Parses a request from this principal; adds errors to `fields`.
+    /// Parses a request from `principal`, adding errors to `fields`.
     pub fn read(fields: &mut Fields, principal: &str, settings: &AgentSettings) -> Option<Self> {
         let id: Option<DispatchId> = fields.optional("id");
         if id
@@ -190,7 +190,7 @@ impl DispatchRequest {
         let sender_id = fields.optional_text("senderId", MAX_SENDER_CHARS);
         let options = EntryOptions::read(fields);
         let (has_prompt, is_batch) = (fields.has("prompt"), fields.has("batch"));
-        // At most one of the two is parsed below. A field that is not parsed must not be reported as unknown.
+        // At most one of the two is parsed below. Discard the rest so it isn't reported as unknown.
         if is_batch || !has_prompt {
             fields.discard("prompt");
         }

@@ -1,4 +1,4 @@
-//! Keeps ended dispatches in memory for later requests, and evicts the oldest ones beyond the limits.
+//! Retains ended dispatches in memory for later requests, evicting the oldest ones when over the limits.
 
 use std::sync::Arc;
 
@@ -6,15 +6,15 @@ use super::dispatcher::{DispatchTable, DispatchTarget, Dispatcher};
 use super::journal::JournalFile;
 use super::state::Dispatch;
 
-/// Maximum number of ended dispatches kept in memory with their text and events, and their maximum total size.
+/// Maximum number and total size of ended dispatches retained in memory, including their text and events.
 const MAX_ENDED_DISPATCHES: usize = 1000;
 const MAX_ENDED_BYTES: usize = 32 << 20;
-/// Multiplies both limits for dispatches without a durable record, for example on a full disk: they must remain
-/// findable by their ids.
-const NOT_DURABLE_LIMIT_FACTOR: usize = 8;
+/// Raises both limits for dispatches without a durable record, for example on a full disk: they must remain findable by
+/// id.
+const NON_DURABLE_LIMIT_FACTOR: usize = 8;
 
 impl Dispatcher {
-    /// Keeps an ended dispatch for later requests, and evicts the oldest ones beyond the limits.
+    /// Retains an ended dispatch for later requests, evicting the oldest ones when over the limits.
     pub(super) fn retain_ended(&self, dispatch: &Arc<Dispatch>) {
         let mut table = self.lock();
         let ended_batch = dispatch.batch.as_ref().filter(|batch| batch.has_ended());
@@ -26,7 +26,7 @@ impl Dispatcher {
         table.ended_bytes += dispatch.bytes();
         table.ended.push_back(Arc::clone(dispatch));
         while table.exceeds_limits(1) {
-            let is_over_hard_limits = table.exceeds_limits(NOT_DURABLE_LIMIT_FACTOR);
+            let is_over_hard_limits = table.exceeds_limits(NON_DURABLE_LIMIT_FACTOR);
             let oldest =
                 table.ended.iter().find(|dispatch| table.can_evict(dispatch, is_over_hard_limits)).cloned();
             let Some(oldest) = oldest else { break };
@@ -54,8 +54,7 @@ impl DispatchTable {
         }
     }
 
-    /// Removes an ended dispatch, with all other entries of its batch: a batch with only some of its entries would be
-    /// reported as failed.
+    /// Removes an ended dispatch along with the rest of its batch: a partial batch would be reported as failed.
     fn evict(&mut self, dispatch: &Arc<Dispatch>) {
         let is_evicted = |other: &Arc<Dispatch>| match (&dispatch.batch, &other.batch) {
             (Some(batch), Some(other_batch)) => Arc::ptr_eq(batch, other_batch),
@@ -149,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn dropped_record_keeps_the_file_of_its_batch() {
+    fn dropped_record_retains_its_batch_file() {
         for is_dropped in [false, true] {
             let dir = tempfile::tempdir().unwrap();
             let layout = Layout::new(dir.path());
@@ -160,7 +159,7 @@ mod tests {
             let batch = Batch::new("b".to_owned(), String::new(), ids.to_vec(), ids.len());
             for id in &ids {
                 if is_dropped && *id == ids[1] {
-                    // Without the writer, records are dropped, as they are while the queue is full.
+                    // Without a writer, records are dropped, as they are when the queue is full.
                     kernel.close();
                 }
                 let dispatch = recorded_dispatch(id, Some(&batch));
@@ -179,7 +178,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn restored_batch_keeps_its_size_but_not_event_numbers() {
+    async fn restored_batch_keeps_size_but_not_sequence_numbers() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         let kernel = Arc::new(Kernel::new(&layout).unwrap());
@@ -203,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn restored_dispatch_does_not_reuse_event_numbers() {
+    fn restored_dispatch_does_not_reuse_sequence_numbers() {
         let original = EventLog::default();
         for kind in ["accepted", "running"] {
             original.push(kind, &json!({}), false);

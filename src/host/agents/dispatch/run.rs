@@ -1,4 +1,4 @@
-//! The gateway's side of a run: sends the request, follows the agent's output, and builds the interaction.
+//! Gateway side of a run: sends the request, follows the agent's output, and builds the interaction.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -24,14 +24,14 @@ use crate::records::entry::{DispatchError, Interaction, ResultStatus};
 use crate::records::money::Dollars;
 use svc_base::clock;
 
-/// Timeout for connecting to the runner, and for one write to it.
+/// Timeout for connecting to the runner, and for each write to it.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-/// The model that is recorded if none is known.
+/// Model name recorded when the model is unknown.
 const UNKNOWN_MODEL: &str = "unknown";
 /// Tools that start subagents.
 const SPAWN_TOOLS: [&str; 4] = ["Agent", "Task", "spawn_agent", "task"];
 
-/// The reason for ending a run early.
+/// Reason for stopping a run early.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum EndReason {
     Cancelled,
@@ -40,7 +40,7 @@ enum EndReason {
     Paused,
 }
 
-/// The gateway's resources that a run uses.
+/// Gateway resources used by a run.
 pub struct RunContext<'a> {
     pub kernel: &'a Kernel,
     /// The svc-agent socket.
@@ -57,10 +57,10 @@ pub struct RunContext<'a> {
     pub settings: &'a AgentSettings,
 }
 
-/// Runs a dispatch to its end; returns its interaction and final text.
+/// Runs a dispatch to completion and returns its interaction and final text.
 pub async fn run(context: &RunContext<'_>, dispatch: &Dispatch) -> (Interaction, Option<String>) {
     let start = Instant::now();
-    let RunEnd { outcome, is_cut_off } =
+    let RunEnd { outcome, is_interrupted } =
         match context.settings.agents.get(&dispatch.accepted.entry.agent_name) {
             Some(agent) => GatewayRun::new(context, dispatch, agent, start).execute(agent).await,
             None => failed_outcome("NoAgent", "the agent is no longer in system/config.json").into(),
@@ -75,9 +75,9 @@ pub async fn run(context: &RunContext<'_>, dispatch: &Dispatch) -> (Interaction,
     let model = outcome.model.clone().or_else(|| entry.model.clone());
     let cost = context.settings.cost(&outcome, entry.model.as_deref());
     let reserved = dispatch.reserved_amount();
-    if let Some(estimate) = estimate_cost(context.settings, &outcome, cost, is_cut_off, reserved) {
+    if let Some(estimate) = estimate_cost(context.settings, &outcome, cost, is_interrupted, reserved) {
         context.kernel.note(&format!(
-            "dispatch {}: ended before it reported its full cost, which is estimated at {estimate}",
+            "dispatch {}: ended before reporting its full cost, estimated at {estimate}",
             dispatch.id()
         ));
         let text = outcome.text.clone();
@@ -87,7 +87,7 @@ pub async fn run(context: &RunContext<'_>, dispatch: &Dispatch) -> (Interaction,
     if cost.is_none() && outcome.tokens_in + outcome.tokens_out > 0 {
         let model = model.as_deref().unwrap_or(UNKNOWN_MODEL);
         context.kernel.note(&format!(
-            "dispatch {}: its cost counts as $0, because system/config.json has no price for {model}",
+            "dispatch {}: recorded with a cost of $0: no price for {model} in system/config.json",
             dispatch.id()
         ));
     }
@@ -95,12 +95,12 @@ pub async fn run(context: &RunContext<'_>, dispatch: &Dispatch) -> (Interaction,
     (build_interaction(dispatch, outcome, model, cost.unwrap_or_default(), start.elapsed()), text)
 }
 
-/// Estimates the cost if the program may have used more than it reported; `None` otherwise, or if its model is free.
+/// Estimates the cost if the program may have used more than it reported. `None` otherwise, or if the model is free.
 fn estimate_cost(
     settings: &AgentSettings,
     outcome: &Outcome,
     cost: Option<Dollars>,
-    is_cut_off: bool,
+    is_interrupted: bool,
     reserved: Dollars,
 ) -> Option<Dollars> {
     if settings.is_free(outcome) {
@@ -109,10 +109,10 @@ fn estimate_cost(
     match (outcome.has_unreported_usage, outcome.cost) {
         // The reported cost covers only earlier turns.
         (true, Some(reported)) => Some(reported + reserved),
-        // The reported tokens, if any, may be only part of those used.
+        // Any reported tokens may be only part of the actual usage.
         (true, None) => Some(cost.unwrap_or_default().max(reserved)),
         (false, _) => {
-            (is_cut_off && (cost.is_none() || !AgentSettings::has_usage(outcome))).then_some(reserved)
+            (is_interrupted && (cost.is_none() || !AgentSettings::has_usage(outcome))).then_some(reserved)
         }
     }
 }
@@ -123,8 +123,8 @@ pub fn interaction_without_run(dispatch: &Dispatch, name: &str, message: &str) -
     build_interaction(dispatch, failed_outcome(name, message), model, Dollars::ZERO, Duration::ZERO)
 }
 
-/// Builds the interaction for a dispatch whose run was interrupted without an outcome. Its cost is unknown, so the
-/// reservation is recorded.
+/// Builds the interaction for a dispatch whose run was interrupted without an outcome. The cost is unknown, so the
+/// reserved amount is recorded instead.
 pub fn interrupted_interaction(
     dispatch: &Dispatch,
     name: &str,
@@ -137,14 +137,14 @@ pub fn interrupted_interaction(
 /// How a run ended.
 struct RunEnd {
     outcome: Outcome,
-    /// Whether the agent was running and did not end on its own, so that it may not have reported its cost.
-    is_cut_off: bool,
+    /// Whether the agent was running and didn't exit on its own, so its cost may be unreported.
+    is_interrupted: bool,
 }
 
 impl From<Outcome> for RunEnd {
-    /// No agent was running, or it ended on its own.
+    /// No agent was running, or it exited on its own.
     fn from(outcome: Outcome) -> Self {
-        Self { outcome, is_cut_off: false }
+        Self { outcome, is_interrupted: false }
     }
 }
 
@@ -209,7 +209,7 @@ async fn announce_to_watcher(socket: &Path, dispatch: &Dispatch, runner: u32) {
     protocol::send_from_dispatcher(socket, begin).await;
 }
 
-/// Issues a token if the agent may use apps. If that fails, the agent still runs, but its bridge requests are refused.
+/// Issues a token if the agent may use apps. On failure, the agent still runs, but its bridge requests are refused.
 fn issue_token(context: &RunContext<'_>, dispatch: &Dispatch, agent: &Agent) -> Option<BridgeToken> {
     if agent.apps.is_empty() {
         return None;
@@ -275,15 +275,15 @@ impl<'a> GatewayRun<'a> {
     }
 
     async fn execute(mut self, agent: &Agent) -> RunEnd {
-        let early_end = if self.dispatch.cancel.is_cancelled() {
+        let end_reason = if self.dispatch.cancel.is_cancelled() {
             Some(EndReason::Cancelled)
         } else if self.context.pause.is_cancelled() {
             Some(EndReason::Paused)
         } else {
             self.context.stop.is_cancelled().then_some(EndReason::Shutdown)
         };
-        if let Some(reason) = early_end {
-            let error = Some(self.early_end_error(reason));
+        if let Some(reason) = end_reason {
+            let error = Some(self.end_reason_error(reason));
             return Outcome { error, ..failed_outcome("", String::new()) }.into();
         }
         let request = self.build_request(agent);
@@ -296,8 +296,8 @@ impl<'a> GatewayRun<'a> {
         let (from_runner, to_runner) = match tokio::time::timeout(timeout, connected).await {
             Ok(Ok(halves)) => halves,
             Ok(Err(error)) => {
-                tracing::warn!(%error, "svc-agent cannot be reached");
-                let message = "svc-agent cannot be reached: is svc-agent.socket active?";
+                tracing::warn!(%error, "cannot reach svc-agent");
+                let message = "cannot reach svc-agent: is svc-agent.socket active?";
                 return failed_outcome("NoRunner", message).into();
             }
             Err(_) => {
@@ -307,7 +307,7 @@ impl<'a> GatewayRun<'a> {
         };
         let ended = self.follow(from_runner, to_runner).await;
         let at_ms = self.elapsed_ms();
-        let is_ended_externally = self.end_reason.is_some()
+        let is_terminated = self.end_reason.is_some()
             || ended.as_ref().map_or(true, |ended| ended.exit.is_caused_by_signal());
         let mut outcome = match ended {
             Ok(mut ended) => {
@@ -329,13 +329,13 @@ impl<'a> GatewayRun<'a> {
         if let (Some(reason), ResultStatus::Error) = (self.end_reason, outcome.status) {
             let reported = outcome.error.take();
             let (tool, turn) = reported.map(|reported| (reported.tool, reported.turn)).unwrap_or_default();
-            outcome.error = Some(DispatchError { tool, turn, ..self.early_end_error(reason) });
+            outcome.error = Some(DispatchError { tool, turn, ..self.end_reason_error(reason) });
         }
-        let is_cut_off = self.is_started && is_ended_externally && outcome.status == ResultStatus::Error;
-        RunEnd { outcome, is_cut_off }
+        let is_interrupted = self.is_started && is_terminated && outcome.status == ResultStatus::Error;
+        RunEnd { outcome, is_interrupted }
     }
 
-    fn early_end_error(&self, reason: EndReason) -> DispatchError {
+    fn end_reason_error(&self, reason: EndReason) -> DispatchError {
         let (name, message) = match reason {
             EndReason::Cancelled => ("Cancelled", "the dispatch was cancelled".to_owned()),
             EndReason::Deadline => {
@@ -361,7 +361,7 @@ impl<'a> GatewayRun<'a> {
         mut from_runner: OwnedReadHalf,
         mut to_runner: OwnedWriteHalf,
     ) -> Result<RunResult, DispatchError> {
-        // A separate task reads the frames: a read cancelled halfway would lose the position in the stream.
+        // Read frames in a separate task. Reads aren't cancel safe: a partial read would lose the stream position.
         let (frame_sender, mut frame_receiver) = tokio::sync::mpsc::channel(2);
         let reader = tokio::spawn(async move {
             while let Ok(Some(frame)) = RunnerFrame::read(&mut from_runner).await {
@@ -390,7 +390,7 @@ impl<'a> GatewayRun<'a> {
                 frame = frame_receiver.recv() => match frame {
                     Some(RunnerFrame::Ready { pid }) => {
                         announce_to_watcher(self.context.watcher_socket, self.dispatch, pid).await;
-                        // A runner that does not receive the go-ahead times out.
+                        // A runner that doesn't get the go-ahead times out.
                         let _ = tokio::time::timeout(CONNECT_TIMEOUT, GatewayFrame::Go.write(&mut to_runner)).await;
                     }
                     Some(RunnerFrame::Ended(ended)) => break Ok(ended),
@@ -404,7 +404,7 @@ impl<'a> GatewayRun<'a> {
                 reason = end_requested, if self.end_reason.is_none() => {
                     self.end_reason = Some(reason);
                     give_up_at = Some(Instant::now() + END_TIMEOUT);
-                    // A runner that does not receive the cancellation is abandoned after the timeout.
+                    // A runner that doesn't get the cancellation is abandoned after `END_TIMEOUT`.
                     let _ = tokio::time::timeout(CONNECT_TIMEOUT, GatewayFrame::Cancel.write(&mut to_runner)).await;
                 }
                 () = gave_up => {
@@ -440,9 +440,9 @@ impl<'a> GatewayRun<'a> {
                 }
             }
             RunnerFrame::LongLine => {
-                // The line may have been a tool call that contains a whole file.
+                // It may have been a tool call containing a whole file.
                 self.dispatch.add_seen_call("", self.has_shared_call_ids);
-                tracing::warn!(id = self.dispatch.id(), "skipped a line of an agent's output: too long");
+                tracing::warn!(id = self.dispatch.id(), "skipped an oversized line of agent output");
             }
             RunnerFrame::Ready { .. } | RunnerFrame::Ended(_) | RunnerFrame::Refused(_) => {}
         }
@@ -466,7 +466,7 @@ impl<'a> GatewayRun<'a> {
     }
 }
 
-/// Returns the milliseconds since an interrupted dispatch started; zero if unknown.
+/// Milliseconds since an interrupted dispatch started, or zero if unknown.
 pub fn elapsed_ms(started_at: Option<Timestamp>, now: Timestamp) -> u64 {
     let elapsed = started_at.map_or(0, |at| now.as_millisecond().saturating_sub(at.as_millisecond()));
     u64::try_from(elapsed).unwrap_or_default()
@@ -486,10 +486,10 @@ mod tests {
             cost: cost.map(dollars),
             ..failed_outcome("ExitCode", String::new())
         };
-        let estimate = |outcome: &Outcome, cost, is_cut_off| {
-            estimate_cost(&settings, outcome, outcome.cost.or(cost), is_cut_off, reserved)
+        let estimate = |outcome: &Outcome, cost, is_interrupted| {
+            estimate_cost(&settings, outcome, outcome.cost.or(cost), is_interrupted, reserved)
         };
-        // The agent ended on its own and may have chosen any exit code.
+        // The agent exited on its own, possibly with an arbitrary exit code.
         assert_eq!(estimate(&outcome(true, None), None, false), Some(reserved));
         assert_eq!(estimate(&outcome(true, None), Some(dollars(300)), false), Some(dollars(300)));
         assert_eq!(estimate(&outcome(true, Some(1)), None, false), Some(dollars(201)));

@@ -17,7 +17,7 @@ use crate::records::entry::{Interaction, ResultStatus};
 use crate::records::money::Dollars;
 use svc_base::clock::rfc3339_ms;
 
-/// The phase of a dispatch.
+/// Dispatch phase.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, strum::IntoStaticStr, strum::VariantNames)]
 #[strum(serialize_all = "lowercase")]
 pub enum Phase {
@@ -25,7 +25,7 @@ pub enum Phase {
     Running,
     Success,
     Error,
-    /// A batch entry that never ran, because a cost limit was reached first.
+    /// A batch entry that never ran because a cost limit was reached first.
     Refused,
 }
 
@@ -64,7 +64,7 @@ pub struct DispatchResult {
 struct DispatchState {
     phase: Phase,
     started_at: Option<Timestamp>,
-    /// The session id of the conversation reported by the agent.
+    /// Session id of the agent-reported conversation.
     session_id: Option<String>,
     result: Option<DispatchResult>,
     /// Tool calls that may have changed files.
@@ -75,13 +75,13 @@ struct DispatchState {
 
 /// A prompt for an agent, from acceptance to result, with its event log.
 pub struct Dispatch {
-    /// The journal entry written on acceptance, with no start time, result or refusal.
+    /// The journal entry written on acceptance, without a start time, result or refusal.
     pub accepted: JournalEntry,
     pub log: EventLog,
     pub batch: Option<Arc<Batch>>,
-    /// The session id of the requested conversation. Conversations are matched by session id, because several
-    /// conversation ids can map to the same Claude Code session. Other agents treat those ids as separate
-    /// conversations, which then wait for each other unnecessarily.
+    /// Session id of the requested conversation. We match conversations by session id because several conversation ids
+    /// can map to the same Claude Code session. For other agents, these are separate conversations that end up waiting
+    /// for each other unnecessarily.
     session_id: Option<String>,
     pub cancel: CancellationToken,
     /// Cancelled once the dispatch's journal write has succeeded or failed.
@@ -94,7 +94,7 @@ pub struct Dispatch {
 pub struct Batch {
     pub id: String,
     pub fingerprint: String,
-    /// Its dispatches' ids.
+    /// Ids of the batch's dispatches.
     pub entry_ids: Vec<String>,
     pub log: EventLog,
     /// Cancelled once the batch's journal write has succeeded or failed.
@@ -146,7 +146,7 @@ impl Dispatch {
             let index = parse_entry_index(&interaction.id);
             BatchPosition { id, index, size: interaction.batch_size.unwrap_or_default() }
         });
-        // Older records have no acceptance or start time; both are estimated as the end time minus the duration.
+        // Older records lack acceptance and start times. Estimate both as the end time minus the duration.
         let duration =
             SignedDuration::from_millis(i64::try_from(interaction.duration_ms).unwrap_or(i64::MAX));
         let run_start = interaction.timestamp.checked_sub(duration).unwrap_or(interaction.timestamp);
@@ -220,8 +220,7 @@ impl Dispatch {
         self.lock().session_id = Some(to_session_id(conversation));
     }
 
-    /// Adds a tool call that may change files. `has_shared_call_ids` says whether the agent's hooks use the same call
-    /// ids.
+    /// Adds a tool call that may change files. `has_shared_call_ids` is set if the agent's hooks use the same call ids.
     pub fn add_seen_call(&self, call: &str, has_shared_call_ids: bool) {
         let mut state = self.lock();
         state.seen.has_shared_call_ids = has_shared_call_ids;
@@ -234,8 +233,8 @@ impl Dispatch {
 
     /// Whether this dispatch belongs to the conversation requested by `other`.
     pub fn is_in_conversation_of(&self, other: &Self) -> bool {
-        let Some(wanted) = &other.session_id else { return false };
-        self.session_id.as_ref() == Some(wanted) || self.lock().session_id.as_ref() == Some(wanted)
+        let Some(requested) = &other.session_id else { return false };
+        self.session_id.as_ref() == Some(requested) || self.lock().session_id.as_ref() == Some(requested)
     }
 
     /// When the run began; set even if the agent failed to start.
@@ -280,7 +279,7 @@ impl Dispatch {
         }
     }
 
-    /// Returns the dispatch as JSON, as in the API.
+    /// API representation of the dispatch.
     pub fn to_json(&self) -> Value {
         let state = self.lock();
         let result = state.result.as_ref();
@@ -325,10 +324,10 @@ impl Batch {
         Arc::new(Self { id, fingerprint, entry_ids, log, journaled, remaining })
     }
 
-    /// Restores a batch from its entries' records. Some entries, such as refused ones, may have none.
+    /// Restores a batch from its entries' records. Some entries, such as refused ones, may not have one.
     pub fn from_records(id: &DispatchId, interactions: &[Interaction]) -> Arc<Self> {
         let recorded_size = interactions.iter().find_map(|interaction| interaction.batch_size);
-        // Owners can edit their records, so the stored size may be arbitrary.
+        // Owners can edit their records, so don't trust the stored size.
         let size = recorded_size.map_or(interactions.len(), |size| size.min(MAX_BATCH_ENTRIES));
         let ids = (0..size).map(|index| id.entry_id(index)).collect();
         let fingerprint = interactions.iter().find_map(|interaction| interaction.fingerprint.clone());
@@ -341,7 +340,7 @@ impl Batch {
     }
 }
 
-/// Parses a batch entry's index from its id; 0 if the id has none.
+/// Parses the index from a batch entry id; 0 if there is none.
 pub fn parse_entry_index(id: &str) -> usize {
     id.rsplit_once('.').and_then(|(_, index)| index.parse().ok()).unwrap_or_default()
 }
@@ -357,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn restored_dispatch_has_the_times_of_its_record() {
+    fn restored_dispatch_uses_recorded_times() {
         let restore = |times: Value| {
             let mut record = json!({
                 "version": 1, "id": "d", "timestamp": "2026-11-22T10:00:09.000Z", "senderId": "u",
@@ -383,16 +382,16 @@ mod tests {
     #[test]
     fn conversations_are_compared_by_session_id() {
         let session = to_session_id("telegram:7");
-        for (running, wanted, is_same) in [
+        for (running, requested, is_same) in [
             ("telegram:7", &*session, true),
             (&*session.to_uppercase(), "telegram:7", true),
             ("telegram:7", "telegram:8", false),
         ] {
-            let wanted_dispatch = dispatch(Some(wanted));
-            assert_eq!(dispatch(Some(running)).is_in_conversation_of(&wanted_dispatch), is_same, "{wanted}");
+            let other = dispatch(Some(requested));
+            assert_eq!(dispatch(Some(running)).is_in_conversation_of(&other), is_same, "{requested}");
             let reported = dispatch(None);
             reported.set_conversation(running);
-            assert_eq!(reported.is_in_conversation_of(&wanted_dispatch), is_same, "{wanted}");
+            assert_eq!(reported.is_in_conversation_of(&other), is_same, "{requested}");
         }
         assert!(!dispatch(None).is_in_conversation_of(&dispatch(None)));
     }

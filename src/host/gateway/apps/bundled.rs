@@ -1,8 +1,8 @@
-//! Copies the release's bundled apps into the owner's apps directory. Apps that the owner changed, created or removed
-//! are not touched.
+//! Copies the release's bundled apps into the owner's apps directory. Apps changed, created or removed by the owner are
+//! left alone.
 //!
-//! `.bundled-apps.json` in the apps directory lists the copied files. An app is replaced as a whole, by rename, and
-//! only if its files are exactly those that were copied.
+//! `.bundled-apps.json` in the apps directory records the copied files. Apps are replaced whole, by rename, and only if
+//! their files are exactly the ones we copied.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -18,13 +18,13 @@ use svc_base::error_chain::format_chain;
 use svc_base::fsx::{self, FileError};
 use svc_host::system::layout::Layout;
 
-/// The files of an app: maps each relative path to the SHA-256 of the content, or to [`NOT_A_FILE`].
+/// An app's files: maps relative paths to the content's SHA-256, or to [`NOT_A_FILE`].
 type Tree = BTreeMap<String, String>;
 
-/// Placeholder for the digest of a symbolic link or special file in a [`Tree`].
+/// Digest placeholder for symbolic links and special files in a [`Tree`].
 const NOT_A_FILE: &str = "not a file";
 
-/// The content of `.bundled-apps.json`: the copied files of each app.
+/// Contents of `.bundled-apps.json`: the files copied for each app.
 #[derive(Debug, Serialize, Deserialize)]
 struct InstallRecord {
     version: u32,
@@ -37,7 +37,7 @@ impl Default for InstallRecord {
     }
 }
 
-/// A bundled app that was not copied, and the reason.
+/// A skipped bundled app, and the reason.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum SkippedApp {
     Changed(String),
@@ -48,7 +48,7 @@ pub enum SkippedApp {
 pub enum BundledAppsError {
     #[error(transparent)]
     File(#[from] FileError),
-    #[error("cannot serialize the record of bundled apps")]
+    #[error("cannot serialize the bundled-apps record")]
     Record(#[from] serde_json::Error),
 }
 
@@ -64,9 +64,9 @@ pub fn run_install(layout: &Layout) -> Result<(), Failure> {
 pub fn log_skipped(skipped: &SkippedApp) {
     match skipped {
         SkippedApp::Changed(app) => {
-            tracing::info!(%app, "the owner created or changed this app; the bundled version is not copied");
+            tracing::info!(%app, "app created or changed by the owner; skipping the bundled version");
         }
-        SkippedApp::Removed(app) => tracing::debug!(%app, "the owner removed this app; it is not copied"),
+        SkippedApp::Removed(app) => tracing::debug!(%app, "app removed by the owner; skipping it"),
     }
 }
 
@@ -77,11 +77,11 @@ pub fn can_install(layout: &Layout) -> bool {
     existing.is_some_and(|dir| nix::unistd::access(dir, nix::unistd::AccessFlags::W_OK).is_ok())
 }
 
-/// Updates the bundled apps in the apps directory to the release's versions, and returns the skipped ones. An app whose
-/// files cannot be read or written is logged and does not affect the others. Blocks.
+/// Updates the bundled apps in the apps directory to the release's versions, and returns the skipped ones. Failures to
+/// read or write an app's files are logged and don't affect other apps. Blocks.
 ///
 /// # Errors
-/// The directories cannot be listed or created, or the record cannot be read or written.
+/// The directories can't be listed or created, or the record can't be read or written.
 pub fn install(layout: &Layout) -> Result<Vec<SkippedApp>, BundledAppsError> {
     let apps = layout.apps();
     fs::create_dir_all(&apps).map_err(FileError::wrap("create directory", &apps))?;
@@ -92,29 +92,29 @@ pub fn install(layout: &Layout) -> Result<Vec<SkippedApp>, BundledAppsError> {
         match install_app(&source, &apps.join(&slug), record.apps.get(&slug)) {
             Ok(AppInstallation::Current(tree)) => {
                 record.apps.insert(slug, tree);
-                // A copied app that is missing from the record would count as the owner's after the next release.
+                // If this app were missing from the record, the next release would treat it as the owner's.
                 write_record(&layout.bundled_apps_record(), &record)?;
             }
             Ok(AppInstallation::Changed) => skipped.push(SkippedApp::Changed(slug)),
             Ok(AppInstallation::Removed) => skipped.push(SkippedApp::Removed(slug)),
             Err(error) => {
-                tracing::warn!(app = %slug, error = %format_chain(&error), "cannot copy a bundled app");
+                tracing::warn!(app = %slug, error = %format_chain(&error), "cannot copy bundled app");
             }
         }
     }
     Ok(skipped)
 }
 
-/// The state of a bundled app in the apps directory.
+/// State of a bundled app in the apps directory.
 enum AppInstallation {
-    /// The app has the release's files, which may just have been copied.
+    /// Matches the release, possibly because it was just copied.
     Current(Tree),
     Changed,
     Removed,
 }
 
-/// Copies one app from `source` to `target`, unless the owner changed or removed it. `copied` lists the files that were
-/// last copied.
+/// Copies one app from `source` to `target`, unless the owner changed or removed it. `copied` lists the files from the
+/// last copy.
 fn install_app(source: &Path, target: &Path, copied: Option<&Tree>) -> Result<AppInstallation, FileError> {
     let bundled = read_tree(source)?;
     let installed = if target.exists() { Some(read_tree(target)?) } else { None };
@@ -135,12 +135,12 @@ fn write_record(path: &Path, record: &InstallRecord) -> Result<(), BundledAppsEr
     Ok(())
 }
 
-/// An invalid record counts as empty. In that case, every app that differs is treated as the owner's, and an app that
-/// the owner removed is copied again.
+/// Treats an invalid record as empty. Every app that differs is then the owner's, and apps removed by the owner are
+/// copied again.
 fn read_record(path: &Path) -> Result<InstallRecord, BundledAppsError> {
     let Some(text) = fsx::read_if_exists(path)? else { return Ok(InstallRecord::default()) };
     Ok(serde_json::from_slice(&text).unwrap_or_else(|error| {
-        tracing::warn!(path = %path.display(), %error, "invalid record of bundled apps; ignoring it");
+        tracing::warn!(path = %path.display(), %error, "ignoring invalid bundled-apps record");
         InstallRecord::default()
     }))
 }
@@ -202,7 +202,7 @@ impl Write for HashWriter<'_> {
     }
 }
 
-/// Copies the files to a temporary directory, and replaces `target` with it.
+/// Copies the files to a temporary directory, then replaces `target` with it.
 fn copy(source: &Path, target: &Path, files: &Tree) -> Result<(), FileError> {
     let temporary = |suffix: &str| {
         let name = target.file_name().unwrap_or_default().to_string_lossy();
@@ -211,7 +211,7 @@ fn copy(source: &Path, target: &Path, files: &Tree) -> Result<(), FileError> {
     let (new, old) = (temporary("new"), temporary("old"));
     let replaced = copy_files(source, &new, files).and_then(|()| replace(target, &new, &old));
     if replaced.is_err() {
-        // The disk may be full, and the next installation, which also removes the directory, may be far off.
+        // The disk may be full, and the next install, which would also remove the directory, may be far off.
         let _ = fs::remove_dir_all(&new);
     }
     replaced
@@ -235,20 +235,20 @@ fn replace(target: &Path, new: &Path, old: &Path) -> Result<(), FileError> {
     if target.exists() {
         fs::rename(target, old).map_err(FileError::wrap("rename", target))?;
     }
-    fs::rename(new, target).map_err(FileError::wrap("rename a new directory to", target))?;
-    // Any remainder of the old directory is removed by the next installation.
+    fs::rename(new, target).map_err(FileError::wrap("rename new directory to", target))?;
+    // Best effort: the next install removes any remainder.
     let _ = fs::remove_dir_all(old);
     fsx::sync_dir(target.parent().unwrap_or(target))
 }
 
-/// Cleans up after an interrupted copy. An old app is restored if its replacement is missing.
+/// Cleans up after an interrupted copy, restoring the old app if its replacement is missing.
 fn remove_leftovers(apps: &Path) {
     let Ok(entries) = fs::read_dir(apps) else { return };
     for path in entries.filter_map(|entry| Some(entry.ok()?.path())) {
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let parts: Vec<&str> = name.split('.').collect();
         let ["", slug, id, suffix @ ("new" | "old")] = parts[..] else { continue };
-        // Match only names that `copy` generates: the owner's directories may have similar names.
+        // Match only names generated by `copy`: the owner's directories may look similar.
         if id.len() != 32 || !id.bytes().all(|byte| byte.is_ascii_hexdigit()) {
             continue;
         }
@@ -259,7 +259,7 @@ fn remove_leftovers(apps: &Path) {
             fs::remove_dir_all(&path)
         };
         if let Err(error) = cleaned {
-            tracing::warn!(path = %path.display(), %error, "cannot clean up after an interrupted copy");
+            tracing::warn!(path = %path.display(), %error, "cannot clean up after interrupted copy");
         }
     }
 }
@@ -336,7 +336,7 @@ mod tests {
     #[test]
     fn install_updates_other_apps_after_failure() {
         let fixture = Fixture::new();
-        // A file cannot be listed like a directory.
+        // A file can't be listed like a directory.
         fixture.write_owner_file("broken", "a file");
         for version in ["1", "2", "3"] {
             for app in ["alpha", "broken", "zeta"] {
@@ -355,7 +355,7 @@ mod tests {
         let fixture = Fixture::new();
         fixture.bundle("notes/a", "1");
         let (source, apps) = (fixture.layout.bundled_apps().join("notes"), fixture.layout.apps());
-        // The second file cannot be copied, because it does not exist.
+        // The second file doesn't exist, so copying it fails.
         let files = Tree::from(["a", "b"].map(|path| (path.to_owned(), String::new())));
         assert!(copy(&source, &apps.join("notes"), &files).is_err());
         assert_eq!(fs::read_dir(&apps).unwrap().count(), 0);

@@ -1,4 +1,4 @@
-//! Columns and their types: the eleven type names in manifests, and their PostgreSQL types.
+//! Columns and their types: the eleven manifest type names and the matching PostgreSQL types.
 
 use crate::name::SqlIdentifier;
 
@@ -12,7 +12,7 @@ pub enum ColumnType {
     Numeric,
     Double,
     Date,
-    /// Stored with millisecond precision, like the wire format, so that a filter by a value read earlier matches.
+    /// Stored with millisecond precision, like the wire format, so that filtering by a previously read value matches.
     Timestamptz,
     Jsonb,
     Uuid,
@@ -34,7 +34,7 @@ impl ColumnType {
         Self::Bytea,
     ];
 
-    /// The name in a manifest, the SQL type, and the catalog's `typname`.
+    /// Manifest name, SQL type and catalog `typname`.
     fn names(self) -> (&'static str, &'static str, &'static str) {
         match self {
             Self::Text => ("text", "text", "text"),
@@ -68,14 +68,13 @@ impl ColumnType {
         Self::ALL.into_iter().find(|kind| kind.names().2 == typname)
     }
 
-    /// Whether clients may sort by a column of this type and use `gt`, `gte`, `lt` and `lte` on it, and whether a
-    /// manifest may declare it unique.
+    /// Whether columns of this type can be sorted by, compared with `gt`, `gte`, `lt` and `lte`, and declared unique.
     pub fn is_ordered(self) -> bool {
         self != Self::Jsonb
     }
 }
 
-/// Whether a column is built into every table or declared by the app.
+/// Built into every table, or declared by the app.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ColumnOrigin {
     BuiltIn,
@@ -94,7 +93,7 @@ impl Column {
         Self { name, kind, origin: ColumnOrigin::Declared }
     }
 
-    /// Returns the built-in column with this name; `None` if there is none.
+    /// Returns the built-in column with this name, if any.
     pub fn built_in(name: &str) -> Option<Self> {
         let kind = match name {
             "id" => ColumnType::Uuid,
@@ -104,7 +103,7 @@ impl Column {
         Some(Self { name: name.parse().ok()?, kind, origin: ColumnOrigin::BuiltIn })
     }
 
-    /// Whether an insert may set the column. Of the built-in columns, only `id` can be set.
+    /// Whether inserts may set the column. `id` is the only built-in column they can set.
     pub fn is_insertable(&self) -> bool {
         self.origin == ColumnOrigin::Declared || self.name.as_str() == "id"
     }

@@ -1,8 +1,7 @@
-//! Plans the registration of a manifest in an existing schema: additions only.
+//! Plans a manifest's registration in an existing schema. Additive only.
 //!
-//! This module performs no I/O. Its SQL contains no values, and only names that are of type [`SqlIdentifier`] or
-//! derived from such names. Differences that additions cannot remove are reported as text; nothing is ever dropped or
-//! rewritten.
+//! Performs no I/O. The SQL contains no values, and only names that are [`SqlIdentifier`]s or derived from them.
+//! Differences that additions can't resolve are reported as text; nothing is ever dropped or rewritten.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,8 +14,8 @@ use crate::name::SqlIdentifier;
 /// Maximum length of an index name without its digest.
 const MAX_READABLE_BYTES: usize = 54;
 
-/// The existing contents of a schema: its tables with their columns' catalog types, the tables that have a primary key,
-/// and its indexes' names with their tables.
+/// Existing contents of a schema: catalog types of its columns by table, tables with a primary key, and tables by index
+/// name.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct ExistingSchema {
     pub tables: BTreeMap<String, BTreeMap<String, String>>,
@@ -25,38 +24,37 @@ pub struct ExistingSchema {
 }
 
 impl ExistingSchema {
-    /// Returns the name of the table that has an index with this name. That may be a table other than `table`:
-    /// index names are unique in a schema, and a renamed table keeps the names of its indexes. The earlier name counts
-    /// only if its index belongs to `table`, because tables with the same long prefix share that name.
+    /// Returns the table that has an index with this name. It may differ from `table`: index names are unique per
+    /// schema, and a renamed table keeps its index names. The legacy name matches only an index on `table`, because
+    /// tables with the same long prefix share it.
     fn find_indexed_table(&self, table: &Table, name: &IndexName) -> Option<&str> {
-        let earlier =
-            self.indexes.get(&name.earlier).filter(|indexed_table| *indexed_table == table.name.as_str());
-        earlier.or_else(|| self.indexes.get(&name.current)).map(String::as_str)
+        let legacy =
+            self.indexes.get(&name.legacy).filter(|indexed_table| *indexed_table == table.name.as_str());
+        legacy.or_else(|| self.indexes.get(&name.current)).map(String::as_str)
     }
 }
 
-/// One statement to run.
+/// A statement to run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum SchemaChange {
-    /// A statement whose failure makes the registration fail.
+    /// If this statement fails, the registration fails.
     Required(String),
-    /// The creation of an index. If existing rows violate its uniqueness, or PostgreSQL cannot index a column, the
-    /// index is skipped and the message for this case is reported. If that message is `None`, the registration fails.
+    /// Creates an index. If existing rows violate its uniqueness, or PostgreSQL can't index a column, the index is
+    /// skipped and the respective message reported. Without a message, the registration fails.
     CreateIndex { sql: String, violation_message: Option<String>, type_message: Option<String> },
 }
 
-/// The planned registration of a manifest.
+/// A plan for registering a manifest.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct RegistrationPlan {
     pub changes: Vec<SchemaChange>,
-    /// Differences between the manifest and the schema that remain after the registration, as text.
+    /// Differences between manifest and schema that remain after the registration, as text.
     pub unapplied_changes: Vec<String>,
-    /// The resulting tables. A column that already has a different type keeps it, and is omitted if manifests do not
-    /// support that type.
+    /// Resulting tables. Existing columns of a different type keep it, or are omitted if manifests don't support it.
     pub tables: Vec<Table>,
 }
 
-/// Plans the registration of `wanted` in `schema`; the role has the same name as the schema.
+/// Plans the registration of `wanted` in `schema`, which is also the role's name.
 pub fn plan_registration(
     schema: &SqlIdentifier,
     wanted: &[Table],
@@ -145,7 +143,7 @@ impl RegistrationPlan {
         self.tables.push(result);
     }
 
-    /// Returns whether the index is missing and its name is free. Reports an index whose name is taken.
+    /// Returns whether the index is missing and its name is free. Reports a name taken by another table's index.
     fn should_create_index(&mut self, table: &Table, name: &IndexName, existing: &ExistingSchema) -> bool {
         let Some(indexed_table) = existing.find_indexed_table(table, name) else { return true };
         if indexed_table != table.name.as_str() {
@@ -157,7 +155,7 @@ impl RegistrationPlan {
         false
     }
 
-    /// Adds the missing columns. Returns the resulting table, with the types that existing columns keep.
+    /// Adds missing columns. Returns the resulting table, in which existing columns keep their types.
     fn extend_table(
         &mut self,
         qualified_name: &str,
@@ -217,14 +215,14 @@ fn column_list(columns: &[SqlIdentifier]) -> String {
     columns.iter().map(|name| name.quoted().to_string()).collect::<Vec<_>>().join(", ")
 }
 
-/// A jsonb column is queried by containment, which a B-tree index does not support.
+/// jsonb columns are queried by containment, which B-tree indexes don't support.
 fn uses_gin(table: &Table, columns: &[SqlIdentifier]) -> bool {
     let kind = |name: &SqlIdentifier| table.column(name.as_str()).map(|column| column.kind);
     columns.len() == 1 && kind(&columns[0]) == Some(ColumnType::Jsonb)
 }
 
-/// The message to report if PostgreSQL cannot index the columns; `None` if it can index all their types. Of the types
-/// that manifests do not support, it can index some, such as varchar, but not others, such as json.
+/// Message to report if PostgreSQL can't index the columns; `None` if it can index all their types. Of the types that
+/// manifests don't support, some can be indexed, such as varchar, and some can't, such as json.
 fn unsupported_type_message(table: &Table, columns: &[SqlIdentifier], name: &IndexName) -> Option<String> {
     let unsupported: Vec<&str> =
         columns.iter().map(SqlIdentifier::as_str).filter(|column| table.column(column).is_none()).collect();
@@ -238,11 +236,11 @@ fn unsupported_type_message(table: &Table, columns: &[SqlIdentifier], name: &Ind
     })
 }
 
-/// A deterministic name for an index, within PostgreSQL's limit of 63 bytes.
+/// Deterministic index name, within PostgreSQL's 63-byte limit.
 struct IndexName {
     current: String,
-    /// The name under which an earlier version created the index. It differs only if the current name is truncated.
-    earlier: String,
+    /// Name used by earlier versions. Differs only if the current name is truncated.
+    legacy: String,
 }
 
 fn index_name(prefix: &str, table: &Table, columns: &[SqlIdentifier]) -> IndexName {
@@ -253,12 +251,12 @@ fn index_name(prefix: &str, table: &Table, columns: &[SqlIdentifier]) -> IndexNa
         format!("{}_{digest}", &readable[..readable.len().min(MAX_READABLE_BYTES)])
     };
     let columns = columns.join(",");
-    let earlier = with_digest_of(&columns);
-    // Tables with a long common prefix have the same truncated name.
+    let legacy = with_digest_of(&columns);
+    // Tables with a long common prefix truncate to the same name.
     let is_truncated = readable.len() > MAX_READABLE_BYTES;
     let current =
-        if is_truncated { with_digest_of(&format!("{}.{columns}", table.name)) } else { earlier.clone() };
-    IndexName { current, earlier }
+        if is_truncated { with_digest_of(&format!("{}.{columns}", table.name)) } else { legacy.clone() };
+    IndexName { current, legacy }
 }
 
 #[cfg(test)]
@@ -412,11 +410,11 @@ mod tests {
         let names: Vec<_> = wanted
             .iter()
             .map(|table| index_name("ix", table, &["a".parse().unwrap()]))
-            .map(|name| (name.current, name.earlier))
+            .map(|name| (name.current, name.legacy))
             .collect();
         assert_ne!(names[0].0, names[1].0);
         assert_eq!(names[0].1, names[1].1);
-        // An earlier version created the index of one of the tables.
+        // One table's index was created by an earlier version.
         let existing =
             ExistingSchema { indexes: [(names[0].1.clone(), one)].into(), ..ExistingSchema::default() };
         let text = sql(&plan_registration(&schema(), &wanted, &existing));

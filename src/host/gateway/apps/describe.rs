@@ -1,4 +1,4 @@
-//! The apps' routes and their descriptions.
+//! App routes and their OpenAPI descriptions.
 
 use http::Method;
 use serde_json::Value;
@@ -117,12 +117,12 @@ const PAGE_RESPONSES: &[DocumentedResponse] = &[
 ];
 const PAGE_PROBLEMS: &[Code] = &[Code::Forbidden, Code::NotFound, Code::Unavailable];
 
-/// Describes a response with a file of any media type.
+/// Describes a file response of any media type.
 const fn file_response(status: u16, description: &'static str) -> DocumentedResponse {
     DocumentedResponse { status, description, content: Content::Other("*/*") }
 }
 
-/// The JSON schema of an app in the list.
+/// JSON schema of an app in the list.
 pub fn app_schema_json() -> Value {
     object(
         &[("slug", nullable(text())), ("status", string_enum(&["ready", "waiting", "error"]))],

@@ -1,4 +1,4 @@
-//! Scans the apps directory for directories that contain an `svc.json`, and reads their manifests.
+//! Scans the apps directory for subdirectories containing an `svc.json`, and reads their manifests.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ const MAX_MANIFEST_BYTES: u64 = 256 * 1024;
 const APPS_DIR: &str = "apps";
 const MANIFEST_FILE: &str = "svc.json";
 
-/// An app's directory: its name, and its manifest or the error in it.
+/// An app directory, with its manifest or the manifest's error.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AppDirectory {
     pub name: String,
@@ -21,11 +21,11 @@ pub struct AppDirectory {
     pub manifest: Result<Manifest, String>,
 }
 
-/// Reads all app directories in name order. Without an apps directory, there are no apps; an invalid manifest affects
-/// only its app.
+/// Reads all app directories in name order. A missing apps directory means no apps; an invalid manifest affects only
+/// its own app.
 ///
 /// # Errors
-/// The home directory or the apps directory exists but cannot be opened, or the apps directory cannot be listed.
+/// The home or apps directory exists but can't be opened, or the apps directory can't be listed.
 pub fn scan(home: &Path) -> io::Result<Vec<AppDirectory>> {
     let apps = match DirFd::open(home).and_then(|home| home.open_dir(Path::new(APPS_DIR))) {
         Ok(apps) => apps,
@@ -39,7 +39,7 @@ pub fn scan(home: &Path) -> io::Result<Vec<AppDirectory>> {
     Ok(dirs)
 }
 
-/// Reads an app's directory; `None` if `name` is hidden, a file, or a directory without a manifest.
+/// Reads an app directory. Returns `None` if `name` is hidden, a file, or a directory without a manifest.
 fn read_app_directory(apps: &DirFd, name: &str) -> Option<AppDirectory> {
     if name.starts_with('.') {
         return None;
@@ -54,8 +54,7 @@ fn read_app_directory(apps: &DirFd, name: &str) -> Option<AppDirectory> {
     Some(AppDirectory { name: name.to_owned(), path: Path::new(APPS_DIR).join(name), manifest })
 }
 
-/// If the manifests of several directories claim one schema, only the directory that is named after its own slug gets
-/// it.
+/// If several manifests claim the same schema, only the directory named after its own slug gets it.
 fn reject_shared_schemas(dirs: &mut [AppDirectory]) {
     let claims: Vec<(String, Slug)> = dirs
         .iter()
@@ -64,10 +63,10 @@ fn reject_shared_schemas(dirs: &mut [AppDirectory]) {
     for dir in dirs {
         let Ok(manifest) = &dir.manifest else { continue };
         let schema = manifest.slug.schema();
-        let rival = claims.iter().find(|(name, slug)| *name != dir.name && slug.schema() == schema);
-        if let Some((rival, _)) = rival.filter(|_| dir.name != manifest.slug.as_str()) {
+        let other = claims.iter().find(|(name, slug)| *name != dir.name && slug.schema() == schema);
+        if let Some((other, _)) = other.filter(|_| dir.name != manifest.slug.as_str()) {
             dir.manifest = Err(format!(
-                "the app in directory {rival:?} has the same schema, {schema}: give one of them another slug"
+                "the app in directory {other:?} has the same schema, {schema}: give one of them another slug"
             ));
         }
     }

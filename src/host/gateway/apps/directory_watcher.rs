@@ -1,7 +1,7 @@
-//! Watches the apps directory and debounces its changes.
+//! Watches the apps directory and debounces changes.
 //!
 //! Only the apps directory and its direct children are watched: an `svc.json` is never deeper, and an app's
-//! `node_modules` would need one watch for each directory.
+//! `node_modules` would need a watch per directory.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ use tokio::sync::Notify;
 const DEBOUNCE_INTERVAL: Duration = Duration::from_millis(250);
 const MAX_DEBOUNCE_DELAY: Duration = Duration::from_secs(2);
 
-/// Watches the apps directory. If file watching is unavailable, only periodic rescans find changes.
+/// Watches the apps directory. If file watching is unavailable, only periodic rescans pick up changes.
 pub struct DirectoryWatcher {
     watcher: Option<RecommendedWatcher>,
     watched: BTreeSet<PathBuf>,
@@ -31,13 +31,13 @@ impl DirectoryWatcher {
             }
         });
         let watcher = created.inspect_err(|error| {
-            tracing::warn!(%error, "cannot watch files; apps are only rescanned periodically");
+            tracing::warn!(%error, "cannot watch files; falling back to periodic rescans");
         });
         Self { watcher: watcher.ok(), watched: BTreeSet::new(), changed }
     }
 
-    /// Updates the watches to the current apps directory and its direct children. Watched paths are watched again,
-    /// because a directory may have been deleted and created again in the meantime, which ended its watch.
+    /// Updates the watches to match the current apps directory and its direct children. Existing watches are added
+    /// again, because a directory may have been deleted and recreated since, which drops its watch.
     pub fn update_watches(&mut self, apps: &Path) {
         let Some(watcher) = &mut self.watcher else { return };
         let mut wanted = BTreeSet::from([apps.to_owned()]);
@@ -45,7 +45,7 @@ impl DirectoryWatcher {
             wanted.extend(entries.filter_map(|entry| Some(entry.ok()?.path())).filter(|path| path.is_dir()));
         }
         for removed in self.watched.difference(&wanted) {
-            // The watch of a deleted directory has already been removed.
+            // A deleted directory's watch is already gone.
             let _ = watcher.unwatch(removed);
         }
         let active =
@@ -53,7 +53,7 @@ impl DirectoryWatcher {
         self.watched = active.collect();
     }
 
-    /// Waits for a change, then until no further change has followed for [`DEBOUNCE_INTERVAL`], but at most for
+    /// Waits for a change, then for [`DEBOUNCE_INTERVAL`] without further changes, but at most for
     /// [`MAX_DEBOUNCE_DELAY`].
     pub async fn wait_for_change(&self) {
         self.changed.notified().await;
@@ -68,7 +68,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn recreated_directory_is_watched_again() {
+    async fn update_watches_rewatches_recreated_directory() {
         let apps = tempfile::tempdir().unwrap();
         let dir = apps.path().join("notes");
         std::fs::create_dir(&dir).unwrap();

@@ -1,4 +1,4 @@
-//! An origin in an app's manifest: one scheme, host and port, without a path or a pattern.
+//! Origins in app manifests: a single scheme, host and port, without a path or wildcard.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,8 +7,8 @@ use url::{Host, Url};
 
 const MAX_ORIGIN_BYTES: usize = 255;
 
-/// A normalized `https` or `wss` origin. Safe inside a Content-Security-Policy: it has no space, quote, comma,
-/// semicolon or wildcard.
+/// A normalized `https` or `wss` origin. Safe inside a Content-Security-Policy: contains no spaces, quotes, commas,
+/// semicolons or wildcards.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ForeignOrigin(String);
 

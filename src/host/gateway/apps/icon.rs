@@ -1,5 +1,5 @@
-//! `GET /icons/<slug>`: the app's icon, or a stable one generated from its slug. A missing or invalid icon is not an
-//! error.
+//! `GET /icons/<slug>`: the app's icon, or a stable one generated from its slug. Missing and invalid icons aren't
+//! errors.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -33,8 +33,8 @@ pub async fn serve_icon(
     };
     let icon = app_icon.unwrap_or_else(|| StaticFile::in_memory(generate_icon(&slug), "image/svg+xml"));
     let mut response = respond(&request.into_parts().0, icon, None, Caching::Revalidate);
-    // A browser that opens an SVG directly treats it as a document. Without this policy, its scripts would run in the
-    // owner's origin.
+    // Browsers treat a directly opened SVG as a document. Without this policy, its scripts would run in the owner's
+    // origin.
     let policy = HeaderValue::from_static("default-src 'none'; style-src 'unsafe-inline'; sandbox");
     response.headers_mut().insert(header::CONTENT_SECURITY_POLICY, policy);
     response
@@ -46,8 +46,8 @@ fn read_icon(home: &Path, icon: &Path) -> Option<StaticFile> {
     if !kind.starts_with("image/") {
         return None;
     }
-    // Open the icon's directory first: `DirFd` opens a file that is not world-readable only if it belongs to the owner
-    // of the directory, and root owns the home directory.
+    // Open the icon's directory first: `DirFd` opens a file that isn't world-readable only if the directory has the
+    // same owner, and root owns the home directory.
     let dir = DirFd::open(home).ok()?.open_dir(icon.parent()?).ok()?;
     let content = dir.read(Path::new(icon.file_name()?), MAX_ICON_BYTES).ok()?;
     Some(StaticFile::in_memory(content, kind))

@@ -30,8 +30,8 @@ pub async fn list_apps(
     Json(json!({ "apps": apps }))
 }
 
-/// Lists the apps that are registered or have a directory with a valid manifest, by slug; then the other errors, such
-/// as directories with an invalid manifest or stored apps that could not be registered.
+/// Lists registered apps and those whose directory has a valid manifest, by slug, then the remaining errors, such as
+/// directories with an invalid manifest or stored apps that couldn't be registered.
 fn apps_json(snapshot: &AppsSnapshot) -> Vec<Value> {
     let slugs: BTreeSet<&String> = snapshot.apps.keys().chain(snapshot.directories.keys()).collect();
     let mut list: Vec<Value> = slugs.iter().map(|slug| app_json(snapshot, slug)).collect();

@@ -1,6 +1,6 @@
-//! Parses `svc.json`, reporting all errors at once, and serializes it in the normalized form that the database stores.
+//! Parses `svc.json`, reporting all errors at once, and serializes it to the normalized form stored in the database.
 //!
-//! A [`Manifest`] is validated: its names are safe, its types known, and its indexes name existing columns.
+//! A [`Manifest`] is validated: names are safe, types are known, and indexes refer to existing columns.
 
 use std::collections::BTreeSet;
 
@@ -13,7 +13,7 @@ use crate::name::{Slug, SqlIdentifier};
 const MAX_TABLES: usize = 100;
 const MAX_COLUMNS: usize = 200;
 const MAX_ORIGINS: usize = 20;
-/// PostgreSQL's limit on the columns in an index.
+/// PostgreSQL's limit on columns per index.
 const MAX_INDEX_COLUMNS: usize = 32;
 
 /// How an app's pages are built or served.
@@ -37,11 +37,11 @@ pub struct Manifest {
     pub slug: Slug,
     pub version: String,
     pub runtime: Runtime,
-    /// The directory of the built pages, relative to the app's directory.
+    /// Build output directory, relative to the app's directory.
     pub output: String,
-    /// The icon's path, relative to the app's directory.
+    /// Icon path, relative to the app's directory.
     pub icon: Option<String>,
-    /// Origins other than the app's own host that the app's pages may load from and send data to.
+    /// Origins, besides the app's own host, that the app's pages may load from and send data to.
     pub connect: Vec<ForeignOrigin>,
     pub tables: Vec<Table>,
 }
@@ -49,8 +49,8 @@ pub struct Manifest {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Table {
     pub name: SqlIdentifier,
-    /// `id`, the declared columns, `created_at`, `updated_at`. The declared columns are in the order of the `svc.json`,
-    /// or in `jsonb` order if the manifest comes from the database.
+    /// `id`, the declared columns, `created_at`, `updated_at`. Declared columns are in `svc.json` order, or in `jsonb`
+    /// order if the manifest comes from the database.
     pub columns: Vec<Column>,
     pub indexes: Vec<Vec<SqlIdentifier>>,
     pub unique: Vec<Vec<SqlIdentifier>>,
@@ -62,7 +62,7 @@ impl Table {
     }
 }
 
-/// All errors in a manifest, each with the path of the invalid member.
+/// All errors in a manifest, each prefixed with the path of the invalid member.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{}", .errors.join("; "))]
 pub struct ManifestError {
@@ -94,7 +94,7 @@ impl Manifest {
         }
     }
 
-    /// The normalized form, which [`Self::from_value`] parses.
+    /// Returns the normalized form, which [`Self::from_value`] can parse.
     pub fn to_value(&self) -> Value {
         let tables: Map<String, Value> =
             self.tables.iter().map(|table| (table.name.to_string(), table.to_value())).collect();
@@ -110,9 +110,9 @@ impl Manifest {
         })
     }
 
-    /// Whether the manifests differ at most in the order of their tables and columns, which `jsonb` does not keep.
+    /// Whether the manifests are equal apart from the order of tables and columns, which `jsonb` doesn't preserve.
     pub fn equals_ignoring_order(&self, other: &Self) -> bool {
-        // The comparison of JSON objects ignores the order of their keys.
+        // JSON object comparison ignores key order.
         self.to_value() == other.to_value()
     }
 }
@@ -292,7 +292,7 @@ impl ManifestReader {
         })
     }
 
-    /// Reads a list of column lists; a bare column name is a list of one column. Duplicates are dropped.
+    /// Reads a list of column lists, where a bare column name is a one-column list. Drops duplicates.
     fn read_column_lists(
         &mut self,
         table: &Table,
@@ -327,12 +327,12 @@ impl ManifestReader {
             return Some(existing);
         }
         let missing = names.iter().find(|name| table.column(name).is_none()).unwrap_or(&"");
-        self.reject(path, format!("there is no column {missing:?}"))
+        self.reject(path, format!("unknown column {missing:?}"))
     }
 
     fn reject_unknown_fields(&mut self, object: &Map<String, Value>, path: &str, known: &[&str]) {
         for key in object.keys().filter(|key| !known.contains(&key.as_str())) {
-            self.reject::<()>(&format!("{path}.{key}"), "is not a known field");
+            self.reject::<()>(&format!("{path}.{key}"), "unknown field");
         }
     }
 }

@@ -1,7 +1,6 @@
-//! `GET /apps/<slug>/…`: an app's built pages, only from below its output directory.
+//! `GET /apps/<slug>/…`: serves an app's built pages, never anything outside its output directory.
 //!
-//! Each document runs in an opaque origin: apps share a host with the owner's session, and must not run in that
-//! session's origin.
+//! Documents run in an opaque origin: apps share a host with the owner's session, but must not run in its origin.
 
 use std::fs::{File, Metadata};
 use std::io;
@@ -23,15 +22,15 @@ use svc_http::files::{Caching, StaticFile, percent_decode, respond};
 use svc_http::path_params;
 use svc_http::problem::{Code, Problem};
 
-/// Content-Security-Policy directives that sandbox documents in an opaque origin, without plug-ins.
+/// Content-Security-Policy directives sandboxing documents in an opaque origin, without plug-ins.
 const SANDBOX: &str = "sandbox allow-scripts allow-forms allow-modals allow-popups allow-downloads; \
                        frame-ancestors 'self'; object-src 'none'; base-uri 'none'; form-action 'self'";
-/// Larger files are not compressed, because compression happens in memory.
+/// Larger files aren't compressed, since compression happens in memory.
 const MAX_GZIP_BYTES: u64 = 8 << 20;
-/// Maximum total size of the compressed files in memory.
+/// Maximum total size of the cached compressed files.
 const MAX_GZIP_CACHE_BYTES: u64 = 16 << 20;
 
-/// The files in the apps' directories.
+/// Files in the app directories.
 pub struct AppFiles {
     pub(super) registry: Arc<Registry>,
     pub(super) home: PathBuf,
@@ -44,10 +43,10 @@ impl AppFiles {
     }
 }
 
-/// Compressed files; `None` if compression saved nothing or failed.
+/// Compressed files. `None` if compression failed or saved nothing.
 struct GzipCache(moka::sync::Cache<GzipKey, Option<StaticFile>>);
 
-/// The entity tag and media type of the plain file: a renamed file keeps its tag, but its media type may change.
+/// Entity tag and media type of the plain file: renaming a file keeps its tag but may change its media type.
 type GzipKey = (HeaderValue, &'static str);
 
 impl Default for GzipCache {
@@ -67,7 +66,7 @@ impl GzipCache {
             return None;
         }
         let key = (file.tag().clone(), file.media_type());
-        // A read error is reported when the file is served.
+        // Read errors surface when the file is served.
         self.0.get_with(key, || file.gzip(Compression::default()).ok().flatten())
     }
 }
@@ -85,12 +84,12 @@ pub async fn serve_page(State(files): State<Arc<AppFiles>>, caller: Caller, requ
 }
 
 enum PageTarget {
-    /// The URL of the app's directory with a trailing slash, which relative links need, and with the request's query.
+    /// The app's URL with a trailing slash, which relative links need, and the request's query.
     Redirect(String),
     File(Box<AppFile>, HeaderValue),
 }
 
-/// An app's file, and its compressed form, if there is one.
+/// An app's file and its compressed form, if any.
 struct AppFile {
     plain: StaticFile,
     gzip: Option<StaticFile>,
@@ -128,7 +127,8 @@ async fn find_page(files: &Arc<AppFiles>, principal: &Principal, uri: &Uri) -> R
     opened.await.ok().and_then(Result::ok).ok_or_else(not_found)
 }
 
-/// Converts a URL path to a path below a directory; `None` if it is invalid, could escape, or names a hidden file.
+/// Converts a URL path to a path below a directory. Returns `None` if it's invalid, could escape, or has a hidden
+/// component.
 fn parse_path(path: &str) -> Option<PathBuf> {
     let decoded = percent_decode(path)?;
     if decoded.contains(['\0', '\\']) {
@@ -148,8 +148,8 @@ pub fn path_in_app(path: &str) -> Option<PathBuf> {
     parse_path(path)
 }
 
-/// Opens the file or, for a directory, its `index.html`. For a missing path without an extension, which the app's
-/// client-side router may handle, opens the app's front page.
+/// Opens the file or, for a directory, its `index.html`. Missing paths without an extension may be client-side routes,
+/// so they fall back to the app's front page.
 fn open_page(output: &DirFd, path: &Path) -> io::Result<(File, Metadata, PathBuf)> {
     let index = Path::new("index.html");
     let candidates = [
@@ -167,7 +167,7 @@ fn open_page(output: &DirFd, path: &Path) -> io::Result<(File, Metadata, PathBuf
     Err(last_error)
 }
 
-/// Limits the sources that an app's page may load from and send data to: its own host and its manifest's origins.
+/// Restricts a page to loading from and sending data to its own host and the manifest's origins.
 fn content_security_policy(connect: &[ForeignOrigin]) -> HeaderValue {
     let origins: String = connect.iter().map(|origin| format!(" {origin}")).collect();
     let policy = format!("{SANDBOX}; default-src 'self' data: blob: 'unsafe-inline' 'unsafe-eval'{origins}");
@@ -179,7 +179,7 @@ fn serve(request: &Parts, file: AppFile, policy: HeaderValue) -> Response {
     let mut set = |name, value| response.headers_mut().insert(name, HeaderValue::from_static(value));
     set(header::ACCESS_CONTROL_ALLOW_ORIGIN, "null");
     set(header::REFERRER_POLICY, "no-referrer");
-    // Set for every file, because the browser decides which files are documents.
+    // Set for every file: the browser decides which ones are documents.
     response.headers_mut().insert(header::CONTENT_SECURITY_POLICY, policy);
     response
 }

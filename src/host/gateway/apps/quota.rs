@@ -1,10 +1,9 @@
-//! Storage quotas for the apps' tables.
+//! Storage quotas for app tables.
 //!
-//! The sizes of the apps' schemas are measured while apps write. Between measurements, each write is counted with an
-//! estimate when it is sent, even if it fails: PostgreSQL frees no space when a transaction rolls back. When the
-//! estimates reach a tenth of the quota, a measurement is requested. Once the quota is reached, an app, an agent or a
-//! process of the owner's user cannot add or change rows; the owner and administrators can. Rows can always be deleted.
-//! Files are not counted, because apps write none.
+//! Schema sizes are measured while apps write. Between measurements, each write adds an estimate when it's sent, even
+//! if it fails: PostgreSQL doesn't free space on rollback. Estimates reaching a tenth of the quota trigger a
+//! measurement. Once the quota is reached, apps, agents and processes of the owner's user can't add or change rows; the
+//! owner and administrators can. Deleting rows is always allowed. Files aren't counted, because apps don't write any.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -23,33 +22,32 @@ use svc_host::system::app_sizes::AppSize;
 use svc_host::system::layout::Layout;
 use svc_http::problem::{Code, Problem, format_chain};
 
-/// Interval between measurements while apps' tables are written to.
+/// Interval between measurements while apps write to their tables.
 const MEASURE_INTERVAL: Duration = Duration::from_secs(30);
 /// Minimum delay between measurements, including requested ones.
 const MIN_MEASURE_INTERVAL: Duration = Duration::from_secs(1);
-/// Minimum delay as a multiple of the last measurement's duration: limits measurements to about a tenth of the time.
+/// Minimum delay as a multiple of the last measurement's duration: caps measuring at about a tenth of the time.
 const MIN_MEASURE_INTERVAL_FACTOR: u32 = 10;
-/// Delay before a failed measurement is retried.
+/// Delay before retrying a failed measurement.
 const RETRY_DELAY: Duration = Duration::from_secs(5);
 const MEASURE_TIMEOUT: Duration = Duration::from_secs(20);
-/// Maximum age of cached settings when a write is admitted; a refusal always uses current settings.
+/// Maximum age of cached settings for admitting a write. Refusals always use current settings.
 const MAX_SETTINGS_AGE: Duration = Duration::from_secs(1);
 /// The default quota is the disk size divided by this.
 const DEFAULT_QUOTA_DISK_DIVISOR: u64 = 5;
 const MIN_DEFAULT_QUOTA_BYTES: u64 = 1 << 30;
-/// Estimated ratio of stored bytes to request bytes, for indexes and row headers.
+/// Estimated ratio of stored bytes to request bytes, to account for indexes and row headers.
 const STORAGE_FACTOR: u64 = 2;
-/// Estimated bytes of a row's header and index entries.
+/// Estimated size of a row's header and index entries.
 const ROW_OVERHEAD_BYTES: u64 = 64;
-/// Bounds on the estimated size of a changed row: an update does not rewrite large values, and a PostgreSQL page is
-/// 8 KiB.
+/// Bounds on the estimated size of a changed row: updates don't rewrite large values, and a PostgreSQL page is 8 KiB.
 const MIN_ROW_BYTES: u64 = 256;
 const MAX_ROW_BYTES: u64 = 8 << 10;
-/// A measurement is requested when the estimates reach the quota divided by this.
+/// Estimates that reach the quota divided by this trigger a measurement.
 const UNMEASURED_SHARE_DIVISOR: u64 = 10;
 
-/// The number of rows that upserts, updates and deletes changed, including those rolled back later. Inserted rows are
-/// not counted: the estimate from the request's size covers them.
+/// Rows changed by upserts, updates and deletes, including changes rolled back later. Inserts aren't counted: the
+/// estimate from the request size covers them.
 #[derive(Debug, Default)]
 pub struct ChangedRows(AtomicU64);
 
@@ -59,29 +57,29 @@ impl ChangedRows {
     }
 }
 
-/// The size of a write, estimated before it is sent.
+/// Write size, estimated before sending.
 #[derive(Debug, Clone, Copy)]
 pub struct WriteSize {
     pub body_bytes: usize,
     /// Rows with values in the body.
     pub rows: usize,
-    /// Whether a filter selects the rows to change, so that their number is unknown in advance.
+    /// Whether a filter selects the rows to change, so their count isn't known in advance.
     pub is_filtered_mutation: bool,
 }
 
-/// A write in flight. Its changed rows are counted on drop, even if it fails.
+/// An in-flight write. Its changed rows are counted on drop, even if it fails.
 #[derive(Debug)]
 pub struct InFlightWrite<'q> {
     quotas: &'q Quotas,
     slug: &'q str,
     quota_bytes: u64,
     pub changed_rows: ChangedRows,
-    /// Whether the write may have changed rows that `changed_rows` does not include.
+    /// Whether the write may have changed rows not included in `changed_rows`.
     may_have_uncounted_rows: bool,
 }
 
 impl InFlightWrite<'_> {
-    /// Ends a write whose `changed_rows` includes all changed rows.
+    /// Completes a write whose `changed_rows` includes all changed rows.
     pub fn complete(mut self) {
         self.may_have_uncounted_rows = false;
     }
@@ -101,7 +99,7 @@ impl Drop for InFlightWrite<'_> {
     }
 }
 
-/// Sizes of the apps' schemas by slug, and the estimated writes since they were measured.
+/// App schema sizes by slug, and the estimated writes since the last measurement.
 #[derive(Debug)]
 pub struct Quotas {
     default_quota_bytes: u64,
@@ -111,7 +109,7 @@ pub struct Quotas {
     written: Mutex<HashMap<String, u64>>,
     /// Notified to request a measurement.
     measure_requested: Notify,
-    /// The last loaded settings, cached because every write needs them and loading takes a system call.
+    /// Cached settings: every write needs them, and loading takes a system call.
     settings: Mutex<Option<(Instant, Arc<OwnerSettings>)>>,
 }
 
@@ -127,7 +125,7 @@ impl Quotas {
         }
     }
 
-    /// Returns settings that are at most [`MAX_SETTINGS_AGE`] old; calls `load` if the cached ones are older.
+    /// Returns settings at most [`MAX_SETTINGS_AGE`] old, calling `load` if the cached ones are older.
     fn recent_settings(&self, load: impl FnOnce() -> Arc<OwnerSettings>) -> Arc<OwnerSettings> {
         let now = Instant::now();
         let mut cached = self.settings.lock().unwrap_or_else(PoisonError::into_inner);
@@ -144,7 +142,7 @@ impl Quotas {
         settings.quota_for(slug).unwrap_or(self.default_quota_bytes)
     }
 
-    /// The last measured size of an app's tables and indexes, in bytes; `None` before the first measurement.
+    /// Last measured size of an app's tables and indexes, in bytes. `None` before the first measurement.
     pub fn measured_bytes(&self, slug: &str) -> Option<u64> {
         self.size(slug).map(|size| size.bytes)
     }
@@ -154,7 +152,7 @@ impl Quotas {
         measured.as_ref().map(|sizes| sizes.get(slug).copied().unwrap_or_default())
     }
 
-    /// The estimated bytes of a changed row.
+    /// Estimated size of a changed row.
     fn row_bytes(&self, slug: &str) -> u64 {
         let size = self.size(slug).unwrap_or_default();
         size.bytes.checked_div(size.rows).unwrap_or(0).clamp(MIN_ROW_BYTES, MAX_ROW_BYTES)
@@ -192,7 +190,7 @@ impl Quotas {
         Err(Problem::new(Code::StorageQuotaReached, detail))
     }
 
-    /// Counts a write before it is sent.
+    /// Counts a write before it's sent.
     pub fn begin_write<'q>(
         &'q self,
         load: impl FnOnce() -> Arc<OwnerSettings>,
@@ -213,7 +211,7 @@ impl Quotas {
         }
     }
 
-    /// Adds an estimate, and requests a measurement if the sum reaches the quota divided by
+    /// Adds an estimate, and requests a measurement once the sum reaches the quota divided by
     /// [`UNMEASURED_SHARE_DIVISOR`].
     fn add_estimate(&self, slug: &str, bytes: u64, quota_bytes: u64) {
         if self.add_written(slug, bytes) >= quota_bytes / UNMEASURED_SHARE_DIVISOR {
@@ -237,8 +235,8 @@ impl Quotas {
     }
 
     async fn measure(&self, database: &Database) -> Result<(), DatabaseError> {
-        // Writes from this point on may already be included in the measured sizes; they are counted twice until the
-        // next measurement.
+        // Writes from here on may already be included in the measured sizes; those are double-counted until the next
+        // measurement.
         let estimates = std::mem::take(&mut *self.written());
         let sizes = tokio::time::timeout(MEASURE_TIMEOUT, measure_sizes(database)).await;
         match sizes.unwrap_or(Err(DatabaseError::Timeout)) {
@@ -267,7 +265,7 @@ impl Quotas {
     }
 }
 
-/// Measures the sizes of the apps' schemas, periodically and on request, until `stop` is cancelled.
+/// Measures app schema sizes, periodically and on request, until `stop` is cancelled.
 pub async fn measure_periodically(quotas: Arc<Quotas>, database: Arc<Database>, stop: CancellationToken) {
     let mut is_requested = false;
     let mut earliest = Instant::now();
@@ -341,7 +339,7 @@ mod tests {
         drop(begin_write(&quotas, size));
         assert!(
             is_measurement_requested(&quotas).await,
-            "estimates above a tenth of the quota requested no measurement"
+            "estimates above a tenth of the quota did not request a measurement"
         );
     }
 
@@ -360,7 +358,7 @@ mod tests {
             drop(begin_write(&quotas, size));
             assert!(
                 is_measurement_requested(&quotas).await,
-                "an unknown number of changed rows requested no measurement"
+                "an unknown number of changed rows did not request a measurement"
             );
         }
     }

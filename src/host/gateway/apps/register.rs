@@ -1,7 +1,6 @@
-//! Registers a manifest in one transaction: creates its tables and stores the manifest.
+//! Registers a manifest in a single transaction: creates its tables and stores the manifest.
 //!
-//! Registering the same manifest again only repairs the role's login and grants, and re-creates objects that were
-//! removed.
+//! Registering the same manifest again only repairs the role's login and grants and recreates removed objects.
 
 use std::time::Duration;
 
@@ -15,7 +14,7 @@ use super::manifest::{Manifest, Table};
 use crate::database;
 use crate::name::{Slug, SqlIdentifier};
 
-/// The app's tables after a registration, and the parts of the manifest that it could not apply.
+/// The app's tables after a registration, and the manifest changes it couldn't apply.
 #[derive(Debug)]
 pub struct RegistrationResult {
     pub tables: Vec<Table>,
@@ -33,15 +32,15 @@ pub enum RegisterError {
 }
 
 impl RegisterError {
-    /// Whether a retry can succeed: the database was unreachable, overloaded or shutting down, or a lock was not
-    /// available within `lock_timeout`. Otherwise, the database rejected the registration.
+    /// Whether a retry can succeed: the database was unreachable, overloaded or shutting down, or a lock wasn't
+    /// acquired within `lock_timeout`. Otherwise, the database rejected the registration.
     pub fn is_transient(&self) -> bool {
         let Self::Database(error) = self else { return false };
         error.is_closed() || error.code().is_none_or(is_transient_state)
     }
 }
 
-/// Whether the SQLSTATE has a transient class: connection exception (08), transaction rollback (40), insufficient
+/// Whether the SQLSTATE is in a transient class: connection exception (08), transaction rollback (40), insufficient
 /// resources (53), object not in prerequisite state (55) or operator intervention (57).
 fn is_transient_state(state: &SqlState) -> bool {
     matches!(state.code().get(..2), Some("08" | "40" | "53" | "55" | "57"))
@@ -56,10 +55,10 @@ pub async fn load_manifests(client: &Client) -> Result<Vec<(String, Value)>, tok
     Ok(rows.iter().map(|row| (row.get(0), row.get(1))).collect())
 }
 
-/// Registers `manifest`. The app's role can then log in with `password`.
+/// Registers `manifest`, and lets the app's role log in with `password`.
 ///
 /// # Errors
-/// See [`RegisterError`]. After an error, nothing has changed, unless the connection was lost during the commit.
+/// See [`RegisterError`]. On error, nothing has changed, unless the connection was lost during the commit.
 pub async fn register(
     client: &mut Client,
     manifest: &Manifest,
@@ -69,10 +68,9 @@ pub async fn register(
     let schema = manifest.slug.schema();
     let mut transaction = client.transaction().await?;
     database::lock_schemas(&transaction).await?;
-    // While a statement waits for a lock on a table, the app's own statements on that table wait behind it. The
-    // registration is retried until the lock is available, so each wait can be short. PostgreSQL cancels an autovacuum
-    // that holds the lock only after `deadlock_timeout` (1 s by default), which must therefore be shorter than the
-    // wait.
+    // While we wait for a table lock, the app's own statements on that table queue up behind us. Registration is
+    // retried until it gets the lock, so keep each wait short. PostgreSQL only cancels an autovacuum holding the lock
+    // after `deadlock_timeout` (1 s by default), so that must be shorter than `lock_timeout`.
     transaction
         .batch_execute("SET LOCAL deadlock_timeout = '50ms'; SET LOCAL lock_timeout = '200ms'")
         .await?;
@@ -134,8 +132,8 @@ async fn grant_schema_usage(
     transaction.batch_execute(row.get(0)).await
 }
 
-/// Reads the schema's tables and indexes. Views and other relations belong to the owner and are ignored, but if one has
-/// the name of a declared table, that is an error.
+/// Reads the schema's tables and indexes. Views and other relations belong to the owner and are ignored, unless one has
+/// the name of a declared table, which is an error.
 async fn inspect_schema(
     transaction: &Transaction<'_>,
     schema: &SqlIdentifier,
@@ -187,8 +185,8 @@ async fn inspect_schema(
     Ok(existing)
 }
 
-/// Creates an index. If PostgreSQL rejects it and there is a message for the reason, returns the message; the
-/// transaction can then continue.
+/// Creates an index. If PostgreSQL rejects it and there is a message for the reason, returns that message, and the
+/// transaction can continue.
 async fn try_create_index(
     transaction: &mut Transaction<'_>,
     sql: &str,
@@ -210,9 +208,8 @@ async fn try_create_index(
     }
 }
 
-/// Whether the error means that PostgreSQL cannot index a column: its type has no default operator class, its elements
-/// or fields cannot be compared (`json[]`), a value is too long for an index (`tsvector`), or the table is partitioned
-/// by another column.
+/// Whether PostgreSQL can't index a column: its type has no default operator class, its elements or fields aren't
+/// comparable (`json[]`), a value is too long for an index (`tsvector`), or the table is partitioned by another column.
 fn is_type_rejection(state: &SqlState) -> bool {
     let states = [
         SqlState::UNDEFINED_OBJECT,

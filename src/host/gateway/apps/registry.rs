@@ -1,4 +1,4 @@
-//! The app registry, used by the bridge, the pages and `/api/apps`.
+//! App registry, shared by the bridge, the pages and `/api/apps`.
 //!
 //! Readers get an immutable snapshot; only the supervisor publishes new ones.
 
@@ -15,21 +15,21 @@ use crate::name::SqlIdentifier;
 pub struct App {
     pub manifest: Manifest,
     pub schema: SqlIdentifier,
-    /// The tables in the database, by name.
+    /// Tables in the database, by name.
     pub tables: BTreeMap<String, Table>,
     pub pool: Arc<Pool>,
-    /// Manifest changes that the last registration could not apply.
+    /// Manifest changes not applied by the last registration.
     pub unapplied_changes: Vec<String>,
 }
 
-/// Why an app's current manifest is not registered.
+/// Error that keeps an app's current manifest from being registered.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AppError {
     pub slug: Option<String>,
     pub message: String,
 }
 
-/// The state of all apps at a point in time.
+/// State of all apps at a point in time.
 #[derive(Debug, Default, Clone)]
 pub struct AppsSnapshot {
     /// Whether the apps directory has been scanned since the gateway started.
@@ -42,7 +42,7 @@ pub struct AppsSnapshot {
     pub directories: BTreeMap<String, (PathBuf, Manifest)>,
     /// Errors in app directories: invalid manifests by directory name, rejected registrations by slug.
     pub directory_errors: BTreeMap<String, AppError>,
-    /// Errors in stored manifests that are invalid or were rejected, by slug. The apps may have no directory.
+    /// Errors in stored manifests that are invalid or were rejected, by slug. The apps may not have a directory.
     pub stored_errors: BTreeMap<String, AppError>,
 }
 
@@ -53,8 +53,8 @@ impl AppsSnapshot {
         self.directories.contains_key(slug) || self.has_directory_error(slug)
     }
 
-    /// Returns the directory errors with their keys, then the stored-manifest errors. A directory error hides the app's
-    /// stored error, because the directory holds the current manifest.
+    /// Returns the directory errors with their keys, then the stored-manifest errors. A directory error takes
+    /// precedence over the app's stored error, because the directory holds the current manifest.
     pub fn errors(&self) -> impl Iterator<Item = (Option<&str>, &AppError)> {
         let directory_errors = self.directory_errors.iter().map(|(key, error)| (Some(key.as_str()), error));
         let stored_errors =

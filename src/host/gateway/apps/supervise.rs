@@ -1,6 +1,6 @@
-//! Keeps the registry up to date: copies bundled apps, reads directories, registers manifests, and enables their roles'
-//! logins. A single task does all of this, so registrations never run concurrently. It retries for as long as the
-//! gateway is running.
+//! Keeps the registry up to date: copies bundled apps, reads directories, registers manifests and enables role logins.
+//! It's all done by a single task, so registrations never run concurrently. Failures are retried for as long as the
+//! gateway runs.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
@@ -31,15 +31,15 @@ use svc_http::problem::format_chain;
 use svc_machine::epoch::Epoch;
 
 const RESCAN_INTERVAL: Duration = Duration::from_secs(30);
-/// Minimum time between a load of all apps and a reload caused by a rejected login. If a reload does not fix the login,
-/// each request would otherwise cause another one.
+/// Minimum time between loading all apps and reloading them after a rejected login. If reloading doesn't fix the login,
+/// each request would otherwise trigger another reload.
 const MIN_RELOAD_INTERVAL: Duration = Duration::from_secs(3);
 const RETRY_DELAYS: ExponentialBuilder = ExponentialBuilder::new()
     .with_min_delay(Duration::from_millis(200))
     .with_max_delay(Duration::from_secs(5))
     .without_max_times();
 
-/// The supervisor's dependencies and settings.
+/// Supervisor dependencies and settings.
 pub struct SupervisorContext {
     pub layout: Layout,
     pub registry: Arc<Registry>,
@@ -47,7 +47,7 @@ pub struct SupervisorContext {
     pub writers: Arc<Writers>,
     pub kernel: Arc<Kernel>,
     pub epoch: Epoch,
-    /// Timeout for a single statement of an app's role.
+    /// Statement timeout for app roles.
     pub statement_timeout: Duration,
 }
 
@@ -76,7 +76,7 @@ pub async fn supervise(context: SupervisorContext, stop: CancellationToken) {
                 RESCAN_INTERVAL
             }
             Err(error) => {
-                tracing::warn!(error = %format_chain(&error), "cannot set up the apps; retrying");
+                tracing::warn!(error = %format_chain(&error), "cannot set up apps; retrying");
                 retry_delays.next().unwrap_or(RESCAN_INTERVAL)
             }
         };
@@ -92,22 +92,22 @@ pub async fn supervise(context: SupervisorContext, stop: CancellationToken) {
     }
 }
 
-/// Waits until `earliest`, and then for a rejected login, which may already have happened.
+/// Waits until `earliest`, then for a rejected login, which may already have happened.
 async fn wait_for_rejected_login(database: &Database, earliest: Instant) {
     tokio::time::sleep_until(earliest).await;
     database.login_rejected.notified().await;
 }
 
-/// Copies the bundled apps. Where a unit running as the owner's user installs them, the gateway has no write access and
-/// skips this.
+/// Copies the bundled apps. Skipped without write access, in which case a unit running as the owner's user installs
+/// them.
 async fn install_bundled(layout: Layout) {
     let installed = tokio::task::spawn_blocking(move || {
         bundled::can_install(&layout).then(|| bundled::install(&layout)).transpose()
     });
     match installed.await {
         Ok(Ok(skipped)) => skipped.iter().flatten().for_each(bundled::log_skipped),
-        Ok(Err(error)) => tracing::warn!(error = %format_chain(&error), "cannot copy the bundled apps"),
-        Err(error) => tracing::warn!(%error, "cannot copy the bundled apps"),
+        Ok(Err(error)) => tracing::warn!(error = %format_chain(&error), "cannot copy bundled apps"),
+        Err(error) => tracing::warn!(%error, "cannot copy bundled apps"),
     }
 }
 
@@ -117,13 +117,13 @@ struct Supervisor {
     pools: HashMap<Slug, Arc<Pool>>,
     budget: Option<Arc<ConnectionBudget>>,
     snapshot: AppsSnapshot,
-    /// Whether the next round loads all apps from the database. Until then, the apps loaded before remain in use.
+    /// Whether the next round loads all apps from the database. Until then, previously loaded apps remain in use.
     should_load: bool,
-    /// The earliest time at which a rejected login may cause another load.
+    /// Earliest time at which a rejected login may trigger another load.
     next_reload_at: Instant,
-    /// The slug in each directory's last valid manifest, by directory name.
+    /// Slug from each directory's last valid manifest, by directory name.
     last_slugs: HashMap<String, Slug>,
-    /// Manifests that the database rejected.
+    /// Manifests rejected by the database.
     rejected: HashMap<Slug, Manifest>,
 }
 
@@ -147,7 +147,7 @@ impl From<tokio_postgres::Error> for RoundError {
     }
 }
 
-/// Stores the error with which the round ends, and logs the one that it replaces.
+/// Sets the round's error, and logs any error it replaces.
 fn replace_error(result: &mut Result<(), RoundError>, error: RoundError) {
     if let Err(replaced) = std::mem::replace(result, Err(error)) {
         tracing::warn!(error = %format_chain(&replaced), "cannot set up an app; retrying");
@@ -155,8 +155,8 @@ fn replace_error(result: &mut Result<(), RoundError>, error: RoundError) {
 }
 
 impl Supervisor {
-    /// Reads directories first, so that pages are served while the database is unreachable; then updates the database.
-    /// If the directories cannot be read, the stored apps are still loaded: they need no directories.
+    /// Reads the directories first, so that pages are served while the database is unreachable, then updates the
+    /// database. If the directories can't be read, stored apps are still loaded, since they don't need a directory.
     async fn run_round(&mut self) -> Result<(), RoundError> {
         let (manifests, directories_error) = match self.read_directories().await {
             Ok(manifests) => (manifests, None),
@@ -177,14 +177,14 @@ impl Supervisor {
         let mut new_manifests: Vec<Manifest> =
             manifests.into_iter().filter(|m| !self.is_registered(m)).collect();
         if self.context.writers.is_quiesced() {
-            // Creating a table is a write, so these manifests are registered only after the writers have resumed.
+            // Creating tables is a write, so wait until the writers have resumed.
             new_manifests.clear();
         }
         if !self.should_load && new_manifests.is_empty() {
             return Ok(());
         }
         if self.should_load {
-            // Set even if the connection fails: otherwise, each rejected login would start a round at once.
+            // Set even if connecting fails; otherwise, each rejected login would start a round immediately.
             self.next_reload_at = Instant::now() + MIN_RELOAD_INTERVAL;
         }
         let mut client = self.context.database.connect().await?;
@@ -195,7 +195,7 @@ impl Supervisor {
         }
         let mut updated = Ok(());
         for manifest in new_manifests {
-            // `load_apps` may already have registered the same manifest from the database.
+            // `load_apps` may already have registered this manifest from the database.
             if !self.is_registered(&manifest) {
                 match self.register(&mut client, manifest.clone()).await {
                     Ok(rejection) => {
@@ -203,8 +203,8 @@ impl Supervisor {
                         self.snapshot.directory_errors.extend(rejection.map(|error| (slug, error)));
                         self.note_outcome(manifest);
                     }
-                    // If a table of this app is locked, the other apps can still be registered. Without a connection,
-                    // all would fail.
+                    // If one of this app's tables is locked, other apps can still be registered. Without a connection,
+                    // they'd all fail.
                     Err(error) => {
                         replace_error(&mut updated, error);
                         if client.is_closed() {
@@ -217,8 +217,8 @@ impl Supervisor {
         updated
     }
 
-    /// Notes in `activity.log` whether an app could be registered. A rejected manifest is noted only once, even though
-    /// every scan retries it.
+    /// Records in `activity.log` whether an app was registered. Rejected manifests are recorded only once, even though
+    /// every scan retries them.
     fn note_outcome(&mut self, manifest: Manifest) {
         let (slug, version) = (manifest.slug.clone(), manifest.version.clone());
         let outcome = if self.is_registered(&manifest) {
@@ -269,14 +269,14 @@ impl Supervisor {
         self.context.registry.publish(self.snapshot.clone());
     }
 
-    /// Prepares the database, and registers every app that is stored in it, with or without a directory. If one cannot
-    /// be registered, for example because a table is locked, the others still are, and the next round loads all of them
-    /// again. An app that was loaded before is removed only if its stored manifest is missing, invalid or rejected, or
-    /// if the database is not this machine's.
+    /// Prepares the database and registers every app stored in it, with or without a directory. If one can't be
+    /// registered, for example because a table is locked, the others still are, and the next round reloads them all. A
+    /// previously loaded app is removed only if its stored manifest is missing, invalid or rejected, or if the database
+    /// isn't this machine's.
     async fn load_apps(&mut self, client: &mut Client) -> Result<(), RoundError> {
         let identity = database_identity::check_or_adopt(&self.context.layout, client).await;
         if identity.as_ref().is_err_and(IdentityError::is_mismatch) {
-            // No app may use a database that is not this machine's.
+            // Apps must not use another machine's database.
             self.snapshot.is_loaded = false;
             self.snapshot.apps.clear();
         }
@@ -307,7 +307,7 @@ impl Supervisor {
                     }
                 },
                 Err(error) => {
-                    tracing::error!(%slug, %error, "the manifest stored in the database is invalid");
+                    tracing::error!(%slug, %error, "invalid manifest in the database");
                     let message = format!("the manifest stored in the database is invalid: {error}");
                     self.snapshot.apps.remove(&slug);
                     self.snapshot.stored_errors.insert(slug.clone(), AppError { slug: Some(slug), message });
@@ -321,15 +321,16 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Returns the directory's manifest if it is the stored one except for the order of its tables and columns, which
-    /// the database does not keep. Without this, the app would be registered again, with the directory's manifest.
+    /// Returns the directory's manifest if it differs from the stored one only in the order of tables and columns,
+    /// which the database doesn't preserve. Without this, the app would be registered again, with the directory's
+    /// manifest.
     fn restore_declared_order(&self, stored: Manifest) -> Manifest {
         let dir = self.snapshot.directories.get(stored.slug.as_str());
         let declared = dir.map(|(_, manifest)| manifest).filter(|m| m.equals_ignoring_order(&stored));
         declared.cloned().unwrap_or(stored)
     }
 
-    /// Registers one app, or returns the error with which the database rejected it.
+    /// Registers an app. Returns the error if the database rejected it.
     ///
     /// # Errors
     /// A transient database error, or a failure to generate a password. The round must be retried.
@@ -344,7 +345,7 @@ impl Supervisor {
         match register::register(client, &manifest, &password, timeout).await {
             Ok(result) => {
                 for change in &result.unapplied_changes {
-                    tracing::warn!(app = %slug, "the manifest was applied only in part: {change}");
+                    tracing::warn!(app = %slug, "manifest only partially applied: {change}");
                 }
                 tracing::info!(app = %slug, tables = result.tables.len(), "app registered");
                 let tables: BTreeMap<_, _> =
@@ -360,7 +361,7 @@ impl Supervisor {
                 Err(RoundError::Register { slug: slug.to_string(), source })
             }
             Err(error) => {
-                tracing::error!(app = %slug, error = %format_chain(&error), "the database rejected the app");
+                tracing::error!(app = %slug, error = %format_chain(&error), "app rejected by the database");
                 Ok(Some(AppError { slug: Some(slug.to_string()), message: format_chain(&error) }))
             }
         }

@@ -1,4 +1,4 @@
-//! Admits a request if its credential is one that its route accepts.
+//! Admits requests whose credential the route accepts.
 
 use std::sync::Arc;
 
@@ -12,10 +12,10 @@ use svc_http::problem::{Code, Problem};
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Caller(pub Arc<Principal>);
 
-/// Admits a principal that has one of these credentials.
+/// Admits a principal with one of these credentials.
 ///
 /// # Errors
-/// The response to a caller without such a credential.
+/// The response to a request without such a credential.
 #[expect(clippy::result_large_err, reason = "the error is returned to the client at once")]
 pub fn admit(
     credentials: &[Credential],

@@ -1,4 +1,4 @@
-//! The credentials that a route can accept, as the OpenAPI document describes them.
+//! Credentials accepted by routes, as described in the OpenAPI document.
 
 use super::Principal;
 use svc_http::openapi::{Credential, CredentialScheme};
@@ -36,13 +36,13 @@ pub const PLATFORM: Credential = Credential {
                   method and path, and a single-use id.",
 };
 
-/// The owner, and operators with `ADMIN_TOKEN`.
+/// The owner and operators with `ADMIN_TOKEN`.
 pub const OWNER_OR_ADMIN: &[Credential] = &[OWNER, ADMIN];
-/// Callers that may read the owner's apps, files and records.
+/// Callers allowed to read the owner's apps, files and records.
 pub const READERS: &[Credential] = &[OWNER, OWNER_PROCESS, ADMIN];
-/// [`READERS`], and the platform on behalf of its operators. All of these callers may also restore files.
+/// [`READERS`], plus the platform on behalf of its operators. All of them may also restore files.
 pub const READERS_AND_PLATFORM: &[Credential] = &[OWNER, OWNER_PROCESS, ADMIN, PLATFORM];
-/// Callers that may load app pages.
+/// Callers allowed to load app pages.
 pub const VIEWERS: &[Credential] = &[OWNER, OWNER_PROCESS, APP, ADMIN];
 /// All callers except the platform.
 pub const ALL_EXCEPT_PLATFORM: &[Credential] = &[OWNER, OWNER_PROCESS, AGENT, APP, ADMIN];

@@ -1,7 +1,7 @@
-//! The proof keys that this host accepts: the provisioned ones, until the sync agent's file replaces them.
+//! Proof keys accepted by this host: the provisioned ones, until the sync agent's file replaces them.
 //!
-//! The file is checked at most once a second. An invalid file leaves the current keys in place. A file that cannot be
-//! read is retried at the next check.
+//! The file is checked at most once a second. An invalid file leaves the current keys in place; an unreadable one is
+//! retried at the next check.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -25,9 +25,9 @@ pub struct Keyring {
 #[derive(Debug)]
 struct KeyringState {
     keys: Arc<ProofKeys>,
-    /// Incremented when the keys change, so that proofs verified with older keys are dropped from caches.
+    /// Incremented when the keys change, so that caches drop proofs verified with older keys.
     generation: u64,
-    /// The file's stamp when it was last read; `None` if the file did not exist.
+    /// File stamp as of the last read. `None` if the file didn't exist.
     last_stamp: Option<FileStamp>,
     /// Whether the last attempt to read the file failed.
     is_unreadable: bool,
@@ -73,7 +73,7 @@ impl Keyring {
     pub fn current(&self) -> (Arc<ProofKeys>, u64) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if state.checked_at.is_none_or(|at| at.elapsed() >= CHECK_INTERVAL) {
-            // The keys that the first check finds were accepted before the gateway started, so they are not recorded.
+            // Keys found by the first check were accepted before the gateway started, so don't record them.
             let is_first_check = state.checked_at.replace(Instant::now()).is_none();
             let before = state.generation;
             state.reload_if_changed(&self.layout.proof_keys());
@@ -95,9 +95,9 @@ impl KeyringState {
         let text = match fsx::read_if_exists(file) {
             Ok(text) => text,
             Err(error) => {
-                // The error may be transient, so the stamp is not updated, and the next check tries again.
+                // May be transient: keep the old stamp so that the next check retries.
                 if !std::mem::replace(&mut self.is_unreadable, true) {
-                    tracing::warn!(error = %format_chain(&error), "cannot read the proof keys; retrying");
+                    tracing::warn!(error = %format_chain(&error), "cannot read proof keys; retrying");
                 }
                 return;
             }
@@ -113,7 +113,7 @@ impl KeyringState {
             }
             Ok(_) => {}
             Err(error) => {
-                tracing::warn!(file = %file.display(), %error, "proof keys invalid; keeping the current ones");
+                tracing::warn!(file = %file.display(), %error, "invalid proof keys; keeping the current ones");
             }
         }
     }
@@ -169,12 +169,12 @@ mod tests {
     fn unreadable_file_is_retried() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
-        // A directory has metadata, but cannot be read as a file.
+        // Directories have metadata but can't be read as files.
         std::fs::create_dir_all(layout.proof_keys()).unwrap();
         let file = layout.proof_keys();
         let keyring = Keyring::new(keys("first"), layout);
         assert_eq!(current_kids(&keyring), "first");
-        // Without a stamp, the file is read at the next check even if it has not changed.
+        // Without a stamp, the next check reads the file even if it hasn't changed.
         assert_eq!(keyring.state.lock().unwrap().last_stamp, None);
         std::fs::remove_dir(&file).unwrap();
         svc_base::fsx::write_atomic(&file, &serde_json::to_vec(&keys("second")).unwrap(), 0o600).unwrap();

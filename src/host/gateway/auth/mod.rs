@@ -1,6 +1,6 @@
-//! Authentication: resolves the [`Principal`] of each request once.
+//! Authentication: resolves each request's [`Principal`] once.
 //!
-//! A request with an invalid token is rejected; it never falls back to a weaker identity. The owner is determined by
+//! Requests with an invalid token are rejected, never downgraded to a weaker identity. The owner is determined by
 //! provisioning, never by anything in the request.
 
 mod admit;
@@ -26,12 +26,12 @@ use svc_machine::name::IdpUserId;
 pub enum Principal {
     /// The machine's owner.
     Owner { sub: IdpUserId },
-    /// A process of the owner's user on this machine, such as a terminal, without the owner's proof: it may read, use
-    /// the bridge and restore files, but not, for example, change limits or start dispatches.
+    /// A process of the owner's user on this machine, such as a terminal, without the owner's proof. May read, use the
+    /// bridge and restore files, but not change limits or start dispatches, for example.
     OwnerProcess { sub: IdpUserId },
-    /// An agent running for a dispatch: it may use the bridge for these apps.
+    /// An agent running for a dispatch. May use the bridge for these apps.
     Agent { dispatch: String, apps: Arc<[String]> },
-    /// An app, by its slug: it may use its own tables and load its own pages.
+    /// An app, by slug. May use its own tables and load its own pages.
     App { slug: String },
     /// The platform, on routes that accept [`PLATFORM`]: `/_svc/internal/…`, `/api/usage`, and most of `/api/files`.
     Platform,
@@ -44,41 +44,41 @@ pub enum Principal {
 pub enum Ingress {
     /// The TLS port: callers are identified by a proof or a token.
     Public,
-    /// The Unix socket of the machine's own users, who are identified by peer credentials.
+    /// The Unix socket for the machine's own users, identified by peer credentials.
     Trusted,
-    /// The Unix socket for agents: accepts only an agent's token.
+    /// The Unix socket for agents: only agent tokens are accepted.
     Agents,
 }
 
-/// A request's principal, and its proof's route, if it has a proof.
+/// A request's principal, and the route of its proof, if any.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Authentication {
     pub principal: Principal,
     pub route: Option<Route>,
 }
 
-/// The reason that a request could not be authenticated.
+/// Errors from authenticating a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum AuthFailure {
     #[error("no credential")]
     Missing,
-    #[error("the credential is not valid")]
+    #[error("invalid credential")]
     InvalidCredential,
-    #[error("the credential is for another user")]
+    #[error("credential belongs to another user")]
     WrongUser,
-    #[error("processes of this user may not use the socket")]
+    #[error("user not allowed on this socket")]
     UntrustedPeer,
-    #[error("an agent must present its token")]
+    #[error("missing agent token")]
     AgentWithoutToken,
-    #[error("the app is not installed")]
+    #[error("app not installed")]
     AppNotInstalled,
-    #[error("the apps are not loaded yet")]
+    #[error("apps not loaded yet")]
     AppsNotLoaded,
-    #[error("the proof is for a different request")]
+    #[error("proof is for a different request")]
     RequestMismatch,
-    #[error("the proof was used before")]
+    #[error("proof already used")]
     Replayed,
-    #[error("too many internal requests in a short time")]
+    #[error("too many recent internal requests")]
     ReplayCacheFull,
     #[error("the issuer's keys cannot be fetched")]
     KeysUnavailable,

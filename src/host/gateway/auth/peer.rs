@@ -1,4 +1,4 @@
-//! Identifies the peer process on one of the machine's own sockets, using only kernel data.
+//! Identifies peer processes on the machine's own sockets, using only kernel data.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -8,7 +8,7 @@ use nix::unistd::geteuid;
 
 use svc_host::system::unix_socket::PeerCredentials;
 
-/// The slice of the agent units (`systemd/system/svc-agent@.service`).
+/// Slice of the agent units (`systemd/system/svc-agent@.service`).
 const AGENTS_SLICE: &str = "svcagents.slice";
 
 /// A local process's trust class.
@@ -27,7 +27,7 @@ pub enum Peer {
 /// Classifies local processes by trust.
 pub struct PeerClassifier {
     gateway_uid: u32,
-    /// A directory owned by the owner's user, in a directory that only root can write to.
+    /// A directory owned by the owner's user, inside one that only root can write to.
     owners_dir: PathBuf,
     proc: PathBuf,
 }
@@ -37,7 +37,7 @@ impl PeerClassifier {
         Self { gateway_uid: geteuid().as_raw(), owners_dir, proc: PathBuf::from("/proc") }
     }
 
-    /// Classifies a connection's peer process. Without credentials, it is untrusted.
+    /// Classifies a connection's peer process. Without credentials, it's untrusted.
     pub fn classify(&self, credentials: Option<PeerCredentials>) -> Peer {
         let Some(PeerCredentials { uid: Some(uid), pid }) = credentials else { return Peer::Untrusted };
         if uid == 0 || uid == self.gateway_uid {
@@ -49,7 +49,7 @@ impl PeerClassifier {
         Peer::Untrusted
     }
 
-    /// A process cannot leave its cgroup. One that has already exited cannot be checked, so it counts as an agent,
+    /// Processes can't leave their cgroup. One that has already exited can't be checked, so it's treated as an agent,
     /// which has fewer permissions.
     fn is_agent(&self, pid: Option<i32>) -> bool {
         let Some(pid) = pid else { return true };
@@ -58,7 +58,7 @@ impl PeerClassifier {
     }
 }
 
-/// `groups` is the content of `/proc/PID/cgroup`: lines `hierarchy:controllers:path`.
+/// `groups` is the contents of `/proc/PID/cgroup`: `hierarchy:controllers:path` lines.
 fn is_in_agents_slice(groups: &str) -> bool {
     let paths = groups.lines().filter_map(|line| line.splitn(3, ':').nth(2));
     paths.map(Path::new).any(|path| path.components().any(|part| part.as_os_str() == AGENTS_SLICE))
@@ -69,7 +69,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn classify_uses_uid_and_control_group() {
+    fn classify_uses_uid_and_cgroup() {
         let dir = tempfile::tempdir().unwrap();
         let owner = fs::metadata(dir.path()).unwrap().uid();
         for (pid, group) in

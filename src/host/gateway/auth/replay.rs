@@ -1,6 +1,6 @@
 //! Replay protection: remembers the ids of single-use proofs until they expire.
 //!
-//! Memory is bounded: when the cache is full of unexpired ids, new ids are rejected; no id is evicted early.
+//! Memory is bounded: once the cache is full of unexpired ids, new ids are rejected rather than evicting old ones.
 
 use std::collections::HashMap;
 
@@ -14,11 +14,11 @@ pub struct ReplayCache {
     expires_at: HashMap<String, i64>,
 }
 
-/// The result of a replay check.
+/// Result of a replay check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReplayCheck {
     Accepted,
-    /// The id was recorded before.
+    /// The id was already recorded.
     Replayed,
     /// The id is empty or too long.
     InvalidId,
@@ -27,7 +27,7 @@ pub enum ReplayCheck {
 }
 
 impl ReplayCache {
-    /// Records `id`, which is valid until `expires_at`, at time `now`; both in Unix seconds.
+    /// Records `id`, valid until `expires_at`, at time `now`. Times are in Unix seconds.
     pub fn record(&mut self, id: &str, expires_at: i64, now: i64) -> ReplayCheck {
         if id.is_empty() || id.len() > MAX_ID_BYTES {
             return ReplayCheck::InvalidId;

@@ -1,4 +1,4 @@
-//! Resolves the principal from a request's head and its listener.
+//! Resolves the principal from a request's head and listener.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -25,7 +25,7 @@ use svc_http::jwt::{JwtError, Verifier};
 use svc_http::proof::{self, Claims, LEEWAY_SECONDS, Route};
 use svc_machine::name::IdpUserId;
 
-/// Maximum number of cached verified proofs; the platform reuses a proof for several seconds.
+/// Maximum number of cached verified proofs. The platform reuses a proof for several seconds.
 const MAX_VERIFIED_PROOFS: usize = 4096;
 
 /// Resolves the principal of each request.
@@ -53,7 +53,7 @@ struct VerifiedProofs {
 
 impl PrincipalResolver {
     /// # Errors
-    /// The HTTP client for the identity provider's keys cannot be created.
+    /// The HTTP client for the identity provider's keys can't be created.
     pub fn new(config: &Config, bridge_tokens: Arc<BridgeTokens>) -> anyhow::Result<Self> {
         let owner = match &config.owner {
             ConfiguredOwner::Provisioned { identity, proof_keys } => Owner::Provisioned {
@@ -89,8 +89,7 @@ impl PrincipalResolver {
         }
     }
 
-    /// Resolves the principal of a request. Counts verified credentials, and all failures except
-    /// [`AuthFailure::Missing`].
+    /// Resolves a request's principal, counting verified credentials and all failures except [`AuthFailure::Missing`].
     ///
     /// # Errors
     /// See [`AuthFailure`]. An invalid token is always an error.
@@ -199,7 +198,7 @@ impl PrincipalResolver {
         }
     }
 
-    /// Checks that an internal proof is for this request, and records it, because it is valid only once.
+    /// Checks that an internal proof is for this request, and records it, since it's single-use.
     fn consume_proof(&self, claims: &Claims, head: &Parts, now: Timestamp) -> Result<(), AuthFailure> {
         let matches_request = claims.method.as_deref() == Some(head.method.as_str())
             && claims.path.as_deref() == Some(head.uri.path());
@@ -216,9 +215,9 @@ impl PrincipalResolver {
         }
     }
 
-    /// A bearer token is the admin token or a token from the issuer; anything else is rejected, regardless of other
-    /// credentials. On the public port, the admin token requires a proof as well. If a request has both a proof and a
-    /// token from the issuer, the proof determines the principal.
+    /// Accepts the admin token or an issuer token; anything else is rejected, regardless of other credentials. On the
+    /// public port, the admin token also requires a proof. If a request has both a proof and an issuer token, the proof
+    /// determines the principal.
     async fn authenticate_bearer(
         &self,
         credential: &str,
@@ -260,7 +259,7 @@ impl PrincipalResolver {
         admin.expose_secret().as_bytes().ct_eq(token.as_bytes()).into()
     }
 
-    /// On the agents' socket, only the token of a running agent is accepted.
+    /// The agents' socket accepts only tokens of running agents.
     fn authenticate_agent(&self, headers: &HeaderMap) -> Result<Authentication, AuthFailure> {
         let credential =
             single_header(headers, header::AUTHORIZATION.as_str())?.ok_or(AuthFailure::AgentWithoutToken)?;
@@ -292,8 +291,7 @@ impl PrincipalResolver {
     }
 }
 
-/// Returns the single value of a header. Several values, or a value that is not text, are rejected, not treated as
-/// absent.
+/// Returns a header's only value. Multiple or non-text values are rejected, not treated as absent.
 fn single_header<'a>(headers: &'a HeaderMap, name: &str) -> Result<Option<&'a str>, AuthFailure> {
     let mut values = headers.get_all(name).iter();
     let Some(first) = values.next() else { return Ok(None) };

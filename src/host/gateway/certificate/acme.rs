@@ -1,5 +1,4 @@
-//! Requests a certificate for the machine's key from a certificate authority, over ACME (RFC 8555) with the TLS-ALPN-01
-//! challenge.
+//! Obtains a certificate for the machine's key over ACME (RFC 8555), using the TLS-ALPN-01 challenge.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -33,16 +32,16 @@ const TIMEOUTS: Timeouts = Timeouts {
     idle: Duration::from_secs(30),
 };
 const MAX_RESPONSE_BYTES: usize = 256 << 10;
-/// Timeout for a whole certificate request.
+/// Timeout for the whole issuance.
 const ISSUE_TIMEOUT: Duration = Duration::from_secs(300);
 const POLL_POLICY: RetryPolicy = RetryPolicy::new().timeout(Duration::from_secs(90));
 /// Cap on the authority's `Retry-After`: longer than any certificate request takes.
 const MAX_RETRY_AFTER_SECONDS: u64 = 3600;
-/// The error types for an account that the authority no longer has, or that was deactivated.
+/// Error types for an account that was deactivated or that the authority no longer has.
 const ACCOUNT_ERRORS: [&str; 2] =
     ["urn:ietf:params:acme:error:accountDoesNotExist", "urn:ietf:params:acme:error:unauthorized"];
 
-/// The issuance of a certificate for the machine's host name.
+/// Issues a certificate for the machine's host name.
 pub struct CertificateIssuance<'a> {
     pub layout: &'a Layout,
     pub settings: &'a AcmeSettings,
@@ -52,12 +51,12 @@ pub struct CertificateIssuance<'a> {
 }
 
 impl CertificateIssuance<'_> {
-    /// Orders a certificate and returns its chain in PEM, which the caller must check.
+    /// Orders a certificate and returns its PEM chain, which the caller must check.
     ///
     /// # Errors
-    /// The authority cannot be reached, refuses a step, or does not issue a certificate within [`ISSUE_TIMEOUT`]; the
-    /// account's file cannot be read, written or removed; or the configured key of the external account is invalid.
-    /// The error contains no secrets.
+    /// The authority is unreachable, refuses a step, or doesn't issue a certificate within [`ISSUE_TIMEOUT`]; the
+    /// account file can't be read, written or removed; or the configured external account key is invalid. Errors never
+    /// contain secrets.
     pub async fn issue(&self) -> anyhow::Result<String> {
         let issuing = tokio::time::timeout(ISSUE_TIMEOUT, self.complete_order());
         issuing.await.map_err(|_| anyhow!("the authority did not issue a certificate within 5 minutes"))?
@@ -77,7 +76,7 @@ impl CertificateIssuance<'_> {
         match ready {
             Ok(OrderStatus::Ready) => {}
             Ok(_) | Err(Error::Api(_)) => return Err(self.explain_refusal(&mut order, ready.err()).await),
-            Err(error) => return Err(error).context("failed while waiting for the validation of the name"),
+            Err(error) => return Err(error).context("failed while waiting for name validation"),
         }
         let request = create_signing_request(self.name, self.key_pem)?;
         order
@@ -107,7 +106,7 @@ impl CertificateIssuance<'_> {
                 status => bail!("the order's authorization is {status:?}"),
             }
             let Some(mut challenge) = authorization.challenge(ChallengeType::TlsAlpn01) else {
-                bail!("the authority does not offer validation with tls-alpn-01");
+                bail!("the authority does not offer the tls-alpn-01 challenge");
             };
             let digest = challenge.key_authorization().digest();
             guards.push(self.resolver.respond_to_challenge(self.name, digest.as_ref())?);
@@ -117,14 +116,14 @@ impl CertificateIssuance<'_> {
             }
         }
         match start_error {
-            // The authority may have validated, and failed, before it responded.
+            // Validation may already have run, and failed, before the authority responded.
             Some(error) => Err(self.explain_refusal(order, Some(error)).await),
             None => Ok(guards),
         }
     }
 
-    /// Returns an error with the authority's reason. The reason is read from the failed challenge if there is one,
-    /// because the order's own error has no detail.
+    /// Returns an error with the authority's reason, taken from the failed challenge if there is one: the order's own
+    /// error lacks the detail.
     async fn explain_refusal(&self, order: &mut Order, error: Option<Error>) -> anyhow::Error {
         let mut authorizations = order.authorizations();
         while let Some(Ok(mut authorization)) = authorizations.next().await {
@@ -141,8 +140,8 @@ impl CertificateIssuance<'_> {
         }
     }
 
-    /// Opens the stored account and updates its contact. If no account is stored for these settings, creates an account
-    /// and stores it before it is used.
+    /// Opens the stored account and updates its contact. If there is none for these settings, creates one and persists
+    /// it before use.
     async fn open_account(&self) -> anyhow::Result<Account> {
         let settings = self.settings;
         let contact: Vec<&str> = settings.contact.iter().map(String::as_str).collect();
@@ -154,7 +153,7 @@ impl CertificateIssuance<'_> {
             let account = account.context("cannot reach the authority's directory")?;
             if stored.contact != settings.contact {
                 let updated = account.update_contacts(&contact).await;
-                updated.context("cannot change the contact of the ACME account")?;
+                updated.context("cannot update the ACME account's contact")?;
                 stored.contact.clone_from(&settings.contact);
                 stored.write(self.layout)?;
             }
@@ -166,7 +165,7 @@ impl CertificateIssuance<'_> {
         let external = settings.external_account.as_ref().map(external_account_key).transpose()?;
         let builder = Account::builder_with_http(http_client()?);
         let created = builder.create(&new_account, settings.directory_url.clone(), external.as_ref()).await;
-        let (account, credentials) = created.context("cannot create an account with the authority")?;
+        let (account, credentials) = created.context("cannot create an ACME account")?;
         StoredAccount::new(settings, &credentials)?.write(self.layout)?;
         Ok(account)
     }
@@ -182,11 +181,11 @@ fn is_account_refused(error: &anyhow::Error) -> bool {
 
 fn external_account_key(external: &ExternalAccount) -> anyhow::Result<ExternalAccountKey> {
     let key = external.hmac_key.expose_secret().trim_end_matches('=');
-    let key = URL_SAFE_NO_PAD.decode(key).map_err(|_| anyhow!("ACME_EAB_HMAC_KEY is not base64url"))?;
+    let key = URL_SAFE_NO_PAD.decode(key).map_err(|_| anyhow!("ACME_EAB_HMAC_KEY is not valid base64url"))?;
     Ok(ExternalAccountKey::new(external.key_id.clone(), &key))
 }
 
-/// The content of `acme-account.json`.
+/// Contents of `acme-account.json`.
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct StoredAccount {
@@ -207,7 +206,7 @@ impl StoredAccount {
         })
     }
 
-    /// A file that cannot be parsed counts as missing: a new account costs nothing.
+    /// Treats an unparsable file as missing: a new account costs nothing.
     fn read(layout: &Layout) -> anyhow::Result<Option<Self>> {
         Ok(fsx::read_if_exists(&layout.acme_account())?.and_then(|text| serde_json::from_slice(&text).ok()))
     }
@@ -243,7 +242,7 @@ async fn send(client: reqwest::Client, request: Request<BodyWrapper<Bytes>>) -> 
     let to_acme_error = |error: reqwest::Error| Error::Other(Box::new(error));
     let (parts, body) = request.into_parts();
     if parts.uri.scheme_str() != Some("https") {
-        return Err(Error::Other("the authority returned a URL without https://".into()));
+        return Err(Error::Other("the authority returned a non-https URL".into()));
     }
     let Ok(body) = body.collect().await.map(Collected::to_bytes);
     let call = client.request(parts.method, parts.uri.to_string()).headers(parts.headers).body(body);
@@ -251,7 +250,7 @@ async fn send(client: reqwest::Client, request: Request<BodyWrapper<Bytes>>) -> 
     let (mut head, ()) = http::Response::new(()).into_parts();
     head.status = response.status();
     head.headers = std::mem::take(response.headers_mut());
-    // The library adds the delay to the current time, and the sum must not overflow.
+    // Cap the delay: the library adds it to the current time, which must not overflow.
     let retry_after =
         head.headers.get(RETRY_AFTER).and_then(|value| value.to_str().ok()?.parse::<u64>().ok());
     if retry_after.is_some_and(|seconds| seconds > MAX_RETRY_AFTER_SECONDS) {

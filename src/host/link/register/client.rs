@@ -1,5 +1,5 @@
-//! The client for calls that a machine makes with its registration token. The calls are idempotent, so one without a
-//! response, or with a temporary error, is retried until its timeout.
+//! Client for calls authenticated with the machine's registration token. All calls are idempotent, so they are retried
+//! on connection failures and transient errors until their timeout.
 
 use std::time::Duration;
 
@@ -17,17 +17,17 @@ use svc_http::request_id;
 use svc_machine::id::MachineId;
 use svc_wire::registration::{BootFailureReport, BootStageReport, RegistrationResponse};
 
-/// The reason a call failed.
+/// Errors from calls to the platform.
 #[derive(Debug, thiserror::Error)]
 pub enum RegistrationError {
     #[error("could not create the HTTP client")]
     Client(#[source] anyhow::Error),
-    /// 401: the token is wrong, expired, or was used with a different body.
-    #[error("the platform rejected this machine's registration token: {detail}")]
+    /// 401: the token is invalid, expired, or was already used with a different body.
+    #[error("platform rejected the registration token: {detail}")]
     TokenRejected { detail: String },
-    #[error("the platform responded with {status}: {detail}")]
+    #[error("platform responded with {status}: {detail}")]
     UnexpectedResponse { status: StatusCode, detail: String },
-    #[error("the platform was unavailable until the timeout: {last}")]
+    #[error("platform unavailable, retries exhausted: {last}")]
     Unavailable { last: String },
 }
 
@@ -37,7 +37,7 @@ pub struct RegistrationClient<'a> {
     token: &'a SecretString,
 }
 
-/// The result of one attempt: final, or a temporary error after which the call is retried.
+/// Outcome of a single attempt: either final, or a transient error to retry.
 enum PostAttempt<T> {
     Done(Result<T, RegistrationError>),
     Retry(String),
@@ -45,13 +45,13 @@ enum PostAttempt<T> {
 
 impl<'a> RegistrationClient<'a> {
     /// # Errors
-    /// If the HTTP client cannot be created.
+    /// If the HTTP client can't be created.
     pub fn new(platform: &'a PlatformAccess, token: &'a SecretString) -> Result<Self, RegistrationError> {
         let client = client::build(Timeouts::CALL).map_err(RegistrationError::Client)?;
         Ok(Self { client, platform, token })
     }
 
-    /// Sends the registration until the platform accepts or rejects it, or the timeout passes.
+    /// Registers the machine, retrying until the platform accepts or rejects it or `timeout` elapses.
     pub async fn register(
         &self,
         body: &str,
@@ -90,7 +90,7 @@ impl<'a> RegistrationClient<'a> {
             match self.try_post(&url, body).await {
                 PostAttempt::Done(result) => return result,
                 PostAttempt::Retry(last) => {
-                    tracing::warn!(error = last, "the call to the platform failed; retrying");
+                    tracing::warn!(error = last, "platform call failed; retrying");
                     backoff.pause().await.map_err(|_| RegistrationError::Unavailable { last })?;
                 }
             }
@@ -109,9 +109,9 @@ impl<'a> RegistrationClient<'a> {
             Err(error) => return PostAttempt::Retry(svc_http::problem::format_chain(&error)),
         };
         let status = response.status();
-        // The body is not read: the status alone makes the error temporary, and a proxy's error page can exceed the
+        // Don't read the body: the status alone makes the error transient, and a proxy's error page can exceed the
         // limit.
-        if is_temporary(status) {
+        if is_transient(status) {
             return PostAttempt::Retry(status.to_string());
         }
         let body = match read_body(response).await {
@@ -140,7 +140,7 @@ impl<'a> RegistrationClient<'a> {
     }
 }
 
-fn is_temporary(status: StatusCode) -> bool {
+fn is_transient(status: StatusCode) -> bool {
     status.is_server_error() || matches!(status, StatusCode::TOO_MANY_REQUESTS | StatusCode::REQUEST_TIMEOUT)
 }
 
@@ -148,7 +148,7 @@ fn to_json(report: &impl Serialize) -> String {
     serde_json::to_string(report).expect("plain fields serialize to JSON")
 }
 
-/// Returns the problem's `detail`, or "no detail" if it is empty.
+/// Returns the problem's `detail`, or "no detail" if it's empty.
 fn problem_detail(body: &[u8]) -> String {
     let detail = ProblemBody::parse(body).detail;
     if detail.is_empty() { "no detail".to_owned() } else { detail }

@@ -1,4 +1,4 @@
-//! Reports a failed boot in one bounded line, without this machine's secrets.
+//! Reports a failed boot as a single bounded line, with this machine's secrets redacted.
 
 use std::time::Duration;
 
@@ -16,15 +16,15 @@ use svc_wire::registration::{BootFailureReport, BootStageName};
 
 const MAX_MESSAGE_CHARS: usize = 500;
 const REPORT_TIMEOUT: Duration = Duration::from_secs(60);
-/// Shorter values are not secrets, and redacting them would garble the message.
+/// Shorter values aren't secrets, and redacting them would garble the message.
 const MIN_SECRET_BYTES: usize = 6;
 const REDACTED: &str = "[hidden]";
 
 /// Reports the failed boot to the platform.
 ///
 /// # Errors
-/// [`Failure`]: exit code 78 if the configuration is invalid or the HTTP client cannot be created, 77 if the platform
-/// rejects the token, 75 if it is unavailable until the timeout, 70 after any other response.
+/// [`Failure`]: exit code 78 if the configuration is invalid or the HTTP client can't be created, 77 if the platform
+/// rejects the token, 75 if it stays unavailable until the timeout, 70 for any other response.
 pub async fn report(layout: &Layout, stage: BootStageName, message: &str) -> Result<(), Failure> {
     let mut env = config::environment(layout);
     let identity = Identity::read(&mut env);
@@ -38,7 +38,7 @@ pub async fn report(layout: &Layout, stage: BootStageName, message: &str) -> Res
     platform.report_boot_failure(identity.machine, &report, REPORT_TIMEOUT).await.map_err(super::to_failure)
 }
 
-/// Reads the secrets from the env files of the machine's services.
+/// Collects the secrets from the env files of this machine's services.
 fn read_secrets(env: &mut Env) -> Vec<SecretString> {
     const VARIABLES: [&Variable; 6] = [
         &vars::REGISTRATION_TOKEN,
@@ -59,7 +59,7 @@ fn read_secrets(env: &mut Env) -> Vec<SecretString> {
 fn redact(message: &str, secrets: &[SecretString]) -> String {
     let mut message = message.to_owned();
     let mut secrets: Vec<&str> = secrets.iter().map(SecretString::expose_secret).collect();
-    // Longest first, because one secret may contain another.
+    // Longest first, as one secret may contain another.
     secrets.sort_by_key(|secret| std::cmp::Reverse(secret.len()));
     for secret in secrets.into_iter().filter(|secret| secret.len() >= MIN_SECRET_BYTES) {
         message = message.replace(secret, REDACTED);

@@ -1,7 +1,7 @@
-//! `svc-register`: registers this machine once, and reports the progress or failure of its boot.
+//! `svc-register`: registers this machine once, and reports boot progress or failure.
 //!
-//! This module contains the command line, the configuration and the sequence of steps. A retry after a lost response or
-//! a restart sends the identical bytes, which `RegistrationState` stores.
+//! This module holds the command line, the configuration and the sequence of steps. Retries after a lost response or a
+//! restart resend the exact bytes persisted in `RegistrationState`.
 
 mod client;
 mod failure;
@@ -35,7 +35,7 @@ use svc_machine::name::ImageVersion;
 use svc_store::bundle;
 use svc_wire::registration::{BootStageName, Registration, RestoredFiles};
 
-/// The fail points in a registration.
+/// Fail points hit during registration.
 pub const FAILPOINTS: &[&str] =
     &["register.begin", "register.ready", "register.written", "register.accepted"];
 
@@ -76,7 +76,7 @@ fn stage_parser() -> impl TypedValueParser<Value = BootStageName> {
         .try_map(|name| name.parse::<BootStageName>())
 }
 
-/// Returns the command-line definition, from which the reference pages are generated.
+/// Returns the clap command, from which the reference pages are generated.
 pub fn command() -> clap::Command {
     <Args as clap::CommandFactory>::command()
 }
@@ -120,13 +120,13 @@ impl RegisterConfig {
         let platform = PlatformAccess::read(env, layout);
         let token = env.required_secret(&vars::REGISTRATION_TOKEN);
         let listen = env.or_default(&vars::GATEWAY_LISTEN);
-        // On a machine, the variable is in root's `update.env`, which this user cannot read. It is needed only if no
-        // release is installed.
+        // On a machine, this is set in root's `update.env`, which we can't read. Only needed if no release is
+        // installed.
         let configured_digest = env.optional::<String>(&vars::SVC_BUNDLE_SHA256);
         let version = config::read_image_version(env);
         let gateway_timeout = Duration::from_secs(env.or_default(&vars::REGISTER_GATEWAY_DEADLINE_SECONDS));
         let platform_timeout = Duration::from_secs(env.or_default(&vars::REGISTER_PLATFORM_DEADLINE_SECONDS));
-        // The installed release is registered, even if user-data names a different one.
+        // Register the installed release, even if user-data names a different one.
         let version = release::current_version(layout).or(version);
         let installed_digest =
             version.as_ref().and_then(|version| release::read_digest(&layout.release(version)).ok()?);
@@ -198,8 +198,8 @@ fn to_failure(error: RegistrationError) -> Failure {
     Failure::new(exit, error)
 }
 
-/// Waits until the gateway is ready, and returns the pin of its key. The gateway creates the key at its first start,
-/// and only a working gateway is registered.
+/// Waits for the gateway to become ready and returns its SPKI pin. The gateway generates its key on first start, and we
+/// only register a working gateway.
 async fn wait_for_gateway(layout: &Layout, config: &RegisterConfig) -> Result<SpkiPin, Failure> {
     let deadline = Instant::now() + config.gateway_timeout;
     loop {
@@ -210,26 +210,25 @@ async fn wait_for_gateway(layout: &Layout, config: &RegisterConfig) -> Result<Sp
         }
         if Instant::now() > deadline {
             let seconds = config.gateway_timeout.as_secs();
-            let error = anyhow::anyhow!("the gateway at {} was not ready within {seconds} s", config.listen);
+            let error = anyhow::anyhow!("gateway at {} not ready within {seconds} s", config.listen);
             return Err(Failure::new(Exit::TryAgain, error));
         }
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
 }
 
-/// Measures the time since cloud-init wrote `boot.env` from user-data, in milliseconds. Called when the gateway is
-/// ready.
+/// Returns the milliseconds since cloud-init wrote `boot.env` from user-data. Call once the gateway is ready.
 fn measure_boot_ms(layout: &Layout) -> Option<u64> {
     let written = std::fs::metadata(layout.boot_env()).ok()?.modified().ok()?;
     u64::try_from(written.elapsed().ok()?.as_millis()).ok()
 }
 
-/// Logs an error if the gateway's key has changed: the platform accepts only the registered key, so it can no longer
+/// Logs an error if the gateway's key has changed. The platform only accepts the registered key, so it can no longer
 /// reach this machine.
 fn log_if_key_changed(layout: &Layout, registered: &RegistrationState) {
     if let Ok(Some(pin)) = probe::read_pin(layout)
         && !registered.has_pin(pin)
     {
-        tracing::error!("the gateway's TLS key is not the registered one: recover the slot");
+        tracing::error!("gateway TLS key differs from the registered one: recover the slot");
     }
 }

@@ -1,4 +1,4 @@
-//! Reports a boot stage. The report is informational: a failure is logged and does not stop the boot.
+//! Reports a boot stage. Best effort: failures are logged and don't stop the boot.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use crate::system::vars;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_wire::registration::{BootStageName, BootStageReport};
 
-/// Maximum delay that one report adds to the boot.
+/// Upper bound on the delay a report can add to the boot.
 const REPORT_TIMEOUT: Duration = Duration::from_secs(3);
 
 pub async fn report(layout: &Layout, stage: BootStageName) {
@@ -23,7 +23,7 @@ pub async fn report(layout: &Layout, stage: BootStageName) {
         tracing::warn!(
             %stage,
             error = format!("{:#}", failure.error),
-            "could not report the boot stage to the platform"
+            "could not report boot stage"
         );
     }
 }
@@ -36,7 +36,7 @@ async fn send_stage(layout: &Layout, stage: BootStageName) -> Result<(), Failure
     let ((identity, platform), token) = env.finish(identity.zip(platform).zip(token))?;
     let state = RegistrationState::read(layout).or_exit(Exit::Internal)?;
     if state.is_some_and(|state| state.is_registered(identity.machine)) {
-        // The machine registered during an earlier boot, and its token has been used.
+        // Already registered during an earlier boot, which used up the token.
         return Ok(());
     }
     let report = BootStageReport { stage: stage.into(), progress: None };

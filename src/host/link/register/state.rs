@@ -1,7 +1,7 @@
-//! `var/lib/svc/register.json`: the registration request as it was first sent, and its result.
+//! `var/lib/svc/register.json`: the registration request as first sent, and its outcome.
 //!
-//! The platform accepts one body per machine, and accepts that body again. Therefore the body is written to disk before
-//! the first call.
+//! The platform accepts a single body per machine, but accepts it repeatedly, so we persist the body before the first
+//! call.
 
 use serde::{Deserialize, Serialize};
 
@@ -12,8 +12,7 @@ use svc_http::tls::SpkiPin;
 use svc_machine::id::MachineId;
 use svc_wire::registration::Registration;
 
-/// Returns whether both registrations are equal, ignoring the boot time.
-fn are_equal_except_boot_time(a: &Registration, b: &Registration) -> bool {
+fn eq_ignoring_boot_time(a: &Registration, b: &Registration) -> bool {
     let without_time = |registration: &Registration| Registration { boot_ms: None, ..registration.clone() };
     without_time(a) == without_time(b)
 }
@@ -23,32 +22,32 @@ fn are_equal_except_boot_time(a: &Registration, b: &Registration) -> bool {
 pub struct RegistrationState {
     version: u32,
     machine_id: MachineId,
-    /// The request's exact text.
+    /// Exact text of the request.
     sent: String,
     registered_at: Option<String>,
 }
 
 impl RegistrationState {
-    /// Reads the file; `None` if it does not exist, has another version, or is malformed. Registration then creates a
-    /// new request.
+    /// Reads the state file. Returns `None` if it's missing, malformed, or of a different version; registration then
+    /// creates a new request.
     ///
     /// # Errors
-    /// If the file exists and cannot be read.
+    /// If the file exists but can't be read.
     pub fn read(layout: &Layout) -> Result<Option<Self>, FileError> {
         let text = fsx::read_if_exists(&layout.registration())?;
         let parsed = text.and_then(|text| serde_json::from_slice(&text).ok());
         Ok(parsed.filter(|state: &Self| state.version == 1))
     }
 
-    /// Returns the earlier request if it differs from `body` at most in the boot time. Otherwise creates a new one, and
-    /// writes it to disk.
+    /// Reuses the earlier request if it matches `body` apart from the boot time; otherwise creates and persists a new
+    /// one.
     pub fn reuse_or_create(
         layout: &Layout,
         earlier: Option<Self>,
         body: &Registration,
     ) -> Result<Self, FileError> {
         if let Some(earlier) = earlier
-            && earlier.body().is_some_and(|sent| are_equal_except_boot_time(&sent, body))
+            && earlier.body().is_some_and(|sent| eq_ignoring_boot_time(&sent, body))
         {
             return Ok(earlier);
         }

@@ -1,4 +1,4 @@
-//! Applies the platform's response to a heartbeat on this machine.
+//! Applies the platform's heartbeat response to this machine.
 
 use secrecy::{ExposeSecret, SecretString};
 use serde::Serialize;
@@ -23,8 +23,7 @@ use svc_machine::id::MachineId;
 use svc_machine::name::ImageVersion;
 use svc_wire::heartbeat as wire;
 
-/// Records that this machine has been replaced or deleted. The gateway, the backups and the sync agent stop once the
-/// file exists.
+/// Marks this machine as replaced or deleted. The gateway, backups and sync agent stop once the file exists.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct SupersededRecord {
@@ -44,8 +43,8 @@ impl SupersededRecord {
     }
 }
 
-/// Stores the delivered epoch, keys, certificate settings, token and update request. If this machine has been replaced
-/// or deleted, stores nothing and returns a record of it, which the caller must write.
+/// Stores the epoch, keys, certificate settings, token and update request from a heartbeat response. If this machine
+/// has been replaced or deleted, doesn't store anything and returns a record for the caller to write.
 pub fn apply_response(
     config: &SyncConfig,
     HeartbeatReply { response, accepted }: HeartbeatReply,
@@ -62,7 +61,7 @@ pub fn apply_response(
     if let Some(epoch) = response.epoch {
         epoch::raise(&config.layout, config.identity.epoch, epoch)?;
     }
-    // An empty key set would lock the platform out, so it is ignored.
+    // Ignore an empty key set: it would lock the platform out.
     if let Some(keys) = response.proof_keys.filter(|keys| !keys.keys.is_empty()) {
         let keys = keys.keys.into_iter().map(|wire::ProofKey { kid, x }| ProofKey { kid, x });
         store_proof_keys(&config.layout, &ProofKeys { keys: keys.collect() })?;
@@ -70,22 +69,22 @@ pub fn apply_response(
     if let Some(settings) = &response.certificate
         && let Err(error) = certificate::write_settings(&config.layout, settings)
     {
-        tracing::error!(error = %format_chain(&error), "could not store the certificate settings");
+        tracing::error!(error = %format_chain(&error), "could not store certificate settings");
     }
-    // The current token remains valid, so the rest of the response is applied even after an error.
+    // Not fatal: the current token remains valid, so the rest of the response still applies.
     if let Err(error) = store_next_token(config, response.next_token.as_ref(), accepted.as_ref()) {
-        tracing::error!(error = %format_chain(&error), "could not store this machine's next token");
+        tracing::error!(error = %format_chain(&error), "could not store next token");
     }
     if let Some(desired) = response.desired_image_version {
-        // An invalid id is dropped here, because the updater would not store it with the outcome.
+        // Drop malformed ids, as the updater wouldn't store them with the outcome.
         let desired_request_id = response.desired_request_id.filter(|id| request_id::is_well_formed(id));
         request_update(config, desired, desired_request_id)?;
     }
     Ok(None)
 }
 
-/// Resumes the writers if `quiesce`, as read before the heartbeat, stopped them for an operation that the response does
-/// not name: that operation has ended without a call to resume them.
+/// Resumes the writers if `quiesce`, read before the heartbeat, stopped them for an operation other than the one in the
+/// response: that operation finished without resuming them.
 pub async fn resume_writers(
     config: &SyncConfig,
     quiesce: &Quiesce,
@@ -96,15 +95,15 @@ pub async fn resume_writers(
         return Ok(());
     }
     if quiesce::resume(&config.layout, operation).await? {
-        tracing::warn!(%operation, "resumed the writers: the operation ended without doing so");
+        tracing::warn!(%operation, "resumed writers left stopped by a finished operation");
     }
     Ok(())
 }
 
-/// Requests the release that the platform names, unless it is current, an update is requested or in progress, or the
-/// release has failed on this machine for the same request. A release that was rejected or rolled back would fail
-/// again, so it is retried only for a new request. Requests are compared by id, not by time: the updater stores the id
-/// with the outcome, whether the sync agent or the gateway wrote the request.
+/// Requests an update to the platform's desired release, unless it's already current, an update is pending or in
+/// progress, or the release has failed on this machine for the same request. A rejected or rolled-back release would
+/// only fail again, so retrying it takes a new request. Requests are compared by id rather than time: the updater
+/// stores the id with the outcome, no matter whether the sync agent or the gateway wrote the request.
 fn request_update(
     config: &SyncConfig,
     desired: ImageVersion,
@@ -119,21 +118,21 @@ fn request_update(
     {
         return Ok(());
     }
-    tracing::info!(%desired, "the platform requested a different release");
+    tracing::info!(%desired, "platform requested a different release");
     let request_id = desired_request_id.unwrap_or_else(request_id::generate);
     UpdateRequest::with_request_id(request_id, desired).write(layout)
 }
 
-/// Returns whether the last update failed for the same request. Without a request id, every request for the release
-/// counts as the same one.
+/// Returns whether the last update failed for the same request. Without a request id, all requests for the release are
+/// treated as the same one.
 fn has_failed(last: &LastUpdate, desired: &ImageVersion, request_id: Option<&str>) -> bool {
     let is_same_request = request_id.is_none_or(|id| last.request_id.as_deref() == Some(id));
     last.outcome.version == *desired && last.outcome.outcome != UpdateResult::Updated && is_same_request
 }
 
-/// Stores the next token. If there is none and the platform accepted only the previous token, the previous one becomes
-/// the current one again. No token is stored during an update: the updater has written the current one to `host.env`,
-/// the only place from which an older release reads it.
+/// Stores the next token. If there's none and the platform accepted only the previous token, reverts to that one. Does
+/// nothing during an update: the updater has written the current token to `host.env`, the only place older releases
+/// read it from.
 fn store_next_token(
     config: &SyncConfig,
     next: Option<&SecretString>,
@@ -147,7 +146,7 @@ fn store_next_token(
     match (next, rejected) {
         (Some(next), _) if next.expose_secret() != upgrade_token.current().expose_secret() => {
             upgrade_token.store(next, token)?;
-            tracing::info!("received this machine's next token");
+            tracing::info!("received next token");
             Ok(())
         }
         (None, Some(rejected)) => upgrade_token.store(token, rejected),

@@ -1,4 +1,4 @@
-//! Checks whether the owner's code-server accepts connections, if the release has one.
+//! Health probe for the owner's code-server, if the release includes it.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -9,17 +9,17 @@ use crate::system::layout::Layout;
 use svc_wire::host::ComponentStatus;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
-/// Longer than the 90 s that `svc-code` gives code-server to start.
+/// Longer than the 90 s startup timeout in `svc-code`.
 const STARTUP_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Checks code-server, and tracks how long it has been down.
+/// Probes code-server and tracks how long it has been down.
 #[derive(Default)]
 pub struct CodeProbe {
     down_since: Mutex<Option<Instant>>,
 }
 
 impl CodeProbe {
-    /// Returns `None` if the release has no code-server, or if it may still be starting.
+    /// Returns `None` if the release doesn't include code-server, or if it may still be starting.
     pub async fn check(&self, layout: &Layout) -> Option<ComponentStatus> {
         let is_installed = layout.runtime().join("code-server").exists();
         let is_up = is_installed && accepts_connections(layout).await;

@@ -1,4 +1,4 @@
-//! The sync agent's settings and connections.
+//! Sync agent settings and connections.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -20,18 +20,17 @@ use svc_machine::name::ImageVersion;
 use svc_store::Bucket;
 use svc_store::key::SlotPrefix;
 
-/// The sync agent's configuration.
 pub struct SyncConfig {
     pub layout: Layout,
     pub identity: Identity,
     pub platform: PlatformAccess,
     pub slot: SlotPrefix,
     pub bucket: Bucket,
-    /// Present if the store's credentials expire.
+    /// Set if the store credentials expire.
     pub credentials: Option<Arc<RenewingCredentials>>,
     pub server: PostgresServer,
     pub listen: SocketAddr,
-    /// The release that user-data names, used while no release is installed.
+    /// Release named in user-data, used until a release is installed.
     pub image_version: ImageVersion,
     pub heartbeat_interval: Duration,
     pub meta_interval: Duration,
@@ -70,7 +69,7 @@ impl SyncConfig {
         })
     }
 
-    /// Returns the current epoch, which a heartbeat may have raised.
+    /// Returns the current epoch, which a heartbeat response may have raised.
     pub fn epoch(&self) -> Epoch {
         epoch::current(&self.layout, self.identity.epoch)
     }

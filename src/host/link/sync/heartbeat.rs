@@ -1,4 +1,4 @@
-//! Sends one heartbeat, reads the response, and detects that this machine has been replaced or deleted.
+//! Heartbeat client. Also detects when this machine has been replaced or deleted.
 
 use http::StatusCode;
 use secrecy::{ExposeSecret, SecretString};
@@ -18,35 +18,35 @@ use svc_http::request_id;
 use svc_machine::name::ImageVersion;
 use svc_wire::heartbeat::{Heartbeat, HeartbeatResponse};
 
-/// The platform's response, and the token that it accepted.
+/// A heartbeat response, and the token it was accepted with.
 pub struct HeartbeatReply {
     pub response: HeartbeatResponse,
-    /// `None` if the platform rejected the heartbeat because this machine was replaced.
+    /// `None` if the heartbeat was rejected because this machine has been replaced.
     pub accepted: Option<AcceptedToken>,
 }
 
 #[derive(Debug)]
 pub struct AcceptedToken {
     pub token: SecretString,
-    /// The token that the platform rejected first, if any.
+    /// The token rejected before this one, if any.
     pub rejected: Option<SecretString>,
 }
 
-/// The reason a heartbeat failed.
+/// Errors from sending a heartbeat.
 #[derive(Debug, thiserror::Error)]
 pub enum HeartbeatError {
-    #[error("cannot send the heartbeat")]
+    #[error("cannot send heartbeat")]
     Transport(#[from] reqwest::Error),
-    #[error("cannot read the response to the heartbeat")]
+    #[error("cannot read heartbeat response")]
     Body(#[from] ResponseBodyError),
-    #[error("the platform responded to the heartbeat with {0}")]
+    #[error("platform responded to heartbeat with {0}")]
     Status(StatusCode),
-    #[error("cannot parse the response to the heartbeat")]
+    #[error("malformed heartbeat response")]
     Malformed(#[from] serde_json::Error),
 }
 
 impl HeartbeatError {
-    /// Whether the platform refused this machine's token.
+    /// Whether the platform rejected this machine's token.
     pub fn is_refusal(&self) -> bool {
         matches!(self, Self::Status(StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN))
     }
@@ -60,7 +60,7 @@ pub struct HeartbeatClient<'a> {
 
 impl<'a> HeartbeatClient<'a> {
     /// # Errors
-    /// If the HTTP client cannot be created.
+    /// If the HTTP client can't be created.
     pub fn new(config: &'a SyncConfig) -> anyhow::Result<Self> {
         Ok(Self { config, client: client::build(Timeouts::CALL)?, code_probe: CodeProbe::default() })
     }
@@ -89,7 +89,7 @@ impl<'a> HeartbeatClient<'a> {
         let mut accepted = AcceptedToken { token: current, rejected: None };
         let (mut status, mut body) = self.send(&request, &accepted.token).await?;
         if let (StatusCode::UNAUTHORIZED, Some(previous)) = (status, previous) {
-            // A platform that was restored with an earlier key does not recognize tokens issued with a later one.
+            // A platform restored with an older key doesn't recognize tokens issued with a newer one.
             accepted = AcceptedToken { token: previous, rejected: Some(accepted.token) };
             (status, body) = self.send(&request, &accepted.token).await?;
         }
@@ -99,7 +99,7 @@ impl<'a> HeartbeatClient<'a> {
             || request.certificate.is_some()
             || request.files.is_some();
         if status == StatusCode::BAD_REQUEST && has_optional_fields {
-            // An older platform rejects unknown fields, but must receive the heartbeat.
+            // Older platforms reject unknown fields, but still need the heartbeat.
             request.attention.clear();
             request.registration = None;
             request.trusted_keys = None;
@@ -132,7 +132,7 @@ impl<'a> HeartbeatClient<'a> {
     }
 }
 
-/// Returns the version of the current release, or the version in user-data while no release is installed.
+/// Returns the current release version, or the one from user-data until a release is installed.
 pub fn current_image_version(config: &SyncConfig) -> ImageVersion {
     release::current_version(&config.layout).unwrap_or_else(|| config.image_version.clone())
 }

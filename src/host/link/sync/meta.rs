@@ -12,7 +12,7 @@ use svc_store::StoreError;
 use svc_store::meta::{self, VpsMeta, VpsMetaError};
 use svc_store::pointer_io;
 
-/// Timeout for a write; shorter than the default interval between two checks for changes.
+/// Write timeout, shorter than the default interval between checks for changes.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(120);
 
 #[derive(Debug, thiserror::Error)]
@@ -23,12 +23,12 @@ pub enum MetaWriteError {
     Timeout,
 }
 
-/// The metadata last written, and the time of the write.
+/// The metadata last written, and when it was written.
 #[derive(Debug, Default)]
 pub struct LastWrite(Option<(VpsMeta, Instant)>);
 
 impl LastWrite {
-    /// Returns whether the metadata, apart from its timestamps, has changed, or the last write is too old.
+    /// Returns whether the metadata has changed (ignoring timestamps) or needs a periodic refresh.
     fn is_due(&self, current: &VpsMeta, refresh_interval: Duration) -> bool {
         let Some((last, at)) = &self.0 else { return true };
         let comparable =
@@ -37,12 +37,13 @@ impl LastWrite {
     }
 }
 
-/// Writes the metadata when it has changed, and at least once per refresh interval. New timestamps do not count as a
-/// change: a write at each check, 288 a day, would cost more for each machine than the storage of its database.
+/// Writes the metadata if it has changed, and at least once per refresh interval. New timestamps alone don't trigger a
+/// write: writing on every check, 288 times a day, would cost more per machine than storing its database.
 ///
 /// # Errors
-/// [`MetaWriteError::Timeout`] after [`WRITE_TIMEOUT`]; [`MetaWriteError::Meta`] if the store cannot be read or written
-/// or, as `Fenced`, if a machine with a higher epoch, or another machine with the same epoch, has written the metadata.
+/// [`MetaWriteError::Timeout`] after [`WRITE_TIMEOUT`]; [`MetaWriteError::Meta`] if the store can't be read or written,
+/// or as `Fenced` if the metadata was written by a machine with a higher epoch or by another machine with the same
+/// epoch.
 pub async fn write_if_due(config: &SyncConfig, last_write: &mut LastWrite) -> Result<(), MetaWriteError> {
     let mut meta = build_meta(config);
     if !last_write.is_due(&meta, config.meta_refresh_interval) {
@@ -67,7 +68,7 @@ fn build_meta(config: &SyncConfig) -> VpsMeta {
         IpAddr::V4(ip) if !ip.is_unspecified() => Some(ip),
         _ => None,
     };
-    // An unreadable quiesce file must not stop the metadata write: the status is then `running`.
+    // Don't let an unreadable quiesce file block the metadata write; report `running` instead.
     let quiesced = Quiesce::read(&config.layout).ok().flatten();
     VpsMeta {
         version: meta::FORMAT_VERSION,
@@ -84,11 +85,11 @@ fn build_meta(config: &SyncConfig) -> VpsMeta {
     }
 }
 
-/// Reads the time of the snapshot that the pointer names, whichever machine took it.
+/// Reads the timestamp of the snapshot referenced by the pointer, regardless of which machine took it.
 async fn read_last_backup(config: &SyncConfig) -> Result<Option<jiff::Timestamp>, StoreError> {
     match pointer_io::read(&config.bucket, &config.slot).await {
         Ok(pointer) => Ok(pointer.and_then(|read| read.value.snapshot).map(|snapshot| snapshot.taken_at)),
-        // A corrupt pointer must not stop the metadata write.
+        // A corrupt pointer must not block the metadata write.
         Err(StoreError::Corrupt { .. }) => Ok(None),
         Err(error) => Err(error),
     }

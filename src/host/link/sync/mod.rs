@@ -1,5 +1,5 @@
-//! `svc-sync-agent`: sends heartbeats to the platform, applies its responses, such as new proof keys or the notice that
-//! this machine has been replaced or deleted, and writes the machine's metadata to the object store. Its commands save
+//! `svc-sync-agent`: sends heartbeats to the platform, applies the responses (for example new proof keys, or notice
+//! that this machine has been replaced or deleted), and writes machine metadata to the object store. Subcommands save
 //! and restore the owner's files ([`crate::files`]).
 
 mod apply_response;
@@ -148,7 +148,7 @@ failed restore to abandon, or an interrupted restore must be completed with --re
     },
 }
 
-/// Returns the command-line definition, from which the reference pages are generated.
+/// Returns the clap command, from which the reference pages are generated.
 pub fn command() -> clap::Command {
     <Args as clap::CommandFactory>::command()
 }
@@ -159,14 +159,14 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
         Err(code) => return code,
     };
     let layout = Layout::from_process();
-    // If root starts these commands, they switch to the gateway's user, with the capabilities of their units.
+    // When started by root, these commands switch to the gateway user, keeping the capabilities of their units.
     if matches!(args.command, Some(Command::RestoreHome { .. } | Command::ServeRestore))
         && let Err(error) = user::switch_to_gateway_user_with(&layout, files::restore_home::CAPABILITIES)
     {
         return applet::report("svc-sync-agent", &Failure::new(Exit::Internal, error));
     }
-    // If root starts these commands, they switch to the gateway's user, so that the services, which run as that user,
-    // can remove the commands' requests and replace their results.
+    // When started by root, these commands switch to the gateway user, so the services running as that user can remove
+    // their requests and replace their results.
     if matches!(args.command, Some(Command::Now | Command::Verify { .. }))
         && let Err(error) = user::switch_to_gateway_user(&layout)
     {
@@ -225,7 +225,7 @@ async fn run_agent() -> Result<(), Failure> {
     let heartbeats = HeartbeatClient::new(&config).or_exit(Exit::Config)?;
     let mut term = signal(SignalKind::terminate()).or_exit(Exit::Internal)?;
     let mut int = signal(SignalKind::interrupt()).or_exit(Exit::Internal)?;
-    // Without systemd, this does nothing. An error is not a reason to stop.
+    // No-op without systemd. Errors aren't fatal.
     let _ = sd_notify::notify(&[NotifyState::Ready]);
     tokio::select! {
         superseded = run_heartbeats(&config, &heartbeats) => {
@@ -240,11 +240,11 @@ async fn run_agent() -> Result<(), Failure> {
     Ok(())
 }
 
-/// Maximum delay before the first heartbeat while the host is starting.
+/// Maximum time to delay the first heartbeat while the host is starting up.
 const STARTUP_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Sends heartbeats until the platform reports that this machine has been replaced or deleted. A failed heartbeat is
-/// not retried: the next one carries the same data.
+/// Sends heartbeats until the platform reports that this machine has been replaced or deleted. Failed heartbeats aren't
+/// retried, as the next one carries the same data.
 async fn run_heartbeats(config: &SyncConfig, heartbeats: &HeartbeatClient<'_>) -> SupersededRecord {
     wait_until_healthy(config).await;
     let mut interval = new_interval(config.heartbeat_interval);
@@ -260,13 +260,13 @@ async fn run_heartbeats(config: &SyncConfig, heartbeats: &HeartbeatClient<'_>) -
                     && let Err(error) =
                         apply_response::resume_writers(config, &quiesce, response.quiesce.as_deref()).await
                 {
-                    tracing::error!(error = %format_chain(&error), "could not resume the writers");
+                    tracing::error!(error = %format_chain(&error), "could not resume writers");
                 }
                 match apply_response::apply_response(config, reply) {
                     Ok(None) => {}
                     Ok(Some(superseded)) => return superseded,
                     Err(error) => {
-                        tracing::error!(error = %format_chain(&error), "could not store the platform's response");
+                        tracing::error!(error = %format_chain(&error), "could not store heartbeat response");
                     }
                 }
             }
@@ -279,15 +279,15 @@ async fn run_heartbeats(config: &SyncConfig, heartbeats: &HeartbeatClient<'_>) -
     }
 }
 
-/// Waits at most [`STARTUP_TIMEOUT`] until the gateway and the database are healthy: they may still be starting, and
-/// the platform keeps the health from the first heartbeat until the second.
+/// Waits up to [`STARTUP_TIMEOUT`] for the gateway and the database to become healthy. They may still be starting, and
+/// the platform retains the health from the first heartbeat until the second.
 async fn wait_until_healthy(config: &SyncConfig) {
     let healthy = async {
         while !vitals::check_health(config).await.0.is_ok() {
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
     };
-    // After the timeout, the first heartbeat reports the actual health.
+    // On timeout, the first heartbeat reports the health as is.
     let _ = tokio::time::timeout(config.heartbeat_interval.min(STARTUP_TIMEOUT), healthy).await;
 }
 

@@ -1,5 +1,5 @@
-//! This server's id at the provider, from cloud-init, and its public address, from cloud-init or the routing table.
-//! Hetzner's data source does not store the address, and only root can reach the metadata service.
+//! Looks up this server's provider id in cloud-init's data, and its public address there or in the routing table.
+//! Hetzner's data source doesn't store the address, and only root can reach the metadata service.
 
 use std::net::{IpAddr, Ipv4Addr, UdpSocket};
 
@@ -9,11 +9,11 @@ use serde_json::Value;
 use crate::system::layout::Layout;
 use svc_base::fsx;
 
-/// A destination that the default route covers. It is reserved for documentation (RFC 5737).
+/// An address covered by the default route, reserved for documentation (RFC 5737).
 const INTERNET_ADDRESS: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 1);
 
-/// The server as the provider's metadata service described it at boot. A field is `None` without cloud-init, or if the
-/// stored data lacks it or has an unexpected format.
+/// Server details from the provider's metadata service, as of boot. Fields are `None` without cloud-init, or if they're
+/// missing or malformed in the stored data.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct CloudServer {
     pub id: Option<String>,
@@ -61,20 +61,21 @@ impl CloudServer {
             Some(Value::Number(id)) => Some(id.to_string()),
             _ => None,
         };
-        // Hetzner's server ids are numbers; other data sources use their own formats.
+        // Hetzner server ids are numeric; other data sources use their own formats.
         let id = id.filter(|id| !id.is_empty() && id.bytes().all(|byte| byte.is_ascii_digit()));
         Self { id, public_ipv4: data.ds.meta_data.public_ipv4.and_then(|ip| ip.parse().ok()) }
     }
 }
 
-/// Returns the source address of packets to the internet, if it is public; behind NAT, it is not.
+/// Returns the source address of internet-bound packets, unless it's private, as it is behind NAT.
 pub fn find_public_source_ipv4() -> Option<Ipv4Addr> {
     find_source_ipv4(INTERNET_ADDRESS).filter(|ip| is_public(*ip))
 }
 
 fn find_source_ipv4(destination: Ipv4Addr) -> Option<Ipv4Addr> {
     let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).ok()?;
-    // Nothing is sent: for UDP, this only selects the route, and with it the source address. The port has no effect.
+    // This doesn't send anything: for UDP, it only selects the route and thus the source address. The port is
+    // irrelevant.
     socket.connect((destination, 9)).ok()?;
     match socket.local_addr().ok()?.ip() {
         IpAddr::V4(ip) => Some(ip),
@@ -82,8 +83,7 @@ fn find_source_ipv4(destination: Ipv4Addr) -> Option<Ipv4Addr> {
     }
 }
 
-/// Returns whether a server's address is public. Addresses that a server cannot have, such as multicast, are not
-/// considered.
+/// Returns whether a server's address is public. Doesn't consider addresses that servers can't have, such as multicast.
 fn is_public(ip: Ipv4Addr) -> bool {
     let is_shared_or_benchmark = matches!(ip.octets(), [100, 64..=127, ..] | [198, 18..=19, ..]);
     let is_local = ip.is_private() || ip.is_loopback() || ip.is_link_local() || ip.is_unspecified();
@@ -107,14 +107,14 @@ mod tests {
     }
 
     #[test]
-    fn parse_reads_address_that_other_data_sources_store() {
+    fn parse_reads_address_from_other_data_sources() {
         let ec2 = br#"{"v1": {"instance_id": "i-0abc"}, "ds": {"meta_data": {"public-ipv4": "192.0.2.7"}}}"#;
         let expected = CloudServer { id: None, public_ipv4: Some(Ipv4Addr::new(192, 0, 2, 7)) };
         assert_eq!(CloudServer::parse(ec2), expected);
     }
 
     #[test]
-    fn is_public_is_false_for_local_and_reserved_addresses() {
+    fn is_public_rejects_local_and_reserved_addresses() {
         for text in ["78.46.0.1", "100.63.255.255", "100.128.0.1", "172.32.0.1", "198.20.0.1"] {
             assert!(is_public(text.parse().unwrap()), "{text}");
         }
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn find_source_ipv4_returns_address_of_the_route() {
+    fn find_source_ipv4_follows_the_route() {
         assert_eq!(find_source_ipv4(Ipv4Addr::LOCALHOST), Some(Ipv4Addr::LOCALHOST));
     }
 }

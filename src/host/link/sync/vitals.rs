@@ -1,5 +1,5 @@
-//! The machine's state as heartbeats report it: the health of its gateway and database, the problems that need an
-//! operator, the disk, the last backup, update and checks, the file backup, and the accepted proof keys.
+//! Collects the machine state for heartbeats: gateway and database health, problems needing an operator, disk space,
+//! the last backup, update and checks, the file backup, and accepted proof keys.
 
 use std::time::Duration;
 
@@ -35,7 +35,7 @@ use svc_wire::text::WireString;
 
 const DATABASE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Reads the last check of each kind; `None` if no check has been run.
+/// Reads the last check of each kind, or returns `None` if there haven't been any.
 pub fn read_checks(config: &SyncConfig) -> Option<SnapshotChecks> {
     let read_last = |kind: CheckKind| {
         let CheckRecord { status, timestamp, key, mut damaged, error, .. } =
@@ -66,13 +66,12 @@ pub fn read_last_update(config: &SyncConfig) -> Option<LastUpdate> {
     Some(LastUpdate { version: version.into(), outcome: outcome.into(), stage, at: at.into(), error })
 }
 
-/// Creates an item for the fleet's attention list.
 fn attention_item(code: &str, detail: impl Into<String>) -> Attention {
     Attention { code: code.to_owned(), detail: detail.into() }
 }
 
-/// Checks the gateway and the database, and collects the items for the fleet's attention list. The health of
-/// code-server depends on earlier probes: see `code_probe`.
+/// Checks the gateway and the database, and collects items for the fleet's attention list. Leaves out code-server,
+/// whose health depends on earlier probes: see `code_probe`.
 pub async fn check_health(config: &SyncConfig) -> (ComponentHealth, Vec<Attention>) {
     let (gateway, database) = tokio::join!(is_gateway_ready(config), check_database(config));
     let health = ComponentHealth {
@@ -93,13 +92,13 @@ fn to_status(is_ok: bool) -> ComponentStatus {
     if is_ok { ComponentStatus::Ok } else { ComponentStatus::Failing }
 }
 
-/// Returns the item for a snapshot that is held back.
+/// Reports a held-back snapshot.
 fn held_snapshot_item(config: &SyncConfig) -> Option<Attention> {
     let held = HeldSnapshot::read(&config.layout).ok()??;
     Some(attention_item("snapshot_held", held.to_string()))
 }
 
-/// Returns the item for an update that is waiting for a snapshot.
+/// Reports an update waiting for a snapshot.
 fn waiting_update_item(config: &SyncConfig) -> Option<Attention> {
     let (version, wait) = SnapshotWait::read(&config.layout).ok()??;
     if wait.why.is_empty() {
@@ -109,7 +108,7 @@ fn waiting_update_item(config: &SyncConfig) -> Option<Attention> {
     Some(attention_item("update_waiting", detail))
 }
 
-/// Returns the item for files that could not be restored, or whose changes are not saved.
+/// Reports files that couldn't be restored or have unsaved changes.
 fn unsaved_files_item(config: &SyncConfig) -> Option<Attention> {
     let outcome = RestoreOutcome::read(&config.layout).ok().flatten();
     if let Some(error) = outcome.and_then(|outcome| outcome.error) {
@@ -130,8 +129,8 @@ fn unsaved_files_item(config: &SyncConfig) -> Option<Attention> {
     Some(attention_item(FILES_UNSAVED, detail))
 }
 
-/// Returns the item for a file backup that is damaged, that the platform's key does not open, or whose checks have
-/// failed for a long time.
+/// Reports a file backup that's corrupt, can't be opened with the platform's key, or has been failing its checks for a
+/// long time.
 fn damaged_files_item(config: &SyncConfig) -> Option<Attention> {
     let checks = FileChecks::read(&config.layout).ok()?;
     let status = FilesStatus::read(&config.layout).ok().flatten().unwrap_or_default();
@@ -145,13 +144,13 @@ fn damaged_files_item(config: &SyncConfig) -> Option<Attention> {
     Some(attention_item(FILES_DAMAGED, detail))
 }
 
-/// Returns the item for files that cannot be saved because they cannot be read.
+/// Reports files that can't be saved because they're unreadable.
 fn unreadable_files_item(config: &SyncConfig) -> Option<Attention> {
     let status = FilesStatus::read(&config.layout).ok()??;
     Some(attention_item(FILES_UNREADABLE, status.describe_unreadable()?))
 }
 
-/// Reads the state of the file backup; `None` if it has not started.
+/// Reads the file backup state, or returns `None` if it hasn't started yet.
 pub fn read_file_backup(config: &SyncConfig) -> Option<FileBackupReport> {
     let status = FilesStatus::read(&config.layout).ok()??;
     let outcome = RestoreOutcome::read(&config.layout).ok().flatten();
@@ -159,7 +158,7 @@ pub fn read_file_backup(config: &SyncConfig) -> Option<FileBackupReport> {
     Some(FileBackupReport {
         saved_until: status.saved_until.map(Into::into),
         changed_since: status.changed_since.map(Into::into),
-        // A sum of sparse files can exceed what the platform accepts.
+        // With sparse files, the sum can exceed what the platform accepts.
         pending_bytes: status.pending_bytes.map(|bytes| bytes.min(MAX_SAFE_INTEGER)),
         files: status.files,
         bytes: status.bytes.min(MAX_SAFE_INTEGER),
@@ -179,8 +178,8 @@ async fn is_gateway_ready(config: &SyncConfig) -> bool {
     }
 }
 
-/// Checks that the database is reachable and is the one restored on this machine. The error contains an item only for a
-/// mismatch.
+/// Checks that the database is reachable and is the one restored on this machine. Only a mismatch yields an attention
+/// item.
 async fn check_database(config: &SyncConfig) -> Result<(), Option<Attention>> {
     let check = async {
         let database = config.server.database();
@@ -196,10 +195,10 @@ async fn check_database(config: &SyncConfig) -> Result<(), Option<Attention>> {
     }
 }
 
-/// Measures the host's file system; `None` if that fails.
+/// Measures disk space on the host's file system, or returns `None` on error.
 pub fn measure_disk(config: &SyncConfig) -> Option<Disk> {
     let stats = fs4::statvfs(config.layout.root());
-    let stats = stats.inspect_err(|error| tracing::warn!(%error, "cannot measure the disk")).ok()?;
+    let stats = stats.inspect_err(|error| tracing::warn!(%error, "could not measure disk space")).ok()?;
     Some(Disk { total_bytes: stats.total_space(), free_bytes: stats.available_space() })
 }
 
@@ -226,8 +225,7 @@ pub fn read_last_backup(config: &SyncConfig) -> Option<LastBackup> {
     })
 }
 
-/// Reads the ids of the proof keys that the platform delivered last or, before the first delivery, of those in
-/// user-data.
+/// Reads the ids of the proof keys last delivered by the platform, or of those in user-data until the first delivery.
 pub fn read_proof_kids(config: &SyncConfig) -> Vec<String> {
     let delivered = fsx::read_if_exists(&config.layout.proof_keys()).ok().flatten();
     let delivered = delivered.and_then(|text| serde_json::from_slice::<ProofKeys>(&text).ok());

@@ -1,4 +1,4 @@
-//! Tests the ledger: its groups, its lines, and random histories with crashes.
+//! Ledger tests: grouping, line format, and random histories with crashes.
 
 use proptest::prelude::*;
 
@@ -88,13 +88,13 @@ fn line_is_written_once_and_reads_back() {
 /// An event in a history.
 #[derive(Debug, Clone)]
 enum Event {
-    /// A dispatch ends.
+    /// A dispatch finishes.
     DispatchEnded { day: u8, user: u8, model: u8, nanos: u64 },
-    /// The unwritten lines are written to `usage.jsonl`.
+    /// Unwritten lines are appended to `usage.jsonl`.
     Written,
     /// `usage.jsonl` is rewritten from the ledger.
     Compacted,
-    /// The process crashes, which loses the last lines, and restarts from its files.
+    /// The process crashes, losing the last lines, and restarts from its files.
     Crashed { lines_lost: usize, interactions_lost: usize },
 }
 
@@ -151,7 +151,7 @@ proptest! {
             }
             let sum = interactions.iter().fold(Totals::default(), |mut sum, (.., totals)| { sum.add(totals); sum });
             prop_assert_eq!(ledger.report(&UsageQuery::default()).total, sum);
-            // The result of writing all lines now and reading them back.
+            // Write all lines now and read them back.
             let mut reread = Ledger::default();
             let mut lines = file.clone();
             lines.extend(ledger.unwritten_lines().map(into_owned));

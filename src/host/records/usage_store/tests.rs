@@ -1,4 +1,4 @@
-//! Tests the store and its files: after reopening, after a crash, and with invalid lines.
+//! Store tests: reopening, crashes and invalid lines.
 
 use std::fs;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -82,7 +82,7 @@ fn reopened_store_recounts_only_unsealed_days() {
     let usage = test.read("usage.jsonl");
     assert_eq!(usage.lines().count(), 12);
 
-    // A sealed day is not read: replacing its lines with garbage of the same length has no effect.
+    // A sealed day isn't read, so replacing its lines with garbage of the same length has no effect.
     let path = test.logs().join("interactions-2026-11-21.jsonl");
     let length = fs::metadata(&path).unwrap().len();
     fs::write(&path, "x".repeat(usize::try_from(length).unwrap())).unwrap();
@@ -92,7 +92,7 @@ fn reopened_store_recounts_only_unsealed_days() {
     drop((store, writer));
     assert_eq!(test.read("usage.jsonl"), usage, "lines were added for a sealed day");
 
-    // The file has expired: the day's totals come from usage.jsonl only.
+    // The file has expired, so the day's totals come from usage.jsonl only.
     fs::remove_file(&path).unwrap();
     let (_writer, store) = test.open();
     assert_eq!(store.report(&UsageQuery::default()), before);
@@ -109,7 +109,7 @@ fn crashed_store_is_recounted_from_interactions() {
     for n in 10..20 {
         store.record(day("2026-11-22"), &interaction(n)).unwrap();
     }
-    // The day is not sealed, and the last ten interactions are not in usage.jsonl.
+    // The day is unsealed, and the last ten interactions are missing from usage.jsonl.
     drop((store, writer));
     let path = test.logs().join("interactions-2026-11-22.jsonl");
     let mut text = fs::read_to_string(&path).unwrap();
@@ -197,9 +197,9 @@ fn days_stay_unsealed_after_a_failed_sync() {
     assert!(seals.exists());
 }
 
-/// A restore on a machine in use replaces the records while the store has them open.
+/// A restore on a live machine replaces the records while the store has them open.
 #[test]
-fn restored_records_are_read_again() {
+fn restored_records_are_reloaded() {
     let earlier = TestStore::new();
     let (writer, store) = earlier.open();
     for n in 0..3 {
@@ -225,7 +225,7 @@ fn restored_records_are_read_again() {
         fs::rename(new, test.logs().join(entry.file_name())).unwrap();
     }
     fs::write(&outcome_file, "{}").unwrap();
-    // Compacting without reading the files would delete the usage of 2026-08-01, which has no other record.
+    // Compacting without a reload would delete the usage for 2026-08-01, which is recorded nowhere else.
     store.compact();
     assert_eq!(store.report(&UsageQuery::default()), expected);
     store.seal();
@@ -270,7 +270,7 @@ fn usage_with_many_obsolete_lines_is_compacted() {
     fs::write(test.logs().join("usage.jsonl"), &text).unwrap();
     let (_writer, store) = test.open();
     store.write();
-    assert_eq!(test.read("usage.jsonl"), text, "the file was compacted before the maximum was exceeded");
+    assert_eq!(test.read("usage.jsonl"), text, "compacted before exceeding the maximum");
     for _ in 0..3 {
         store.record(day("2026-01-02"), &interaction(1)).unwrap();
         store.write();
@@ -281,12 +281,12 @@ fn usage_with_many_obsolete_lines_is_compacted() {
 }
 
 #[test]
-fn oversized_line_is_not_held_in_memory() {
+fn oversized_line_is_not_buffered() {
     let test = TestStore::new();
     fs::create_dir_all(test.logs()).unwrap();
     let path = test.logs().join("interactions-2026-11-22.jsonl");
     let file = fs::File::create(&path).unwrap();
-    // A sparse file: the first line is 100 MiB long.
+    // Sparse file with a 100 MiB first line.
     file.set_len(100 << 20).unwrap();
     let mut file = fs::OpenOptions::new().append(true).open(&path).unwrap();
     file.write_all(b"\n").unwrap();

@@ -1,5 +1,5 @@
-//! Appends lines to the file that exists at a path at the time of the write, even if the previous file at this path was
-//! renamed or deleted.
+//! Appends lines to whichever file is at a path at the time of the write, even if the previous one was renamed or
+//! deleted.
 
 use std::collections::VecDeque;
 use std::fs::{File, OpenOptions};
@@ -14,7 +14,7 @@ use super::sync::UnsyncedFile;
 use crate::records::jsonl;
 use svc_base::fsx::FileError;
 
-/// The line format, which determines how a torn line is repaired.
+/// Line format; determines how torn lines are repaired.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LineFormat {
     Json,
@@ -26,16 +26,16 @@ pub struct AppendFile {
     path: PathBuf,
     format: LineFormat,
     buffers: VecDeque<Vec<u8>>,
-    /// Buffers that have been written, for reuse.
+    /// Written buffers, for reuse.
     written_buffers: Vec<Vec<u8>>,
     unwritten_bytes: usize,
-    /// Number of bytes in the first buffer that have already been written.
+    /// Bytes of the first buffer already written.
     written_bytes: usize,
-    /// The last written file and its stamp after that write. If either has changed, the file's tail is repaired.
+    /// Last written file and its stamp after that write. If either has changed, the file's tail is repaired.
     last: Option<LastWrite>,
     /// Whether `last` has unsynced writes.
     is_dirty: bool,
-    /// Earlier files with this name that have unsynced writes.
+    /// Earlier files of this name with unsynced writes.
     earlier_files: Vec<UnsyncedFile>,
 }
 
@@ -55,7 +55,7 @@ impl FileStamp {
     /// Returns the file's stamp.
     ///
     /// # Errors
-    /// The file's metadata cannot be read.
+    /// If the file's metadata cannot be read.
     pub fn of_file(file: &File) -> io::Result<Self> {
         let meta = file.metadata()?;
         Ok(Self { inode: meta.ino(), length: meta.len() })
@@ -77,23 +77,22 @@ impl AppendFile {
         }
     }
 
-    /// Takes the buffers that have been written.
+    /// Takes the written buffers.
     pub fn take_written_buffers(&mut self) -> Vec<Vec<u8>> {
         std::mem::take(&mut self.written_buffers)
     }
 
-    /// Adds complete lines.
+    /// Queues complete lines.
     pub fn push(&mut self, lines: Vec<u8>) {
         self.unwritten_bytes += lines.len();
         self.buffers.push_back(lines);
     }
 
-    /// Returns the number of bytes not yet written.
     pub fn unwritten_bytes(&self) -> usize {
         self.unwritten_bytes
     }
 
-    /// Returns whether there are writes that [`AppendFile::take_unsynced`] has not returned.
+    /// Returns whether there are unsynced writes not yet returned by [`AppendFile::take_unsynced`].
     pub fn is_dirty(&self) -> bool {
         self.is_dirty || !self.earlier_files.is_empty()
     }
@@ -133,7 +132,7 @@ impl AppendFile {
         result
     }
 
-    /// Opens the file with this name. Repairs its tail, unless the file is unchanged since the last write.
+    /// Opens the file by name and repairs its tail, unless it is unchanged since the last write.
     fn open(&mut self) -> io::Result<LastWrite> {
         if let Some(dir) = self.path.parent() {
             std::fs::create_dir_all(dir)?;
@@ -149,7 +148,7 @@ impl AppendFile {
             // Sync the earlier file, even if it was renamed or deleted.
             self.retire(last);
         }
-        // If part of a line was written to a different file, write the whole line again.
+        // If part of a line went to a different file, rewrite the whole line.
         self.rewind_to_line();
         let missing = match self.format {
             LineFormat::Json => jsonl::repair_tail(&mut file)?,
@@ -176,10 +175,10 @@ impl AppendFile {
         }
     }
 
-    /// Takes the files that must be synced.
+    /// Takes the files to sync.
     pub fn take_unsynced(&mut self) -> Vec<UnsyncedFile> {
         if let Some(last) = self.last.take() {
-            // If a write failed within a line, the next write must continue in the same file.
+            // If a write failed mid-line, the next one must continue in the same file.
             let current =
                 (self.unwritten_bytes > 0).then(|| LastWrite { file: Arc::clone(&last.file), ..last });
             self.retire(last);
@@ -192,7 +191,7 @@ impl AppendFile {
 /// Replaces a file if it still has the `expected` stamp; otherwise returns `false`.
 ///
 /// # Errors
-/// The file cannot be opened, or the replacement cannot be renamed.
+/// If the file cannot be opened or the replacement cannot be renamed.
 pub fn replace_if_unchanged(path: &Path, replacement: &Path, expected: FileStamp) -> io::Result<bool> {
     if FileStamp::of_file(&File::open(path)?)? != expected {
         return Ok(false);
@@ -201,7 +200,7 @@ pub fn replace_if_unchanged(path: &Path, replacement: &Path, expected: FileStamp
     Ok(true)
 }
 
-/// Returns a newline if the file does not end with one; otherwise an empty slice.
+/// Returns a newline if the file doesn't end with one, or an empty slice.
 fn find_missing_newline(file: &File, length: u64) -> io::Result<&'static [u8]> {
     let mut last_byte = [b'\n'];
     if length > 0 {

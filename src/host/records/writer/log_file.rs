@@ -1,30 +1,30 @@
-//! The log files that the writer appends to, and the limits of their queues.
+//! Log files the writer appends to, and their queue limits.
 
 use jiff::civil::Date;
 
 use super::file::LineFormat;
 use crate::records::log_file_names::{ACTIVITY, AUDIT, INTERACTIONS};
 
-/// Number of queued bytes at which the queued lines are written immediately, without waiting for the next interval.
+/// Number of queued bytes that triggers a write without waiting for the next interval.
 pub const BATCH_BYTES: usize = 256 << 10;
-/// Maximum number of bytes that have been accepted but not yet written.
+/// Maximum number of accepted but unwritten bytes.
 pub const MAX_QUEUED_BYTES: usize = 16 << 20;
 
-/// A log file that the writer appends to. `Audit` and `Activity` are the current files, which rotations rename.
+/// A log file that the writer appends to. `Audit` and `Activity` are the current files, which rotation renames.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum LogFile {
-    /// The interactions attributed to one day.
+    /// Interactions attributed to one day.
     Interactions(Date),
     Audit,
     /// Plain text; the others are JSON.
     Activity,
-    /// Ordered last, because usage is written after the interactions that it counts.
+    /// Ordered last: usage is written after the interactions it counts.
     Usage,
 }
 
 impl LogFile {
-    /// Returns the maximum number of queued bytes of this log file's lines. Lines that any program can cause in
-    /// large numbers leave room for interactions and usage.
+    /// Returns this log file's limit on queued bytes. Any program can cause audit and activity lines in large numbers,
+    /// so these leave room for interactions and usage.
     pub fn max_queued_bytes(self) -> usize {
         match self {
             Self::Audit | Self::Activity => MAX_QUEUED_BYTES / 4,
@@ -46,8 +46,8 @@ impl LogFile {
     }
 }
 
-/// The line was rejected, because the queue is full or the writer is stopping. Unless the writer stops first, a gap
-/// line reports the loss.
+/// The line was rejected because the queue is full or the writer is stopping. Unless the writer stops first, a gap line
+/// reports the loss.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("line dropped: the queue is full, or the writer is stopping")]
+#[error("line dropped: queue full or writer stopping")]
 pub struct LineDropped;

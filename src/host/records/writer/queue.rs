@@ -1,5 +1,5 @@
-//! The queues of accepted lines that have not yet been written, one for each log file. They are bounded, preserve the
-//! order of lines, and reuse their buffers.
+//! Queues for accepted but unwritten lines, one per log file. They are bounded, preserve line order and reuse their
+//! buffers.
 
 use std::path::PathBuf;
 use std::sync::mpsc::SyncSender;
@@ -12,67 +12,65 @@ use crate::records::entry::{Gap, GapLine};
 use svc_base::clock;
 use svc_base::quantity::pluralize;
 
-/// The size of a buffer. A line is copied into a buffer once, and written from there.
+/// Buffer size. A line is copied into a buffer once and written from there.
 const BUFFER_BYTES: usize = BATCH_BYTES;
 /// Maximum number of free buffers kept for reuse.
 const MAX_SPARE_BUFFERS: usize = 8;
 
-/// The queued lines of one log file.
+/// Queued lines for one log file.
 #[derive(Default)]
 struct LineQueue {
     buffers: Vec<Vec<u8>>,
     bytes: usize,
     /// Number of lines rejected since the last gap line.
     lost: u64,
-    /// The time at which the first lost line was rejected.
+    /// When the first lost line was rejected.
     lost_since: Option<Timestamp>,
 }
 
-/// The state of the writing thread.
+/// State of the writer thread.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub enum ThreadState {
-    /// The thread is asleep until woken.
+    /// Asleep until woken.
     #[default]
     Asleep,
-    /// The thread checks the queue at the next interval. It is woken earlier only when [`BATCH_BYTES`] are queued or a
-    /// caller is waiting for it.
+    /// Checks the queue at the next interval. Only woken earlier if [`BATCH_BYTES`] are queued or a caller is waiting.
     Polling,
     Writing,
-    /// The thread has ended: nothing more is written.
+    /// The thread has exited; nothing more is written.
     Ended,
 }
 
-/// A replacement for a log file.
+/// A request to replace a log file.
 pub struct Replacement {
     pub log: LogFile,
-    /// The path of the new file.
+    /// Path of the new file.
     pub new: PathBuf,
-    /// The expected stamp of the current file.
+    /// Expected stamp of the current file.
     pub expected: FileStamp,
     pub reply: SyncSender<std::io::Result<bool>>,
 }
 
-/// The line queues of all log files, and the progress of the writing thread and of flushes.
+/// Line queues for all log files, and the progress of the writer thread and of flushes.
 #[derive(Default)]
 pub struct LineQueues {
-    /// There are few log files, so a linear search suffices.
+    /// There are only a few log files, so a linear search is enough.
     queues: Vec<(LogFile, LineQueue)>,
     bytes: usize,
-    /// Number of bytes that the thread has taken but not yet written.
+    /// Bytes taken by the thread but not yet written.
     taken_bytes: usize,
-    /// Number of bytes that the thread could not write, by log file.
+    /// Bytes the thread failed to write, by log file.
     unwritten_bytes: Vec<(LogFile, usize)>,
     spare_buffers: Vec<Vec<u8>>,
     pub replacement: Option<Replacement>,
     pub thread: ThreadState,
     pub is_stopping: bool,
-    /// The number of the latest requested flush.
+    /// Sequence number of the latest requested flush.
     pub flushes_requested: u64,
-    /// The latest flush whose lines have been written; the sync may be pending.
+    /// The latest flush whose lines were written; the sync may be pending.
     pub flushes_written: u64,
-    /// The latest flush whose lines have been synced, or have failed to sync.
+    /// The latest flush whose lines were synced or failed to sync.
     pub flushes_done: u64,
-    /// Number of failed syncs.
     pub failed_syncs: u64,
 }
 
@@ -80,7 +78,7 @@ impl LineQueues {
     /// Queues a line. Returns whether the thread must be woken.
     ///
     /// # Errors
-    /// [`LineDropped`] if the line does not fit, or the writer is stopping.
+    /// [`LineDropped`] if the line doesn't fit or the writer is stopping.
     pub fn accept(&mut self, log: LogFile, line: &[u8]) -> Result<bool, LineDropped> {
         let unwritten = self.unwritten_bytes.iter().find(|(other, _)| *other == log);
         let unwritten = unwritten.map_or(0, |(_, bytes)| *bytes);
@@ -126,7 +124,6 @@ impl LineQueues {
         self.is_stopping || self.replacement.is_some() || self.flushes_requested > self.flushes_written
     }
 
-    /// Returns whether the thread has work.
     pub fn has_work(&self) -> bool {
         let has_gap = || self.queues.iter().any(|(_, queue)| queue.lost_since.is_some());
         self.bytes > 0 || self.taken_bytes > 0 || self.has_request() || has_gap()
@@ -135,7 +132,7 @@ impl LineQueues {
     /// Takes all lines, by log file.
     pub fn take_lines(&mut self) -> Vec<(LogFile, Vec<Vec<u8>>)> {
         if self.taken_bytes == 0 {
-            // All earlier lines have been written, so there is room again: report gaps even without further lines.
+            // All earlier lines are written, so there is room again. Report gaps even if no further lines arrive.
             for (log, queue) in &mut self.queues {
                 if let Some(gap) = queue.take_gap_line(*log) {
                     queue.push(&gap, &mut self.spare_buffers);
@@ -152,7 +149,7 @@ impl LineQueues {
         taken
     }
 
-    /// Ends a batch: stores the unwritten bytes by log file, and keeps written buffers for reuse.
+    /// Finishes a batch: records the unwritten bytes by log file and recycles written buffers.
     pub fn finish_batch(&mut self, unwritten: Vec<(LogFile, usize)>, buffers: impl Iterator<Item = Vec<u8>>) {
         self.taken_bytes = unwritten.iter().map(|(_, bytes)| bytes).sum();
         self.unwritten_bytes = unwritten;
@@ -164,7 +161,7 @@ impl LineQueues {
         }
     }
 
-    /// Returns the number of bytes that have been accepted but not yet written.
+    /// Returns the number of accepted but unwritten bytes.
     pub fn pending_bytes(&self) -> usize {
         self.bytes + self.taken_bytes
     }
@@ -189,7 +186,7 @@ impl LineQueue {
         std::mem::take(&mut self.buffers)
     }
 
-    /// Takes the line that reports rejected lines, if any.
+    /// Takes the gap line reporting rejected lines, if any.
     fn take_gap_line(&mut self, log: LogFile) -> Option<Vec<u8>> {
         let since = self.lost_since.take()?;
         let lost = std::mem::take(&mut self.lost);

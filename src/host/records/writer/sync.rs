@@ -1,4 +1,4 @@
-//! Syncs written files on a separate thread, so that writing continues during a sync of several seconds.
+//! Syncs written files on a separate thread, so that a sync taking seconds doesn't block writes.
 
 use std::fs::File;
 use std::io;
@@ -24,13 +24,13 @@ impl UnsyncedFile {
 #[derive(Default)]
 struct SyncRequest {
     files: Vec<UnsyncedFile>,
-    /// The flush that ends once `files`, and all files queued earlier, have been synced or have failed to sync.
+    /// Flush that completes once `files` and all files queued earlier have been synced or failed to sync.
     flush: Option<u64>,
     is_stopping: bool,
 }
 
 impl SyncRequest {
-    /// Keeps the oldest handle to each file, because a handle only reports errors since it was opened.
+    /// Keeps the oldest handle to each file, since a handle only reports errors since it was opened.
     fn add(&mut self, files: Vec<UnsyncedFile>) {
         for file in files {
             if self.files.iter().all(|queued| queued.inode != file.inode) {
@@ -40,7 +40,7 @@ impl SyncRequest {
     }
 }
 
-/// The queue from the writing thread to the syncing thread.
+/// Queue from the writer thread to the sync thread.
 #[derive(Default)]
 pub struct Syncer {
     pending: Mutex<SyncRequest>,
@@ -52,7 +52,7 @@ impl Syncer {
         self.pending.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Queues files for a sync. Never waits for the disk.
+    /// Queues files to sync. Never blocks on the disk.
     pub fn enqueue(&self, files: Vec<UnsyncedFile>, flush: Option<u64>) {
         let mut pending = self.lock();
         pending.add(files);
@@ -60,17 +60,17 @@ impl Syncer {
         self.wake.notify_one();
     }
 
-    /// Stops the thread after it has tried to sync the queued files.
+    /// Stops the thread after a final attempt to sync the queued files.
     pub fn stop(&self) {
         self.lock().is_stopping = true;
         self.wake.notify_one();
     }
 
-    /// Runs the syncing thread's loop. After each request, calls `on_synced` with the flush that it ends, and whether a
-    /// sync failed.
+    /// Runs the sync thread's loop. After each request, calls `on_synced` with the flush it completes, if any, and
+    /// whether a sync failed.
     ///
-    /// A failed sync is not retried. Linux reports a write error once for each handle, and does not write the affected
-    /// pages again: a second sync would succeed although the lines never reached the disk.
+    /// Failed syncs are not retried: Linux reports a write error once per handle and doesn't write the affected pages
+    /// again, so a second sync would succeed even though the lines never reached the disk.
     pub fn run(&self, sync: &SyncFn, on_synced: impl Fn(Option<u64>, bool)) {
         let mut is_failing = false;
         loop {
@@ -81,7 +81,7 @@ impl Syncer {
                 has_failed = true;
                 if !is_failing {
                     let path = unsynced.path.display();
-                    tracing::error!(%path, %error, "cannot sync a log file; its newest lines may not be on disk");
+                    tracing::error!(%path, %error, "cannot sync log file; newest lines may not be on disk");
                 }
             }
             if !request.files.is_empty() {

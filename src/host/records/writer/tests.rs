@@ -124,7 +124,7 @@ fn rejected_lines_are_counted_and_reported_as_a_gap() {
     assert_eq!(read_numbers(&dir.path().join("usage.jsonl")), [1]);
     fs::remove_dir(&path).unwrap();
     assert!(records.flush(TIMEOUT) && !records.is_write_failing());
-    // The gap is reported even without further lines.
+    // The gap is reported even if no further lines arrive.
     let start = Instant::now();
     while read_lines(&path).len() as u64 <= accepted {
         assert!(start.elapsed() < TIMEOUT, "the gap was not reported");
@@ -133,7 +133,7 @@ fn rejected_lines_are_counted_and_reported_as_a_gap() {
     records.append(LogFile::Audit, &json!({"n": accepted})).unwrap();
     drop(writer);
     records.append(LogFile::Audit, &json!({"n": 0})).unwrap_err();
-    assert!(!records.flush(TIMEOUT), "the flush succeeded although the writer has ended");
+    assert!(!records.flush(TIMEOUT), "flush succeeded after the writer stopped");
     let found = read_lines(&path);
     assert_eq!(found.len() as u64, accepted + 2);
     assert_eq!(found[accepted as usize]["gap"]["lost"], 10);
@@ -160,8 +160,8 @@ fn blocked_interactions_delay_only_usage() {
     assert_eq!(read_numbers(&dir.path().join("usage.jsonl")), [1]);
 }
 
-/// Returns a writer whose syncs block, a sender that lets one sync succeed or fail, and a receiver that gets a
-/// message when each sync starts. Once the sender is dropped, all syncs succeed.
+/// Returns a writer with blocking syncs, a sender that lets one sync succeed or fail, and a receiver notified when each
+/// sync starts. Once the sender is dropped, all syncs succeed.
 fn writer_with_blocked_syncs(logs: &Path) -> (Writer, mpsc::Sender<bool>, mpsc::Receiver<()>) {
     let (release, released) = mpsc::channel();
     let (started, starts) = mpsc::channel();
@@ -182,7 +182,7 @@ fn lines_are_written_while_a_sync_hangs() {
     let (records, path) = (writer.records(), dir.path().join("audit.jsonl"));
     let append = |n: u64| records.append(LogFile::Audit, &json!({"n": n})).unwrap();
     append(0);
-    assert!(!records.flush(Duration::from_millis(1)), "the flush succeeded although the sync hangs");
+    assert!(!records.flush(Duration::from_millis(1)), "flush succeeded while the sync hangs");
     starts.recv_timeout(TIMEOUT).unwrap();
     for n in 1..20 {
         let accepted = Instant::now();
@@ -192,7 +192,7 @@ fn lines_are_written_while_a_sync_hangs() {
             std::thread::sleep(Duration::from_millis(1));
         }
     }
-    assert!(!records.flush(Duration::from_millis(20)), "the flush succeeded although the sync still hangs");
+    assert!(!records.flush(Duration::from_millis(20)), "flush succeeded while the sync still hangs");
     assert!(!records.is_write_failing());
     drop(release);
     assert!(records.flush(TIMEOUT));
@@ -207,7 +207,7 @@ fn failed_sync_fails_the_flush_and_is_not_retried() {
     release.send(false).unwrap();
     assert!(!records.flush(TIMEOUT));
     assert_eq!((records.failed_syncs(), starts.try_iter().count()), (1, 1));
-    // Later lines are not affected.
+    // Later lines are unaffected.
     records.append(LogFile::Audit, &json!({"n": 2})).unwrap();
     release.send(true).unwrap();
     assert!(records.flush(TIMEOUT));
@@ -276,7 +276,7 @@ fn writer_resumes_after_full_disk_and_reports_the_gap() {
         std::thread::sleep(Duration::from_millis(1));
     }
     assert!(!records.flush(Duration::from_millis(10)));
-    // The next writer repairs the state that a kill at this point would leave.
+    // The next writer repairs the state left by a kill at this point.
     let torn = fs::read(&path).unwrap();
     let next_logs = tempfile::tempdir().unwrap();
     fs::write(next_logs.path().join("audit.jsonl"), &torn).unwrap();
@@ -293,5 +293,5 @@ fn writer_resumes_after_full_disk_and_reports_the_gap() {
     drop(writer);
     let gaps: Vec<u64> = read_lines(&path).iter().filter_map(|line| line["gap"]["lost"].as_u64()).collect();
     assert_eq!(gaps.iter().sum::<u64>(), lost);
-    assert!(read_numbers(&path).into_iter().eq(0..=accepted), "lines are missing, repeated or out of order");
+    assert!(read_numbers(&path).into_iter().eq(0..=accepted), "lines missing, duplicated or out of order");
 }

@@ -1,7 +1,6 @@
-//! Measures the disk usage of the files in the home directory. Each file counts once, however many hard links it has,
-//! and only if it is on the same file system as the home directory.
+//! Measures the home directory's disk usage. Hard-linked files are counted once, and other file systems are ignored.
 //!
-//! Symbolic links are not followed. Directories that cannot be read or are not reached before the deadline are skipped.
+//! Symbolic links are not followed. Directories that are unreadable or not reached before the deadline are skipped.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fs::{self, Metadata};
@@ -15,11 +14,11 @@ use svc_base::fsx::FileError;
 /// A directory to read.
 struct Directory {
     path: PathBuf,
-    /// The app to which the directory belongs.
+    /// The app that owns the directory, if any.
     app: Option<String>,
 }
 
-/// Measures the home directory. Returns its sizes, and the size of each app's directory by slug.
+/// Measures the home directory, returning its sizes and each app directory's size by slug.
 ///
 /// # Errors
 /// [`FileError`] if the home directory's metadata cannot be read.
@@ -64,12 +63,12 @@ pub fn measure_home(
     Ok((sizes, app_sizes))
 }
 
-/// Marks a file as counted; returns `false` for a hard link to a file that has already been counted.
+/// Marks a file as counted. Returns `false` for a hard link to an already counted file.
 fn mark_counted(meta: &Metadata, counted: &mut HashSet<u64>) -> bool {
     meta.is_dir() || meta.nlink() == 1 || counted.insert(meta.ino())
 }
 
-/// Returns the slug of an app's directory; `None` if the entry is not a directory, or its name is not a valid slug.
+/// Returns the slug of an app's directory, or `None` if the entry isn't a directory or its name isn't a valid slug.
 fn parse_slug(entry: &fs::DirEntry, meta: &Metadata) -> Option<String> {
     const MAX_SLUG_BYTES: usize = 41;
     let name = entry.file_name().into_string().ok()?;

@@ -1,5 +1,5 @@
-//! `svc-db-backup drill`: restores the latest snapshot into a scratch database, compares the snapshot's sidecar with
-//! the database, and drops the database. A drill finds an unrestorable snapshot before a recovery needs it.
+//! `svc-db-backup drill`: restores the latest snapshot into a scratch database, checks that database against the
+//! snapshot's sidecar, and drops it. This detects an unrestorable snapshot before a recovery needs it.
 
 use std::path::Path;
 use std::time::Instant;
@@ -22,7 +22,7 @@ use svc_store::StoreError;
 use svc_store::pointer::SnapshotRef;
 use svc_store::snapshot::{self, Sidecar, SnapshotUnusable};
 
-/// Fail points of a run.
+/// Fail points in a run.
 pub const FAILPOINTS: &[&str] =
     &["drill.begin", "drill.cleaned", "drill.downloaded", "drill.loaded", "drill.dropped", "drill.recorded"];
 
@@ -38,7 +38,7 @@ enum DatabaseDrillError {
     Connect(#[from] ConnectError),
     #[error(transparent)]
     Load(#[from] LoadError),
-    #[error("cannot drop the scratch databases")]
+    #[error("cannot drop scratch databases")]
     Query(#[from] tokio_postgres::Error),
     #[error(transparent)]
     File(#[from] FileError),
@@ -51,7 +51,7 @@ enum DatabaseDrillError {
 impl DatabaseDrillError {
     fn exit(&self) -> Exit {
         match self {
-            // `Refused` prevents a retry, which would not find more free space a minute later.
+            // `Refused` prevents a retry: there won't be more free space a minute later.
             Self::Damaged { .. } | Self::Download(DownloadError::NoSpace { .. }) => Exit::Refused,
             Self::Store(error) => crate::system::store::to_exit(error),
             Self::Download(error) => error.exit(),
@@ -64,12 +64,12 @@ impl DatabaseDrillError {
     }
 }
 
-/// Runs the drill and records the result. `stop` ends it early; the next drill removes its temporary data.
+/// Runs the drill and records the result. `stop` aborts it; the next drill removes its temporary data.
 ///
 /// # Errors
-/// `Refused` if the snapshot is damaged or cannot be loaded, the loaded database differs from the snapshot's sidecar,
-/// or the disk is too small for it; `Unavailable` if the store or the database server is unavailable; `Permission` if
-/// this machine's access to the store has been withdrawn; `TryAgain` if `stop` ended the run; otherwise `Internal`.
+/// `Refused` if the snapshot is corrupt or cannot be loaded, the loaded database doesn't match the snapshot's sidecar,
+/// or there isn't enough disk space; `Unavailable` if the store or the database server is unavailable; `Permission` if
+/// this machine's access to the store was revoked; `TryAgain` if `stop` aborted the run; otherwise `Internal`.
 pub async fn run(
     _lock: &Lock,
     settings: &BackupSettings,
@@ -102,7 +102,7 @@ pub async fn run(
         && let Err(error) = staging::remove_dumps(&settings.layout.drill_state())
     {
         // The next drill removes the dump.
-        tracing::warn!(error = %format_chain(&error), "could not remove the drill's dump");
+        tracing::warn!(error = %format_chain(&error), "cannot remove drill dump");
     }
     let recorded = check.write(&settings.layout);
     failpoint::trigger("drill.recorded").or_exit(Exit::Internal)?;
@@ -134,7 +134,7 @@ async fn drill(
     Ok(format!("{}, {}", pluralize(sidecar.tables.len() as u64, "table"), pluralize(rows, "row")))
 }
 
-/// Finds the latest snapshot. `drilled` is set even if the sidecar cannot be read.
+/// Finds the latest snapshot, setting `drilled` even if the sidecar cannot be read.
 async fn find_latest(
     settings: &BackupSettings,
     drilled: &mut Option<SnapshotRef>,
@@ -152,7 +152,7 @@ async fn find_latest(
     Ok(Some((snapshot, sidecar.map_err(DatabaseDrillError::Store)?)))
 }
 
-/// Removes the scratch databases, dumps and roles of this drill or of a killed run.
+/// Removes scratch databases, dumps and roles left by this drill or a killed run.
 async fn remove_leftovers(context: &RestoreContext, dir: &Path) -> Result<(), DatabaseDrillError> {
     let client = context.server.connect(postgres::MAINTENANCE_DATABASE, "svc-db-backup").await?;
     staging::drop_scratch_databases(&client, ScratchPurpose::Check).await?;
@@ -165,7 +165,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn drill_without_space_is_not_retried() {
+    fn drill_is_not_retried_on_low_disk_space() {
         let no_space = DownloadError::NoSpace { path: "/var/lib/svc".into(), needed: 2, free: 1 };
         assert_eq!(DatabaseDrillError::from(no_space).exit(), Exit::Refused);
     }

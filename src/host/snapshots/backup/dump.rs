@@ -1,7 +1,7 @@
-//! The dump pipeline: `pg_dump` → SHA-256 → sink, while `pg_restore` reads the same bytes in full.
+//! The dump pipeline: `pg_dump` → SHA-256 → sink, with `pg_restore` reading the same bytes in full.
 //!
-//! [`dump_snapshot`] returns a [`VerifiedDump`] only if both tools succeeded, every byte has arrived and the dump has a
-//! table of contents. No upload is completed without a [`VerifiedDump`]. Memory is bounded by the upload's parts and a
+//! [`dump_snapshot`] only returns a [`VerifiedDump`] if both tools succeeded, every byte was delivered and the dump has
+//! a table of contents. Uploads are never completed without one. Memory use is bounded by the upload's parts and a
 //! short queue.
 
 use std::process::ExitStatus;
@@ -27,10 +27,10 @@ use svc_store::snapshot::{self as stored, DatabaseFacts, Sidecar, TableCount};
 use svc_store::upload::{Upload, UploadError};
 
 const CHUNK_BYTES: usize = 256 * 1024;
-/// Maximum time without output from `pg_dump`, which may wait for a lock for a minute.
+/// Maximum time without output from `pg_dump`, which can wait up to a minute for a lock.
 const STALL_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// The destination of a dump.
+/// A dump destination.
 pub trait Sink {
     /// Returns the maximum length of the next chunk, in bytes.
     fn max_chunk_bytes(&self) -> usize;
@@ -41,10 +41,10 @@ pub trait Sink {
     /// [`DumpError`] if the chunk cannot be delivered.
     async fn push(&mut self, chunk: Bytes) -> Result<(), DumpError>;
 
-    /// Waits until every byte has arrived.
+    /// Waits until every byte has been delivered.
     ///
     /// # Errors
-    /// [`DumpError`] if not every byte can be delivered.
+    /// [`DumpError`] if any byte cannot be delivered.
     async fn flush(&mut self) -> Result<(), DumpError>;
 }
 
@@ -62,14 +62,14 @@ impl Sink for Upload {
     }
 }
 
-/// A dump that was read in full and delivered to its sink. If the sink is an upload, the upload is not completed yet.
+/// A dump that was read in full and delivered to its sink. If the sink is an upload, it is not completed yet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct VerifiedDump {
     pub size_bytes: u64,
     pub sha256: String,
 }
 
-/// Why there is no verified dump.
+/// Errors from creating a verified dump.
 #[derive(Debug, thiserror::Error)]
 pub enum DumpError {
     #[error("pg_dump exited with {status}: {stderr_tail}")]
@@ -88,7 +88,7 @@ pub enum DumpError {
     Upload(#[from] UploadError),
     #[error("cannot write the dump")]
     Write(#[source] std::io::Error),
-    #[error("cannot count the rows or read the catalog of the database")]
+    #[error("cannot count rows or read the database catalog")]
     Query(#[from] tokio_postgres::Error),
     #[error(transparent)]
     Injected(#[from] failpoint::InjectedFailure),
@@ -104,7 +104,7 @@ impl DumpError {
     }
 }
 
-/// A verified dump with the facts for its sidecar, taken from the same snapshot.
+/// A verified dump and its sidecar facts, taken from the same snapshot.
 pub struct DumpedSnapshot {
     pub dump: VerifiedDump,
     pub tables: Vec<TableCount>,
@@ -113,7 +113,7 @@ pub struct DumpedSnapshot {
 }
 
 impl DumpedSnapshot {
-    /// Builds the sidecar of the dump, which is stored as `key` and has just been verified.
+    /// Builds the sidecar for the dump stored as `key`, which has just been verified.
     pub fn into_sidecar(self, key: &str, identity: &Identity, snapshot: &Snapshot) -> Sidecar {
         Sidecar {
             version: stored::FORMAT_VERSION,
@@ -133,7 +133,7 @@ impl DumpedSnapshot {
     }
 }
 
-/// Dumps the snapshot, and reads row counts, roles and database facts at the same time.
+/// Dumps the snapshot while concurrently reading row counts, roles and database facts.
 pub async fn dump_snapshot(
     settings: &BackupSettings,
     snapshot: &Snapshot,
@@ -155,7 +155,7 @@ pub async fn dump_snapshot(
 /// Dumps the exported snapshot.
 ///
 /// # Errors
-/// [`DumpError`] if a tool or the sink fails. In that case, the content of the sink must be discarded.
+/// [`DumpError`] if a tool or the sink fails. The sink's content must then be discarded.
 async fn dump_to_sink(
     settings: &BackupSettings,
     snapshot_id: &str,
@@ -167,7 +167,7 @@ async fn dump_to_sink(
     if compression != settings.compression {
         tracing::warn!(
             configured = %settings.compression, used = %compression,
-            "the installed PostgreSQL tools do not support the configured compression"
+            "configured compression not supported by the installed PostgreSQL tools"
         );
     }
     let mut dump = tools.dump_command(server, snapshot_id, compression);
@@ -184,7 +184,7 @@ async fn dump_to_sink(
     let has_reader_exited = pumped.is_err();
     let status = dump_check::wait_for_exit(&mut dump, "pg_dump", dump_check::EXIT_TIMEOUT).await?;
     let read = reader.finish().await;
-    // A reader that fails breaks the pipe of a healthy pg_dump, so the reader's error takes precedence.
+    // A failing reader breaks the pipe of a healthy pg_dump, so the reader's error takes precedence.
     if !status.success() && !has_reader_exited {
         return Err(DumpError::Dump { status, stderr_tail: stderr_tail.await.unwrap_or_default() });
     }
@@ -196,8 +196,8 @@ async fn dump_to_sink(
     }
 }
 
-/// Copies the dump to the reader and the sink. Returns its size and digest, and the number of entries in its table of
-/// contents if its head is valid. The result is valid only if both tools succeed.
+/// Copies the dump to the reader and the sink. Returns its size and digest, and its TOC entry count if the head is
+/// valid. The result is only valid if both tools succeed.
 async fn pump(
     mut stdout: impl AsyncRead + Unpin,
     reader: &DumpCheck,
@@ -222,7 +222,7 @@ async fn pump(
     Ok((VerifiedDump { size_bytes, sha256: hex::encode(digest.finalize()) }, toc::count_entries(&head)))
 }
 
-/// Reads `size` bytes, or fewer at the end of the dump. Returns an empty chunk once the dump has been read.
+/// Reads `size` bytes, or fewer at the end of the dump. Returns an empty chunk at EOF.
 async fn read_chunk(stdout: &mut (impl AsyncRead + Unpin), size: usize) -> Result<Bytes, DumpError> {
     let mut chunk = BytesMut::with_capacity(size);
     while chunk.len() < size {

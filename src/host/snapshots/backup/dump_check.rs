@@ -1,5 +1,5 @@
-//! Reads a dump in full with `pg_restore` and discards the output. Listing the dump's entries would not find damage in
-//! the rows.
+//! Reads a dump in full with `pg_restore`, discarding the output. Just listing the dump's entries wouldn't detect
+//! corruption in the rows.
 
 use std::process::ExitStatus;
 use std::time::Duration;
@@ -13,12 +13,12 @@ use tokio::task::JoinHandle;
 use crate::system::postgres_tools;
 use crate::system::postgres_tools::PgTools;
 
-/// Number of chunks by which the reader may lag behind the writer.
+/// Number of chunks the reader may lag behind the writer.
 const QUEUE_CAPACITY: usize = 8;
-/// Maximum time between a dump's last byte and the exit of a tool that only reads or writes the dump.
+/// Maximum time from a dump's last byte to the exit of a tool that only reads or writes the dump.
 pub const EXIT_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Why a dump was not read in full.
+/// Errors from reading a dump in full.
 #[derive(Debug, thiserror::Error)]
 pub enum DumpCheckError {
     #[error("cannot start {tool}")]
@@ -27,12 +27,12 @@ pub enum DumpCheckError {
         #[source]
         source: std::io::Error,
     },
-    #[error("the dump is damaged: pg_restore exited with {status}: {stderr_tail}")]
+    #[error("corrupt dump: pg_restore exited with {status}: {stderr_tail}")]
     Damaged { status: ExitStatus, stderr_tail: String },
-    /// Whether the dump is damaged is unknown.
+    /// The dump may or may not be corrupt.
     #[error("pg_restore was killed: {status}")]
     Killed { status: ExitStatus },
-    /// Whether the dump is damaged is unknown.
+    /// The dump may or may not be corrupt.
     #[error("pg_restore did not run to completion: {status}: {stderr_tail}")]
     Interrupted { status: ExitStatus, stderr_tail: String },
     #[error("cannot wait for {tool}")]
@@ -72,15 +72,15 @@ impl DumpCheck {
         Ok(Self { child, chunks, feeder, stderr_tail })
     }
 
-    /// Feeds the next bytes. Waits while the queue is full.
+    /// Feeds the next chunk, waiting while the queue is full.
     ///
     /// # Errors
-    /// [`DumpCheckError::ReaderExited`] if `pg_restore` no longer reads: [`finish`](Self::finish) returns the reason.
+    /// [`DumpCheckError::ReaderExited`] if `pg_restore` stopped reading; [`finish`](Self::finish) returns the reason.
     pub async fn push(&self, chunk: Bytes) -> Result<(), DumpCheckError> {
         self.chunks.send(chunk).await.map_err(|_| DumpCheckError::ReaderExited)
     }
 
-    /// Ends the input and checks that it was a complete, valid dump.
+    /// Closes the input and checks that it was a complete, valid dump.
     pub async fn finish(self) -> Result<(), DumpCheckError> {
         let Self { mut child, chunks, feeder, stderr_tail } = self;
         drop(chunks);
@@ -101,8 +101,8 @@ impl DumpCheck {
     }
 }
 
-/// Returns whether `pg_restore` could not be started, or was killed in the container. `podman exec` reports its own
-/// failures as 125 to 127 or 255, and a signal as 128 plus its number. `pg_restore` itself exits with 0 or 1.
+/// Returns whether `pg_restore` failed to start or was killed in the container. `podman exec` reports its own failures
+/// as 125 to 127 or 255, and a signal as 128 plus its number. `pg_restore` itself exits with 0 or 1.
 fn is_tool_failure(status: ExitStatus) -> bool {
     status.code().is_some_and(|code| code >= 125)
 }
@@ -127,8 +127,8 @@ pub async fn wait_for_exit(
     tool: &'static str,
     timeout: Duration,
 ) -> Result<ExitStatus, DumpCheckError> {
-    let ended = tokio::time::timeout(timeout, child.wait()).await;
-    ended
+    let exited = tokio::time::timeout(timeout, child.wait()).await;
+    exited
         .map_err(|_| DumpCheckError::TimedOut { tool, seconds: timeout.as_secs() })?
         .map_err(|source| DumpCheckError::Wait { tool, source })
 }
@@ -143,7 +143,7 @@ mod tests {
     fn is_tool_failure_excludes_exit_codes_of_pg_restore() {
         let has_failed = |exit_code: i32| is_tool_failure(ExitStatus::from_raw(exit_code << 8));
         assert!(!has_failed(0) && !has_failed(1));
-        // podman; a command that is not found; SIGKILL; a container that is not running
+        // podman failure, command not found, SIGKILL, container not running
         assert!([125, 127, 137, 255].into_iter().all(has_failed));
     }
 }

@@ -1,8 +1,8 @@
-//! A PostgreSQL transaction snapshot, so that the dump, the row counts and the sidecar's other facts describe the same
-//! state of the database.
+//! A PostgreSQL transaction snapshot shared by the dump, the row counts and the rest of the sidecar, so they all
+//! describe the same database state.
 //!
-//! [`Snapshot`] owns the transaction that exports the snapshot. The tables are locked against DDL, as `pg_dump` locks
-//! them, so that exactly the listed tables are dumped and counted.
+//! [`Snapshot`] owns the exporting transaction. Like `pg_dump`, it locks the tables against DDL, so exactly the listed
+//! tables are dumped and counted.
 
 use jiff::Timestamp;
 use tokio_postgres::error::SqlState;
@@ -17,30 +17,30 @@ use svc_base::clock;
 use svc_store::snapshot::{DatabaseFacts, DatabaseGrant, DatabaseSetting, TableCount};
 
 const MAX_ATTEMPTS: u32 = 3;
-/// Maximum number of tables that one statement locks.
+/// Maximum number of tables locked per statement.
 const MAX_TABLES_PER_LOCK: usize = 200;
 /// Maximum wait for a table lock, in seconds.
 const LOCK_TIMEOUT_SECONDS: u32 = 60;
 
-/// The open transaction. Dropping it closes the connection and ends the transaction.
+/// An open snapshot. Dropping it closes the connection, which ends the transaction.
 pub struct Snapshot {
     client: Client,
-    /// The id for `pg_dump --snapshot`.
+    /// Snapshot id for `pg_dump --snapshot`.
     pub id: String,
-    /// A time just before the snapshot: everything committed by then is in the snapshot.
+    /// Taken just before the snapshot, which therefore includes everything committed by then.
     pub taken_at: Timestamp,
     pub pg_version: String,
-    /// Size of the database on disk.
+    /// Database size on disk.
     pub database_bytes: u64,
     tables: Vec<String>,
 }
 
-/// Why no snapshot could be taken.
+/// Errors from opening a snapshot.
 #[derive(Debug, thiserror::Error)]
 pub enum SnapshotError {
     #[error(transparent)]
     Connect(#[from] ConnectError),
-    /// A long operation, such as a migration, has locked a table exclusively.
+    /// A long-running operation, such as a migration, holds an exclusive lock on a table.
     #[error("a table has been locked by another session for more than {LOCK_TIMEOUT_SECONDS} s")]
     Locked(#[source] Error),
     #[error("cannot take a snapshot of the database")]
@@ -58,8 +58,8 @@ impl SnapshotError {
 }
 
 impl Snapshot {
-    /// Opens a snapshot. If a table or its schema is dropped before the table is locked, retries in a new transaction,
-    /// with at most [`MAX_ATTEMPTS`] attempts in total.
+    /// Opens a snapshot. If a table or its schema is dropped before we can lock it, retries in a new transaction, up to
+    /// [`MAX_ATTEMPTS`] attempts in total.
     pub async fn open(server: &PostgresServer) -> Result<Self, SnapshotError> {
         let mut attempt = 1;
         loop {
@@ -110,7 +110,7 @@ impl Snapshot {
         })
     }
 
-    /// Counts the rows of every table.
+    /// Counts the rows in each table.
     ///
     /// # Errors
     /// If a query fails.
@@ -118,7 +118,7 @@ impl Snapshot {
         row_counts::count_rows(&self.client, &self.tables).await
     }
 
-    /// Reads the names of the roles that have objects, privileges or settings in this database, except built-in roles.
+    /// Lists the roles with objects, privileges or settings in this database, excluding built-in roles.
     ///
     /// # Errors
     /// If a query fails.
@@ -141,7 +141,7 @@ impl Snapshot {
         rows.iter().map(|row| row.try_get(0)).collect()
     }
 
-    /// Reads facts about the database itself that a dump of its content does not contain.
+    /// Reads database-level metadata that isn't part of a dump.
     ///
     /// # Errors
     /// If a query fails.
@@ -184,7 +184,7 @@ impl Snapshot {
         rows.iter().map(grant).collect()
     }
 
-    /// Reads the database's settings without the restore id, which identifies one restored copy of the data.
+    /// Reads the database settings, except the restore id, which identifies one particular restored copy.
     async fn read_settings(&self) -> Result<Vec<DatabaseSetting>, Error> {
         let rows = self
             .client
@@ -204,7 +204,7 @@ impl Snapshot {
     }
 }
 
-/// Returns whether an error means that a listed table, or its schema, no longer exists.
+/// Returns whether the error means that a listed table or its schema was dropped.
 fn is_dropped(code: &SqlState) -> bool {
     [SqlState::UNDEFINED_TABLE, SqlState::INVALID_SCHEMA_NAME].contains(code)
 }

@@ -6,16 +6,16 @@ use serde::Serialize;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Stage {
-    /// Checks whether a backup is permitted: the machine has not been replaced or deleted, its restore is complete,
-    /// and the database is the one that it serves.
+    /// Checks that a backup is allowed: the machine hasn't been replaced or deleted, its restore is complete, and this
+    /// is the database it serves.
     Gate,
     /// Opens the transaction snapshot.
     Snapshot,
     /// Dumps the database, and verifies and uploads the dump.
     Dump,
-    /// Completes the upload, so that the object appears.
+    /// Completes the upload, which makes the object visible.
     Upload,
-    /// Writes the sidecar. Records still use the stage's former name.
+    /// Writes the sidecar. Records still use the old stage name.
     #[serde(rename = "sideRecord")]
     Sidecar,
     /// Moves the pointer, unless the snapshot is held back.
@@ -25,7 +25,7 @@ pub enum Stage {
 }
 
 impl Stage {
-    /// Returns the stage's name in records.
+    /// Returns the stage name as it appears in records.
     pub fn name(self) -> String {
         let name = serde_json::to_value(self).ok();
         name.and_then(|name| name.as_str().map(str::to_owned)).unwrap_or_default()

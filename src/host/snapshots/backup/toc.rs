@@ -1,14 +1,14 @@
-//! Parses the head of a custom-format dump, up to the number of entries in its table of contents.
+//! Parses the header of a custom-format dump, up to the TOC entry count.
 //!
-//! The layout is the one that `ReadHead` and `ReadToc` in PostgreSQL's `pg_backup_archiver.c` parse, in formats 1.14
-//! (up to PostgreSQL 15) to 1.16 (since PostgreSQL 17).
+//! The layout follows `ReadHead` and `ReadToc` in PostgreSQL's `pg_backup_archiver.c`, for archive formats 1.14 (up to
+//! PostgreSQL 15) to 1.16 (PostgreSQL 17 and later).
 
-/// Number of bytes at the start of a dump to pass to [`count_entries`]. The head is usually much shorter, because its
-/// only strings are the database's name and two version numbers.
+/// How much of a dump to pass to [`count_entries`]. Headers are usually much shorter: their only strings are the
+/// database name and two version numbers.
 pub const HEAD_BYTES: usize = 4096;
 
-/// Returns the number of entries, or `None` if `head` is not the start of a custom-format dump or does not contain the
-/// number.
+/// Returns the number of TOC entries, or `None` if `head` isn't the start of a custom-format dump or ends before the
+/// count.
 pub fn count_entries(head: &[u8]) -> Option<u32> {
     let mut reader = Reader { bytes: head.strip_prefix(b"PGDMP")?, int_size: 4 };
     let (major, minor, _revision) = (reader.read_byte()?, reader.read_byte()?, reader.read_byte()?);
@@ -47,7 +47,7 @@ impl Reader<'_> {
         Some(*first)
     }
 
-    /// Reads a sign byte, then the magnitude, least significant byte first.
+    /// Reads a sign byte and a little-endian magnitude.
     fn read_int(&mut self) -> Option<i64> {
         let is_negative = self.read_byte()? != 0;
         let mut value: i64 = 0;
@@ -59,7 +59,7 @@ impl Reader<'_> {
     }
 
     fn skip_text(&mut self) -> Option<()> {
-        // -1 encodes a missing string.
+        // A length of -1 encodes a null string.
         let length = usize::try_from(self.read_int()?.max(0)).ok()?;
         self.bytes = self.bytes.get(length..)?;
         Some(())

@@ -1,4 +1,4 @@
-//! `svc-db-backup verify`: reads stored snapshots again, so that an unreadable one is found before it is needed.
+//! `svc-db-backup verify`: re-reads stored snapshots to find unreadable ones before they're needed.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -28,15 +28,15 @@ use svc_store::snapshots;
 /// Fail points of a run.
 pub const FAILPOINTS: &[&str] = &["verify.begin", "verify.read", "verify.read_recorded", "verify.recorded"];
 
-/// The snapshots to read.
+/// Snapshots to verify.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum VerifyTargets {
-    /// The snapshot that the pointer names.
+    /// The snapshot referenced by the pointer.
     Latest,
-    /// Today's share of all snapshots, so that each is read within the configured number of days.
+    /// Today's share of all snapshots, sized so that each is read within the configured number of days.
     DailyShare,
     All,
-    /// The snapshots with these keys.
+    /// Specific snapshots, by key.
     Named(Vec<String>),
 }
 
@@ -48,7 +48,7 @@ enum VerifyError {
     Object(#[from] VerifyObjectError),
     #[error(transparent)]
     File(#[from] FileError),
-    /// Earlier runs could not verify these snapshots, and this run has not read them.
+    /// Snapshots that earlier runs failed to verify and this run didn't read.
     #[error("{} could not be verified at the last attempt ({key}: {reason})", pluralize(*count, "snapshot"))]
     Unverified { count: u64, key: String, reason: String },
     #[error("stopped by a signal")]
@@ -73,23 +73,23 @@ impl VerifyError {
     }
 }
 
-/// `verified.json`: when this program last read each snapshot completely, the damage that it found then, and the
-/// failure of a later read.
+/// `verified.json`: when each snapshot was last read in full, any damage found by that read, and any later inconclusive
+/// read.
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct ReadHistory {
     version: u32,
-    /// Includes damaged snapshots: if they stayed the least recently read, they would take up every day's share.
+    /// Includes damaged snapshots; otherwise they'd remain the least recently read and take up every day's share.
     read_at: BTreeMap<String, Timestamp>,
-    /// The snapshots whose last completed read found damage, each with a message about it.
+    /// Snapshots found damaged by their last complete read, each with a description.
     #[serde(default)]
     damaged: BTreeMap<String, String>,
-    /// The snapshots whose last read could not verify them.
+    /// Snapshots whose last read was inconclusive.
     #[serde(default)]
     failed: BTreeMap<String, FailedRead>,
 }
 
-/// A read that could not verify a snapshot, for example because `pg_restore` was killed.
+/// An inconclusive read, for example because `pg_restore` was killed.
 #[derive(Debug, Serialize, Deserialize)]
 struct FailedRead {
     at: Timestamp,
@@ -99,8 +99,8 @@ struct FailedRead {
 impl ReadHistory {
     const FORMAT_VERSION: u32 = 1;
 
-    /// Reads the file. A file that does not parse, or has another version, counts as empty: snapshots are then read
-    /// sooner than needed, and known damage is reported once its snapshot is read again.
+    /// Loads the history. A malformed file or unsupported version is treated as empty: snapshots are then read earlier
+    /// than needed, and known damage isn't reported until the next read finds it.
     fn read(settings: &BackupSettings) -> Result<Self, FileError> {
         let text = fsx::read_if_exists(&settings.layout.verification_history())?;
         let history = text.and_then(|text| serde_json::from_slice::<Self>(&text).ok());
@@ -108,7 +108,7 @@ impl ReadHistory {
         Ok(supported.unwrap_or_else(|| Self { version: Self::FORMAT_VERSION, ..Self::default() }))
     }
 
-    /// Records a read that has just ended, with a message about the damage that it found. Writes the whole history.
+    /// Records a finished read with any damage it found, and persists the history.
     fn record_read(
         &mut self,
         settings: &BackupSettings,
@@ -124,8 +124,7 @@ impl ReadHistory {
         self.write(settings)
     }
 
-    /// Records a read that could not verify the snapshot. Damage that an earlier read found stays recorded. Writes the
-    /// whole history.
+    /// Records an inconclusive read and persists the history. Damage found by an earlier read is retained.
     fn record_failure(
         &mut self,
         settings: &BackupSettings,
@@ -140,11 +139,11 @@ impl ReadHistory {
         let text = serde_json::to_vec(self).expect("maps of plain fields serialize to JSON");
         let written = fsx::write_atomic_or_in_place(&settings.layout.verification_history(), &text, 0o600);
         written.inspect_err(|error| {
-            tracing::error!(error = %format_chain(error), "could not record the result of a read");
+            tracing::error!(error = %format_chain(error), "could not record the verification result");
         })
     }
 
-    /// Returns the error about snapshots that could not be verified, if any.
+    /// Returns an error if any snapshots remain unverified.
     fn unverified_error(&self) -> Option<VerifyError> {
         let (key, FailedRead { error, .. }) = self.failed.first_key_value()?;
         Some(VerifyError::Unverified {
@@ -154,7 +153,7 @@ impl ReadHistory {
         })
     }
 
-    /// Removes the snapshots that are not in `keys`.
+    /// Drops snapshots not in `keys`.
     fn retain(&mut self, keys: &[String]) {
         self.read_at.retain(|key, _| keys.contains(key));
         self.damaged.retain(|key, _| keys.contains(key));
@@ -169,18 +168,17 @@ struct VerifyResults {
     intact: u64,
     /// Total size of the intact snapshots.
     bytes: u64,
-    /// The key, if a single snapshot is read.
+    /// Set if only one snapshot is read.
     single_key: Option<String>,
-    /// Key of each damaged snapshot, with a message that describes the damage.
+    /// Keys of damaged snapshots, each with a description of the damage.
     damaged: Vec<(String, String)>,
 }
 
-/// Reads snapshots and records the results. `stop` ends the run early; the snapshots read so far are still
-/// recorded.
+/// Verifies snapshots and records the results. `stop` ends the run early; snapshots read by then are still recorded.
 ///
 /// # Errors
-/// `Refused` if all snapshots were read and at least one is damaged, or an earlier run found damage in one that is not
-/// in today's share; `TryAgain` after `stop`; the store's exit code if the object store could not be read; otherwise
+/// `Refused` if every snapshot was read and at least one is damaged, or an earlier run found damage in a snapshot
+/// outside today's share; `TryAgain` if stopped; the store's exit code if the object store can't be read; otherwise
 /// `Internal`.
 pub async fn run(
     _lock: &Lock,
@@ -259,19 +257,19 @@ async fn verify_all(
                 failpoint::trigger("verify.read_recorded")?;
                 results.intact += 1;
                 results.bytes += sidecar.size_bytes;
-                tracing::info!(key, bytes = sidecar.size_bytes, "a snapshot is intact");
+                tracing::info!(key, bytes = sidecar.size_bytes, "snapshot intact");
             }
             Err(VerifyFailure::Damaged(reason)) => {
                 tracing::error!(key, reason, "a snapshot is damaged");
                 write_result = history.record_read(settings, &key, Some(&reason));
                 results.damaged.push((key, reason));
             }
-            Err(VerifyFailure::Unknown(error)) if error.is_store_failure() => return Err(error),
-            // A snapshot that can never be read, for example for lack of memory, must not block other snapshots, either
-            // in this run or by taking up every day's share.
-            Err(VerifyFailure::Unknown(error)) => {
+            Err(VerifyFailure::Inconclusive(error)) if error.is_store_failure() => return Err(error),
+            // A snapshot that can never be read, say for lack of memory, must not starve the others, either in this run
+            // or by taking up every day's share.
+            Err(VerifyFailure::Inconclusive(error)) => {
                 let reason = format_chain(&error);
-                tracing::error!(key, error = reason, "a snapshot could not be verified");
+                tracing::error!(key, error = reason, "could not verify snapshot");
                 write_result = history.record_failure(settings, &key, reason);
                 failure.get_or_insert(error);
             }
@@ -284,14 +282,14 @@ async fn verify_all(
     match failure {
         Some(error) => Err(error),
         None if results.damaged.is_empty() => Ok(write_result?),
-        // The damage takes precedence over a failed write of the history, which was logged.
+        // Damage takes precedence over a failed history write, which has already been logged.
         None => Ok(()),
     }
 }
 
-/// Returns the keys of the target snapshots, in the order in which to read them. A latest snapshot that cannot be used
-/// counts as damaged without being read, because a read might find its content intact. For today's share, known damage
-/// to other snapshots is added to the results.
+/// Returns the target snapshot keys in read order. An unusable latest snapshot is reported as damaged without being
+/// read, since its content might turn out intact. For the daily share, known damage to other snapshots is added to the
+/// results.
 async fn select_keys(
     settings: &BackupSettings,
     targets: &VerifyTargets,
@@ -320,7 +318,7 @@ async fn select_keys(
         .into_iter()
         .map(|key| (key.clone(), key::taken_at(&key).unwrap_or(Timestamp::UNIX_EPOCH)))
         .collect();
-    // Newest first: keys start with the time of the snapshot.
+    // Newest first: keys start with the snapshot time.
     snapshots.sort_unstable_by(|a, b| b.cmp(a));
     if *targets == VerifyTargets::All {
         return Ok(snapshots.into_iter().map(|(key, _)| key).collect());
@@ -335,18 +333,18 @@ async fn select_keys(
     Ok(selected)
 }
 
-/// Why a snapshot was not found intact.
+/// A failed verification.
 enum VerifyFailure {
-    /// Contains a message that names the snapshot and describes the damage.
+    /// Describes the damage, including the snapshot key.
     Damaged(String),
-    /// The snapshot could not be verified.
-    Unknown(VerifyError),
+    /// The state of the snapshot is unknown.
+    Inconclusive(VerifyError),
 }
 
 async fn verify_one(settings: &BackupSettings, key: &str) -> Result<Sidecar, VerifyFailure> {
     let sidecar = snapshot::load(&settings.bucket, &settings.slot, key).await;
     let sidecar = sidecar.map_err(|unusable| match unusable {
-        SnapshotUnusable::Store(error) => VerifyFailure::Unknown(error.into()),
+        SnapshotUnusable::Store(error) => VerifyFailure::Inconclusive(error.into()),
         error => VerifyFailure::Damaged(error.to_string()),
     })?;
     let mut backoff = Backoff::new(settings.outage_timeout);
@@ -356,6 +354,6 @@ async fn verify_one(settings: &BackupSettings, key: &str) -> Result<Sidecar, Ver
         Err(error) if error.is_damage() => {
             Err(VerifyFailure::Damaged(format!("{key}: {}", format_chain(&error))))
         }
-        Err(error) => Err(VerifyFailure::Unknown(error.into())),
+        Err(error) => Err(VerifyFailure::Inconclusive(error.into())),
     }
 }

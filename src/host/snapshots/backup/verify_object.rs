@@ -1,4 +1,4 @@
-//! Reads a stored snapshot again, in full: size, SHA-256, and a run of `pg_restore` over the whole dump.
+//! Re-reads a stored snapshot in full, checking its size and SHA-256 and running `pg_restore` over the whole dump.
 
 use futures_util::StreamExt;
 use object_store::{GetOptions, GetRange};
@@ -12,7 +12,7 @@ use svc_store::key::SlotPrefix;
 use svc_store::snapshot::Sidecar;
 use svc_store::{Bucket, StoreError};
 
-/// Why a snapshot was not found intact.
+/// Errors from verifying a snapshot object.
 #[derive(Debug, thiserror::Error)]
 pub enum VerifyObjectError {
     /// The state of the snapshot is unknown.
@@ -22,7 +22,7 @@ pub enum VerifyObjectError {
     Missing { key: String },
     #[error("{key} has {found} bytes instead of {expected}")]
     WrongSize { key: String, expected: u64, found: u64 },
-    #[error("the SHA-256 of {key} differs from the one in its sidecar")]
+    #[error("the SHA-256 of {key} does not match its sidecar")]
     WrongDigest { key: String },
     #[error(transparent)]
     Reader(#[from] DumpCheckError),
@@ -41,7 +41,7 @@ impl VerifyObjectError {
     }
 }
 
-/// Verifies a snapshot by reading its object in full. After a transient error, the read is resumed, with the delays of
+/// Verifies a snapshot by reading its object in full, resuming the read after transient errors with delays from
 /// `backoff`.
 pub async fn verify_object(
     bucket: &Bucket,
@@ -59,7 +59,7 @@ pub async fn verify_object(
             Err(VerifyObjectError::Store(error)) if error.is_transient() => {
                 tracing::warn!(
                     error = %format_chain(&error), offset = state.length,
-                    "the read was interrupted"
+                    "read interrupted"
                 );
                 if state.length > previous_length {
                     backoff.record_progress();
@@ -79,14 +79,14 @@ pub async fn verify_object(
     Ok(dump_check?)
 }
 
-/// The number and digest of the bytes that have been read so far, across interruptions.
+/// Read progress across interruptions: the length and digest of the bytes so far.
 struct ReadState {
     length: u64,
     digest: Sha256,
 }
 
 impl ReadState {
-    /// Reads the object from the current position to its end.
+    /// Reads from the current position to the end of the object.
     async fn read_rest(
         &mut self,
         bucket: &Bucket,

@@ -1,15 +1,15 @@
-//! Selects the snapshots to read today, so that each is read again within a given number of days. Those that were read
-//! least recently come first. This module performs no I/O.
+//! Selects the snapshots to read today, least recently tried first, so that each is re-read within a given number of
+//! days. Performs no I/O.
 
 use std::collections::BTreeMap;
 
 use jiff::{SignedDuration, Timestamp};
 
 const DAY: SignedDuration = SignedDuration::from_hours(24);
-/// A run skips snapshots that were read more recently than this. Runs are daily, but a read is recorded when it ends,
-/// so the next run starts less than 24 hours after it.
+/// Snapshots read more recently than this are skipped. Well under 24 hours, because reads are recorded when they
+/// finish, so the next daily run starts less than a day later.
 const MIN_READ_INTERVAL: SignedDuration = SignedDuration::from_hours(12);
-/// Maximum number of daily shares per run, to catch up after days without a run.
+/// Maximum daily shares per run when catching up after days without a run.
 const MAX_SHARES_PER_RUN: usize = 3;
 
 /// A snapshot and when it was last read in full, by its backup or by a later check.
@@ -17,16 +17,15 @@ const MAX_SHARES_PER_RUN: usize = 3;
 pub struct LastRead {
     pub key: String,
     pub read_at: Timestamp,
-    /// Time of the last attempt: `read_at`, or the time of a later read that could not verify the snapshot.
+    /// Last attempt: `read_at`, or the time of a later inconclusive read.
     pub tried_at: Timestamp,
 }
 
-/// Returns all snapshots with the time of their last read. One that no check has read counts as read when it was taken.
-/// Times after `now` are from a clock that was ahead, and are ignored; a snapshot without another time counts as never
-/// read.
+/// Returns every snapshot with its last read time, or the time it was taken if no check has read it. Times after `now`
+/// come from a clock that was ahead and are ignored; a snapshot with no other time is treated as never read.
 ///
-/// `snapshots` contains each key and the time when the snapshot was taken. `checked_at` contains the times when checks
-/// last read the snapshots in full, and `failed_at` those of reads that could not verify a snapshot.
+/// `snapshots` pairs each key with the time the snapshot was taken. `checked_at` holds the last full read by a check,
+/// and `failed_at` the last inconclusive one.
 pub fn list_last_reads(
     snapshots: &[(String, Timestamp)],
     checked_at: &BTreeMap<String, Timestamp>,
@@ -42,9 +41,8 @@ pub fn list_last_reads(
     snapshots.iter().map(last_read).collect()
 }
 
-/// Returns the keys of the snapshots to read today, in the order in which to read them. A snapshot that could not be
-/// verified remains overdue, but snapshots that were tried less recently come first, so that it does not take up every
-/// day's share.
+/// Returns the keys of the snapshots to read today, in read order. A snapshot with an inconclusive read remains
+/// overdue, but sorts by its last attempt so that it can't take up every day's share.
 pub fn select_today(mut snapshots: Vec<LastRead>, now: Timestamp, within_days: u32) -> Vec<String> {
     let days = usize::try_from(within_days.max(1)).unwrap_or(usize::MAX);
     let daily_share = snapshots.len().div_ceil(days);
@@ -64,8 +62,8 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// With a run every day, each snapshot is read again within `within_days` + 1 days, even while new snapshots
-        /// keep arriving.
+        /// With daily runs, each snapshot is re-read within `within_days` + 1 days, even as new snapshots keep
+        /// arriving.
         #[test]
         fn schedule_reads_every_snapshot_within_period(
             within_days in 1_u32..20,
@@ -93,7 +91,7 @@ mod tests {
             }
         }
 
-        /// After any time without runs, the next run reads at most `MAX_SHARES_PER_RUN` daily shares.
+        /// After any idle period, the next run reads at most `MAX_SHARES_PER_RUN` daily shares.
         #[test]
         fn select_today_limits_shares_after_idle_days(
             count in 1_usize..500,
@@ -122,8 +120,8 @@ mod tests {
                 ["a"],
                 "day {day}"
             );
-            let ended_at = now + SignedDuration::from_mins(10);
-            checked.insert("a".to_owned(), ended_at);
+            let finished_at = now + SignedDuration::from_mins(10);
+            checked.insert("a".to_owned(), finished_at);
         }
     }
 

@@ -1,5 +1,5 @@
-//! The steps of a restore. The old database is untouched until the swap, which is one transaction; the marker is
-//! written last. A run that was killed can be repeated.
+//! Restore steps. The old database isn't touched until the swap, a single transaction, and the marker is written last.
+//! A killed run can be retried.
 
 use anyhow::anyhow;
 
@@ -47,7 +47,7 @@ pub const FAILPOINTS: &[&str] = &[
     "restore.marker",
 ];
 
-/// Why a restore or an adoption failed.
+/// Errors from restoring or adopting a database.
 #[derive(Debug, thiserror::Error)]
 enum RestoreError {
     #[error("there is no snapshot, and SVC_RESTORE_MODE does not allow an empty start")]
@@ -84,7 +84,7 @@ fn map_refused(exit: Exit) -> Exit {
 }
 
 impl RestoreError {
-    /// Returns the code on which the advice to the operator depends.
+    /// Returns the code that selects the operator advice.
     fn code(&self) -> Option<RestoreFailureCode> {
         let download_code = |error: &DownloadError| match error {
             DownloadError::Store(_) => Some(RestoreFailureCode::StoreUnavailable),
@@ -99,7 +99,8 @@ impl RestoreError {
         }
     }
 
-    /// Returns the failure, with its code in the last line: a failed boot reports only the last line of the log.
+    /// Returns a failure whose last line includes the code, because a failed boot reports only the last line of the
+    /// log.
     fn into_failure(self) -> Failure {
         let exit = self.exit();
         match self.code() {
@@ -127,25 +128,25 @@ impl RestoreError {
 pub enum ExistingRows {
     /// Refuse to replace it: if only the marker was lost, the database may be newer than the snapshot.
     Refuse,
-    /// Replace it, as `svc-restore replace` requests, and keep it as `svc_before_<n>`.
+    /// Replace it for `svc-restore replace`, keeping the old one as `svc_before_<n>`.
     Replace,
 }
 
-/// The database with which the gate opened.
+/// The database that the gate opened with.
 #[derive(Debug, PartialEq, Eq)]
 pub enum OpenedWith {
     /// The snapshot with this key.
     Snapshot(String),
-    /// The existing database, which holds the owner's rows: there is no snapshot.
+    /// The existing database, which holds the owner's rows; there's no snapshot.
     ExistingRows,
-    /// A database without the owner's rows: there is no snapshot.
+    /// A database without the owner's rows; there's no snapshot.
     EmptyDatabase,
 }
 
-/// Restores the snapshot, if there is one, and writes the marker.
+/// Restores the snapshot, if any, and writes the marker.
 ///
 /// # Errors
-/// If a step fails. In that case, the marker is not written and, unless the databases were swapped, the old database is
+/// If a step fails. The marker is then not written and, unless the databases were swapped, the old database is
 /// unchanged.
 pub async fn open(
     _lock: &Lock,
@@ -155,13 +156,13 @@ pub async fn open(
     restore(settings, existing_rows).await.map_err(RestoreError::into_failure)
 }
 
-/// Adopts the existing database as this machine's, and writes the marker for it.
+/// Adopts the existing database and writes its marker.
 pub async fn adopt(_lock: &Lock, settings: &RestoreSettings) -> Result<(), Failure> {
     adopt_and_write_marker(settings, None).await.map_err(|error| Failure::new(error.exit(), error))
 }
 
-/// Finishes or undoes a swap that was interrupted while the gate was open, such as an import's. Does nothing if there
-/// is no journal.
+/// Finishes or rolls back a swap that was interrupted while the gate was open, such as during an import. No-op without
+/// a journal.
 pub async fn finish_interrupted_swap(_lock: &Lock, settings: &RestoreSettings) -> Result<(), Failure> {
     finish_or_undo_swap(settings).await.map_err(|error| Failure::new(error.exit(), error))
 }
@@ -177,10 +178,10 @@ async fn finish_or_undo_swap(settings: &RestoreSettings) -> Result<(), RestoreEr
     if was_swapped {
         adopt_and_write_marker(settings, Some(&journal.key)).await?;
         request_backup(&settings.layout)?;
-        tracing::warn!(key = journal.key, "finished an interrupted swap of databases");
+        tracing::warn!(key = journal.key, "finished an interrupted database swap");
     } else {
         staging::drop_scratch_databases(&client, ScratchPurpose::Restore).await.map_err(SwapError::from)?;
-        tracing::warn!(key = journal.key, "undid an interrupted swap of databases");
+        tracing::warn!(key = journal.key, "rolled back an interrupted database swap");
     }
     journal::remove(&settings.layout)?;
     remove_temporary_data(settings);
@@ -212,7 +213,7 @@ async fn restore(
     let was_never_served = is_restored_but_never_served(settings).await?;
     let is_swapped = clean_up_earlier_run(settings, &snapshot).await?;
     if is_swapped {
-        tracing::info!(key = snapshot.key, "an earlier run has already swapped the databases");
+        tracing::info!(key = snapshot.key, "databases already swapped by an earlier run");
     } else {
         if existing_rows == ExistingRows::Refuse && !was_never_served {
             ensure_no_owner_rows(settings).await?;
@@ -248,22 +249,21 @@ async fn restore(
     Ok(OpenedWith::Snapshot(snapshot.key))
 }
 
-/// Requests a backup, because the pointer may name a snapshot of another database: until the backup completes, a
-/// recovery would restore that one. While the gate is open, the marker must already name the new database. Otherwise,
-/// the backup would be refused and the request removed.
+/// Requests a backup, since the pointer may reference a snapshot of another database, which a recovery would restore
+/// until the backup completes. While the gate is open, the marker must already identify the new database; otherwise the
+/// backup would be refused and the request removed.
 pub fn request_backup(layout: &Layout) -> Result<(), FileError> {
     let request = serde_json::json!({"requestId": request_id::current()}).to_string();
     fsx::write_atomic(&layout.request("backup"), request.as_bytes(), 0o600)
 }
 
-/// Returns the snapshot that an operator chose for this machine; `None` once the machine has been restored. `boot.env`
-/// names the snapshot for as long as the machine exists, but a later restore needs the latest one: the chosen one lacks
-/// all rows that were written since.
+/// Returns the operator-chosen snapshot, or `None` once the machine has been restored. `boot.env` names it for the
+/// lifetime of the machine, but a later restore needs the latest snapshot: the chosen one lacks all rows written since.
 fn find_chosen_snapshot(settings: &RestoreSettings) -> Option<&SnapshotKey> {
     settings.chosen_snapshot.as_ref().filter(|_| !settings.layout.restore_complete().exists())
 }
 
-/// Returns the snapshot to restore: the chosen one, otherwise the latest. `None` if there is none and an empty start is
+/// Returns the snapshot to restore: the chosen one, or else the latest. `None` if none exists and an empty start is
 /// allowed.
 async fn find_snapshot(
     settings: &RestoreSettings,
@@ -314,7 +314,7 @@ async fn wait_to_retry(backoff: &mut Backoff, error: StoreError) -> Result<(), R
 }
 
 /// Cleans up after an earlier run. Returns whether that run restored the same snapshot and swapped the databases, but
-/// did not write the marker.
+/// didn't write the marker.
 async fn clean_up_earlier_run(
     settings: &RestoreSettings,
     snapshot: &SnapshotRef,
@@ -329,8 +329,8 @@ async fn clean_up_earlier_run(
         swap::open_databases(&client, database).await?;
         return Ok(true);
     }
-    // The journal of the live database is kept until the next swap: if this run fails, the next one needs the journal
-    // to determine that the database was never served.
+    // Keep the live database's journal until the next swap: if this run fails, the next one needs it to determine that
+    // the database was never served.
     if swap_journal.is_none() {
         journal::remove(&settings.layout)?;
     }
@@ -339,7 +339,7 @@ async fn clean_up_earlier_run(
     Ok(false)
 }
 
-/// Returns whether an earlier run restored the database but never opened the gate, so that there are no new rows.
+/// Returns whether an earlier run restored the database but never opened the gate, which means there are no new rows.
 async fn is_restored_but_never_served(settings: &RestoreSettings) -> Result<bool, RestoreError> {
     let Some(journal) = Journal::read(&settings.layout)? else { return Ok(false) };
     let client = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE_DATABASE).await?;
@@ -358,7 +358,7 @@ async fn ensure_no_owner_rows(settings: &RestoreSettings) -> Result<(), RestoreE
     }
 }
 
-/// Returns a table of the existing database that holds the owner's rows, if there is one.
+/// Returns a table in the existing database that holds the owner's rows, if any.
 async fn find_table_with_rows(settings: &RestoreSettings) -> Result<Option<String>, RestoreError> {
     let maintenance =
         staging::connect_with_retries(&settings.context, postgres::MAINTENANCE_DATABASE).await?;
@@ -377,7 +377,7 @@ async fn assign_restore_id(settings: &RestoreSettings, loaded: &ScratchDatabase)
     Ok(())
 }
 
-/// Adopts the existing database and writes the marker for it.
+/// Adopts the existing database and writes its marker.
 async fn adopt_and_write_marker(
     settings: &RestoreSettings,
     snapshot: Option<&str>,
@@ -390,7 +390,7 @@ async fn adopt_and_write_marker(
     Ok(())
 }
 
-/// Removes temporary data once the gate is open. A failure only wastes space.
+/// Removes temporary data once the gate is open. Best effort: a failure only wastes space.
 fn remove_temporary_data(settings: &RestoreSettings) {
     let state = settings.layout.restore_state();
     if let Err(error) = journal::remove(&settings.layout).and_then(|()| staging::remove_dumps(&state)) {

@@ -1,5 +1,5 @@
-//! The journal of a swap, written before the swap. It contains the new database's oid, which does not change when the
-//! database is renamed, so the next run can determine whether the swap happened.
+//! Write-ahead journal for a database swap. It records the new database's oid, which survives a rename, so the next run
+//! can tell whether the swap happened.
 
 use serde::{Deserialize, Serialize};
 
@@ -31,16 +31,16 @@ impl Journal {
         }
     }
 
-    /// Returns whether a run is in progress, or was interrupted, between the write of the journal and its removal.
+    /// Returns whether a journal exists, i.e. a run is in progress or was interrupted before removing it.
     pub fn is_open(layout: &Layout) -> bool {
         path(layout).exists()
     }
 
-    /// Returns `None` if there is no journal, or if it does not parse. In the second case, the swap has not begun,
-    /// because it begins only after the journal has been written completely.
+    /// Returns `None` if there is no journal or it doesn't parse. An unparsable journal means the swap never started,
+    /// since the journal is written completely first.
     ///
     /// # Errors
-    /// [`FileError`] if the file exists and cannot be read.
+    /// [`FileError`] if the file exists but cannot be read.
     pub fn read(layout: &Layout) -> Result<Option<Self>, FileError> {
         let text = fsx::read_if_exists(&path(layout))?;
         Ok(text.and_then(|text| serde_json::from_slice(&text).ok()))
@@ -51,7 +51,7 @@ impl Journal {
         fsx::write_atomic(&path(layout), &text, 0o600)
     }
 
-    /// Returns whether this is the journal of a restore of `snapshot`.
+    /// Returns whether this journal belongs to a restore of `snapshot`.
     pub fn is_for(&self, snapshot: &SnapshotRef) -> bool {
         self.version == 1 && self.key == snapshot.key && self.sha256 == snapshot.sha256
     }

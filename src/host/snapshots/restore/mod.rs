@@ -1,9 +1,9 @@
-//! `svc-restore`: the restore gate, which must open before the gateway starts. It opens in three cases only: after a
-//! complete restore; for a database that was restored earlier or that an operator adopts; or if an empty start is
-//! allowed and the store confirms that there is no snapshot.
+//! `svc-restore`: the restore gate, which must open before the gateway starts. It only opens after a complete restore,
+//! for a previously restored or operator-adopted database, or when an empty start is allowed and the store confirms
+//! that there is no snapshot.
 //!
-//! This module owns the command line, the configuration and the exit code. The steps are in `gate`; `import` imports an
-//! owner's archive onto a machine whose gate is open.
+//! This module owns the command line, configuration and exit code. The steps are in `gate`; `import` imports an owner's
+//! archive once the gate is open.
 
 mod gate;
 mod import;
@@ -68,7 +68,7 @@ Examples:\n  svc-restore import ada.tar --check\n  svc-restore import ada.tar"
     ImportStep(import::StepArgs),
 }
 
-/// Returns the command-line definition, from which the reference pages are generated.
+/// Returns the clap definition that the reference pages are generated from.
 pub fn command() -> clap::Command {
     <Args as clap::CommandFactory>::command()
 }
@@ -80,7 +80,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     };
     let layout = Layout::from_process();
     let user_switch = match &args.command {
-        // An import starts a process for each user whose files it writes.
+        // An import spawns a process for each user whose files it writes.
         Some(Command::Import { .. }) => Ok(()),
         Some(Command::ImportStep(step)) if step.step.is_run_as_owner() => Ok(()),
         Some(Command::ImportStep(_)) => user::switch_to_gateway_user(&layout),
@@ -119,7 +119,7 @@ async fn open_gate(layout: Layout) -> Result<(), Failure> {
             let settings = RestoreSettings::read(layout)?;
             return gate::finish_interrupted_swap(&acquire_lock(&settings)?, &settings).await;
         }
-        tracing::info!("the restore gate is already open; nothing is restored");
+        tracing::info!("restore gate already open; nothing to restore");
         return Ok(());
     }
     let settings = RestoreSettings::read(layout)?;
@@ -130,7 +130,7 @@ async fn open_gate(layout: Layout) -> Result<(), Failure> {
     restored.map(drop)
 }
 
-/// Records the outcome of a restore in `activity.log`.
+/// Records the restore outcome in `activity.log`.
 fn record_outcome(layout: &Layout, restored: &Result<OpenedWith, Failure>) {
     let text = match restored {
         Ok(OpenedWith::Snapshot(key)) => format!("the database was restored from {key}"),

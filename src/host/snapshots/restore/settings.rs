@@ -1,4 +1,4 @@
-//! The settings and clients of a restore.
+//! Restore settings and clients.
 
 use std::sync::Arc;
 
@@ -18,12 +18,12 @@ use svc_store::key::{SlotPrefix, SnapshotKey};
 
 pub struct RestoreSettings {
     pub layout: Layout,
-    /// The user of this machine.
+    /// This machine's user.
     pub user: IdpUserId,
     pub context: RestoreContext,
     /// Whether the machine may start without a snapshot.
     pub mode: RestoreMode,
-    /// The snapshot for the machine's first restore; `None` for the one that the pointer names.
+    /// Snapshot for the machine's first restore, or `None` to use the one in the pointer.
     pub chosen_snapshot: Option<SnapshotKey>,
 }
 

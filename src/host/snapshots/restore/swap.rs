@@ -1,5 +1,6 @@
-//! Swaps databases: in one transaction, the owner's database is renamed to `svc_before_<n>`, and the scratch database
-//! takes over its name. The replaced database is kept until a later backup drops it (`backup/replaced_databases.rs`).
+//! Swaps in the scratch database: a single transaction renames the owner's database to `svc_before_<n>` and gives its
+//! name to the scratch database. The replaced database is retained until a later backup drops it
+//! (`backup/replaced_databases.rs`).
 
 use std::time::{Duration, Instant};
 
@@ -13,10 +14,10 @@ use svc_base::failpoint::{self, InjectedFailure};
 use svc_base::quantity::pluralize;
 use svc_http::problem::format_chain;
 
-/// How long to wait for terminated sessions to end.
+/// How long to wait for terminated sessions to disconnect.
 const SESSION_END_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Why a swap failed. Unless the swap was committed, both databases keep their names.
+/// Errors from a swap. Unless it was committed, both databases keep their names.
 #[derive(Debug, thiserror::Error)]
 pub enum SwapError {
     #[error(transparent)]
@@ -24,7 +25,7 @@ pub enum SwapError {
     #[error("cannot inspect or swap the databases")]
     Query(#[from] Error),
     #[error(
-        "{} of the database {database} did not end within {} s",
+        "{} still connected to database {database} after {} s",
         pluralize(sessions.unsigned_abs(), "session"),
         SESSION_END_TIMEOUT.as_secs()
     )]
@@ -43,14 +44,14 @@ impl SwapError {
     }
 }
 
-/// Ends the sessions of both databases, and renames both databases.
+/// Terminates all sessions on both databases, then renames them.
 pub async fn swap(server: &PostgresServer, scratch: &ScratchDatabase) -> Result<(), SwapError> {
     let client = server.connect(postgres::MAINTENANCE_DATABASE, "svc-restore").await?;
     let database = server.database();
     let exists = find_oid(&client, database).await?.is_some();
     if exists {
-        let forbid_connections = format!("ALTER DATABASE {} ALLOW_CONNECTIONS false", quote_ident(database));
-        client.batch_execute(&forbid_connections).await?;
+        let block_connections = format!("ALTER DATABASE {} ALLOW_CONNECTIONS false", quote_ident(database));
+        client.batch_execute(&block_connections).await?;
         failpoint::trigger("restore.closed")?;
         end_sessions(&client, database).await?;
     }
@@ -74,7 +75,7 @@ pub async fn swap(server: &PostgresServer, scratch: &ScratchDatabase) -> Result<
     Ok(())
 }
 
-/// Allows connections to the owner's database and to all replaced ones. An interrupted swap leaves them closed.
+/// Reopens the owner's database and all replaced ones for connections. An interrupted swap leaves them closed.
 ///
 /// # Errors
 /// If a query fails.
@@ -88,8 +89,8 @@ pub async fn open_databases(client: &Client, database: &str) -> Result<(), SwapE
     Ok(())
 }
 
-/// Cleans up after a failed swap: reopens the owner's database and drops the scratch database, unless the swap was
-/// committed.
+/// Cleans up after a failed swap: reopens the owner's database and, unless the swap was committed, drops the scratch
+/// database.
 pub async fn clean_up(server: &PostgresServer, scratch: &ScratchDatabase) {
     match server.connect(postgres::MAINTENANCE_DATABASE, "svc-restore").await {
         Ok(client) => {
@@ -122,7 +123,7 @@ async fn end_sessions(client: &Client, database: &str) -> Result<(), SwapError> 
     }
 }
 
-/// Allows connections; a missing database is ignored.
+/// Allows connections to a database, if it exists.
 ///
 /// # Errors
 /// If a query fails.

@@ -1,4 +1,4 @@
-//! Scratch databases: names, oids and removal.
+//! Scratch database naming, lookup and cleanup.
 
 use std::time::{Duration, Instant};
 
@@ -8,17 +8,17 @@ use tokio_postgres::{Client, Error};
 use crate::system::postgres::quote_ident;
 use svc_base::error_chain::format_chain;
 
-/// What a scratch database is for. A lock ensures that only one program per purpose runs at a time.
+/// Purpose of a scratch database. A lock limits each purpose to one running program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ScratchPurpose {
-    /// A restore or an import: the database becomes the owner's, and its roles are kept.
+    /// Restore or import: the database becomes the owner's, and its roles are retained.
     Restore,
-    /// A drill or the side database: its roles are dropped with it, by [`super::drop_temporary_roles`].
+    /// Drill or side database: its roles are dropped with it, by [`super::drop_temporary_roles`].
     Check,
 }
 
 impl ScratchPurpose {
-    /// A scratch database's name is this prefix followed by a number.
+    /// Name prefix, followed by a number.
     pub(super) fn name_prefix(self) -> &'static str {
         match self {
             Self::Restore => "svc_restore_",
@@ -27,7 +27,7 @@ impl ScratchPurpose {
     }
 }
 
-/// Scratch databases with the other purpose that are older than this count as left behind by a killed run.
+/// Age after which scratch databases with the other purpose are treated as leftovers from a killed run.
 const MAX_SCRATCH_AGE: SignedDuration = SignedDuration::from_hours(48);
 
 /// A database that a snapshot is loaded into.
@@ -35,12 +35,12 @@ const MAX_SCRATCH_AGE: SignedDuration = SignedDuration::from_hours(48);
 pub struct ScratchDatabase {
     pub name: String,
     pub oid: u32,
-    /// The number in its name: its creation time, in milliseconds since the Unix epoch. The database it replaces is
-    /// renamed with the same number.
+    /// Number in the name: the creation time in milliseconds since the Unix epoch. Also used to rename the database it
+    /// replaces.
     pub number: i64,
 }
 
-/// Finds a database's oid, which does not change on rename.
+/// Finds a database's oid, which is stable across renames.
 ///
 /// # Errors
 /// If a query fails.
@@ -49,12 +49,12 @@ pub async fn find_oid(client: &Client, database: &str) -> Result<Option<u32>, Er
     row.map(|row| row.try_get(0)).transpose()
 }
 
-/// How long to wait for terminated sessions to end.
+/// How long to wait for terminated sessions to disconnect.
 const SESSION_END_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Ends sessions left behind by killed runs: the server completes a statement even after its client has exited. Once
-/// the sessions have ended, their work is committed or rolled back, so the caller sees every database they created. The
-/// caller holds a lock, so any other session with this application name belongs to a killed run. Gives up after
+/// Terminates sessions left behind by killed runs, since the server completes a statement even after its client has
+/// exited. Once they're gone, their work is committed or rolled back, so the caller sees every database they created.
+/// The caller holds a lock, so any other session with this application name belongs to a killed run. Gives up after
 /// `SESSION_END_TIMEOUT` without an error.
 ///
 /// # Errors
@@ -72,8 +72,8 @@ pub async fn end_application_sessions(client: &Client, application: &str) -> Res
     }
 }
 
-/// Drops scratch databases left behind by killed runs: all those with this purpose, because the caller holds its lock,
-/// and old ones with the other purpose.
+/// Drops scratch databases left behind by killed runs: all with this purpose, since the caller holds its lock, and
+/// stale ones with the other purpose.
 ///
 /// # Errors
 /// If a query fails.
@@ -90,7 +90,7 @@ pub async fn drop_scratch_databases(client: &Client, purpose: ScratchPurpose) ->
     Ok(())
 }
 
-/// Drops a scratch database. On failure, the next run drops it.
+/// Drops a scratch database. Best effort: if this fails, the next run drops it.
 pub async fn drop_scratch(client: &Client, name: &str) {
     if let Err(error) = client.batch_execute(&build_drop_statement(name)).await {
         tracing::warn!(error = %format_chain(&error), database = name, "could not drop the scratch database");

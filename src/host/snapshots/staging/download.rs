@@ -1,6 +1,6 @@
-//! Downloads the dump to this machine's disk, and accepts it only with the right size and SHA-256.
+//! Downloads the dump to local disk and verifies its size and SHA-256.
 //!
-//! Interrupted downloads are resumed. A partial file from an earlier run is kept, but hashed again.
+//! Interrupted downloads are resumed. A partial file from an earlier run is reused, but rehashed.
 
 use std::path::{Path, PathBuf};
 
@@ -21,11 +21,11 @@ use svc_store::snapshot::Sidecar;
 
 /// Disk space to keep free.
 pub const FREE_SPACE_MARGIN_BYTES: u64 = 64 << 20;
-/// Assumed ratio of the database's size to the compressed dump's, if the sidecar does not state the database's size.
+/// Assumed ratio of database size to compressed dump size if the sidecar doesn't record the database size.
 const DEFAULT_EXPANSION_FACTOR: u64 = 6;
 const DOWNLOAD_PHASE: &str = "downloading the snapshot";
 
-/// Why there is no dump to load.
+/// Errors from fetching a dump.
 #[derive(Debug, thiserror::Error)]
 pub enum DownloadError {
     #[error("the snapshot could not be read from the object store")]
@@ -46,7 +46,7 @@ pub enum DownloadError {
 }
 
 impl DownloadError {
-    /// Returns `Refused` if the dump's size or SHA-256 does not match the snapshot reference.
+    /// Returns `Refused` if the dump's size or SHA-256 doesn't match the snapshot reference.
     pub fn exit(&self) -> Exit {
         match self {
             Self::Store(error) => store::to_exit(error),
@@ -56,16 +56,17 @@ impl DownloadError {
     }
 }
 
-/// Where the dump is loaded from.
+/// Where to load the dump from.
 #[derive(Debug)]
 pub enum Dump {
-    /// The complete, verified dump on this machine's disk.
+    /// A complete, verified dump on local disk.
     File(PathBuf),
-    /// The disk has space only for the database: the dump is streamed from the store and verified in transit.
+    /// The disk only has room for the database, so the dump is streamed from the store and verified in transit.
     InStore(Box<SnapshotRef>),
 }
 
-/// Downloads and verifies the dump in `dir`. If it does not fit on disk alongside the database, it stays in the store.
+/// Downloads the dump to `dir` and verifies it. If it doesn't fit on disk alongside the database, it stays in the
+/// store.
 pub async fn fetch_dump(
     context: &RestoreContext,
     dir: &Path,
@@ -85,23 +86,23 @@ pub async fn fetch_dump(
     }
 
     let mut backoff = Backoff::new(context.outage_timeout);
-    let mut is_second_attempt = false;
+    let mut has_retried = false;
     loop {
         download_rest(context, snapshot, &mut partial, &mut backoff).await?;
         if partial.sha256() == snapshot.sha256 {
-            // No sync is needed: after a power failure, the file is hashed again.
+            // No need to sync: after a power failure, the file is rehashed.
             return Ok(Dump::File(path));
         }
         partial.restart()?;
-        if is_second_attempt {
+        if has_retried {
             return Err(DownloadError::WrongDigest { key: snapshot.key.clone() });
         }
-        tracing::warn!(key = snapshot.key, "the download is corrupt; starting over");
-        is_second_attempt = true;
+        tracing::warn!(key = snapshot.key, "downloaded dump is corrupt; starting over");
+        has_retried = true;
     }
 }
 
-/// Removes the dump's partial file, and checks that this frees enough space for the database.
+/// Removes the partial dump and checks that the database then fits on disk.
 fn plan_streaming(
     dir: &Path,
     partial: PartialFile,
@@ -123,7 +124,7 @@ fn plan_streaming(
     Ok(Dump::InStore(Box::new(snapshot.clone())))
 }
 
-/// Downloads until the file has the snapshot's size; resumes after interruptions.
+/// Downloads the rest of the dump, resuming after interruptions.
 async fn download_rest(
     context: &RestoreContext,
     snapshot: &SnapshotRef,
@@ -185,11 +186,11 @@ async fn resume_download(
     Ok(())
 }
 
-/// Checks that the dump and the database fit on the file system of `dir`; `already_downloaded` is the size of the
-/// partial file.
+/// Checks that the dump and the database fit on `dir`'s file system. `already_downloaded` is the size of the partial
+/// file.
 ///
 /// # Errors
-/// [`DownloadError::NoSpace`] if they do not fit; [`DownloadError::File`] if the free space cannot be read.
+/// [`DownloadError::NoSpace`] if they don't fit; [`DownloadError::File`] if the free space can't be read.
 pub fn ensure_space_for_snapshot(
     dir: &Path,
     snapshot: &SnapshotRef,
@@ -202,7 +203,7 @@ pub fn ensure_space_for_snapshot(
     )
 }
 
-/// Checks that a directory's file system has `needed` free bytes.
+/// Checks that a directory's file system has at least `needed` bytes free.
 ///
 /// # Errors
 /// [`DownloadError::NoSpace`] if there is less; [`DownloadError::File`] if the free space cannot be read.

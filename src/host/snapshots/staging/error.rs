@@ -1,4 +1,4 @@
-//! The errors of loading a snapshot.
+//! Snapshot load errors and their exit codes.
 
 use std::process::ExitStatus;
 
@@ -8,7 +8,7 @@ use crate::system::postgres::ConnectError;
 use svc_base::applet::Exit;
 use svc_base::failpoint::InjectedFailure;
 
-/// Why the snapshot could not be loaded.
+/// Errors from loading a snapshot.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
     #[error(

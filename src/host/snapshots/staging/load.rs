@@ -1,5 +1,5 @@
-//! Loads a snapshot into a new database next to the existing one: roles, content, and the database's privileges and
-//! settings. Row counts then confirm that nothing is missing.
+//! Loads a snapshot into a new database alongside the existing one: roles, contents, and database-level privileges and
+//! settings. Row counts then verify that nothing is missing.
 
 use std::convert::Infallible;
 use std::path::Path;
@@ -22,16 +22,16 @@ use svc_base::failpoint;
 use svc_base::quantity::pluralize;
 use svc_store::snapshot::{DatabaseFacts, DatabaseSetting, Sidecar};
 
-/// Maximum duration of a load from a file. No database on a supported server type takes longer.
+/// Timeout for loading a dump file. No database on a supported server type takes longer.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(12 * 3600);
 
-/// Interval at which the loaded size is queried.
+/// How often the loaded size is queried.
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(2);
 
-/// Connects with retries, because the database's container may still be starting.
+/// Connects with retries, since the database container may still be starting.
 ///
 /// # Errors
-/// [`ConnectError`] after the timeout, or immediately if a retry is pointless.
+/// [`ConnectError`] after the timeout, or immediately if retrying is pointless.
 pub async fn connect_with_retries(context: &RestoreContext, database: &str) -> Result<Client, ConnectError> {
     let mut backoff = Backoff::new(context.outage_timeout);
     loop {
@@ -50,11 +50,11 @@ pub async fn connect_with_retries(context: &RestoreContext, database: &str) -> R
     }
 }
 
-/// Refuses a dump from a newer PostgreSQL than the server's.
+/// Rejects dumps from a newer PostgreSQL than the server's.
 ///
 /// # Errors
-/// [`LoadError::NewerPostgres`] if the dump is from a newer PostgreSQL, [`LoadError::Connect`] if there is no
-/// connection, or [`LoadError::Query`] if the query fails.
+/// [`LoadError::NewerPostgres`] if the dump is from a newer PostgreSQL, [`LoadError::Connect`] if connecting fails, or
+/// [`LoadError::Query`] if the query fails.
 pub async fn check_postgres_version(context: &RestoreContext, sidecar: &Sidecar) -> Result<(), LoadError> {
     let client = connect_with_retries(context, postgres::MAINTENANCE_DATABASE).await?;
     let row = client.query_one("SELECT current_setting('server_version_num')::int4 / 10000", &[]).await;
@@ -76,8 +76,8 @@ pub async fn load_into_scratch(
     purpose: ScratchPurpose,
 ) -> Result<ScratchDatabase, LoadError> {
     let mut client = connect_with_retries(context, postgres::MAINTENANCE_DATABASE).await?;
-    for unrestored in roles::create(&mut client, sidecar, purpose).await? {
-        tracing::warn!("not restored from the snapshot: {unrestored}");
+    for skipped in roles::create(&mut client, sidecar, purpose).await? {
+        tracing::warn!("not restored from the snapshot: {skipped}");
     }
     failpoint::trigger("restore.roles")?;
     let scratch = create_scratch(&client, purpose, None).await?;
@@ -107,8 +107,8 @@ pub async fn load_into_scratch(
     }
 }
 
-/// Creates a scratch database, owned by `owner` or else by the connection's role. The number in its name is new, so
-/// that a `pg_restore` that outlived a killed run cannot write into it.
+/// Creates a scratch database owned by `owner`, or by the connection's role if `None`. Its name contains a fresh
+/// number, so a `pg_restore` that outlived a killed run can't write to it.
 pub async fn create_scratch(
     client: &Client,
     purpose: ScratchPurpose,
@@ -122,7 +122,7 @@ pub async fn create_scratch(
         .await
         .map_err(query_error("create a database for the snapshot"))?;
     let oid = database::find_oid(client, &name).await.map_err(query_error("find the new database"))?;
-    let oid = oid.ok_or_else(|| LoadError::Mismatch(format!("{name} has disappeared")))?;
+    let oid = oid.ok_or_else(|| LoadError::Mismatch(format!("{name} does not exist")))?;
     Ok(ScratchDatabase { name, oid, number })
 }
 
@@ -142,7 +142,7 @@ async fn load_file(context: &RestoreContext, dump: &Path, database: &str) -> Res
 ///
 /// # Errors
 /// [`LoadError::Tool`] if the tool cannot be run, [`LoadError::TimedOut`] after `LOAD_TIMEOUT`, or
-/// [`LoadError::Restore`], with the tool's error output, if the tool fails.
+/// [`LoadError::Restore`] with the tool's stderr if it fails.
 pub async fn run_pg_restore(mut command: tokio::process::Command) -> Result<(), LoadError> {
     let mut child = command.spawn().map_err(LoadError::Tool)?;
     let stderr = postgres_tools::read_stderr_tail(child.stderr.take());
@@ -152,7 +152,7 @@ pub async fn run_pg_restore(mut command: tokio::process::Command) -> Result<(), 
     if status.success() { Ok(()) } else { Err(LoadError::Restore { status, stderr }) }
 }
 
-/// Reports the size of the database while it is being loaded.
+/// Reports the database size while loading.
 async fn report_progress(
     context: &RestoreContext,
     client: &Client,
@@ -164,7 +164,7 @@ async fn report_progress(
     context.progress.start_bytes_phase(LOAD_PHASE, total);
     loop {
         tokio::time::sleep(PROGRESS_INTERVAL).await;
-        // A failed query is repeated at the next interval.
+        // A failed query is retried at the next interval.
         if let Ok(row) = client.query_one("SELECT pg_database_size($1::text::name)", &[&database]).await {
             let loaded_bytes: i64 = row.try_get(0).unwrap_or_default();
             context.progress.report_bytes(LOAD_PHASE, loaded_bytes.unsigned_abs(), total);
@@ -172,8 +172,7 @@ async fn report_progress(
     }
 }
 
-/// Applies properties that a dump of the content does not contain: owner, privileges and settings of the database
-/// itself.
+/// Applies database-level properties that the dump doesn't include: owner, privileges and settings.
 async fn apply_properties(client: &Client, database: &str, facts: &DatabaseFacts) -> Result<(), LoadError> {
     let name = quote_ident(database);
     let run = async |statement: String| {
@@ -203,8 +202,8 @@ fn is_privilege(name: &str) -> bool {
     ["CREATE", "CONNECT", "TEMPORARY", "TEMP"].contains(&name)
 }
 
-/// Stores a setting without applying it to this session: with `default_transaction_read_only` or `role`, for example,
-/// the next statement or the row counts would fail.
+/// Stores a setting without applying it to this session. Otherwise `default_transaction_read_only` or `role`, for
+/// example, would break the next statement or the row counts.
 async fn apply_setting(client: &Client, database: &str, setting: &DatabaseSetting) -> Result<(), LoadError> {
     let target = match &setting.role {
         Some(role) => format!("ALTER ROLE {} IN DATABASE {database}", quote_ident(role)),
@@ -215,7 +214,7 @@ async fn apply_setting(client: &Client, database: &str, setting: &DatabaseSettin
     client.batch_execute(&format!("{target} SET {assignment}")).await.map_err(query_error(action))
 }
 
-/// Checks that the database has exactly the sidecar's tables and row counts.
+/// Checks that the database's tables and row counts match the sidecar exactly.
 pub async fn compare_with_sidecar(
     context: &RestoreContext,
     client: &Client,

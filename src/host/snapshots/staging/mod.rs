@@ -1,5 +1,5 @@
-//! Loads a snapshot into a scratch database: downloads it, loads it, and compares it with its sidecar. The caller
-//! decides what to do with the scratch database: a restore replaces the owner's database with it, and a drill drops it.
+//! Stages a snapshot in a scratch database: downloads it, loads it, and compares it with its sidecar. What happens next
+//! is up to the caller: a restore replaces the owner's database with it, and a drill drops it.
 
 mod database;
 mod download;
@@ -35,15 +35,15 @@ pub use load::{
 pub use roles::drop_temporary_roles;
 pub use stream::INDEX_BUILD_TIMEOUT;
 
-/// The context for loading a snapshot: source, destination and limits.
+/// Source, destination and limits for loading a snapshot.
 pub struct RestoreContext {
-    /// Name of the program, which is also the application name of its database sessions.
+    /// Program name, also used as the application name of its database sessions.
     pub name: &'static str,
     pub slot: SlotPrefix,
     pub bucket: Bucket,
     pub server: PostgresServer,
     pub tools: PgTools,
-    /// Maximum outage of the store or the database, measured since progress was last made.
+    /// Maximum store or database outage, measured from the last progress.
     pub outage_timeout: Duration,
     pub progress: Arc<Progress>,
 }

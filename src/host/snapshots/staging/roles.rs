@@ -1,9 +1,8 @@
-//! Creates the roles that a snapshot needs, before it is loaded, with the recorded attributes, settings and
-//! memberships.
+//! Creates the roles a snapshot needs before it's loaded, with their recorded attributes, settings and memberships.
 //!
-//! All roles are created in one transaction, so that none ever lacks its attributes. Existing roles are not changed;
-//! differences are reported. A restore treats temporary roles as new ones, and makes them permanent. New roles cannot
-//! log in: the gateway enables logins when it sets passwords.
+//! All roles are created in a single transaction, so none is ever visible without its attributes. Existing roles are
+//! left unchanged and differences are reported. A restore treats temporary roles as new and makes them permanent. New
+//! roles can't log in: the gateway enables logins when it sets passwords.
 
 use std::collections::BTreeSet;
 
@@ -19,11 +18,11 @@ use crate::system::postgres::{quote_ident, quote_literal};
 use svc_store::role_facts::{Membership, RoleFacts};
 use svc_store::snapshot::Sidecar;
 
-/// Prefix of the apps' roles: the gateway sets their passwords and lets them log in.
+/// App role prefix. The gateway sets these roles' passwords and enables their logins.
 const APP_PREFIX: &str = "app_";
 
-/// Creates the missing roles and, for a restore, makes temporary ones permanent. Roles for a check have no attributes.
-/// Returns descriptions of the recorded facts that were not restored.
+/// Creates missing roles and, for a restore, makes temporary ones permanent. Roles created for a check get no
+/// attributes. Returns descriptions of recorded facts that weren't restored.
 pub async fn create(
     client: &mut Client,
     sidecar: &Sidecar,
@@ -48,7 +47,7 @@ pub async fn create(
             (None, ScratchPurpose::Check) => {
                 format!("CREATE ROLE {role} NOLOGIN; COMMENT ON ROLE {role} IS '{TEMPORARY_ROLE_COMMENT}'")
             }
-            // The role was created, without attributes, for a drill or the side database.
+            // Created without attributes for a drill or the side database.
             (Some(true), ScratchPurpose::Restore) => format!("COMMENT ON ROLE {role} IS NULL"),
             (Some(_), _) => continue,
         };
@@ -79,7 +78,7 @@ fn is_built_in(name: &str) -> bool {
     name.starts_with("pg_")
 }
 
-/// Applies a role's recorded facts and collects those that are not restored.
+/// Applies recorded role facts and collects those that aren't restored.
 struct RoleSetup<'a> {
     transaction: Transaction<'a>,
     not_restored: Vec<String>,
@@ -128,12 +127,12 @@ impl RoleSetup<'_> {
         self.attempt(&grant, describe).await
     }
 
-    /// Reports how an existing role, which is not changed, differs from the recorded one.
+    /// Reports how an existing role differs from the recorded one. The role itself is left unchanged.
     fn report_differences(&mut self, recorded: &RoleFacts, live: &RoleFacts) {
         let attributes = |role: &RoleFacts| RoleFacts {
             settings: Vec::new(),
             member_of: Vec::new(),
-            // The gateway enables and disables logins; a password is never recorded.
+            // The gateway manages logins, and passwords are never recorded.
             login: false,
             ..role.clone()
         };
@@ -153,7 +152,7 @@ impl RoleSetup<'_> {
         }
     }
 
-    /// Runs a statement in a savepoint. If the server refuses it, adds the reason to the facts that were not restored.
+    /// Runs a statement in a savepoint. If the server rejects it, adds the reason to `not_restored`.
     async fn attempt(&mut self, statement: &str, describe: impl FnOnce() -> String) -> Result<(), LoadError> {
         let savepoint = self.transaction.savepoint("role").await.map_err(query_error("set up roles"))?;
         let Err(error) = savepoint.batch_execute(statement).await else {
@@ -169,8 +168,7 @@ impl RoleSetup<'_> {
     }
 }
 
-/// Checks whether the role `$1` has dependent objects other than the side database, scratch databases and their
-/// content.
+/// Checks whether role `$1` has dependent objects other than the side database, scratch databases and their contents.
 const HAS_OTHER_DEPENDENTS: &str = "
     SELECT EXISTS (
         SELECT FROM pg_shdepend d JOIN pg_roles r ON r.oid = d.refobjid
@@ -179,9 +177,8 @@ const HAS_OTHER_DEPENDENTS: &str = "
              WHERE b.datname ~ '^svc_(side|(check|restore)_[0-9]+)$'
                AND (b.oid = d.dbid OR d.classid = 'pg_database'::regclass AND b.oid = d.objid)))";
 
-/// Drops the temporary roles, after the databases for which they were created have been dropped. A role that has
-/// acquired other objects belongs to the owner, so it becomes permanent. A role that the side database uses remains
-/// temporary.
+/// Drops temporary roles. Call this after dropping the databases they were created for. Roles that have acquired other
+/// objects belong to the owner and become permanent. Roles still used by the side database stay temporary.
 pub async fn drop_temporary_roles(client: &Client) -> Result<(), LoadError> {
     let list = "SELECT rolname::text FROM pg_roles WHERE NOT rolcanlogin AND shobj_description(oid, 'pg_authid') = $1";
     let rows = client

@@ -1,10 +1,10 @@
-//! Recorded settings of databases and roles, as SQL.
+//! Formats recorded database and role settings as SQL.
 
 use crate::system::postgres::{quote_ident, quote_literal};
 
-/// The settings whose value PostgreSQL stores as a list of quoted names (`GUC_LIST_QUOTE`); extensions cannot define
-/// such settings. If the whole list were written as one literal, it would become a single name.
-const NAME_LISTS: [&str; 6] = [
+/// Settings that PostgreSQL stores as a list of quoted names (`GUC_LIST_QUOTE`); extensions can't define these. Quoting
+/// the whole list as one literal would turn it into a single name.
+const LIST_QUOTE_SETTINGS: [&str; 6] = [
     "local_preload_libraries",
     "search_path",
     "session_preload_libraries",
@@ -15,17 +15,17 @@ const NAME_LISTS: [&str; 6] = [
 
 /// Formats `name TO value`, for `ALTER DATABASE … SET` and `ALTER ROLE … SET`. `value` is in its stored form.
 pub fn format_assignment(name: &str, value: &str) -> String {
-    let literals = if NAME_LISTS.iter().any(|list| list.eq_ignore_ascii_case(name)) {
+    let literals = if LIST_QUOTE_SETTINGS.iter().any(|list| list.eq_ignore_ascii_case(name)) {
         split_names(value).iter().map(|name| quote_literal(name)).collect::<Vec<_>>().join(", ")
     } else {
         quote_literal(value)
     };
-    // A custom setting's name is two identifiers joined by a dot.
+    // Custom setting names are two identifiers joined by a dot.
     let name = name.split('.').map(quote_ident).collect::<Vec<_>>().join(".");
     format!("{name} TO {literals}")
 }
 
-/// Splits a list of names, which are in double quotes where needed.
+/// Splits a list of names, double-quoted where needed.
 fn split_names(list: &str) -> Vec<String> {
     let (mut names, mut name, mut is_quoted) = (Vec::new(), String::new(), false);
     let mut chars = list.chars().peekable();
@@ -47,7 +47,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn format_assignment_quotes_each_name_of_a_list() {
+    fn format_assignment_quotes_list_names_separately() {
         let path = r#"app_notes, "app_To do","$user", "a"", b", "it's""#;
         let expected = r#""search_path" TO 'app_notes', 'app_To do', '$user', 'a", b', 'it''s'"#;
         assert_eq!(format_assignment("search_path", path), expected);
@@ -59,7 +59,7 @@ mod tests {
     }
 
     #[test]
-    fn format_assignment_keeps_other_values_whole() {
+    fn format_assignment_quotes_other_values_as_one_literal() {
         assert_eq!(format_assignment("DateStyle", "German, DMY"), r#""DateStyle" TO 'German, DMY'"#);
         assert_eq!(format_assignment("app.name", r"it's \ here"), r#""app"."name" TO  E'it''s \\ here'"#);
     }

@@ -1,8 +1,8 @@
-//! Streams the dump from the store straight into `pg_restore`, for disks that cannot hold both the dump and the
+//! Streams the dump from the store straight into `pg_restore`, for disks too small to hold both the dump and the
 //! database.
 //!
-//! The bytes are hashed in transit, so the result is known only at the end: the caller drops the database after an
-//! error, such as a wrong size or SHA-256.
+//! Bytes are hashed in transit, so the SHA-256 is only known at the end. The caller drops the database after any error,
+//! including a size or SHA-256 mismatch.
 
 use std::time::Duration;
 
@@ -29,7 +29,7 @@ pub const INDEX_BUILD_TIMEOUT: Duration = Duration::from_secs(6 * 3600);
 /// Loads the dump into a database without writing it to disk.
 ///
 /// # Errors
-/// [`LoadError`]; `Download` if the store does not deliver the recorded dump.
+/// [`LoadError`]; `Download` if the store doesn't return the recorded dump.
 pub async fn load(context: &RestoreContext, snapshot: &SnapshotRef, database: &str) -> Result<(), LoadError> {
     let mut command = context.tools.load_stream_command(&context.server, database);
     let mut child = command.spawn().map_err(LoadError::Tool)?;
@@ -52,10 +52,10 @@ pub async fn load(context: &RestoreContext, snapshot: &SnapshotRef, database: &s
     Ok(())
 }
 
-/// Why the transfer ended before the last byte.
+/// Reasons a transfer stops before the last byte.
 enum TransferError {
-    /// `pg_restore` failed; its own error has the reason.
-    Reader,
+    /// `pg_restore` failed; its exit status and stderr have the details.
+    PgRestore,
     Download(DownloadError),
 }
 
@@ -68,12 +68,12 @@ impl<E: Into<DownloadError>> From<E> for TransferError {
 struct Transfer {
     length: u64,
     digest: Sha256,
-    /// `None` once `pg_restore` no longer reads; the remaining bytes are still hashed.
+    /// `None` once `pg_restore` has stopped reading. The remaining bytes are still hashed.
     stdin: Option<ChildStdin>,
 }
 
 impl Transfer {
-    /// Receives the whole dump; resumes after interruptions.
+    /// Receives the whole dump, resuming after interruptions.
     async fn receive(
         &mut self,
         context: &RestoreContext,
@@ -139,11 +139,11 @@ impl Transfer {
         if stdin.write_all(&chunk).await.is_ok() {
             return Ok(());
         }
-        // The tool has closed its input: it needs no more bytes, or it has failed.
+        // `pg_restore` has closed its stdin: either it needs no more input or it failed.
         self.stdin = None;
         match tokio::time::timeout(INDEX_BUILD_TIMEOUT, child.wait()).await {
             Ok(Ok(status)) if status.success() => Ok(()),
-            _ => Err(TransferError::Reader),
+            _ => Err(TransferError::PgRestore),
         }
     }
 }

@@ -1,5 +1,5 @@
-//! `store-credentials.json`: the object store sessions that the platform last issued. Applets that start later use
-//! them, even after a reboot.
+//! `store-credentials.json`: the object store sessions last issued by the platform, for applets that start later, even
+//! after a reboot.
 
 use std::path::Path;
 
@@ -13,7 +13,7 @@ use svc_machine::id::MachineId;
 
 const FORMAT_VERSION: u32 = 1;
 
-/// The file's content. It holds secrets, so it does not implement `Debug`.
+/// File contents. Deliberately not `Debug`: it holds secrets.
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct StoredSessions {
@@ -22,13 +22,13 @@ pub struct StoredSessions {
     /// The working session.
     #[serde(flatten)]
     pub session: StoredSession,
-    /// The time from the renewal to the expiry of `session`.
+    /// Time from the renewal until `session` expires.
     #[serde(rename = "lifeSeconds")]
     lifetime_seconds: i64,
-    /// Time of the renewal, according to this machine's clock. Older releases do not write it.
+    /// Renewal time by the local clock. Missing in files written by older releases.
     #[serde(default, with = "clock::wire_option", skip_serializing_if = "Option::is_none")]
     pub renewed_at: Option<Timestamp>,
-    /// The session for when the platform is unreachable; `None` if the platform issued none.
+    /// Session to use while the platform is unreachable; `None` if the platform didn't issue one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub outage: Option<StoredSession>,
 }
@@ -39,7 +39,7 @@ pub struct StoredSession {
     pub access_key_id: String,
     pub secret_access_key: String,
     pub session_token: Option<String>,
-    /// The expiry according to this machine's clock.
+    /// Expiry by the local clock.
     #[serde(with = "clock::wire")]
     pub expires_at: Timestamp,
 }
@@ -72,13 +72,13 @@ impl StoredSessions {
         }
     }
 
-    /// Returns the lifetime that `session` had when it was renewed.
+    /// Returns the lifetime of `session` at renewal.
     pub fn lifetime(&self) -> SignedDuration {
         SignedDuration::from_secs(self.lifetime_seconds)
     }
 
-    /// Reads this machine's stored sessions; `None` if the file does not exist, cannot be parsed, has a different
-    /// format or is for a different machine.
+    /// Reads this machine's stored sessions. Returns `None` if the file is missing, unparsable, in a different format,
+    /// or for another machine.
     pub fn read(file: &Path, machine: MachineId) -> Result<Option<Self>, FileError> {
         let Some(text) = fsx::read_if_exists(file)? else { return Ok(None) };
         let stored = serde_json::from_slice::<Self>(&text).ok();

@@ -1,4 +1,4 @@
-//! Tests the reader with long names, invalid archives, and archives that exceed its limits.
+//! Tests for long names, invalid archives and limits.
 
 use super::*;
 
@@ -10,7 +10,7 @@ const LIMITS: TarLimits = TarLimits {
     max_total_file_bytes: 15_000,
 };
 
-/// Builds an entry. `size` need not match the length of `body`.
+/// Builds an entry. `size` may differ from the length of `body`.
 fn entry(kind: u8, path: &[u8], size: u64, body: &[u8]) -> Vec<u8> {
     let mut header = tar::Header::new_gnu();
     header.as_old_mut().name[..path.len()].copy_from_slice(path);
@@ -67,7 +67,7 @@ fn next_entry_rejects_invalid_archives() {
         ("a sparse file", entry(b'S', b"f", 0, b"")),
         ("a hard link", entry(b'1', b"f", 0, b"")),
         ("a pipe", entry(b'6', b"f", 0, b"")),
-        ("an unknown kind", entry(b'Z', b"f", 0, b"")),
+        ("an unsupported entry type", entry(b'Z', b"f", 0, b"")),
         ("a directory with content", entry_with_body(b'5', "d", b"x")),
         ("two entries with the same path", [file(), file()].concat()),
         ("two entries with equivalent paths", [file(), entry_with_body(b'0', "./f", b"")].concat()),
@@ -78,11 +78,11 @@ fn next_entry_rejects_invalid_archives() {
         ),
         ("a file with a link target", [entry_with_body(b'K', "l", b"a"), file()].concat()),
         (
-            "a name that is too long",
+            "a name over the limit",
             [entry_with_body(b'x', "l", &build_pax_record("path", &long)), file()].concat(),
         ),
         (
-            "a name with a NUL byte",
+            "a NUL byte in a name",
             [entry_with_body(b'x', "l", &build_pax_record("path", "a\0b")), file()].concat(),
         ),
         (
@@ -98,7 +98,7 @@ fn next_entry_rejects_invalid_archives() {
             [entry_with_body(b'g', "l", &build_pax_record("path", "a")), file()].concat(),
         ),
         ("a truncated file", entry(b'0', b"f", 600, b"x")),
-        ("a file that is too large", entry(b'0', b"f", 10_001, b"")),
+        ("an oversized file", entry(b'0', b"f", 10_001, b"")),
         ("a size beyond all limits", entry(b'0', b"f", u64::MAX >> 1, b"")),
     ];
     let sum = [entry_with_body(b'0', "a", &[0; 9000]), entry_with_body(b'0', "b", &[0; 9000])].concat();
@@ -121,10 +121,10 @@ fn next_entry_rejects_invalid_archives() {
     assert_eq!(read_all(many(20).as_slice()).unwrap().len(), 20);
 }
 
-/// A record is not read if its header claims more bytes than a name can have.
+/// Records whose header claims more bytes than a name can have aren't read.
 #[test]
 fn next_entry_does_not_read_oversized_record() {
-    /// Returns the bytes, and then reports every buffer as filled, without end. Counts all bytes that it returns.
+    /// Yields the given bytes, then endlessly reports full buffers. Counts everything it returns.
     struct CountingReader<'a>(&'a [u8], &'a std::cell::Cell<u64>);
     impl Read for CountingReader<'_> {
         fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {

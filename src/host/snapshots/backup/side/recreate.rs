@@ -1,5 +1,5 @@
-//! Recreates tables that the owner's database no longer has, as in the snapshot: columns, rows, indexes, triggers,
-//! privileges.
+//! Recreates tables missing from the owner's database as they were in the snapshot: columns, rows, indexes, triggers
+//! and privileges.
 
 use std::process::ExitStatus;
 
@@ -18,7 +18,7 @@ use crate::system::postgres_tools;
 use svc_base::applet::Exit;
 use svc_store::snapshot::TableCount;
 
-/// Why tables or views were not recreated.
+/// Errors from recreating tables and views.
 #[derive(Debug, thiserror::Error)]
 pub enum RecreateError {
     #[error(transparent)]
@@ -32,7 +32,7 @@ pub enum RecreateError {
 }
 
 impl RecreateError {
-    /// Returns `Refused` if one of PostgreSQL's tools reports an error.
+    /// Returns `Refused` if `pg_dump` or `pg_restore` exits with an error.
     pub fn exit(&self) -> Exit {
         match self {
             Self::Failed { .. } => Exit::Refused,
@@ -42,7 +42,7 @@ impl RecreateError {
     }
 }
 
-/// Returns the results for recreated tables: their row counts in the side database.
+/// Builds the results for recreated tables, with their row counts in the side database.
 pub async fn count_recreated(side: &Client, tables: &[&str]) -> Result<Vec<CopiedTable>, RecreateError> {
     let names: Vec<String> = tables.iter().map(|table| (*table).to_owned()).collect();
     let to_result = |count: TableCount| CopiedTable {
@@ -54,8 +54,8 @@ pub async fn count_recreated(side: &Client, tables: &[&str]) -> Result<Vec<Copie
     Ok(row_counts::count_rows(side, &names).await?.into_iter().map(to_result).collect())
 }
 
-/// Recreates all of these tables and views or none, with `pg_dump` and `pg_restore`. Missing schemas are created first,
-/// and are kept even if the relations cannot be recreated.
+/// Recreates tables and views with `pg_dump` and `pg_restore`, all or nothing. Missing schemas are created first and
+/// kept even if recreating the relations fails.
 pub async fn recreate_relations(
     settings: &BackupSettings,
     side: &Client,
@@ -102,7 +102,7 @@ async fn pipe_relations(settings: &BackupSettings, relations: &[&str]) -> Result
         if tool == "pg_dump" && pipe_result.is_err() {
             continue;
         }
-        // After the last byte, pg_dump has nothing left to do, but pg_restore builds the tables' indexes.
+        // pg_dump is done after the last byte, but pg_restore still has to build indexes.
         let timeout = if tool == "pg_dump" { dump_check::EXIT_TIMEOUT } else { staging::INDEX_BUILD_TIMEOUT };
         let status = dump_check::wait_for_exit(child, tool, timeout).await?;
         if !status.success() {

@@ -1,8 +1,8 @@
-//! Reads an archive in one pass, compares every entry with the manifest at the end, and can extract some entries into a
-//! staging directory.
+//! Reads an archive in a single pass, verifying every entry against the trailing manifest and optionally extracting
+//! some into a staging directory.
 //!
-//! A pass keeps in memory only a digest per entry, a hash per directory, and the paths of the directories that it
-//! writes. The manifest can be as large as all names together, so it is streamed, too (`manifest.rs`).
+//! A pass holds only a digest per entry, a hash per directory and the paths of extracted directories in memory. The
+//! manifest can be as large as all names combined, so it's streamed too (`manifest.rs`).
 
 use std::collections::HashSet;
 use std::fs::{self, File};
@@ -26,10 +26,10 @@ use svc_base::applet::Exit;
 use svc_base::fsx::FileError;
 use svc_store::snapshot::Sidecar;
 
-/// Maximum size of `export.json` and of `database.json`, which has an entry per table.
+/// Maximum size of `export.json` and `database.json`. The latter has an entry per table.
 const MAX_JSON_BYTES: u64 = 8 << 20;
 const BUFFER_BYTES: usize = 1 << 18;
-/// Block size of a machine's file systems: a file occupies whole blocks.
+/// File system block size of machines. Files occupy whole blocks.
 const BLOCK_BYTES: u64 = 4096;
 
 /// Returns the limits for an archive of this size: no entry can be larger than the file.
@@ -43,7 +43,7 @@ fn tar_limits(archive_bytes: u64) -> TarLimits {
     }
 }
 
-/// Why an archive was not read.
+/// Errors from reading an archive.
 #[derive(Debug, thiserror::Error)]
 pub enum ArchiveError {
     #[error("cannot read {}", .path.display())]
@@ -67,8 +67,8 @@ pub enum ArchiveError {
 }
 
 impl ArchiveError {
-    /// Returns `Internal` if the disk is full or read-only, and `Refused` otherwise: an archive can cause other file
-    /// errors, for example with a name that is too long.
+    /// Returns `Internal` if the disk is full or read-only, and otherwise `Refused`, since an archive can itself cause
+    /// other file errors, for example with an overlong name.
     pub fn exit(&self) -> Exit {
         use io::ErrorKind::{QuotaExceeded, ReadOnlyFilesystem, StorageFull};
         match self {
@@ -82,12 +82,12 @@ impl ArchiveError {
     }
 }
 
-/// The entries that a pass extracts. All other entries are only read.
+/// Entries to extract. All others are only read.
 pub enum ExtractTarget<'a> {
     Nothing,
-    /// The owner's files, which are extracted into this directory.
+    /// The owner's files, into this directory.
     Home(&'a Path),
-    /// The entries of the gateway's user: the dump, as a file, and the home directory's [`SYSTEM`], as a directory.
+    /// The gateway user's entries: the dump, to a file, and [`SYSTEM`] from the home directory, to a directory.
     Gateway {
         dump: &'a Path,
         system: &'a Path,
@@ -95,7 +95,7 @@ pub enum ExtractTarget<'a> {
 }
 
 impl ExtractTarget<'_> {
-    /// Returns the destination of an entry, if it is extracted.
+    /// Returns an entry's destination, or `None` if it isn't extracted.
     fn destination(&self, name: &Path) -> Option<PathBuf> {
         let below_home = name.strip_prefix(HOME).ok();
         let below_home = below_home.filter(|path| !path.as_os_str().is_empty());
@@ -111,7 +111,7 @@ impl ExtractTarget<'_> {
     }
 }
 
-/// The facts about an archive that was read in full and matches its manifest.
+/// Metadata of an archive that was read in full and matches its manifest.
 #[derive(Debug)]
 pub struct VerifiedArchive {
     pub info: ArchiveInfo,
@@ -121,16 +121,16 @@ pub struct VerifiedArchive {
 }
 
 impl VerifiedArchive {
-    /// Reads the whole archive and extracts a part into existing, empty directories.
+    /// Reads the whole archive, extracting the selected entries into existing, empty directories.
     ///
     /// # Errors
     /// [`ArchiveError`] if the archive cannot be read, is invalid or was written by a later version, or if a file
-    /// cannot be extracted. The caller must remove the extracted files.
+    /// cannot be extracted. The caller must remove any extracted files.
     pub fn read(file: &File, path: &Path, extract: &ExtractTarget<'_>) -> Result<Self, ArchiveError> {
         Pass::new(path, extract).run(file)
     }
 
-    /// Returns the disk space that the extracted entries need, according to their headers, which are not verified.
+    /// Returns the disk space required by the extracted entries, according to their unverified headers.
     ///
     /// # Errors
     /// [`ArchiveError`] if the archive cannot be read or is malformed.
@@ -159,7 +159,7 @@ impl VerifiedArchive {
     }
 }
 
-/// The members of [`ArchiveInfo`] that identify an archive of any version.
+/// The fields of [`ArchiveInfo`] that identify an archive of any version.
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct ArchiveVersion {
@@ -179,9 +179,9 @@ struct Pass<'a> {
     is_complete: bool,
     digests: Vec<EntryDigest>,
     home_entries: usize,
-    /// [`HOME`] and the directories that have been read, by [`hash_path`]. Only they may contain entries.
+    /// Hashes ([`hash_path`]) of [`HOME`] and the directories read so far, the only valid parents.
     directories: HashSet<u128>,
-    /// Modes of extracted directories, set at the end because they might deny access.
+    /// Modes of extracted directories, applied last because they might deny access.
     modes: Vec<(PathBuf, u32)>,
 }
 
@@ -255,8 +255,8 @@ impl<'a> Pass<'a> {
         Ok(())
     }
 
-    /// Accepts an entry only if its path is relative and has no `..`, its parent has been read, and its kind is allowed
-    /// at this path. Records a directory, so that later entries may be in it.
+    /// Accepts an entry only if its path is relative and contains no `..`, its parent has been read, and its kind is
+    /// allowed at this path. Records directories as parents for later entries.
     fn check_entry(&mut self, entry: &TarEntry<'_, impl Read>) -> Result<(), ArchiveError> {
         let path = entry.path.as_path();
         let is_plain = path.components().all(|part| matches!(part, Component::Normal(_)));
@@ -273,7 +273,7 @@ impl<'a> Pass<'a> {
             EntryKind::File => !is_system,
         };
         if !is_allowed {
-            return Err(self.invalid(format!("{} has the wrong kind, {:?}", quote_path(path), entry.kind)));
+            return Err(self.invalid(format!("{} has unexpected type {:?}", quote_path(path), entry.kind)));
         }
         if entry.kind == EntryKind::Directory {
             self.directories.insert(hash_path(path));
@@ -281,18 +281,18 @@ impl<'a> Pass<'a> {
         Ok(())
     }
 
-    /// Refuses an archive of a later version before anything else is parsed: this version may not know its format.
+    /// Rejects archives from a later version before parsing anything else, since we may not know their format.
     fn check_version(&self, info: &[u8]) -> Result<(), ArchiveError> {
         match serde_json::from_slice(info) {
             Ok(ArchiveVersion { version, made_by }) if version > archive::FORMAT_VERSION => {
                 Err(ArchiveError::NewerVersion { path: self.path.to_owned(), made_by })
             }
-            // Invalid JSON is reported when all members are parsed.
+            // Invalid JSON is reported by the full parse.
             _ => Ok(()),
         }
     }
 
-    /// Returns the text of a JSON entry, and the entry that the manifest must list.
+    /// Returns the text of a JSON entry and the manifest entry to expect for it.
     fn read_json(
         &self,
         entry: &mut TarEntry<'_, impl Read>,
@@ -308,7 +308,7 @@ impl<'a> Pass<'a> {
 
     fn parse_json<T: DeserializeOwned>(&self, path: &Path, text: &[u8]) -> Result<T, ArchiveError> {
         serde_json::from_slice(text)
-            .map_err(|error| self.invalid(format!("{} is not valid: {error}", quote_path(path))))
+            .map_err(|error| self.invalid(format!("cannot parse {}: {error}", quote_path(path))))
     }
 
     fn compare_manifest(&mut self, entry: TarEntry<'_, impl Read>) -> Result<(), ArchiveError> {
@@ -330,7 +330,7 @@ impl<'a> Pass<'a> {
         to: &Path,
     ) -> Result<ArchiveEntry, ArchiveError> {
         let file_error = |action| FileError::wrap(action, to);
-        // The setuid and sticky bits are dropped.
+        // Drop the setuid and sticky bits.
         let mode = entry.mode & 0o2777;
         match entry.kind {
             EntryKind::Directory => {
@@ -341,8 +341,8 @@ impl<'a> Pass<'a> {
                 std::os::unix::fs::symlink(&entry.link, to).map_err(file_error("create symbolic link"))?;
             }
             EntryKind::File => {
-                // `create_new` never writes through a symbolic link, even if two entries had the same name, which
-                // `TarReader` rejects.
+                // `create_new` never writes through a symlink, even with duplicate names, which `TarReader` rejects
+                // anyway.
                 let mut options = File::options();
                 let file = options.write(true).mode(0o600).create_new(true).open(to);
                 let file = file.map_err(file_error("create"))?;
@@ -375,7 +375,7 @@ impl<'a> Pass<'a> {
     }
 }
 
-/// Copies an entry's content and returns the entry that the manifest must list.
+/// Copies an entry's content and returns the manifest entry to expect for it.
 fn copy_entry(entry: &mut TarEntry<'_, impl Read>, to: impl Write) -> io::Result<ArchiveEntry> {
     let (path, kind) = (archive::encode_path(&entry.path), entry.kind);
     match kind {
@@ -433,7 +433,7 @@ mod tests {
         }
     }
 
-    /// Both the `slot` member and the `keys.json` entry are invalid in this version, but for a newer archive only the
+    /// The `slot` member and the `keys.json` entry are both invalid in this version, but for a newer archive only the
     /// version must be reported.
     #[test]
     fn read_reports_newer_version_before_format_errors() {

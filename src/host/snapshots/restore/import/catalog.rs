@@ -1,23 +1,23 @@
-//! Inspects the catalog of the new database, before it is used, for objects that the archive's SQL must not create.
+//! Scans the catalog of a newly loaded database for forbidden objects, before the database is used.
 //!
-//! Code of any kind, granted privileges, and expressions that call volatile functions, except a few harmless ones, are
-//! forbidden, because later sessions of the superuser (a backup, a restore, the gateway) evaluate the checks, defaults
-//! and indexes of these tables. The dump's own list of entries is not trusted.
+//! Rejects code of any kind, grants, and expressions that call volatile functions (except a few harmless ones), because
+//! later superuser sessions (a backup, a restore, the gateway) evaluate the checks, defaults and indexes of these
+//! tables. The dump's own TOC isn't trusted.
 
 use std::fmt::Write as _;
 
 use tokio_postgres::{Client, Error};
 
-/// Harmless volatile functions of PostgreSQL, uuid-ossp and pgcrypto, which an expression may call. Comparing the names
-/// is sufficient, because [`FORBIDDEN_OBJECTS`] allows no functions but built-in ones and those of extensions.
+/// Harmless volatile functions of PostgreSQL, uuid-ossp and pgcrypto that expressions may call. Comparing names is
+/// sufficient, because [`FORBIDDEN_OBJECTS`] leaves only built-in and extension functions.
 const ALLOWED_VOLATILE_FUNCTIONS: &str = "'nextval', 'currval', 'lastval', 'random', 'random_normal', \
      'gen_random_uuid', 'clock_timestamp', 'timeofday', \
      'uuid_generate_v1', 'uuid_generate_v1mc', 'uuid_generate_v4', \
      'gen_random_bytes', 'gen_salt', \
      'pgp_sym_encrypt', 'pgp_sym_encrypt_bytea', 'pgp_pub_encrypt', 'pgp_pub_encrypt_bytea'";
 
-/// Forbidden kinds of objects: label, catalog, name column, and condition. Only oids from 16384 are checked, because
-/// initdb assigns the lower ones. Large objects are checked separately.
+/// Forbidden object types, as (label, catalog, name column, condition). Only oids from 16384 are checked, since initdb
+/// assigns the lower ones. Large objects are checked separately.
 const FORBIDDEN_OBJECTS: [(&str, &str, &str, &str); 23] = [
     ("function", "pg_proc", "proname", ""),
     ("operator", "pg_operator", "oprname", ""),
@@ -58,7 +58,7 @@ const FORBIDDEN_OBJECTS: [(&str, &str, &str, &str); 23] = [
     ),
 ];
 
-/// Columns with expressions: the catalog, the name of the object, and the column.
+/// Catalog columns that hold expressions, as (catalog, object name, column).
 const EXPRESSION_COLUMNS: [(&str, &str, &str); 7] = [
     ("pg_attrdef", "adrelid::regclass", "adbin"),
     ("pg_constraint", "conname", "conbin"),
@@ -69,9 +69,9 @@ const EXPRESSION_COLUMNS: [(&str, &str, &str); 7] = [
     ("pg_type", "typname", "typdefaultbin"),
 ];
 
-/// Privilege lists: catalog, owner, list, name, and condition. The privileges that the archive lists are not loaded, so
-/// any privilege of a role other than the owner was granted by other SQL in the archive.
-const PRIVILEGE_LISTS: [(&str, &str, &str, &str, &str); 5] = [
+/// ACLs, as (catalog, owner, ACL column, name, condition). The archive's ACL entries aren't loaded, so privileges of
+/// any role but the owner were granted by other SQL in the archive.
+const ACL_COLUMNS: [(&str, &str, &str, &str, &str); 5] = [
     ("pg_database", "o.datdba", "o.datacl", "'database'", "o.datname = current_database()"),
     ("pg_class", "o.relowner", "o.relacl", "o.relname", "o.oid >= 16384"),
     ("pg_type", "o.typowner", "o.typacl", "o.typname", "o.oid >= 16384"),
@@ -92,7 +92,7 @@ const PRIVILEGE_LISTS: [(&str, &str, &str, &str, &str); 5] = [
     ),
 ];
 
-/// Describes one forbidden object, such as `function f`; `None` if there is none.
+/// Returns a description of one forbidden object, such as `function f`, if any.
 ///
 /// # Errors
 /// If a query fails.
@@ -113,16 +113,16 @@ fn build_forbidden_query() -> String {
                 AND NOT EXISTS (SELECT FROM member m WHERE m.classid = '{catalog}'::regclass AND m.objid = o.oid)"
         ));
     }
-    // `lo_create` accepts any oid, even one below 16384. A new database has no large objects.
+    // `lo_create` accepts any oid, even one below 16384, and a new database has no large objects.
     parts.push("SELECT 'large object ' || oid FROM pg_largeobject_metadata".to_owned());
     parts.push(
         "SELECT 'extension ' || quote_ident(extname) FROM pg_extension \
           WHERE extowner <> (SELECT oid FROM pg_roles WHERE rolname = current_user)"
             .to_owned(),
     );
-    for (catalog, owner, list, name, condition) in PRIVILEGE_LISTS {
+    for (catalog, owner, acl, name, condition) in ACL_COLUMNS {
         parts.push(format!(
-            "SELECT 'grant on ' || quote_ident({name}) FROM {catalog} o CROSS JOIN aclexplode({list}) a \
+            "SELECT 'grant on ' || quote_ident({name}) FROM {catalog} o CROSS JOIN aclexplode({acl}) a \
               WHERE a.grantee <> {owner} AND {condition}{}",
             if catalog == "pg_attribute" {
                 String::new()

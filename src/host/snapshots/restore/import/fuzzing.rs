@@ -1,13 +1,13 @@
-//! The parsers of an owner's archive, exposed to `tests/fuzz`. Absent from release builds.
+//! Archive parsers exposed to `tests/fuzz`. Not compiled into release builds.
 
 use super::manifest::{compare, entry_digest};
 use super::toc::select_entries;
 use crate::snapshots::archive::ArchiveEntry;
 
-/// Returns the entries that would be loaded from a dump with this listing, one per line, and the extensions.
+/// Returns what would be loaded from a dump with this listing: the entries, one per line, and the extensions.
 ///
 /// # Errors
-/// The reason for the refusal.
+/// The reason for refusing the listing.
 pub fn read_listing(listing: &str) -> Result<(String, Vec<String>), String> {
     let selection = select_entries(listing).map_err(|error| error.to_string())?;
     Ok((selection.list, selection.extensions.into_iter().collect()))

@@ -1,4 +1,4 @@
-//! Installs an archive's home entries, each by a rename, as the user who owns them.
+//! Installs an archive's home entries by renaming each into place, running as the user who owns them.
 
 use std::ffi::OsString;
 use std::fs::{self, Permissions};
@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use crate::snapshots::archive::{self, REPLACED_PREFIX, STAGING_PREFIX};
 use svc_base::fsx::{self, FileError};
 
-/// The working directories of an import: one for staged files, one for replaced files.
+/// Working directories of an import, one for staged files and one for replaced files.
 pub struct ImportStaging {
     directory: PathBuf,
     staged: PathBuf,
@@ -17,7 +17,7 @@ pub struct ImportStaging {
 }
 
 impl ImportStaging {
-    /// Returns the directories of the import `number`, under `directory`. They are not created yet.
+    /// Names the directories of import `number` under `directory`, without creating them.
     pub fn new(directory: &Path, number: i64) -> Self {
         Self {
             directory: directory.to_owned(),
@@ -26,7 +26,7 @@ impl ImportStaging {
         }
     }
 
-    /// Creates and returns an empty staging directory, and removes the staging directories of killed runs.
+    /// Creates an empty staging directory, removing those left behind by killed runs.
     pub fn create(&self) -> Result<&Path, FileError> {
         fs::create_dir_all(&self.directory).map_err(FileError::wrap("create directory", &self.directory))?;
         remove_staged(&self.directory)?;
@@ -38,8 +38,8 @@ impl ImportStaging {
         Ok(&self.staged)
     }
 
-    /// Writes the staged entries to the disk. Otherwise, a power failure soon after they have been installed could
-    /// leave empty files.
+    /// Flushes the staged entries to disk. Otherwise, a power failure soon after installing them could leave empty
+    /// files.
     pub fn sync(&self) -> Result<(), FileError> {
         // Syncing the file system once is cheaper than syncing each file.
         fs::File::open(&self.staged)
@@ -47,12 +47,12 @@ impl ImportStaging {
             .map_err(FileError::wrap("sync", &self.staged))
     }
 
-    /// Checks that this user may rename the files to be replaced. In a directory with the sticky bit, such as the home
-    /// directory, a user may rename only their own files.
+    /// Checks that this user may rename the files to be replaced. In a sticky directory such as the home directory,
+    /// users can rename only their own files.
     ///
     /// # Errors
-    /// [`FileError`] if a directory cannot be read, or a file to be replaced belongs to another user. The error names
-    /// the file that must be moved away first.
+    /// [`FileError`] if a directory can't be read, or a file to be replaced belongs to another user. The error names
+    /// the file to move away first.
     pub fn ensure_replaceable(&self) -> Result<(), FileError> {
         let user = nix::unistd::geteuid().as_raw();
         let home = fs::metadata(&self.directory).map_err(FileError::wrap("inspect", &self.directory))?;
@@ -69,12 +69,12 @@ impl ImportStaging {
         Ok(())
     }
 
-    /// Installs all staged entries; returns the directory with the replaced files, if any.
+    /// Installs all staged entries and returns the directory with the replaced files, if any.
     ///
     /// # Errors
-    /// [`FileError`] if a directory cannot be read, created or removed, or an entry cannot be moved. Each entry is then
-    /// completely replaced or unchanged, except that the previous version of one entry may already be in the directory
-    /// of replaced files while its new version is not yet installed.
+    /// [`FileError`] if a directory can't be read, created or removed, or an entry can't be moved. Each entry is then
+    /// either fully replaced or unchanged, except that one may already be in the directory of replaced files without
+    /// its new version installed.
     pub fn install(&self) -> Result<Option<&Path>, FileError> {
         for name in list_names(&self.staged)? {
             self.replace_entry(&name)?;
@@ -84,7 +84,7 @@ impl ImportStaging {
         Ok(self.replaced.exists().then_some(self.replaced.as_path()))
     }
 
-    /// Moves an existing entry of this name into the directory of replaced files, and then installs the staged one.
+    /// Moves any existing entry of this name into the directory of replaced files, then installs the staged one.
     fn replace_entry(&self, name: &OsString) -> Result<(), FileError> {
         let to = self.directory.join(name);
         if fs::symlink_metadata(&to).is_ok() {
@@ -97,7 +97,7 @@ impl ImportStaging {
     }
 }
 
-/// Moves an entry to another directory. Moving a directory changes its `..`, so it is made writable during the move.
+/// Moves an entry to another directory. Moving a directory rewrites its `..`, so it has to be writable during the move.
 fn move_entry(from: &Path, to: &Path) -> io::Result<()> {
     let meta = fs::symlink_metadata(from)?;
     if !meta.is_dir() || meta.mode() & 0o200 != 0 {
@@ -109,7 +109,7 @@ fn move_entry(from: &Path, to: &Path) -> io::Result<()> {
     moved
 }
 
-/// Removes all staging directories in `directory`: this import's, and those of killed runs.
+/// Removes all staging directories in `directory`, including those of killed runs.
 pub fn remove_staged(directory: &Path) -> Result<(), FileError> {
     for name in list_names(directory)? {
         let path = directory.join(&name);
@@ -121,7 +121,7 @@ pub fn remove_staged(directory: &Path) -> Result<(), FileError> {
     Ok(())
 }
 
-/// Removes a directory with its contents, even if directories in it are read-only, such as those of Go's module cache.
+/// Removes a directory tree, even if it contains read-only directories, as Go's module cache does.
 fn remove_directory(path: &Path) -> io::Result<()> {
     match fs::remove_dir_all(path) {
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
@@ -138,7 +138,7 @@ fn make_directories_writable(path: &Path) -> io::Result<()> {
         fs::set_permissions(&directory, Permissions::from_mode(0o700))?;
         for entry in fs::read_dir(&directory)? {
             let entry = entry?;
-            // `file_type` does not follow symbolic links.
+            // `file_type` doesn't follow symlinks.
             if entry.file_type()?.is_dir() {
                 pending.push(entry.path());
             }
@@ -147,7 +147,7 @@ fn make_directories_writable(path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Lists a directory's names, sorted; empty if the directory does not exist.
+/// Lists the names in a directory, sorted. Empty if the directory doesn't exist.
 fn list_names(dir: &Path) -> Result<Vec<OsString>, FileError> {
     let entries = match fs::read_dir(dir) {
         Ok(entries) => entries,
@@ -179,7 +179,7 @@ mod tests {
         let replaced = staging.install().unwrap().unwrap();
         for path in [home.path().join("go"), replaced.join("go")] {
             assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o555, "{}", path.display());
-            // Otherwise, the temporary directory could not be removed.
+            // Otherwise the temporary directory can't be removed.
             fs::set_permissions(&path, Permissions::from_mode(0o755)).unwrap();
         }
     }

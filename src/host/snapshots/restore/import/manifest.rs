@@ -1,7 +1,7 @@
 //! Compares an archive's manifest with the entries that precede it in the archive.
 //!
-//! Both list the entries in the same order, so the manifest is streamed and never held in memory whole. No string in
-//! the manifest may be longer than a valid entry needs.
+//! Both have the same order, so the manifest is streamed rather than held in memory. Strings longer than any valid
+//! entry needs are rejected.
 
 use std::fmt;
 use std::io::{self, BufReader, Read};
@@ -16,14 +16,13 @@ use crate::system::tar_reader::EntryKind;
 use crate::system::tar_reader::quote_path;
 use svc_base::untrusted_text;
 
-/// Maximum length of a string: enough for a path of 16 KiB in which every byte is written as `%XX`, or escaped by JSON
-/// as six characters.
+/// Maximum string length: enough for a 16 KiB path with every byte written as `%XX` or as a six-character JSON escape.
 const MAX_STRING_BYTES: usize = 128 * 1024;
 
 /// Digest of an [`ArchiveEntry`], unique per entry.
 pub type EntryDigest = [u8; 32];
 
-/// Returns a digest of the path, kind, size and content of an entry.
+/// Digests an entry's path, kind, size and content hash.
 pub fn entry_digest(entry: &ArchiveEntry) -> EntryDigest {
     let kind = match entry.kind {
         EntryKind::File => b'f',
@@ -42,7 +41,7 @@ pub fn entry_digest(entry: &ArchiveEntry) -> EntryDigest {
 /// Checks that the manifest lists exactly the entries that were read.
 ///
 /// # Errors
-/// Describes the difference or the syntax error. The text may quote the manifest and is safe to print.
+/// A description of the mismatch or the syntax error. It may quote the manifest, but is safe to print.
 pub fn compare(manifest: impl Read, digests: &[EntryDigest]) -> Result<(), String> {
     let inner = BufReader::with_capacity(1 << 16, manifest);
     let bounded = BoundedStrings { inner, state: StringState::Outside };
@@ -142,7 +141,7 @@ impl<'de> Visitor<'de> for EntriesVisitor<'_> {
     }
 }
 
-/// Passes JSON through and fails at a string longer than [`MAX_STRING_BYTES`], because a parser buffers whole strings.
+/// Passes JSON through, failing on strings longer than [`MAX_STRING_BYTES`], because a parser buffers whole strings.
 struct BoundedStrings<R> {
     inner: R,
     state: StringState,
@@ -163,7 +162,7 @@ impl<R: Read> Read for BoundedStrings<R> {
                 (StringState::Outside, _) => StringState::Outside,
                 (StringState::Inside { is_escaped: false, .. }, b'"') => StringState::Outside,
                 (StringState::Inside { length, .. }, _) if length >= MAX_STRING_BYTES => {
-                    return Err(io::Error::other("a string is too long"));
+                    return Err(io::Error::other("string too long"));
                 }
                 (StringState::Inside { length, is_escaped }, byte) => {
                     StringState::Inside { length: length + 1, is_escaped: !is_escaped && *byte == b'\\' }
@@ -219,7 +218,7 @@ mod tests {
         assert!(error.contains("unknown variant") && !error.contains('\x1b'), "{error}");
     }
 
-    /// The string is 100 MiB long and unterminated, and a parser would buffer it.
+    /// The string is 100 MiB long and unterminated, so a parser would buffer all of it.
     #[test]
     fn compare_refuses_oversized_string() {
         let endless = Read::chain(&b"{\"leftOut\":[\""[..], io::repeat(b'x').take(100 << 20));

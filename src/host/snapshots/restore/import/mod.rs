@@ -1,11 +1,11 @@
-//! `svc-restore import`: imports an owner's archive (`host::snapshots::archive`) onto this machine. The archive's
-//! database replaces the existing one, and its home entries replace those of the same name.
+//! `svc-restore import`: imports an owner's archive (`host::snapshots::archive`) onto this machine, replacing the
+//! database and any home entries of the same name.
 //!
-//! This process runs as root. It opens the archive and runs each step in a separate process, as the gateway's user,
-//! which owns the database, or as the owner's user. Nothing changes before every byte has been compared with the
-//! manifest. If the database has rows, a snapshot is taken first, unless `--no-backup` is given. Replaced data is kept:
-//! the database for seven days, or until space runs short; the replaced entries of the home directory, in directories
-//! whose paths are printed. An import that was killed can be run again.
+//! This process runs as root. It opens the archive and runs each step in a child process, either as the gateway user,
+//! which owns the database, or as the owner's user. Nothing changes until every byte has been verified against the
+//! manifest. If the database has rows, a snapshot is taken first unless `--no-backup` is given. Replaced data is
+//! retained: the database for seven days or until disk space runs low, and home entries in directories whose paths are
+//! printed. A killed import can be retried.
 
 pub mod archive_reader;
 mod catalog;
@@ -60,13 +60,13 @@ const RESTART_TIMEOUT: Duration = Duration::from_secs(120);
 
 #[derive(Debug, thiserror::Error)]
 enum ImportError {
-    #[error("cannot start the import's step {step}")]
+    #[error("cannot start import step {step}")]
     Start {
         step: &'static str,
         #[source]
         source: io::Error,
     },
-    #[error("the import's step {step} failed ({status})")]
+    #[error("import step {step} failed ({status})")]
     Failed { step: &'static str, status: ExitStatus },
 }
 
@@ -83,8 +83,8 @@ impl ImportError {
 ///
 /// # Errors
 /// `TryAgain` if another import is in progress; `Refused` if the archive cannot be opened; `Internal` if the lock file
-/// cannot be opened or a step cannot be started; otherwise the failed step's exit code. Before the swap of the
-/// databases, a failure changes nothing.
+/// cannot be opened or a step cannot be started; otherwise the failed step's exit code. A failure before the database
+/// swap changes nothing.
 pub async fn run(layout: &Layout, archive_path: &Path, options: ImportOptions) -> Result<(), Failure> {
     let lock = Lock::acquire(&layout.import_lock()).map_err(|error| match error {
         LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!("another import is running")),
@@ -103,12 +103,12 @@ pub async fn run(layout: &Layout, archive_path: &Path, options: ImportOptions) -
     result
 }
 
-/// Opens the archive and checks that it is a regular file. It is opened only once, because other users may be able to
+/// Opens the archive and checks that it's a regular file. We open it only once, since other users may be able to
 /// replace it.
 fn open_archive(path: &Path) -> Result<File, io::Error> {
     let with_path = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
     let mut options = File::options();
-    // `O_NONBLOCK`: opening a FIFO must not wait for a writer.
+    // `O_NONBLOCK`, so that opening a FIFO doesn't wait for a writer.
     let file = options.read(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(path).map_err(with_path)?;
     if file.metadata().map_err(with_path)?.is_file() {
         Ok(file)
@@ -123,13 +123,13 @@ struct ImportRun<'a> {
     /// For messages.
     archive_path: &'a Path,
     options: ImportOptions,
-    /// The number in the names of the import's directories.
+    /// Import number, used in directory names.
     number: i64,
 }
 
 impl ImportRun<'_> {
-    /// Runs all steps. Sets `is_swapped` if the databases were swapped, or may have been: the roles of the new one have
-    /// no passwords or privileges until the gateway starts.
+    /// Runs all steps. Sets `is_swapped` if the databases were or may have been swapped: the new one's roles have no
+    /// passwords or privileges until the gateway starts.
     async fn import(&self, is_swapped: &mut bool) -> Result<(), ImportError> {
         self.run_step(Step::Check).await?;
         if self.options.check {
@@ -141,10 +141,10 @@ impl ImportRun<'_> {
             self.run_step(Step::Database).await
         };
         if let Err(error) = prepare.await {
-            // The first error is the cause, so an error in the cleanup is ignored.
+            // Report the original error, not one from the cleanup.
             let _ = self.run_step(Step::Unstage).await;
-            // The database step removes the journal only once it has completed the swap. Before it fails, it may also
-            // have completed the swap of an earlier run.
+            // The database step removes the journal only after completing the swap. It may also have completed an
+            // earlier run's swap before failing.
             *is_swapped = was_interrupted || Journal::is_open(self.layout);
             return Err(error);
         }
@@ -152,7 +152,7 @@ impl ImportRun<'_> {
         self.run_step(Step::Install).await
     }
 
-    /// Runs a step to completion, as the user who owns the data that it changes.
+    /// Runs a step to completion as the user owning the data that it changes.
     async fn run_step(&self, step: Step) -> Result<(), ImportError> {
         let name = step.name();
         let start_error = |source| ImportError::Start { step: name, source };
@@ -167,7 +167,7 @@ impl ImportRun<'_> {
     }
 }
 
-/// Restarts the sync agent and the gateway, which sets the passwords of the database's roles when it starts.
+/// Restarts the sync agent and the gateway, which sets the database role passwords at startup.
 async fn restart_gateway(layout: &Layout) {
     let Some(systemctl) = systemd::find_systemctl(layout) else {
         print_line("next: restart svc-gateway");
@@ -185,8 +185,7 @@ async fn restart_gateway(layout: &Layout) {
     }
 }
 
-/// Prints a line on standard output. An import must not fail because its output cannot be written, for example because
-/// the reading end of a pipe was closed.
+/// Prints a line to stdout, ignoring errors: a closed pipe, for example, must not fail the import.
 fn print_line(text: &str) {
     let _ = stdout::print(&format!("{text}\n"));
 }

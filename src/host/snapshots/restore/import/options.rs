@@ -1,4 +1,4 @@
-//! The options of an import, which are passed to each of its steps.
+//! Import options, passed on to each step.
 
 /// Options of an import.
 #[derive(Debug, Clone, Copy, clap::Args)]
@@ -15,14 +15,14 @@ pub struct ImportOptions {
 }
 
 impl ImportOptions {
-    /// Returns the options as arguments of a step.
+    /// Returns the options as step arguments.
     pub fn to_arguments(self) -> impl Iterator<Item = &'static str> {
         let flags = [
             (self.check, "--check"),
             (self.from_another_user, "--from-another-user"),
             (self.no_backup, "--no-backup"),
         ];
-        flags.into_iter().filter_map(|(is_given, flag)| is_given.then_some(flag))
+        flags.into_iter().filter_map(|(is_set, flag)| is_set.then_some(flag))
     }
 }
 
@@ -39,7 +39,7 @@ mod tests {
     }
 
     #[test]
-    fn former_name_of_from_another_user_is_accepted() {
+    fn of_another_user_alias_is_accepted() {
         for flag in ["--from-another-user", "--of-another-user"] {
             let options = ImportArgs::try_parse_from(["import", flag]).unwrap().options;
             assert!(options.to_arguments().eq(["--from-another-user"]), "{flag}");

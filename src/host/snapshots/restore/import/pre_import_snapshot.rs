@@ -1,4 +1,4 @@
-//! Takes a snapshot of the database that an import replaces, by running `svc-db-backup run-before-import`.
+//! Snapshots the database that an import is about to replace, by running `svc-db-backup run-before-import`.
 
 use std::process::Stdio;
 use std::time::Duration;
@@ -13,7 +13,7 @@ use crate::system::postgres;
 use crate::system::postgres::ConnectError;
 use svc_base::applet::Exit;
 
-/// The same as `TimeoutStartSec` of `svc-db-backup.service`.
+/// Matches `TimeoutStartSec` in `svc-db-backup.service`.
 const BACKUP_TIMEOUT: Duration = Duration::from_secs(6 * 3600);
 
 #[derive(Debug, thiserror::Error)]
@@ -45,12 +45,12 @@ impl PreImportSnapshotError {
     }
 }
 
-/// Takes the snapshot, unless the database has none of the owner's rows. A held-back snapshot suffices, because it is
-/// stored.
+/// Takes the snapshot, unless the database contains none of the owner's rows. A held-back snapshot is good enough,
+/// since it's stored.
 ///
 /// # Errors
-/// [`PreImportSnapshotError`] if the database cannot be read, or is not this machine's, or the backup fails. The import
-/// has changed nothing by then.
+/// [`PreImportSnapshotError`] if the database can't be read or isn't this machine's, or if the backup fails. The import
+/// hasn't changed anything at that point.
 pub async fn take_snapshot(settings: &RestoreSettings) -> Result<(), PreImportSnapshotError> {
     let server = &settings.context.server;
     let client = staging::connect_with_retries(&settings.context, server.database()).await?;

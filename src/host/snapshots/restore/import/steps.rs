@@ -1,4 +1,4 @@
-//! The steps of an import. Each runs in a process whose standard input is the archive.
+//! Import steps. Each runs in its own process, with the archive as standard input.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -55,7 +55,7 @@ impl Step {
         self.into()
     }
 
-    /// Returns whether the step runs as the owner's user rather than the gateway's.
+    /// Returns whether the step runs as the owner's user rather than the gateway user.
     pub fn is_run_as_owner(self) -> bool {
         matches!(self, Self::Stage | Self::Unstage | Self::Install)
     }
@@ -145,8 +145,7 @@ pub async fn run_step(layout: Layout, args: StepArgs) -> Result<(), Failure> {
         (Step::Database, Ok(archive)) => {
             let settings = RestoreSettings::read(layout)?;
             let lock = restore::acquire_lock(&settings)?;
-            // After an interrupted swap, the database may refuse connections, or differ from the one that the marker
-            // names.
+            // After an interrupted swap, the database may refuse connections or differ from the one in the marker.
             gate::finish_interrupted_swap(&lock, &settings).await?;
             replace_database(&settings, &archive, &args).await
         }
@@ -192,8 +191,8 @@ fn read_archive(
     tokio::task::block_in_place(|| VerifiedArchive::read(archive, archive_path, extract))
 }
 
-/// Reads the archive and extracts a part of it, which must fit on the file system of `dir`: PostgreSQL and the gateway
-/// write to the same disk.
+/// Reads the archive and extracts the target entries, which must fit on the file system of `dir`: PostgreSQL and the
+/// gateway write to the same disk.
 fn extract_archive(
     archive: &File,
     archive_path: &Path,
@@ -238,11 +237,11 @@ async fn replace_database(
     }
     let system = ImportStaging::new(&layout.home().join(SYSTEM), args.number);
     let dump = layout.restore_state().join("import.dump");
-    // An earlier run may have left the file behind.
+    // May be left over from an earlier run.
     fsx::remove_if_exists(&dump)?;
     let result = load_and_swap(settings, archive, args, &system, &dump).await;
     if result.is_err() {
-        // The first error is the cause, so errors in the cleanup are ignored; the next run repeats the cleanup.
+        // Best effort: we report the original error, and the next run cleans up again.
         let _ = home::remove_staged(&layout.home().join(SYSTEM));
         let _ = fsx::remove_if_exists(&dump);
     }
@@ -292,7 +291,7 @@ async fn load_and_swap(
     RestoreMarker::new(Some(snapshot.key.clone()), identity).write(layout)?;
     drop(client);
     let installed = tokio::task::block_in_place(|| system.install());
-    // Even if the records and settings were not installed, the database has been replaced.
+    // The database has been replaced even if the records and settings couldn't be installed.
     gate::request_backup(layout)?;
     let replaced = installed?;
     staging::remove_dumps(&layout.restore_state())?;
@@ -303,11 +302,11 @@ async fn load_and_swap(
     if let Some(replaced) = replaced {
         print_line(&format!("the replaced records and settings are in {}", replaced.display()));
     }
-    // Comes last: while there is a journal, the caller restarts the gateway after a failure.
+    // Must be last: as long as there's a journal, the caller restarts the gateway after a failure.
     Ok(journal::remove(layout)?)
 }
 
-/// Assigns a restore id to the loaded database, and records the swap in the journal.
+/// Assigns a restore id to the loaded database and journals the swap.
 async fn prepare_swap(
     settings: &RestoreSettings,
     snapshot: &SnapshotRef,

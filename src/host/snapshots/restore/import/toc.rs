@@ -1,19 +1,19 @@
-//! Selects the parts of an archive's dump to load, from the output of `pg_restore -l`.
+//! Selects which entries of an archive's dump to load, based on `pg_restore -l` output.
 //!
-//! An archive may contain tables and their dependents, but no code that a later session, in particular the superuser's,
-//! would run unknowingly. The listing is not trusted: this check only lets a bad dump be refused early, with a clear
-//! message. The objects that were actually created are inspected afterwards (`catalog.rs`).
+//! An archive may contain tables and their dependents, but no code that a later session, in particular a superuser
+//! session, would run unknowingly. The listing isn't trusted: this check only rejects bad dumps early, with a clear
+//! message. `catalog.rs` inspects the objects actually created afterwards.
 
 use std::collections::{BTreeSet, HashSet};
 use std::path::Path;
 
 use crate::system::tar_reader::quote_path;
 
-/// Extensions that add only types, operators and functions, without access to files, programs or other servers. The
-/// superuser creates those that an archive names.
+/// Extensions that only add types, operators and functions, with no access to files, programs or other servers. The
+/// superuser creates those required by an archive.
 const ALLOWED_EXTENSIONS: [&str; 5] = ["citext", "hstore", "pg_trgm", "pgcrypto", "uuid-ossp"];
 
-/// Kinds of entries to load.
+/// Entry kinds to load.
 const LOADED_KINDS: [&str; 16] = [
     "CHECK CONSTRAINT",
     "FK CONSTRAINT",
@@ -33,26 +33,26 @@ const LOADED_KINDS: [&str; 16] = [
     "TYPE",
 ];
 
-/// Kinds of entries to skip: privileges, which the gateway grants to installed apps.
+/// Entry kinds to skip: ACLs. The gateway grants privileges to installed apps.
 const SKIPPED_KINDS: [&str; 2] = ["DEFAULT ACL", "ACL"];
 
-/// Kinds of objects whose comments are loaded. Comments on other objects, such as extensions and schemas, are skipped,
-/// because only an object's owner can set them, and the import role does not own all of these objects.
+/// Object kinds whose comments are loaded. Comments on others, such as extensions and schemas, are skipped because only
+/// an object's owner can set them, and the import role doesn't own all of those objects.
 const COMMENT_TARGETS: [&str; 7] = ["COLUMN", "CONSTRAINT", "DOMAIN", "INDEX", "SEQUENCE", "TABLE", "TYPE"];
 
-/// The change outbox's functions and triggers. They are skipped, because the gateway recreates them.
+/// Change outbox functions and triggers, skipped because the gateway recreates them.
 const OUTBOX_FUNCTIONS: [&str; 2] = ["svc note_change() ", "svc note_truncate() "];
 const OUTBOX_TRIGGER: &str = " svc_changes_";
 
-/// The entries to load.
+/// Entries to load.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Selection {
-    /// Input of `pg_restore -L`: a line per entry.
+    /// Input for `pg_restore -L`, one line per entry.
     pub list: String,
     pub extensions: BTreeSet<String>,
 }
 
-/// Why a dump is refused.
+/// Errors from selecting entries, for which the dump is refused.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum TocError {
     #[error(
@@ -63,25 +63,25 @@ pub enum TocError {
     NotAllowed { entry: String },
     #[error("the database needs the extension {name}, which an import does not create")]
     UnsupportedExtension { name: String },
-    #[error("the listing of the dump has a line that is not an entry: {line}")]
+    #[error("invalid line in the dump listing: {line}")]
     InvalidLine { line: String },
-    #[error("the dump has more than one entry with the number {id}")]
-    RepeatedId { id: u32 },
+    #[error("duplicate entry id in the dump: {id}")]
+    DuplicateId { id: u32 },
 }
 
 /// Selects entries from a listing.
 ///
 /// # Errors
-/// [`TocError`] if an entry is neither loaded nor skipped, an extension is not in [`ALLOWED_EXTENSIONS`], a line is not
-/// an entry, or a number is repeated.
+/// [`TocError`] if an entry is neither loaded nor skipped, an extension isn't in [`ALLOWED_EXTENSIONS`], a line is
+/// malformed, or an id is duplicated.
 pub fn select_entries(listing: &str) -> Result<Selection, TocError> {
     let mut selection = Selection::default();
     let mut ids = HashSet::new();
     for line in listing.lines().filter(|line| !line.is_empty() && !line.starts_with(';')) {
         let (id, entry) = parse_line(line).ok_or_else(|| TocError::InvalidLine { line: quote_text(line) })?;
-        // `pg_restore -L` loads one entry per number. If two entries shared a number, it might load the one to skip.
+        // `pg_restore -L` loads one entry per id. With a duplicate, it might load the one we skip.
         if !ids.insert(id) {
-            return Err(TocError::RepeatedId { id });
+            return Err(TocError::DuplicateId { id });
         }
         match classify(entry)? {
             EntryAction::Load => selection.list.push_str(&format!("{id};\n")),
@@ -94,7 +94,7 @@ pub fn select_entries(listing: &str) -> Result<Selection, TocError> {
     Ok(selection)
 }
 
-/// Parses `12; 1259 16385 TABLE app_notes notes postgres` into the number and the text after the two oids.
+/// Parses `12; 1259 16385 TABLE app_notes notes postgres` into the id and the text after the two oids.
 fn parse_line(line: &str) -> Option<(u32, &str)> {
     let (id, rest) = line.split_once("; ")?;
     let mut parts = rest.splitn(3, ' ');
@@ -119,7 +119,7 @@ fn classify(entry: &str) -> Result<EntryAction, TocError> {
         };
     }
     if let Some(target) = after_kind("COMMENT") {
-        // `COMMENT app_notes TABLE notes postgres`; the comment is lost if the schema's name contains a space.
+        // For example `COMMENT app_notes TABLE notes postgres`. Comments are lost if the schema name contains a space.
         let mut words = target.split(' ');
         let is_loaded = words.nth(1).is_some_and(|kind| COMMENT_TARGETS.contains(&kind));
         return Ok(if is_loaded { EntryAction::Load } else { EntryAction::Skip });
@@ -184,8 +184,8 @@ mod tests {
         ] {
             assert!(select_entries(&format!("7; {entry}\n")).is_err(), "{entry}");
         }
-        let repeated = "7; 1259 16386 TABLE a b c\n7; 1255 16400 FUNCTION svc note_change() postgres\n";
-        assert_eq!(select_entries(repeated), Err(TocError::RepeatedId { id: 7 }));
+        let duplicate = "7; 1259 16386 TABLE a b c\n7; 1255 16400 FUNCTION svc note_change() postgres\n";
+        assert_eq!(select_entries(duplicate), Err(TocError::DuplicateId { id: 7 }));
         for line in ["7; TABLE", "x; 1 2 TABLE a b c", "no entry", "7; 1 x TABLE a b c"] {
             assert!(matches!(select_entries(line), Err(TocError::InvalidLine { .. })), "{line}");
         }

@@ -1,9 +1,9 @@
 //! Loads an archive's dump into a new database as an unprivileged role.
 //!
-//! `pg_restore` runs as the gateway's user and sends SQL written by the author of the archive, so it connects with a
-//! role created for this import. The role is not a superuser and not a member of any role. It owns the new database,
-//! and in other databases it has only PUBLIC's privileges. This program sets owners and creates extensions. The catalog
-//! is inspected before the superuser reads a row (`catalog.rs`).
+//! `pg_restore` runs as the gateway user and sends SQL written by the archive's author, so it connects with a role
+//! created for this import. The role isn't a superuser or a member of any role. It owns the new database and has only
+//! PUBLIC privileges in others. This program sets owners and creates extensions, and inspects the catalog before the
+//! superuser reads a row (`catalog.rs`).
 
 use std::path::Path;
 use std::time::Duration;
@@ -31,13 +31,13 @@ use svc_http::problem::format_chain;
 use svc_store::snapshot::Sidecar;
 
 const ROLE_PREFIX: &str = "svc_import_";
-/// Maximum number of sessions of the role: enough for `pg_restore` itself and each of its jobs.
+/// Connection limit of the role: enough for `pg_restore` itself and each of its jobs.
 const MAX_SESSIONS: usize = 4;
 const LISTING_TIMEOUT: Duration = Duration::from_secs(600);
 /// Maximum size of a listing, which has a line per table, index and constraint.
 const MAX_LISTING_BYTES: u64 = 32 << 20;
 
-/// Why the archive's database was not loaded.
+/// Errors from loading an archive's database.
 #[derive(Debug, thiserror::Error)]
 pub enum UntrustedLoadError {
     #[error("the archive's database is refused")]
@@ -48,7 +48,7 @@ pub enum UntrustedLoadError {
          it before the export, and recreate it after the import"
     )]
     Forbidden { object: String },
-    #[error("the archive's dump cannot be read: {reason}")]
+    #[error("cannot read the archive's dump: {reason}")]
     Unreadable { reason: String },
     #[error(
         "PostgreSQL's client tools exist only in the database's container\n  next: install a release that contains them"
@@ -91,7 +91,7 @@ fn query_error(action: &'static str) -> impl FnOnce(tokio_postgres::Error) -> Un
     move |source| UntrustedLoadError::Query { action, source }
 }
 
-/// Loads a dump and checks the created objects. After an error, the database is dropped.
+/// Loads a dump and checks the created objects. Drops the database on error.
 pub async fn load(
     context: &RestoreContext,
     dump: &Path,
@@ -113,7 +113,7 @@ pub async fn load(
     };
     let result = load.await;
     if let Err(error) = fsx::remove_if_exists(&list) {
-        tracing::warn!(error = %format_chain(&error), "could not remove the list of entries");
+        tracing::warn!(error = %format_chain(&error), "could not remove the entry list");
     }
     if let Err(error) = result {
         clean_up(context, &scratch).await;
@@ -123,8 +123,8 @@ pub async fn load(
     Ok(scratch)
 }
 
-/// Drops the database and the role of a failed load. Uses a new connection, because the load may have failed by losing
-/// its own.
+/// Drops the database and role of a failed load. Opens a new connection, since the load may have failed by losing its
+/// own.
 pub async fn clean_up(context: &RestoreContext, scratch: &ScratchDatabase) {
     match staging::connect_with_retries(context, postgres::MAINTENANCE_DATABASE).await {
         Ok(admin) => {
@@ -140,7 +140,7 @@ pub async fn clean_up(context: &RestoreContext, scratch: &ScratchDatabase) {
     }
 }
 
-/// Lists a dump's contents, in a process without a connection to the database.
+/// Lists a dump's contents in a process that has no database connection.
 async fn list_contents(tools: &PgTools, dump: &Path) -> Result<String, UntrustedLoadError> {
     let mut child = tools.list_command(dump).spawn().map_err(UntrustedLoadError::Tool)?;
     let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
@@ -170,7 +170,7 @@ async fn list_contents(tools: &PgTools, dump: &Path) -> Result<String, Untrusted
     Ok(String::from_utf8_lossy(&listing).into_owned())
 }
 
-/// Drops the roles of this and earlier imports. Their databases have been dropped, or have another owner.
+/// Drops the roles of this and earlier imports, whose databases have been dropped or now have another owner.
 async fn drop_roles(admin: &Client) -> Result<(), UntrustedLoadError> {
     let drop_error = || query_error("drop an import role");
     let leftover_roles =
@@ -183,22 +183,22 @@ async fn drop_roles(admin: &Client) -> Result<(), UntrustedLoadError> {
     Ok(())
 }
 
-/// Ends the role's sessions and prevents new ones.
+/// Terminates the role's sessions and blocks new ones.
 async fn end_sessions(admin: &Client, role: &str) -> Result<(), UntrustedLoadError> {
-    let end_error = || query_error("end the sessions of the import role");
+    let end_error = || query_error("end the import role's sessions");
     admin.batch_execute(&format!("ALTER ROLE {} NOLOGIN", quote_ident(role))).await.map_err(end_error())?;
     let sessions = "SELECT count(pg_terminate_backend(pid, 10000)) FROM pg_stat_activity WHERE usename = $1";
     admin.query_one(sessions, &[&role]).await.map_err(end_error())?;
     Ok(())
 }
 
-/// A dump, and the file that lists the entries to load.
+/// A dump and its `pg_restore -L` list.
 struct DumpFiles<'a> {
     dump: &'a Path,
     list: &'a Path,
 }
 
-/// The role of one import.
+/// A role created for a single import.
 struct ImportRole {
     name: String,
     password: SecretString,
@@ -212,7 +212,7 @@ impl ImportRole {
         let name = format!("{ROLE_PREFIX}{}", svc_base::clock::now_ms().as_millisecond());
         let verifier = scram_sha_256(password.expose_secret().as_bytes());
         let quoted = quote_ident(&name);
-        // Statements contain the owner's rows, so the server must not log them.
+        // Statements contain the owner's rows, so keep them out of the server log.
         let sql = format!(
             "BEGIN;
              CREATE ROLE {quoted} LOGIN NOSUPERUSER NOCREATEDB NOCREATEROLE NOINHERIT NOREPLICATION NOBYPASSRLS
@@ -271,23 +271,23 @@ async fn create_extensions(
         client
             .batch_execute(&create)
             .await
-            .map_err(query_error("create an extension that the archive needs"))?;
+            .map_err(query_error("create an extension required by the archive"))?;
     }
     Ok(())
 }
 
-/// Resets settings that the owner of a database can change for all of its sessions, including the superuser's.
+/// Resets settings that a database owner can change for all sessions, including superuser sessions.
 async fn reset_database(admin: &Client, database: &str) -> Result<(), UntrustedLoadError> {
     let database = quote_ident(database);
     let sql = format!(
         "ALTER DATABASE {database} RESET ALL;
          ALTER DATABASE {database} WITH ALLOW_CONNECTIONS true CONNECTION LIMIT -1 IS_TEMPLATE false"
     );
-    admin.batch_execute(&sql).await.map_err(query_error("reset the settings of the new database"))
+    admin.batch_execute(&sql).await.map_err(query_error("reset the new database's settings"))
 }
 
-/// Warns about roles and settings that are not imported: the gateway creates roles for installed apps, and an archive
-/// must not grant any privileges.
+/// Warns about roles and settings that aren't imported: the gateway creates the roles of installed apps, and archives
+/// must not grant privileges.
 fn warn_about_omissions(sidecar: &Sidecar) {
     let other_roles = sidecar.roles.iter().filter(|role| !role.starts_with("app_")).count();
     if other_roles > 0 {
