@@ -24,8 +24,8 @@ const LAST_POLL_MARGIN: Duration = Duration::from_secs(1);
 /// Condition for a successful wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Goal {
-    /// The followed operation, if any, succeeds and leaves the machine running, unless it deletes the machine, removes
-    /// its server or changes its power state.
+    /// The followed operation, if any, succeeds, and the machine is then running, unless the operation deletes it,
+    /// removes its server or changes its power state.
     Success,
     /// The machine is running, whatever the operation's outcome.
     MachineRunning,
@@ -204,8 +204,8 @@ fn decision_error(operation: &Operation) -> anyhow::Error {
     )
 }
 
-/// Checks that the operation, if any, succeeded and left the machine in the expected state. The error includes the next
-/// step.
+/// Checks that the operation, if any, succeeded, and that the machine is in the expected state. The error includes the
+/// next step.
 async fn check_result(
     api: &ApiClient,
     machine: &MachineDetail,

@@ -19,7 +19,8 @@ pub enum FilesError {
     #[error("the repository index kept changing while it was being read; try again later")]
     IndexChanging,
     #[error(
-        "the save took so long that a prune may have deleted packs it needs; the next save writes them again"
+        "the save took so long that a prune may have deleted packs that its snapshot needs; the next save writes them \
+         again"
     )]
     SaveTooLong,
     #[error("the system's random number generator failed")]

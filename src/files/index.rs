@@ -368,7 +368,7 @@ impl BlobLocations {
         })
     }
 
-    /// Returns a blob's other locations, as fallbacks for a corrupt first copy.
+    /// Returns a blob's other locations, as fallbacks for a corrupt or missing first copy.
     pub(crate) fn find_others(
         &self,
         blob_type: BlobType,

@@ -105,8 +105,8 @@ impl Repository {
         Ok((content, listed))
     }
 
-    /// Loads the ids of all indexed blobs, except those found only in packs that are corrupt or marked for deletion.
-    /// Also returns the ids of the index files.
+    /// Loads the ids of all indexed blobs, except those found only in packs that are damaged (corrupt or missing) or
+    /// marked for deletion. Also returns the ids of the index files.
     pub(crate) async fn load_known_blobs(
         &self,
         damaged_packs: &HashSet<Id>,

@@ -103,7 +103,7 @@ impl Repository {
     /// Reads a range of a pack.
     pub(crate) async fn read_pack(&self, id: Id, range: Range<u64>) -> Result<Bytes, FilesError> {
         let warn = |error: &FilesError, _| {
-            tracing::warn!(error = %format_chain(error), "pack read failed; retrying");
+            tracing::warn!(error = %format_chain(error), "cannot read a pack of the file backup; retrying");
         };
         let start = Instant::now();
         let may_retry = |error: &FilesError| error.is_transient() && start.elapsed() < self.outage_timeout;

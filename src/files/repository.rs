@@ -139,7 +139,7 @@ impl Repository {
     ) -> Result<Self, FilesError> {
         if let Some(opened) = Self::open(bucket.clone(), root.clone(), key, cache.clone()).await? {
             if opened.check_key_file().await.is_err_and(|error| error.is_damage()) {
-                tracing::warn!("no valid key file; writing a new one");
+                tracing::warn!("the file-backup repository has no valid key file; writing a new one");
                 write_key_file(&bucket, &root, key).await?;
             }
             return Ok(opened);

@@ -299,7 +299,7 @@ async fn account_is_bound_to_external_account() -> Result<()> {
     let host = machine.start()?;
     let refused =
         wait_until_reported(&host, "the account is refused", |report| report["error"].is_string()).await?;
-    assert!(refused["error"].as_str().unwrap_or_default().contains("create an account"), "{refused}");
+    assert!(refused["error"].as_str().unwrap_or_default().contains("create an ACME account"), "{refused}");
     delivered["acme"]["externalAccount"] = json!({"keyId": "kid-1", "hmacKey": key});
     host.machine.write("var/lib/svc/tls/settings.json", &delivered.to_string())?;
     wait_until_issued(&host).await?;

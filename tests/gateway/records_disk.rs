@@ -66,7 +66,7 @@ async fn full_disk_is_reported_and_records_resume() -> Result<()> {
         scrape(&host)?.get("svc_records_waiting_bytes").is_some_and(|bytes| bytes > 0.0),
         "no records are waiting"
     );
-    ensure!(host.log().contains("records cannot be written"), "{}", host.log());
+    ensure!(host.log().contains("cannot write records"), "{}", host.log());
     set_limit(&host, 3).await?;
     assert_serves(&host).await?;
     disk.delete_filler()?;

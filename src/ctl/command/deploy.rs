@@ -37,14 +37,15 @@ pub async fn run(api: &ApiClient, command: DeployCommand, out: &Output) -> Resul
     }
 }
 
-/// Rollout to use if no id is given and none is in progress.
+/// Rollout to use if no id is given and no rollout is open.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Fallback {
     Latest,
     Nothing,
 }
 
-/// Returns the given rollout id, or else the id of the rollout in progress. If there's neither, `fallback` applies.
+/// Returns the given rollout id, or else the id of the open (running or paused) rollout. If there's neither, `fallback`
+/// applies.
 async fn find_rollout(api: &ApiClient, target: RolloutTarget, fallback: Fallback) -> Result<String, Failure> {
     if let Some(id) = target.rollout {
         return Ok(id.to_string());

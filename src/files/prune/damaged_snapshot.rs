@@ -1,4 +1,4 @@
-//! Identifies a snapshot that references corrupt content, so that an operator can repair or remove it.
+//! Identifies a snapshot that references damaged content, so that an operator can repair or remove it.
 
 use std::cmp::Reverse;
 use std::time::{Duration, Instant};
@@ -23,7 +23,8 @@ const PROTECTED_SNAPSHOT_REMEDY: &str = "this is the latest snapshot, so do not 
 const SEARCH_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Returns an error that identifies a damaged snapshot: a protected one if possible, otherwise the newest. Returns
-/// `error` itself if it isn't due to corruption, or if the search finds nothing, fails or times out.
+/// `error` itself if it isn't due to damage (a corrupt or missing object), or if the search finds nothing, fails or
+/// times out.
 pub(super) async fn name_damaged_snapshot(
     repository: &Repository,
     snapshots: &[(Id, &Snapshot)],

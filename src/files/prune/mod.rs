@@ -67,8 +67,8 @@ pub struct PruneOptions {
     pub search_deadline: Option<Instant>,
 }
 
-/// Changes planned by a run, and applied unless it's a dry run. A run that encounters corrupt packs while applying them
-/// marks and deletes fewer packs than reported.
+/// Changes planned by a run, and applied unless it's a dry run. A run that finds damaged packs while applying the
+/// changes marks and deletes fewer packs than reported.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PruneReport {
     pub kept_snapshots: u64,

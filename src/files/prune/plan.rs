@@ -36,8 +36,8 @@ const MAX_MERGED_INDEX_BLOBS: usize = MAX_SAVED_BLOBS / 2;
 /// [`MAX_SAVED_BLOBS`] in the index, because its last packs are never indexed.
 const MIN_FULL_INDEX_BLOBS: usize = MAX_SAVED_BLOBS / 20 * 19;
 
-/// Larger packs aren't prefetched. This is twice the size of packs written by a save, but machines may write larger
-/// ones.
+/// Larger packs aren't prefetched, to bound memory use: machines write the packs, and may make them large. This is
+/// twice the size of packs written by a save.
 const MAX_PREFETCHED_PACK_BYTES: u64 = 16 << 20;
 
 /// Blobs referenced by snapshots.
@@ -385,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn small_packs_are_merged_above_threshold() {
+    fn small_packs_are_merged_at_threshold() {
         let plan = |packs: usize, bytes: u32, index_blobs, days: i64| {
             let pack = |number: usize| IndexedPack {
                 id: Id::of(&number.to_le_bytes()),

@@ -67,7 +67,7 @@ pub(super) async fn write_contents(
                     for placements in read.placements.chunk_by(|a, b| a.location == b.location) {
                         match write_first_intact_copy(locations, placements, &fetch_and_write, &error).await {
                             Err(error) if should_skip_damaged && error.is_damage() => {
-                                tracing::warn!(%error, "corrupt chunk; skipping the files that contain it");
+                                tracing::warn!(%error, "damaged chunk; skipping the files that contain it");
                                 damaged.extend(placements.iter().map(|placement| placement.file));
                             }
                             result => written += result?,
@@ -108,7 +108,7 @@ async fn write_first_intact_copy(
             placements.iter().map(|placement| ChunkPlacement { location, ..*placement }).collect();
         let read = RangeRead { pack: locations.pack(location).id, range: location.range(), placements };
         match fetch_and_write(Arc::new(read)).await {
-            Err(error) if error.is_damage() => tracing::warn!(%error, "corrupt chunk copy"),
+            Err(error) if error.is_damage() => tracing::warn!(%error, "a copy of a chunk is damaged"),
             result => return result,
         }
     }

@@ -1,9 +1,9 @@
 //! Restores a snapshot, or selected entries of it, into an empty directory.
 //!
 //! The first pass reads all trees to check that the target has enough space. Entries are then restored in batches to
-//! bound memory use: create directories, symlinks and empty files; read chunks pack by pack and write them to the
-//! files; create hard links; set the owner, mode and times of files and symlinks. Directory attributes are set last.
-//! Names are validated when a tree is parsed, so entries can't escape their directory.
+//! bound memory use: create directories, symlinks, and files at full size but without content; read chunks pack by pack
+//! and write them to the files; create hard links; set the owner, mode and times of files and symlinks. Directory
+//! attributes are set last. Names are validated when a tree is parsed, so entries can't escape their directory.
 
 mod batch;
 mod content;
@@ -50,8 +50,8 @@ pub struct RestoreOptions {
     /// User and group to own everything; `None` restores the saved owners. Either way, files lose their setuid and
     /// setgid bits.
     pub owner: Option<(u32, u32)>,
-    /// Whether to leave out files with corrupt content and restore corrupt directories empty. Otherwise, any corruption
-    /// fails the restore.
+    /// Whether to leave out files with corrupt or missing content, and restore corrupt or missing directories empty.
+    /// Otherwise, any damage fails the restore.
     pub should_skip_damaged: bool,
 }
 
@@ -84,7 +84,7 @@ impl RestoreProgress {
     }
 }
 
-/// Corrupt files and directories whose content wasn't restored.
+/// Damaged files and directories, whose content wasn't restored because it is corrupt or missing.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct DamagedEntries {
     pub count: u64,
@@ -130,7 +130,7 @@ pub struct RestoreReport {
 /// [`FilesError::Corrupt`] if an object is corrupt or a blob is missing from the index; [`FilesError::IndexChanging`]
 /// if the index changed during every attempt to read it; [`FilesError::Io`] if an entry can't be created or written;
 /// [`FilesError::Store`] if the store fails or an object is missing. With [`RestoreOptions::should_skip_damaged`], only
-/// corruption of the index or the snapshot's root directory is an error. The target may be left partially written, so
+/// damage to the index or to the snapshot's root directory is an error. The target may be left partially written, so
 /// retry with a new, empty one.
 pub async fn restore(
     repository: &Repository,

@@ -142,8 +142,8 @@ impl DatabaseFiles {
         databases
     }
 
-    /// Blocks checkpoints. Returns `None` if the database isn't open in WAL mode, is open exclusively, or if a
-    /// checkpoint still holds its lock after [`MAX_LOCK_ATTEMPTS`].
+    /// Blocks checkpoints. Returns `None` if no program has the database open in WAL mode, if one has it open
+    /// exclusively, or if a checkpoint still holds its lock after [`MAX_LOCK_ATTEMPTS`].
     pub(super) fn lock(&self, directory: &OwnedFd) -> Option<ReadLock> {
         let base = self.names.first().filter(|_| self.has_wal)?;
         let open = |name: &OsStr| open_in(directory, name, OFlags::NONBLOCK | OFlags::NOCTTY).ok();

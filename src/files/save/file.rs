@@ -203,7 +203,7 @@ impl Walker<'_> {
 /// Waits for in-flight writes. ext4 updates a file's timestamps before copying the data, so a large write that started
 /// before we read them wouldn't change them again.
 fn wait_for_writes(file: &File) {
-    // The seek takes the lock held by writers; on XFS, every read takes it. It fails if the file has no data.
+    // The seek takes the lock held by writers; on XFS, every read takes it. The seek fails if the file has no data.
     let _ = rustix::fs::seek(file, rustix::fs::SeekFrom::Data(0));
 }
 

@@ -1,5 +1,5 @@
-//! Consistent copies of git repositories. Git writes objects before the refs to them. By reading the refs first and
-//! then all objects, a snapshot includes every object its refs need, even while git is writing.
+//! Consistent copies of git repositories. Git writes objects before the refs to them. Because we read the refs first
+//! and then all objects, a snapshot includes every object its refs need, even while git is writing.
 
 use std::collections::{BTreeMap, HashSet};
 use std::ffi::{OsStr, OsString};

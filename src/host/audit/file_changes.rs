@@ -1,8 +1,8 @@
 //! The changed-paths protocol: the watcher reports changes in the home directory to the file-backup service.
 //!
-//! The service sends the token of the last reply it has saved, and the watcher replies with all changes since then.
-//! When it can't list them, it replies that anything may have changed: on the first request, after a watcher restart or
-//! lost events, at the watch limit, if the token is too old, or if there are too many changes.
+//! The service sends the token of the last reply whose changes it has saved, and the watcher replies with all changes
+//! since then. When it can't list them, it replies that anything may have changed: on the first request, after a
+//! watcher restart or lost events, at the watch limit, if the token is too old, or if there are too many changes.
 
 use std::time::Duration;
 
@@ -21,7 +21,7 @@ pub const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 /// A request, sent as one line of JSON.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ChangesRequest {
-    /// Token of the last saved reply, or `None` if nothing has been saved yet.
+    /// Token of the last reply whose changes are saved, or `None` if nothing has been saved yet.
     pub saved: Option<String>,
 }
 

@@ -1,4 +1,4 @@
-//! `svc-sync-agent versions`, `list` and `restore`: interactive commands that call the gateway over its socket.
+//! `svc-sync-agent versions`, `list` and `restore`: commands run by hand that call the gateway over its socket.
 
 use std::time::{Duration, Instant};
 

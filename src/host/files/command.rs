@@ -1,4 +1,4 @@
-//! `svc-sync-agent status` and `svc-sync-agent now`: interactive commands on the machine.
+//! `svc-sync-agent status` and `svc-sync-agent now`: commands run by hand on the machine.
 
 use anyhow::anyhow;
 use jiff::Timestamp;

@@ -129,7 +129,7 @@ pub async fn run(layout: Layout, should_retry: bool, should_skip_damaged: bool) 
     }
 }
 
-/// Abandons the restore: this machine keeps its own files instead of its predecessor's and resumes saving. Its next
+/// Abandons the restore: this machine keeps its own files instead of its predecessor's and starts saving them. Its next
 /// snapshot becomes the latest; earlier ones stay in the backup.
 ///
 /// # Errors

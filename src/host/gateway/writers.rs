@@ -1,5 +1,5 @@
 //! The write gate: admits operations on app tables and cost-limit changes, except while writers are stopped for this
-//! machine's final backup. While stopped, it rejects everything, even table reads.
+//! machine's final backup. While they are stopped, it rejects all of these, even table reads.
 //!
 //! Invariant: once `quiescedAt` is set, neither bridge requests nor dispatches modify the owner's data until writers
 //! are resumed. The file managed by `host::system::quiesce` is authoritative, so the state survives restarts.

@@ -5,10 +5,10 @@
 //! so a wrong clock doesn't stay stable that long unless the machine has no time server.
 //!
 //! The first check after a boot is different, because only the clock shows how long the machine was off. It trusts the
-//! clock if the boot was at most a day after the last check or, without an earlier check, after the last pre-boot write
-//! to a log file. Otherwise, the clock is treated as having jumped: the unit starts after `time-sync.target`, but that
-//! target is reached even if no time server responds. A machine that was off for weeks therefore expires its log files
-//! one day after power-on.
+//! clock unless the boot was more than a day after the last check or, without an earlier check, after the last pre-boot
+//! write to a log file. In that case, the clock is treated as having jumped: the unit starts after `time-sync.target`,
+//! but that target is reached even if no time server responds. A machine that was off for weeks therefore expires its
+//! log files one day after power-on.
 
 use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt;

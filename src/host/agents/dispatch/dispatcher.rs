@@ -430,7 +430,7 @@ impl Dispatcher {
         let journal = self.journal.clone();
         let written = run_blocking(move || journal.write(&entries)).await;
         if written.is_err() {
-            tracing::warn!("cannot write to the dispatch journal; a crash would lose this state");
+            tracing::warn!("cannot write a dispatch to the journal; a gateway crash would lose its state");
         }
         written.is_ok()
     }

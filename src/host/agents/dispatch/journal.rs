@@ -236,7 +236,11 @@ impl Journal {
         let (mut all, unknown): (Vec<_>, Vec<_>) =
             by_id.into_values().partition(|entry| entry.version == JournalEntry::FORMAT_VERSION);
         for JournalEntry { id, version, .. } in unknown {
-            tracing::warn!(svc_dispatch_id = %id, version, "unsupported journal entry version; leaving it in place");
+            tracing::warn!(
+                svc_dispatch_id = %id,
+                version,
+                "unsupported version of a dispatch's journal entry; leaving the entry in place"
+            );
         }
         all.sort_by(|a, b| {
             (a.accepted_at, batch_index(a), &a.id).cmp(&(b.accepted_at, batch_index(b), &b.id))

@@ -1,7 +1,7 @@
 //! `svc-agent`: runs one agent for the gateway, as the owner's user, and leaves no process behind.
 //!
-//! One run per connection. systemd accepts each connection in its own unit instance (`svc-agent@.service`), so every
-//! run has its own cgroup. Without systemd, `--listen` starts one process per run.
+//! One run per connection. systemd accepts each connection and starts a separate unit instance (`svc-agent@.service`)
+//! for it, so every run has its own cgroup. Without systemd, `--listen` starts one process per run.
 
 mod output;
 pub mod process_tree;

@@ -46,7 +46,7 @@ pub struct ChangeLog {
     instance: String,
     /// Sequence number of the last reply; 0 before the first one.
     last_reply: u64,
-    /// Sequence number of the last saved reply.
+    /// Sequence number of the last reply whose changes are saved.
     last_saved: Option<u64>,
     /// Changes in replies after the last saved one.
     unsaved: PathSet,

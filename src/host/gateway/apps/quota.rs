@@ -22,7 +22,7 @@ use svc_host::system::app_sizes::AppSize;
 use svc_host::system::layout::Layout;
 use svc_http::problem::{Code, Problem, format_chain};
 
-/// Interval between measurements while apps write to their tables.
+/// Interval between measurements while app tables are written to, by any caller.
 const MEASURE_INTERVAL: Duration = Duration::from_secs(30);
 /// Minimum delay between measurements, including requested ones.
 const MIN_MEASURE_INTERVAL: Duration = Duration::from_secs(1);

@@ -41,7 +41,7 @@ const MAX_RETRY_AFTER_SECONDS: u64 = 3600;
 const ACCOUNT_ERRORS: [&str; 2] =
     ["urn:ietf:params:acme:error:accountDoesNotExist", "urn:ietf:params:acme:error:unauthorized"];
 
-/// Issues a certificate for the machine's host name.
+/// Obtains a certificate for the machine's host name.
 pub struct CertificateIssuance<'a> {
     pub layout: &'a Layout,
     pub settings: &'a AcmeSettings,

@@ -100,7 +100,7 @@ fn set_check_metrics(layout: &Layout) {
     }
 }
 
-/// Sets the file-backup metrics, leaving those without data untouched.
+/// Sets the file-backup metrics known so far. A missing pending value in the status counts as 0.
 fn set_file_metrics(layout: &Layout) {
     let seconds = |at: Timestamp| at.as_second() as f64;
     if let Ok(Some(status)) = FilesStatus::read(layout) {

@@ -1,5 +1,5 @@
 //! Client for calls authenticated with the machine's registration token. All calls are idempotent, so they are retried
-//! on connection failures and transient errors until their timeout.
+//! without a complete response or after a transient error, until their timeout.
 
 use std::time::Duration;
 
@@ -27,7 +27,7 @@ pub enum RegistrationError {
     TokenRejected { detail: String },
     #[error("platform responded with {status}: {detail}")]
     UnexpectedResponse { status: StatusCode, detail: String },
-    #[error("platform unavailable, retries exhausted: {last}")]
+    #[error("platform still unavailable at the timeout: {last}")]
     Unavailable { last: String },
 }
 

@@ -73,7 +73,7 @@ pub fn apply_response(
     }
     // Not fatal: the current token remains valid, so the rest of the response still applies.
     if let Err(error) = store_next_token(config, response.next_token.as_ref(), accepted.as_ref()) {
-        tracing::error!(error = %format_chain(&error), "could not store next token");
+        tracing::error!(error = %format_chain(&error), "could not store this machine's next token");
     }
     if let Some(desired) = response.desired_image_version {
         // Drop malformed ids, as the updater wouldn't store them with the outcome.
@@ -83,8 +83,8 @@ pub fn apply_response(
     Ok(None)
 }
 
-/// Resumes the writers if `quiesce`, read before the heartbeat, stopped them for an operation other than the one in the
-/// response: that operation finished without resuming them.
+/// Resumes the writers if `quiesce`, read before the heartbeat, stopped them for an operation that the response doesn't
+/// name: that operation finished without resuming them.
 pub async fn resume_writers(
     config: &SyncConfig,
     quiesce: &Quiesce,
@@ -146,7 +146,7 @@ fn store_next_token(
     match (next, rejected) {
         (Some(next), _) if next.expose_secret() != upgrade_token.current().expose_secret() => {
             upgrade_token.store(next, token)?;
-            tracing::info!("received next token");
+            tracing::info!("received this machine's next token");
             Ok(())
         }
         (None, Some(rejected)) => upgrade_token.store(token, rejected),

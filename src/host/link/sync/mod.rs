@@ -166,7 +166,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
         return applet::report("svc-sync-agent", &Failure::new(Exit::Internal, error));
     }
     // When started by root, these commands switch to the gateway user, so the services running as that user can remove
-    // their requests and replace their results.
+    // the commands' requests and replace their results.
     if matches!(args.command, Some(Command::Now | Command::Verify { .. }))
         && let Err(error) = user::switch_to_gateway_user(&layout)
     {

@@ -67,7 +67,7 @@ impl CloudServer {
     }
 }
 
-/// Returns the source address of internet-bound packets, unless it's private, as it is behind NAT.
+/// Returns the source address of internet-bound packets if it's public, which it isn't behind NAT.
 pub fn find_public_source_ipv4() -> Option<Ipv4Addr> {
     find_source_ipv4(INTERNET_ADDRESS).filter(|ip| is_public(*ip))
 }

@@ -132,7 +132,7 @@ impl AppendFile {
         result
     }
 
-    /// Opens the file by name and repairs its tail, unless it is unchanged since the last write.
+    /// Opens the file by name. Repairs its tail, unless the file is unchanged since the last write.
     fn open(&mut self) -> io::Result<LastWrite> {
         if let Some(dir) = self.path.parent() {
             std::fs::create_dir_all(dir)?;

@@ -1,8 +1,8 @@
 //! The dump pipeline: `pg_dump` → SHA-256 → sink, with `pg_restore` reading the same bytes in full.
 //!
 //! [`dump_snapshot`] only returns a [`VerifiedDump`] if both tools succeeded, every byte was delivered and the dump has
-//! a table of contents. Uploads are never completed without one. Memory use is bounded by the upload's parts and a
-//! short queue.
+//! a table of contents. Uploads are never completed without a [`VerifiedDump`]. Memory use is bounded by the upload's
+//! parts and a short queue.
 
 use std::process::ExitStatus;
 use std::time::Duration;
