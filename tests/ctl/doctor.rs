@@ -366,7 +366,7 @@ async fn doctor_keeps_findings_if_api_cannot_be_called() {
         let report = run_report(svc, &["doctor", "platform"], &env).await;
         report.expect("configuration", "problem", "PLATFORM_KEY");
         report.expect("platform", "problem", part);
-        report.expect("fleet", "skipped", "cannot be called");
+        report.expect("fleet", "skipped", "cannot call the platform API");
     }
 }
 

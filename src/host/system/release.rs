@@ -9,7 +9,7 @@ use svc_base::fsx::{self, FileError};
 use svc_machine::name::ImageVersion;
 
 pub const MANIFEST_FILE: &str = "release.json";
-/// SHA-256 of the release's bundle. Written at installation; never part of a bundle.
+/// File with the SHA-256 of the release's bundle. Written at installation; never part of a bundle.
 pub const DIGEST_FILE: &str = ".bundle-sha256";
 
 /// Contents of `release.json`.
@@ -57,7 +57,7 @@ impl Release {
     }
 }
 
-/// Reads the digest from [`DIGEST_FILE`], or `None` if the file doesn't exist.
+/// Reads the digest from [`DIGEST_FILE`]. Returns `None` if the file doesn't exist.
 ///
 /// # Errors
 /// If the file exists but can't be read.

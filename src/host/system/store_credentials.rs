@@ -69,7 +69,7 @@ pub struct RenewingCredentials {
 
 struct SourceState {
     active: ActiveSession,
-    /// Until then, `current` doesn't renew a session that is still usable, and makes at most one attempt otherwise.
+    /// Until this time, `current` doesn't renew a still usable session, and makes at most one attempt otherwise.
     not_before: Timestamp,
     /// Whether the platform was unreachable at the last failed renewal.
     was_unreachable: bool,

@@ -57,7 +57,7 @@ pub struct Tokens {
 /// Errors from storing a token.
 #[derive(Debug, thiserror::Error)]
 pub enum TokenError {
-    #[error("platform issued a token for another machine")]
+    #[error("platform issued a token that is malformed or for another machine")]
     ForeignToken,
     #[error(transparent)]
     File(#[from] FileError),

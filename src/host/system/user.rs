@@ -1,7 +1,7 @@
 //! User switching for programs started manually as root.
 //!
-//! Users can replace paths in their own directories with symlinks, so root must not access those paths itself. A
-//! process running as that user does. [`switch_user_for_database_tools`] switches the whole program, and
+//! Users can replace paths in their own directories with symlinks, so root must not access those paths itself: only a
+//! process running as the directory's user may. [`switch_user_for_database_tools`] switches the whole program, and
 //! [`applet_command`] runs part of it in a child process.
 
 use std::io;
@@ -90,7 +90,7 @@ const OWNER_VARIABLES: [&str; 4] = ["PATH", "LANG", "RUST_LOG", "SVC_ROOT"];
 /// root, or the machine has no separate users, the applet runs as the current user.
 ///
 /// # Errors
-/// If the executable path can't be determined or, for the owner, if we're root and the owner's ids can't be.
+/// If the executable path can't be determined. For the owner, also if we're root and can't determine the owner's ids.
 pub fn applet_command(layout: &Layout, user: MachineUser, args: &[&str]) -> io::Result<Command> {
     let mut command = Command::new(std::env::current_exe()?);
     command.args(args).kill_on_drop(true).current_dir("/");

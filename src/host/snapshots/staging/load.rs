@@ -122,7 +122,8 @@ pub async fn create_scratch(
         .await
         .map_err(query_error("create a database for the snapshot"))?;
     let oid = database::find_oid(client, &name).await.map_err(query_error("find the new database"))?;
-    let oid = oid.ok_or_else(|| LoadError::Mismatch(format!("{name} does not exist")))?;
+    let oid =
+        oid.ok_or_else(|| LoadError::Mismatch(format!("{name} disappeared right after it was created")))?;
     Ok(ScratchDatabase { name, oid, number })
 }
 

@@ -276,7 +276,7 @@ async fn create_extensions(
     Ok(())
 }
 
-/// Resets settings that a database owner can change for all sessions, including superuser sessions.
+/// Resets settings that a database owner can change for all sessions of the database, including the superuser's.
 async fn reset_database(admin: &Client, database: &str) -> Result<(), UntrustedLoadError> {
     let database = quote_ident(database);
     let sql = format!(
