@@ -27,7 +27,7 @@ pub enum Goal {
     /// The followed operation, if any, succeeds, and the machine is then running, unless the operation deletes it,
     /// removes its server or changes its power state.
     Success,
-    /// The machine is running, whatever the operation's outcome.
+    /// The machine is running, regardless of the operation's outcome.
     MachineRunning,
 }
 

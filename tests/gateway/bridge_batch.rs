@@ -46,6 +46,15 @@ async fn batching_app(env: &[(&str, &str)]) -> Result<TestApp> {
     Ok(app)
 }
 
+/// Inserts rows concurrently, and checks that each request gets its own row and that the table has no others.
+async fn assert_all_inserted(app: &TestApp) -> Result<()> {
+    for (size, (status, response)) in (0..).zip(insert_all(app, 0..CONCURRENT).await?) {
+        assert_eq!((status, &response["data"]["size"]), (201, &json!(size)), "{response}");
+    }
+    assert_eq!(app.count().await?, CONCURRENT);
+    Ok(())
+}
+
 /// Number of transactions that inserted the table's rows.
 async fn count_transactions(app: &TestApp) -> Result<i64> {
     let admin = app.database.connect().await?;
@@ -70,11 +79,7 @@ async fn create_trigger(app: &TestApp, condition: &str, body: &str) -> Result<()
 #[tokio::test]
 async fn concurrent_inserts_share_transactions() -> Result<()> {
     let app = batching_app(&[]).await?;
-    for (size, (status, response)) in (0..).zip(insert_all(&app, 0..CONCURRENT).await?) {
-        assert_eq!((status, &response["data"]["size"]), (201, &json!(size)), "{response}");
-    }
-    assert_eq!(app.count().await?, CONCURRENT);
-    Ok(())
+    assert_all_inserted(&app).await
 }
 
 #[tokio::test]
@@ -139,11 +144,7 @@ async fn slow_row_in_batch_delays_others_only_briefly() -> Result<()> {
 async fn batch_with_slow_rows_is_split_up() -> Result<()> {
     let app = batching_app(&[("BRIDGE_STATEMENT_TIMEOUT_MS", "120000")]).await?;
     create_trigger(&app, "new.size % 50 = 7", "PERFORM pg_sleep(1);").await?;
-    for (size, (status, response)) in (0..).zip(insert_all(&app, 0..CONCURRENT).await?) {
-        assert_eq!((status, &response["data"]["size"]), (201, &json!(size)), "{response}");
-    }
-    assert_eq!(app.count().await?, CONCURRENT);
-    Ok(())
+    assert_all_inserted(&app).await
 }
 
 #[tokio::test]

@@ -44,7 +44,7 @@ pub fn stdin_connection() -> Result<UnixStream, Failure> {
     Ok(connection)
 }
 
-/// Accepts connections until this process is told to stop, then terminates the processes serving them.
+/// Accepts connections until this process receives a stop signal, then terminates the processes serving them.
 ///
 /// # Errors
 /// `Unavailable` if the socket can't be bound; `Internal` if signal handlers can't be installed or the executable path

@@ -2,7 +2,7 @@
 //!
 //! Yields files, directories and symlinks under their full names, including GNU and PAX long names, and rejects all
 //! other entry types. Memory is bounded by [`TarLimits`] rather than by header sizes: long-name records and PAX headers
-//! are size-checked before they're read. The `tar` crate would allocate whatever size the header claims, so we only use
+//! are size-checked before they're read. The `tar` crate would allocate the size that the header claims, so we only use
 //! it for raw headers.
 
 use std::collections::HashSet;
